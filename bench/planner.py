@@ -12,7 +12,9 @@ ten workers.
 
 import math
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -22,7 +24,7 @@ import numpy as np
 
 from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.config.planner import PlannerConfig
-from baton.messages.status import StreamCounts, bucket, cell_of
+from baton.messages.status import StreamCounts
 from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, QueueModel, Room
 from baton.planner.planner import Figures, Planner, ScalingPlan
@@ -41,25 +43,12 @@ STABLE_S: Final = 300.0  # the time for which a pod autoscaler keeps the most th
 
 
 class Workload(NamedTuple):
-    """A trace and its objectives."""
+    """A trace, of which every run has a copy, and its objectives."""
 
     name: str
     calls: list[ElasticCall]
     objectives: Objectives
     startup_s: float = 120.0
-
-    def again(self) -> list[ElasticCall]:
-        """Return the calls as they were before any run."""
-        return [
-            ElasticCall(
-                at_s=call.at_s,
-                prompt_tokens=call.prompt_tokens,
-                cached_tokens=call.cached_tokens,
-                output_tokens=call.output_tokens,
-                tenant=call.tenant,
-            )
-            for call in self.calls
-        ]
 
 
 class Result(NamedTuple):
@@ -79,7 +68,7 @@ def simulate(
     workload: Workload, begin: tuple[int, int], policy: Policy, startup_s: float | None = None
 ) -> Result:
     """Run a workload under a policy, from `begin` prefill and decode workers on."""
-    calls, random = workload.again(), Random(1)
+    calls, random = [copy(call) for call in workload.calls], Random(1)
     mean_s = workload.startup_s if startup_s is None else startup_s
     fleet = ElasticFleet(
         MACHINE, *begin, lambda: mean_s * random.uniform(0.85, 1.15), ROOM.num_seqs, ROOM.num_tokens
@@ -116,33 +105,28 @@ class Planned:
         self._objectives = workload.objectives
         self._lost_s = lost_s
         self._planner = Planner(config, QueueModel(MACHINE, ROOM, workload.objectives))
-        self._arrivals = [
-            (call.at_s, Stream(call.tenant), bucket(call.prompt_tokens)) for call in workload.calls
-        ]
-        self._num_arrived = self._num_startups = 0
-        self._arrived: dict[Stream, dict[int, int]] = {}
-        self._cells: dict[Stream, dict[int, int]] = {}
-        self._ends: dict[Stream, list[int]] = {}
+        self._to_come = deque(workload.calls)
+        self._num_startups = 0
+        self._counts: dict[Stream, StreamCounts] = {}
 
     def ended(self, call: ElasticCall) -> None:
         """Count a request that has ended."""
-        stream = Stream(call.tenant)
-        cells = self._cells.setdefault(stream, {})
-        cell = cell_of(call.prompt_tokens, call.cached_tokens, call.output_tokens)
-        cells[cell] = cells.get(cell, 0) + 1
+        counts = self._counts_of(call)
+        counts.end(call.prompt_tokens, call.cached_tokens, call.output_tokens)
         is_met = call.meets(self._objectives.ttft_s, self._objectives.tpot_s)
-        self._ends.setdefault(stream, [0, 0])[0 if is_met else 1] += 1
+        counts.num_met += is_met
+        counts.num_missed += not is_met
+
+    def _counts_of(self, call: ElasticCall) -> StreamCounts:
+        return self._counts.setdefault(Stream(call.tenant), StreamCounts(arrived={}, ended={}))
 
     def __call__(self, now_s: float, fleet: ElasticFleet) -> tuple[int, int] | None:
-        while self._num_arrived < len(self._arrivals) and self._arrivals[self._num_arrived][0] <= now_s:
-            _, stream, prompt = self._arrivals[self._num_arrived]
-            prompts = self._arrived.setdefault(stream, {})
-            prompts[prompt] = prompts.get(prompt, 0) + 1
-            self._num_arrived += 1
+        while self._to_come and self._to_come[0].at_s <= now_s:
+            call = self._to_come.popleft()
+            self._counts_of(call).arrive(call.prompt_tokens)
+        is_lost = self._lost_s[0] <= now_s < self._lost_s[1]
         figures = Figures(
-            counts={"gateway": dict(self._counts())}
-            if not self._lost_s[0] <= now_s < self._lost_s[1]
-            else {},
+            counts={} if is_lost else {"gateway": deepcopy(self._counts)},
             num_gateways=1,
             ordered=Layout(num_prefill=fleet.number("prefill"), num_decode=fleet.number("decode")),
             ready=Layout(
@@ -155,26 +139,8 @@ class Planned:
         self._num_startups = len(fleet.startups_s)
         plan = self._planner.plan(now_s, figures)
         self.plans.append(plan)
-        target = plan.target
-        if (target.num_prefill, target.num_decode) == (
-            figures.ordered.num_prefill,
-            figures.ordered.num_decode,
-        ):
-            return None
-        return target.num_prefill, target.num_decode
-
-    def _counts(self) -> Iterator[tuple[Stream, StreamCounts]]:
-        for stream, arrived in self._arrived.items():
-            met, missed = self._ends.get(stream, (0, 0))
-            yield (
-                stream,
-                StreamCounts(
-                    arrived=dict(arrived),
-                    ended=dict(self._cells.get(stream, {})),
-                    num_met=met,
-                    num_missed=missed,
-                ),
-            )
+        target = plan.target.num_prefill, plan.target.num_decode
+        return None if target == (figures.ordered.num_prefill, figures.ordered.num_decode) else target
 
 
 class Threshold:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from operator import add
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -41,7 +42,9 @@ from baton.config.environment import environment_of_child
 from baton.engine.models.checkpoint import SINGLE_FILE
 from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.registry import read_model_config
-from baton.engine.runner.step_inputs import StepArrays
+from baton.engine.runner.step_inputs import StepArrays, StepBuilder
+from baton.engine.scheduler.sequence import Batch
+from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.request import SamplingParams, StepOutput
 
 GENERATE_BAR: Final = 8.0  # our throughput / padded generate on ragged requests
@@ -133,29 +136,26 @@ def random_tokens(rng: random.Random, shape: LlamaShape, num_tokens: int) -> lis
 
 def step_arrays(starts: Sequence[int], tokens: Sequence[list[int]], page_size: int = 16) -> StepArrays:
     """Return a step in which sequence b has `starts[b]` computed tokens and pages of its own."""
-    lengths = np.array([len(chunk) for chunk in tokens])
-    ends = np.array(starts) + lengths
-    cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    pages_each = 8  # as many in every step, so a later step finds the pages of an earlier one
-    while pages_each * page_size < ends.max():
+    lengths = [len(chunk) for chunk in tokens]
+    pages_each = 8  # at least, so that a later step finds the pages of an earlier one
+    while pages_each * page_size < max(map(add, starts, lengths)):
         pages_each *= 2
-    page_table = np.arange(len(tokens) * pages_each, dtype=np.int32).reshape(len(tokens), pages_each)
-    positions = np.concatenate([np.arange(*span) for span in zip(starts, ends.tolist(), strict=True)])
-    owner = np.repeat(np.arange(len(tokens)), lengths)
-    pages = page_table[owner, positions // page_size].astype(np.int64)
-    return StepArrays(
-        token_ids=np.concatenate([np.array(chunk, np.int64) for chunk in tokens]),
-        positions=positions,
-        slots=pages * page_size + positions % page_size,
-        cu_seqlens=cu_seqlens,
-        context_lens=ends.astype(np.int32),
-        page_table=page_table,
-        logit_rows=cu_seqlens[1:].astype(np.int64) - 1,
-        num_decodes=len(tokens) if lengths.max() == 1 else 0,
-        max_seqlen_q=int(lengths.max()),
-        copies_to_host=(),
-        copies_to_device=(),
+    prompts = [[0] * start + chunk for start, chunk in zip(starts, tokens, strict=True)]
+    sequences = [
+        EngineSequence.from_request(request_of(prompt, SamplingParams()), 0, max_model_len=1 << 20)
+        for prompt in prompts
+    ]
+    for number, sequence in enumerate(sequences):
+        sequence.page_table = list(range(number * pages_each, (number + 1) * pages_each))
+    is_decode = max(lengths) == 1
+    batch = Batch(
+        sequences=sequences,
+        starts=np.array(starts),
+        lengths=lengths,
+        num_decodes=len(tokens) if is_decode else 0,
+        is_pure_decode=is_decode,
     )
+    return StepBuilder(page_size, len(tokens), pages_each).build(batch)
 
 
 INVARIANCE_SETTINGS: Final[dict[str, dict[str, object]]] = {

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -38,6 +39,12 @@ class GoodputLoad:
     chunk_tokens: int  # of a step of the worker that is tuned for short gaps
 
 
+NOT_HALVED: Final = (
+    *("has_bars", "model", "num_pool_layers", "max_model_len", "num_steps", "mixed_lengths", "rival_lengths"),
+    "goodput",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The sizes of every stage. Figures at toy size have no bars."""
@@ -68,31 +75,13 @@ class Sizes:
 
     def halved(self) -> "Sizes":
         """The sizes for a second attempt at a failed stage. Its figures have no bars."""
+        half = {name: _half(value) for name, value in vars(self).items() if name not in NOT_HALVED}
+        goodput = replace(self.goodput, seconds=self.goodput.seconds / 2)
+        return replace(self, has_bars=False, goodput=goodput, **half)
 
-        def half(numbers: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(max(1, number // 2) for number in numbers)
 
-        return replace(
-            self,
-            has_bars=False,
-            buffer_bytes=self.buffer_bytes // 2,
-            matmul_size=self.matmul_size // 2,
-            decode_batches=tuple(
-                (max(1, batch // 2), context // 2) for batch, context in self.decode_batches
-            ),
-            every_batch=(max(1, self.every_batch[0] // 2), self.every_batch[1] // 2),
-            prefill_lengths=half(self.prefill_lengths),
-            num_kv_pages=self.num_kv_pages // 2,
-            kv_units=half(self.kv_units),
-            kv_moved_units=half(self.kv_moved_units),
-            kv_cache_bytes=self.kv_cache_bytes // 2,
-            step_batches=half(self.step_batches),
-            step_context=self.step_context // 2,
-            model_prefill_lengths=half(self.model_prefill_lengths),
-            num_mixed_requests=self.num_mixed_requests // 2,
-            num_rival_requests=self.num_rival_requests // 2,
-            goodput=replace(self.goodput, seconds=self.goodput.seconds / 2),
-        )
+def _half(value: Any) -> Any:
+    return tuple(map(_half, value)) if isinstance(value, tuple) else max(1, value // 2)
 
 
 FULL = Sizes(

@@ -61,14 +61,11 @@ PREFILLED: Final = re.compile(
 PREFILLED_BAR: Final = 0.99
 CPU_BAR: Final = 1.03  # CPU time a request, over that of the checkout before, or that without traces
 STUB: Final = "baton.bench.serve.stub"
-STUB_TITLE: Final = re.compile(r"^baton (prefill|decode)-|" + STUB)  # the second: of an older checkout
+STUB_TITLE: Final = re.compile(r"^baton (prefill|decode)-")
 # Runs in a checkout and serves its control plane; the checkout needs `Plane` and `served`.
 HOST: Final = """
 import asyncio, json, sys
-try:
-    from baton.bench.serve.overhead import Plane, served
-except ModuleNotFoundError:  # a checkout older than the bench packages
-    from baton.bench.serve_overhead import Plane, served
+from baton.bench.serve.overhead import Plane, served
 async def main():
     async with served(Plane(**json.loads(sys.argv[1]))) as url:
         print(url, flush=True)

@@ -18,16 +18,16 @@ import signal
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
-from baton.bench.serve.client import Address, Client
+from baton.bench.serve.client import Address, Answer, Client
 from baton.errors import PeerGone
 from baton.messages.timeline import RequestTimeline
 
@@ -40,53 +40,6 @@ KNOWN_BAR: Final = 0.99
 VOCABULARY: Final = 200
 MAX_NEW: Final = 48
 OPTIONS: Final = ("--runtime", "local", "--router-policy", "cost", "--kv-cache-memory", "64MiB")
-
-
-class Asked(NamedTuple):
-    """One answered request as its client saw it."""
-
-    request_id: str
-    taken_s: float
-
-
-class Checked(NamedTuple):
-    """The clients' view and the timelines, by request id."""
-
-    asked: dict[str, Asked]
-    timelines: dict[str, RequestTimeline]
-    num_failures: int
-    num_kills: int
-
-    def both(self) -> Iterator[tuple[Asked, RequestTimeline]]:
-        """Yield the requests that have both."""
-        for request_id, asked in self.asked.items():
-            if request_id in self.timelines:
-                yield asked, self.timelines[request_id]
-
-
-class TimelineReader:
-    """Reads new timelines of a cluster until it is cancelled."""
-
-    def __init__(self, url: str) -> None:
-        self.timelines: dict[str, RequestTimeline] = {}
-        self._client = Client(Address(url))
-
-    async def run(self) -> None:
-        """Read every POLL_S."""
-        with closing(self._client):
-            while True:
-                await self.read()
-                await asyncio.sleep(POLL_S)
-
-    async def read(self) -> None:
-        """Read the latest timelines, whole."""
-        listed = json.loads((await self._client.get("/admin/requests?limit=100")).body)
-        for summary in listed["data"]:
-            request_id = summary["request_id"]
-            if request_id not in self.timelines:
-                answer = await self._client.get(f"/admin/requests/{request_id}")
-                if answer.status == 200:
-                    self.timelines[request_id] = timeline_of(answer.body)
 
 
 def timeline_of(body: bytes) -> RequestTimeline:
@@ -110,43 +63,6 @@ def body_of(rng: random.Random) -> dict[str, Any]:
     return body
 
 
-class Clients:
-    """Clients that ask one request after the other."""
-
-    def __init__(self, url: str, num_requests: int, seed: int) -> None:
-        self.asked: dict[str, Asked] = {}
-        self.num_failures = 0
-        self._url = url
-        self._num_requests = self._left = num_requests
-        self._rng = random.Random(seed)
-
-    @property
-    def share_sent(self) -> float:
-        """The part of the requests that has been sent."""
-        return 1.0 - self._left / self._num_requests
-
-    async def run(self) -> None:
-        """Ask until no request is left."""
-        with closing(Client(Address(self._url))) as client:
-            while self._left > 0:
-                self._left -= 1
-                await self._ask(client)
-
-    async def _ask(self, client: Client) -> None:
-        body, began_s = json.dumps(body_of(self._rng)).encode(), time.perf_counter()
-        try:
-            answer = await client.post("/v1/completions", body)
-        except PeerGone:
-            self.num_failures += 1
-            return
-        if answer.status != 200:
-            self.num_failures += 1
-            await asyncio.sleep(0.1)
-            return
-        request_id = id_of(answer.body)
-        self.asked[request_id] = Asked(request_id, time.perf_counter() - began_s)
-
-
 def id_of(body: bytes) -> str:
     """Return the request's id in an answer, whole or streamed."""
     found = ID.search(body)
@@ -154,51 +70,93 @@ def id_of(body: bytes) -> str:
     return found[1].decode()
 
 
-async def kill_workers(cluster: WatchedCluster, clients: Clients, num_kills: int, rng: random.Random) -> int:
-    """Kill workers of any role, spread evenly over the requests, until cancelled; return how many."""
-    num_killed = 0
-    with suppress(asyncio.CancelledError):
-        while num_killed < num_kills:
+class Checked:
+    """Requests to a cluster, their timelines, and the workers that are killed meanwhile."""
+
+    def __init__(self, cluster: WatchedCluster, num_requests: int, seed: int) -> None:
+        self.taken_s: dict[str, float] = {}  # request id -> the seconds that an answer took, by its client
+        self.timelines: dict[str, RequestTimeline] = {}  # by request id
+        self.num_failures = self.num_kills = 0
+        self._cluster, self._seed = cluster, seed
+        self._num_requests = self._left = num_requests
+
+    @property
+    def pairs(self) -> list[tuple[float, RequestTimeline]]:
+        """The client's seconds and the timeline of each request that has both."""
+        both = self.taken_s.keys() & self.timelines.keys()
+        return [(self.taken_s[each], self.timelines[each]) for each in both]
+
+    async def run(self, num_clients: int, num_kills: int) -> None:
+        """Have clients ask one request after the other until none is left, while workers are killed."""
+        rng = random.Random(self._seed)
+        with closing(Client(Address(self._cluster.url))) as client:
+            watching = [asyncio.create_task(each) for each in (self._read(client), self._kill(num_kills))]
+            await asyncio.gather(*(self._ask(client, rng) for _ in range(num_clients)))
+            await asyncio.sleep(2 * POLL_S)
+            for task in watching:
+                task.cancel()
+            for ended in await asyncio.gather(*watching, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    raise ended
+
+    async def _ask(self, client: Client, rng: random.Random) -> None:
+        while self._left > 0:
+            self._left -= 1
+            body, began_s = json.dumps(body_of(rng)).encode(), time.perf_counter()
+            try:
+                answer = await client.post("/v1/completions", body)
+            except PeerGone:
+                answer = Answer()
+            if answer.status == 200:
+                self.taken_s[id_of(answer.body)] = time.perf_counter() - began_s
+            else:
+                self.num_failures += 1
+                await asyncio.sleep(POLL_S / 2)
+
+    async def _read(self, client: Client) -> None:
+        """Read the latest timelines, whole, until cancelled."""
+        while True:
+            listed = json.loads((await client.get("/admin/requests?limit=100")).body)
+            for request_id in {each["request_id"] for each in listed["data"]} - self.timelines.keys():
+                answer = await client.get(f"/admin/requests/{request_id}")
+                if answer.status == 200:
+                    self.timelines[request_id] = timeline_of(answer.body)
             await asyncio.sleep(POLL_S)
-            if clients.share_sent < (num_killed + 1) / (num_kills + 1):
+
+    async def _kill(self, num_kills: int) -> None:
+        """Kill workers of any role, spread evenly over the requests."""
+        rng = random.Random(self._seed)
+        while self.num_kills < num_kills:
+            await asyncio.sleep(POLL_S)
+            if 1 - self._left / self._num_requests < (self.num_kills + 1) / (num_kills + 1):
                 continue
-            pids = await cluster.pids()
+            pids = await self._cluster.pids()
             names = sorted(name for name in pids if name.startswith(("decode-", "prefill-")))
             if names:
                 os.kill(pids[rng.choice(names)], signal.SIGKILL)
-                num_killed += 1
-    return num_killed
+                self.num_kills += 1
 
 
 async def check(
     cluster: WatchedCluster, num_requests: int, num_clients: int, num_kills: int, seed: int
 ) -> Checked:
     """Load a cluster, with kills, and return what the clients and the timelines say."""
-    reader, clients = TimelineReader(cluster.url), Clients(cluster.url, num_requests, seed)
-    reading = asyncio.create_task(reader.run())
-    killing = asyncio.create_task(kill_workers(cluster, clients, num_kills, random.Random(seed)))
-    try:
-        await asyncio.gather(*(clients.run() for _ in range(num_clients)))
-        await asyncio.sleep(2 * POLL_S)
-    finally:
-        reading.cancel()
-        killing.cancel()
-        with suppress(asyncio.CancelledError):
-            await reading
-    return Checked(clients.asked, reader.timelines, clients.num_failures, await killing)
+    checked = Checked(cluster, num_requests, seed)
+    await checked.run(num_clients, num_kills)
+    return checked
 
 
 def rows_of(name: str, checked: Checked) -> list[Row]:
     """Return the figures of one cluster."""
-    pairs = list(checked.both())
+    pairs = checked.pairs
     if not pairs:
         return [Row(f"{name}: requests", None, "", met=False, note="no request has a timeline")]
     shares = [timeline.unaccounted_s / timeline.total_s for _, timeline in pairs]
     off_s = [abs(sum(timeline.seconds.values()) - timeline.total_s) for _, timeline in pairs]
-    apart_ms = [1e3 * abs(asked.taken_s - timeline.total_s) for asked, timeline in pairs]
+    apart_ms = [1e3 * abs(taken_s - timeline.total_s) for taken_s, timeline in pairs]
     replayed = [t for _, t in pairs if "replayed" in t.seconds]
     errors_us = [1e6 * timeline.clock_error_s for _, timeline in pairs]
-    known = len(pairs) / max(1, len(checked.asked))
+    known = len(pairs) / max(1, len(checked.taken_s))
     note = f"{len(pairs):,} requests, {checked.num_kills} kills, {len(replayed)} replayed"
     note += f", {checked.num_failures} failed; p50 {percentile(shares, 50):.3%}, worst {max(shares):.2%}"
     return [
@@ -237,7 +195,7 @@ async def measure(options: Namespace, report: Report) -> None:
                     cluster, options.requests // 2, options.clients, options.kills, options.seed
                 )
         report.rows += rows_of(name, checked)
-        report.extra[name] = _parts_of([timeline for _, timeline in checked.both()])
+        report.extra[name] = _parts_of([timeline for _, timeline in checked.pairs])
 
 
 def _parts_of(timelines: Sequence[RequestTimeline]) -> dict[str, float]:

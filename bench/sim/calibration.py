@@ -14,7 +14,7 @@ import random
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
@@ -65,7 +65,6 @@ BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS: Final = (32, 128, 512, 2048, 8192, 32_768)
 CHUNKS: Final = (16, 64, 128, 256, 512, 1024, 2048, 8192)
 MOST_SETUP_TOKENS: Final = 40_000  # contexts of one batch, computed before its steps are timed
-REFERENCE: Final = "reference"
 TRANSFER_TOKENS: Final = (16, 64, 256, 1024, 4096)
 STREAMS: Final = (1, 2, 4)
 # Shares of the seconds that each part takes.
@@ -468,8 +467,6 @@ async def _ask(
         raise RuntimeError(f"the served cluster fails: {run.failures[0]} {run.said}")
     return run
 
-
-Measure = Callable[[ServeConfig, float, int, Progress], TimeModel]
 
 if __name__ == "__main__":
     serve(msgspec.json.decode(sys.argv[1], type=EngineConfig))
