@@ -13,27 +13,20 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
-from baton.kvtransfer.transports.rank_pair import PAYLOAD_TAG, RECORD_TAG, SOURCE
-from baton.kvtransfer.transports.records import MAX_BATCH
-from baton.kvtransfer.transports.torch_distributed import GroupSender
 from baton.pages import PageLayout
 from tests.remote import Remote
 from tests.transfer_ends import (
-    GROUP,
     OPTIONAL,
     PACKAGES,
     TCP,
     Destination,
     Grant,
-    ObservedGloo,
     Source,
     digest,
     grant_of,
     is_installed,
     needs,
     open_files,
-    peer_rank,
-    source_pages,
     write,
 )
 from tests.waiting import wait_for
@@ -157,24 +150,6 @@ def test_many_pieces_in_flight_arrive_whole(name: str, large_source: Source, las
     assert all(large_source.outcome(push).is_done for push in pushes)
     write(grant, large_source.pages, expected, 0, grant.num_units)
     assert lasting_peer.call("digest") == digest(expected)
-
-
-def test_parts_that_wait_share_records_and_answers(lasting_peer: Remote) -> None:
-    lasting_peer.call("renew", LARGE, POOL, 0, "cpu")
-    grant, transport = large_grant(), ObservedGloo()
-    lasting_peer.call("grant", grant)
-    end = Source(LARGE, POOL)
-    peer = peer_rank("gloo", lasting_peer.call("addresses")["gloo"], LARGE)
-    end.sender = GroupSender(transport, end.rank, peer, GROUP)
-    pushes = [end.push(plain(grant), unit, unit + 1) for unit in range(grant.num_units)]
-    end.sender.open()
-    assert all(end.outcome(push).is_done for push in pushes)
-    expected = torch.zeros((POOL, LARGE.page_bytes), dtype=torch.uint8)
-    write(grant, end.pages, expected, 0, grant.num_units)
-    assert lasting_peer.call("digest") == digest(expected)
-    num_parts, num_batches = grant.num_units, grant.num_units // MAX_BATCH
-    assert transport.num_sent == {(SOURCE, RECORD_TAG): num_batches, (SOURCE, PAYLOAD_TAG): num_parts}
-    end.close()
 
 
 @ALL
@@ -370,7 +345,3 @@ def test_killed_processes_leave_no_shared_memory_behind() -> None:
         peer.kill()
         source.close()
     assert sorted(path.name for path in Path("/dev/shm").iterdir()) == before
-
-
-def test_source_pages_are_the_same_everywhere() -> None:
-    assert digest(source_pages(8, 4)) == digest(source_pages(8, 4))

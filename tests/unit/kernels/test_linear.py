@@ -3,6 +3,8 @@
 Shapes: T tokens, N outputs, K inputs, V rows, E hidden.
 """
 
+from collections.abc import Callable
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.linear import embedding, linear, linear_reference, pack_linear, quantise_linear
+from baton.kernels.linear import (
+    LinearWeight,
+    embedding,
+    linear,
+    linear_reference,
+    pack_linear,
+    quantise_linear,
+)
 from tests.kernels.outcomes import normal
 
 CPU = torch.device("cpu")
@@ -89,14 +98,20 @@ def test_column_has_the_same_bits_beside_any_other(dtype: torch.dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("half", [2, 22, 48])
-def test_two_splits_equal_the_sum_of_two_ranks(dtype: torch.dtype, half: int) -> None:
+@pytest.mark.parametrize(
+    ("pack", "half"),
+    [*product([pack_linear], [2, 22, 48]), *product([quantise_linear], [4, 132, 352])],
+)
+def test_two_splits_equal_the_sum_of_two_ranks(
+    dtype: torch.dtype, pack: Callable[..., LinearWeight], half: int
+) -> None:
     weight, x = random(50, 2 * half, dtype=dtype), random(13, 2 * half, dtype=dtype)
     halves = [
-        linear(x[:, part], pack_linear(weight[:, part]), out_dtype=torch.float32)
+        linear(x[:, part], pack(weight[:, part]), out_dtype=torch.float32)
         for part in (slice(0, half), slice(half, 2 * half))
     ]
-    split = linear(x, pack_linear(weight), num_splits=2, out_dtype=torch.float32)
+    packed = quantise_linear(weight, num_splits=2) if pack is quantise_linear else pack(weight)
+    split = linear(x, packed, num_splits=2, out_dtype=torch.float32)
     assert torch.equal(split, halves[0] + halves[1])
 
 
@@ -160,18 +175,6 @@ def test_weight_that_is_rounded_in_parts_has_all_outputs() -> None:
     weight, x = random(32 * 64 + 40, 64, dtype=torch.float32), random(3, 64, dtype=torch.float32)
     parts = [linear(x, quantise_linear(rows)) for rows in weight.split(1000)]
     assert torch.equal(linear(x, quantise_linear(weight)), torch.cat(parts, dim=1))
-
-
-@dtypes
-@pytest.mark.parametrize("half", [4, 132, 352])
-def test_two_splits_equal_the_sum_of_two_ranks_with_8_bits(dtype: torch.dtype, half: int) -> None:
-    weight, x = random(50, 2 * half, dtype=dtype), random(13, 2 * half, dtype=dtype)
-    halves = [
-        linear(x[:, part], quantise_linear(weight[:, part]), out_dtype=torch.float32)
-        for part in (slice(0, half), slice(half, 2 * half))
-    ]
-    split = linear(x, quantise_linear(weight, num_splits=2), num_splits=2, out_dtype=torch.float32)
-    assert torch.equal(split, halves[0] + halves[1])
 
 
 @dtypes

@@ -1,8 +1,10 @@
 """Links are asked for once, answered later, and forgotten with their workers."""
 
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
+import pytest
 
 from baton.kvtransfer.links import KvLinks, Link
 from baton.messages.workers import Address, Worker, WorkerRole
@@ -47,67 +49,58 @@ def a_worker(number: int) -> Worker:
     )
 
 
-def test_a_link_is_asked_for_once() -> None:
-    asked, worker = Asked(), a_worker(1)
-    links = KvLinks(asked)
-    links.keep_up([worker])
-    links.keep_up([worker])
-    assert [address for address, _ in asked.waiting] == [worker.kv_address]
-    assert links.to(worker.id) is None and links.reachable() == []
+WORKER: Final = a_worker(1)
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked()
+
+
+@pytest.fixture
+def links(asked: Asked) -> KvLinks:
+    """Links that have been asked to reach WORKER, without an answer yet."""
+    made = KvLinks(asked)
+    made.keep_up([WORKER])
+    return made
+
+
+def reaches_nothing(links: KvLinks) -> bool:
+    return links.to(WORKER.id) is None and links.reachable() == []
+
+
+def test_a_link_is_asked_for_once(asked: Asked, links: KvLinks) -> None:
+    links.keep_up([WORKER])
+    assert [address for address, _ in asked.waiting] == [WORKER.kv_address]
+    assert reaches_nothing(links)
     asked.answer(StubLink())
-    links.keep_up([worker])
-    assert links.to(worker.id) is not None and links.reachable() == [worker.id]
+    links.keep_up([WORKER])
+    assert links.to(WORKER.id) is not None and links.reachable() == [WORKER.id]
     assert not asked.waiting
 
 
-def test_a_failed_try_is_made_again() -> None:
-    asked, worker = Asked(), a_worker(1)
-    links = KvLinks(asked)
-    links.keep_up([worker])
-    asked.answer(None)
-    assert links.to(worker.id) is None
-    links.keep_up([worker])
-    assert len(asked.waiting) == 1
-
-
-def test_a_lost_link_is_replaced() -> None:
-    asked, worker = Asked(), a_worker(1)
-    links = KvLinks(asked)
-    links.keep_up([worker])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_link_that_failed_or_was_lost_is_asked_for_again(asked: Asked, links: KvLinks, is_lost: bool) -> None:
     link = StubLink()
-    asked.answer(link)
+    asked.answer(link if is_lost else None)
     link.is_lost = True
-    assert links.to(worker.id) is None and links.reachable() == []
-    links.keep_up([worker])
+    assert reaches_nothing(links)
+    links.keep_up([WORKER])
     assert len(asked.waiting) == 1
 
 
-def test_unlisted_worker_is_unreachable() -> None:
-    asked, worker = Asked(), a_worker(1)
-    links = KvLinks(asked)
-    links.keep_up([worker])
-    asked.answer(StubLink())
-    links.keep_up([a_worker(2)])
-    assert links.to(worker.id) is None and links.reachable() == []
-
-
-def test_worker_that_returns_to_the_list_keeps_its_link() -> None:
-    asked, worker = Asked(), a_worker(1)
-    links = KvLinks(asked)
-    links.keep_up([worker])
+def test_unlisted_worker_is_unreachable_and_keeps_its_link(asked: Asked, links: KvLinks) -> None:
     link = StubLink()
     asked.answer(link)
-    links.keep_up([])
-    assert links.to(worker.id) is None and links.reachable() == []
-    links.keep_up([worker])
-    assert links.to(worker.id) is link and not asked.waiting
+    links.keep_up([a_worker(2)])
+    assert reaches_nothing(links)
+    asked.answer(None)
+    links.keep_up([WORKER])
+    assert links.to(WORKER.id) is link and not asked.waiting
 
 
-def test_process_that_returns_under_another_id_keeps_its_link() -> None:
-    asked, worker = Asked(), a_worker(1)
-    links = KvLinks(asked)
-    links.keep_up([worker])
+def test_process_that_returns_under_another_id_keeps_its_link(asked: Asked, links: KvLinks) -> None:
     asked.answer(StubLink())
-    flipped = msgspec.structs.replace(worker, id=f"{7:032x}", role=WorkerRole.PREFILL)
+    flipped = msgspec.structs.replace(WORKER, id=f"{7:032x}", role=WorkerRole.PREFILL)
     links.keep_up([flipped])
     assert links.reachable() == [flipped.id] and not asked.waiting

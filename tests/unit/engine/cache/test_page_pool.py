@@ -287,19 +287,6 @@ def test_last_page_of_a_released_table_is_evicted_first() -> None:
     assert pool.num_free == 3
 
 
-@pytest.mark.parametrize("trouble", ["another's", "leased", "written"])
-def test_page_that_the_owner_does_not_use_is_named(trouble: str) -> None:
-    pool = PagePool(2, 16)
-    used = pool.allocate(1, "a")
-    other = pool.reserve(1, "a", 5.0) if trouble == "leased" else pool.allocate(1, "b")
-    if trouble == "written":
-        pool.share(other, "a")
-        pool.add_writer(other, "writer")
-    pool.check_used_by(used, "a")
-    with pytest.raises(IntegrityError, match=f"page {other[0]} is held by .* not used by a"):
-        pool.check_used_by([*used, *other], "a")
-
-
 def test_second_reservation_of_an_owner_moves_the_deadline_of_both() -> None:
     pool = PagePool(2, 16)
     pages = [*pool.reserve(1, "transfer", 5.0), *pool.reserve(1, "transfer", 7.0)]

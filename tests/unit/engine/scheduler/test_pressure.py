@@ -70,14 +70,3 @@ def test_lower_class_is_not_admitted_if_few_pages_are_left() -> None:
         assert low.status is status
         harness.scheduler.pressure_mode = PressureMode()
         harness.run()
-
-
-def test_single_class_is_not_preempted() -> None:
-    harness = harness_of()
-    for tenant in "ab":
-        harness.add(tenant, range(70), SamplingParams(max_tokens=8), tenant=tenant)
-    while harness.pool.num_available >= 4:
-        harness.step()
-    harness.scheduler.pressure_mode = PressureMode(makes_room=True)
-    assert not harness.step()[0].preempted
-    harness.run()

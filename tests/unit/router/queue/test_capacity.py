@@ -92,23 +92,12 @@ def test_prompts_wait_when_workers_have_two_each() -> None:
     assert fleet.can_compute()
 
 
-def test_prompts_of_little_work_take_no_slot() -> None:
+@pytest.mark.parametrize(("num_tokens", "compute_s"), [(STEP_TOKENS, AHEAD_S / 10), (STEP_TOKENS // 10, 9.0)])
+def test_prompts_of_little_work_or_of_one_step_take_no_slot(num_tokens: int, compute_s: float) -> None:
     fleet = SmallWorkers("p0", "d0")
     for number in range(9):
-        key = (id_of(str(number)), 0)
-        fleet.in_flight.enter(
-            key, InFlightAttempt("g", id_of("d0"), id_of("p0"), STEP_TOKENS, 10, compute_s=AHEAD_S / 10)
-        )
-    assert fleet.can_compute()
-
-
-def test_prompts_that_fit_one_step_take_no_slot() -> None:
-    fleet = SmallWorkers("p0", "d0")
-    for number in range(9):
-        key = (id_of(str(number)), 0)
-        fleet.in_flight.enter(
-            key, InFlightAttempt("g", id_of("d0"), id_of("p0"), STEP_TOKENS // 10, 10, compute_s=9.0)
-        )
+        entry = InFlightAttempt("g", id_of("d0"), id_of("p0"), num_tokens, 10, compute_s=compute_s)
+        fleet.in_flight.enter((id_of(str(number)), 0), entry)
     assert fleet.can_compute()
 
 
