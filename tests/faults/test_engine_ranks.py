@@ -132,8 +132,11 @@ def move(source: Replica, destination: Replica, pages: list[int]) -> TransferEnd
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("source_cut", "destination_cut"),
-    [((2, 16), (1, 64)), ((1, 16), (2, 16)), ((2, 64), (2, 16))],
-    ids=["2-ranks-to-1", "1-rank-to-2", "2-ranks-to-2"],
+    [
+        pytest.param((2, 16), (1, 64), id="2-ranks-to-1"),
+        pytest.param((1, 16), (2, 16), id="1-rank-to-2"),
+        pytest.param((2, 64), (2, 16), id="2-ranks-to-2", marks=pytest.mark.slow),
+    ],
 )
 def test_an_engine_goes_on_from_the_pages_of_another(
     make: Make,

@@ -32,7 +32,7 @@ def test_tokens_and_logprobs_are_those_without(policy: str, tp_size: int, tiny_m
     for is_async in (False, True):
         engine = tiny_engine(
             tiny_model,
-            tensor_parallel_size=tp_size,
+            tensor_parallel_size=tp_size if is_async else 1,
             scheduler={"max_num_batched_tokens": 24, "policy": policy, "async_scheduling": is_async},
             cache={"host_cache_memory_bytes": 2**16, "kv_cache_memory_bytes": 2**17},
         )

@@ -7,8 +7,6 @@ from math import inf
 
 import pytest
 from _pytest.mark import ParameterSet
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.preemption import PreemptionRates
@@ -183,13 +181,6 @@ def run_several_keys(seed: int) -> None:
 def test_workloads_of_several_keys_are_exact_and_end(seeds: range) -> None:
     for seed in seeds:
         run_several_keys(seed)
-
-
-@settings(max_examples=45, deadline=None)
-@given(st.integers(min_value=1000), st.sampled_from([run_single_key, run_single_key, run_several_keys]))
-def test_any_workload_is_exact_and_ends(seed: int, run: object) -> None:
-    assert callable(run)
-    run(seed)
 
 
 # KV arrives for some requests, claims and reservations come and go, ended sequences keep their pages.
