@@ -139,26 +139,6 @@ def test_a_flipped_bit_is_written_again_and_a_second_one_means_recompute(
     assert all_back_s(source, destination) < BACK_S
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
-@pytest.mark.parametrize(("ours", "theirs"), [(False, False), (True, False), (False, True)])
-def test_pages_have_no_digests_only_if_both_ends_say_so(
-    transport: str, ours: bool, theirs: bool, num_ranks: int
-) -> None:
-    source = Host(is_shared=False, transport=transport, num_ranks=num_ranks, has_digests=ours)
-    source.fill(1)
-    with HostProcess(transport=transport, num_ranks=num_ranks, has_digests=theirs) as destination:
-        address = destination.call("address")
-        for num_flipped in (0, 1):
-            destination.call("flip_bits", num_flipped)
-            assert source.send(address, NUM_UNITS) == "handed_over"
-            outcome, _, digest = destination.call("ended")[-1]
-            is_damaged = num_flipped and not ours and not theirs
-            assert outcome == "adopted" and (digest != source.sent) == is_damaged
-        assert all_back_s(source, destination) < BACK_S
-    source.close()
-
-
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_prefix_is_pulled_from_its_holder(transport: str) -> None:
     puller = Host(transport=transport)

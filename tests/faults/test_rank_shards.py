@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from tests.endpoint_host import Host
 from tests.replicas import BACK_S, NUM_UNITS, Replicas, all_back_s, new_replica
 from tests.transfer_ends import OPTIONAL
 from tests.waiting import wait_for
@@ -121,6 +122,30 @@ def test_a_flipped_bit_of_one_shard_is_written_again(replicas: Replicas) -> None
     assert source.send(destination.address(), NUM_UNITS) == "failed"
     assert destination.ended()[-1][:2] == ("recompute", "corrupt twice")
     assert all_back_s(source, destination) < BACK_S
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize(("ours", "theirs"), [(False, False), (True, False), (False, True)])
+def test_pages_have_no_digests_only_if_both_ends_say_so(
+    transport: str, ours: bool, theirs: bool, num_ranks: int
+) -> None:
+    source, destination = (
+        Host(transport=transport, num_ranks=num_ranks, has_digests=has_digests)
+        for has_digests in (ours, theirs)
+    )
+    try:
+        source.fill(1)
+        for num_flipped in (0, 1):
+            destination.flip_bits(num_flipped)
+            assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+            outcome, _, digest = destination.ended()[-1]
+            is_damaged = num_flipped and not ours and not theirs
+            assert outcome == "adopted" and (digest != source.sent) == is_damaged
+        assert all_back_s(source, destination) < BACK_S
+    finally:
+        source.close()
+        destination.close()
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
