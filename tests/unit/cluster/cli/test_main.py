@@ -1,5 +1,6 @@
 """The command as users run it: exit status, stdout and stderr."""
 
+import io
 import json
 import os
 import re
@@ -8,11 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import pytest
 
+from baton.cluster.cli.main import main
 from tests.unit.cluster.conftest import Baton
 from tests.unit.cluster.model_directories import with_config_alone
 
@@ -22,23 +25,20 @@ GENERATE: Final = ("generate", "tiny", COPY, "--temperature", "0", "--kv-cache-m
 ENDLESS: Final = (*GENERATE, "--quiet", "--ignore-eos", "--max-tokens", "4000")
 
 
-def start(
-    *arguments: str, python: Sequence[str] = ("-m", "baton"), **environment: str
-) -> subprocess.Popen[str]:
+def start(*arguments: str, python: Sequence[str] = ("-m", "baton")) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *python, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
 
 
-def test_stdout_has_the_text_alone() -> None:
-    process = start(*GENERATE)
-    out, err = process.communicate()
-    assert (process.returncode, out) == (0, "sun moon star\n")
+def test_stdout_has_the_text_alone(baton: Baton) -> None:
+    status, out, err = baton(*GENERATE)
+    assert (status, out) == (0, "sun moon star\n")
     assert re.fullmatch(r"KV cache: [\d,]+ tokens in [\d,]+ pages of 16 \(0\.06 GiB a rank\)\n", err)
 
 
@@ -61,28 +61,35 @@ def test_broken_pipe_ends_silently_with_status_141() -> None:
     assert (process.wait(), err) == (141, "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "redirection", "message"),
-    [
-        (GENERATE, ">/dev/full", "standard output cannot be written: No space left on device"),
-        ([*GENERATE, "--json"], ">/dev/full", "standard output cannot be written: No space left on device"),
-        (["--version"], ">/dev/full", "standard output cannot be written: No space left on device"),
-        (GENERATE, ">&-", "standard output is closed: there is nowhere to write the answer"),
-    ],
-)
-def test_unwritable_output_is_one_line_and_status_2(
-    arguments: Sequence[str], redirection: str, message: str
-) -> None:
-    quiet = ["--quiet"] if "generate" in arguments else []
-    command = shlex.join([sys.executable, "-m", "baton", *arguments, *quiet])
+FULL: Final = "baton: error: standard output cannot be written: No space left on device\n"
+
+
+def test_unwritable_output_is_one_line_and_status_2() -> None:
+    command = shlex.join([sys.executable, "-m", "baton", *GENERATE, "--quiet"])
     result = subprocess.run(
-        ["sh", "-c", f"{command} {redirection}"],
+        ["sh", "-c", f"{command} >/dev/full"],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         check=False,
     )
-    assert (result.returncode, result.stderr) == (2, f"baton: error: {message}\n")
+    assert (result.returncode, result.stderr) == (2, FULL)
+
+
+@pytest.mark.parametrize("arguments", [[*GENERATE, "--quiet", "--json"], ["--version"]])
+def test_each_writer_tells_of_unwritable_output(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, baton: Baton
+) -> None:
+    with suppress(OSError), Path("/dev/full").open("w") as full:  # which has text to write when it is closed
+        monkeypatch.setattr(sys, "stdout", full)
+        result = baton(*arguments)
+    assert result == (2, "", FULL)
+
+
+def test_closed_output_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, baton: Baton) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    closed = "baton: error: standard output is closed: there is nowhere to write the answer\n"
+    assert baton(*GENERATE, "--quiet") == (2, "", closed)
 
 
 def test_setting_that_a_cpu_ignores_is_warned_of(baton: Baton) -> None:
@@ -93,12 +100,12 @@ def test_setting_that_a_cpu_ignores_is_warned_of(baton: Baton) -> None:
     assert baton(*command, "--quiet") == (0, "sun moon star\n", "")
 
 
-def test_character_that_the_terminal_lacks_is_replaced() -> None:
+def test_character_that_the_terminal_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     garbage = ("--max-tokens", "60", "--temperature", "5", "--seed", "1", "--ignore-eos")
-    process = start(*GENERATE, *garbage, "--quiet", PYTHONIOENCODING="ascii")
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, "")
-    assert "?" in out and out.isascii()
+    assert main([*GENERATE, *garbage, "--quiet"]) == 0
+    sys.stdout.flush()
+    assert b"?" in sys.stdout.buffer.getvalue()
 
 
 def test_missing_torch_is_answered_with_the_install_command() -> None:
