@@ -1,5 +1,6 @@
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,21 +44,28 @@ TEMPLATE = (
 )
 
 
+LOOP = asyncio.Runner()  # of all tests of this file, which share a form server
+BODIES = BodyReader(PromptReader(TOKENIZER, ChatTemplate(TEMPLATE, {})))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loop_ends() -> Iterator[None]:
+    yield
+    LOOP.run(BODIES.close())
+    LOOP.close()
+
+
 def read(kind: Any, fields: dict[str, Any], **of_model: Any) -> Call:
-    bodies = BodyReader(PromptReader(TOKENIZER, ChatTemplate(TEMPLATE, {})))
-    model = ServedModel(name="tiny", bodies=bodies, service=ScriptedService(), created_s=0, **of_model)
+    model = ServedModel(name="tiny", bodies=BODIES, service=ScriptedService(), created_s=0, **of_model)
     config, event_ids, metrics = GatewayConfig(model="tiny", routers=()), EventIds([b"k" * 32]), Metrics()
     scope = {"type": "http", "headers": [], "state": {"tenant": TENANT}}
 
     async def run() -> Call:
         limiter = Limiter(metrics, 1)
         inference = Inference(model, metrics, limiter, ManualClock(), config, event_ids, draw_seed=lambda: 11)
-        try:
-            return await inference.read_call(kind, json.dumps(fields).encode(), scope)
-        finally:
-            await bodies.close()
+        return await inference.read_call(kind, json.dumps(fields).encode(), scope)
 
-    return asyncio.run(run())
+    return LOOP.run(run())
 
 
 def chat(**fields: Any) -> Call:
