@@ -101,7 +101,7 @@ faults: setup redis
 	$(BIN)/python -m baton.bench.faults.black_holes
 
 sim: setup
-	$(BIN)/python -m pytest tests/faults/test_sim.py -m "slow or not slow"
+	$(BIN)/python -m pytest tests/faults/test_sim.py tests/unit/sim/test_replay.py -m "slow or not slow"
 
 soak: setup redis
 	$(BIN)/python -m baton.bench.faults.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
