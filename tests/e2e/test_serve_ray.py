@@ -87,15 +87,10 @@ def test_a_worker_that_is_drained_ends_and_stays_away(cluster: Served) -> None:
     assert cluster.complete("copy(red green blue)=") == "red green blue"
 
 
-def test_it_scales_under_load_and_ray_ends_with_it() -> None:
-    with served(*OPTIONS) as cluster:
-        clients, port = SteadyClients(cluster.port, BODY), str(cluster.port)
-        with clients.asking():
-            for layout in ("2P2D", "1P1D"):
-                assert f"{layout} serves" in cluster.baton("scale", layout, "--port", port)
-                clients.until_more()
-        assert set(cluster.status()) == {"prefill-0", "decode-0"}
-        pids = descendants(cluster.process.pid)
-        assert any("raylet" in command_line(pid) for pid in pids)
-        assert stop(cluster.process) == 0
-        until(lambda: are_gone(pids))
+def test_it_scales_under_load(cluster: Served) -> None:
+    clients, port = SteadyClients(cluster.port, BODY), str(cluster.port)
+    with clients.asking():
+        for layout in ("1P2D", "2P1D"):
+            assert f"{layout} serves" in cluster.baton("scale", layout, "--port", port)
+            clients.until_more()
+    assert set(cluster.status()) == {"prefill-0", "prefill-1", "decode-0"}
