@@ -242,7 +242,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(st.one_of(st.just("tenants"), st.text()), VALUES, max_size=3))
 def test_any_mapping_is_read_or_refused_with_config_error(tree: dict[str, Any]) -> None:
     try:
@@ -251,7 +251,7 @@ def test_any_mapping_is_read_or_refused_with_config_error(tree: dict[str, Any]) 
         assert str(error).startswith("tenants.yaml: ")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(FIELDS, VALUES, max_size=4))
 def test_any_tenant_is_read_or_refused_with_config_error(fields: dict[str, Any]) -> None:
     try:
@@ -370,7 +370,7 @@ def files(draw: st.DrawFn) -> TenantsFile:
     return msgspec.convert({"tenants": tenants}, TenantsFile)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(files(), st.booleans(), st.integers(1, 6), NAMES, st.data())
 def test_changing_keys_keeps_everything_else_in_any_layout(
     file: TenantsFile, flow: bool, indent: int, name: str, data: st.DataObject

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
@@ -337,6 +337,7 @@ JUNK: Final = st.recursive(
 
 
 @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+@settings(max_examples=30)
 @given(properties=JUNK, others=st.dictionaries(st.sampled_from(["type", "required", "$defs", "allOf"]), JUNK))
 def test_hostile_schemas_are_kept_or_refused(parser: str, properties: Any, others: dict[str, Any]) -> None:
     try:

@@ -5,7 +5,7 @@ from typing import Any
 
 import minijinja
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, CallForm, Tags
@@ -252,6 +252,7 @@ PIECES = {
 
 
 @pytest.mark.parametrize("parser", PIECES)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_cutting_the_text_into_parts_changes_nothing(parser: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(PIECES[parser]))))
@@ -362,6 +363,7 @@ ARGUMENTS = st.dictionaries(NAMES, VALUES, max_size=4)
 
 
 @pytest.mark.parametrize("parser", TEMPLATES)
+@settings(max_examples=40)
 @given(calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3))
 def test_rendered_calls_are_read_back(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     environment = minijinja.Environment()
