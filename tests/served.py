@@ -179,8 +179,8 @@ def accepts(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Wait for what a whole server does; each look asks processes."""
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait for what a whole server does, on a busy machine; each look asks processes."""
     wait_for(condition, timeout_s, interval_s=0.05)
 
 

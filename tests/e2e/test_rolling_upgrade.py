@@ -18,9 +18,10 @@ import pytest
 
 from baton.cluster.cluster_key import new_key, write_secret
 from baton.cluster.cluster_record import find_record
+from baton.cluster.runtimes.base import descendants
 from baton.messages.codec import CONTROL_SCHEMA
 from tests.event_stream import SteadyClients
-from tests.served import ROOT, Served, served, stop, until
+from tests.served import ROOT, Served, are_gone, served, stop, until
 
 OPTIONS: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "60")
 BODY: Final[dict[str, Any]] = {
@@ -117,8 +118,13 @@ def test_a_cluster_of_another_build_takes_over_under_load(
         clients.add(new.port)
         clients.until_more()
         clients.remove(cluster.port)
+        pids = descendants(cluster.process.pid)
+        running = cluster.stream(str(BODY["prompt"]), max_tokens=600, ignore_eos=True)
+        chunks = [next(running)]
         cluster.process.send_signal(signal.SIGTERM)
+        chunks += running  # the stream ends before the cluster, and everything with it
         assert cluster.process.wait(SOON_S) == 0
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length" and are_gone(pids)
         clients.until_more()
 
 

@@ -10,7 +10,6 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +29,19 @@ COPY = ("copy(sun moon star)=", "sun moon star")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Served]:
-    with served(*OPTIONS, *ALWAYS_APART) as found:
+    """A second signal ends the cluster at once, though a stream runs."""
+    with served(*OPTIONS, *ALWAYS_APART, "--drain-timeout", "600") as found:
         yield found
+        pids, num_said = descendants(found.process.pid), len(found.said)
+        stream = found.stream(COPY[0], max_tokens=4000, ignore_eos=True)
+        next(stream)  # and it is kept open
+        for _ in range(2):
+            found.process.send_signal(signal.SIGTERM)
+            until(lambda: any("draining" in line for line in found.said[num_said:]))
+        assert found.process.wait(30) == 130
+        stream.close()
+        assert not any("Traceback" in line for line in found.said[num_said:])
+    assert are_gone(pids)
 
 
 def test_the_curl_of_the_banner_prints_the_answer_that_it_promises(cluster: Served) -> None:
@@ -102,19 +112,6 @@ def test_a_router_and_a_gateway_that_are_killed_come_back_where_they_were(cluste
     assert set(cluster.status()) == {"prefill-0", "decode-0"}
 
 
-def test_a_stream_that_runs_ends_before_the_cluster_and_everything_with_it() -> None:
-    with served(*OPTIONS, "--drain-timeout", "60") as cluster:
-        pids = descendants(cluster.process.pid)
-        assert len(pids) >= 4
-        stream = cluster.stream("copy(sun moon star)=", max_tokens=600, ignore_eos=True)
-        first = next(stream)
-        cluster.process.send_signal(signal.SIGTERM)
-        chunks = [first, *stream]
-        assert cluster.process.wait(60) == 0
-    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-    assert are_gone(pids)
-
-
 @pytest.fixture(scope="module")
 def with_two_routers() -> Iterator[Served]:
     with served(*OPTIONS, "--routers", "2", "--decode", "2") as found:
@@ -155,36 +152,6 @@ def test_worker_that_is_restarted_hands_its_requests_over_first(with_two_routers
     assert not any("did not end in" in line or "status 143" in line for line in cluster.said)
 
 
-def test_worker_and_gateway_started_by_hand_find_the_cluster_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for kernels in cache_directory().glob("kernels-*.so"):  # or they would be compiled anew
-        shutil.copy2(kernels, tmp_path)
-    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))  # other tests' clusters run on this machine too
-    with served(*OPTIONS) as cluster:
-        command = ("worker", "decode", "tiny", "--name", "extra", "--kv-cache-memory", "64MiB")
-        with subprocess.Popen([sys.executable, "-m", "baton", *command]) as worker:
-            try:
-                until(lambda: "extra" in cluster.status())
-            finally:
-                worker.terminate()
-            assert worker.wait(60) == 0
-
-
-def test_a_second_signal_ends_it_at_once() -> None:
-    with served(*OPTIONS, "--drain-timeout", "600") as cluster:
-        pids = descendants(cluster.process.pid)
-        stream = cluster.stream("copy(sun moon star)=", max_tokens=4000, ignore_eos=True)
-        next(stream)  # and it is kept open
-        for _ in range(2):
-            cluster.process.send_signal(signal.SIGTERM)
-            until(lambda: any("draining" in line for line in cluster.said))
-        assert cluster.process.wait(30) == 130
-        stream.close()
-        assert not any("Traceback" in line for line in cluster.said)
-    assert are_gone(pids)
-
-
 def test_an_interrupt_before_it_serves_is_told_from_a_cluster_that_has_drained() -> None:
     command = [sys.executable, "-m", "baton", "serve", *OPTIONS, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -196,23 +163,52 @@ def test_an_interrupt_before_it_serves_is_told_from_a_cluster_that_has_drained()
     assert errors.endswith("baton: stopping ...\n") and "Traceback" not in errors
 
 
-def test_several_gateways_routers_and_ranks_serve_behind_one_port_and_do_not_outlive_the_parent() -> None:
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, str]]:
+    """A cluster with several of each process, and its cache folder, in which it is alone on this machine.
+
+    No process outlives the parent when that is killed.
+    """
+    folder = tmp_path_factory.mktemp("cache")
+    for kernels in cache_directory().glob("kernels-*.so"):  # or they would be compiled anew
+        shutil.copy2(kernels, folder)
     options = ("--gateways", "2", "--routers", "2", "--decode-tp", "2", "--decode-block-size", "64")
-    with served(*OPTIONS, *options, "--transport", "tcp") as cluster:
-        for case in recall_cases(4, 500, seed=4):
-            assert cluster.complete(case.prompt, 4) == case.answer
-        table = cluster.baton("status", "--port", str(cluster.port))
-        assert table.count("Redis is up" if find_program() else "routed") == 2
-        first, second = find_record(cluster.port).routers
-        for router in (first, second):
-            pid = cluster.listening_on(router.port)
-            os.kill(pid, signal.SIGKILL)
-            assert cluster.complete(COPY[0]) == COPY[1]  # the other is asked
-            until(lambda: are_gone({pid}) and len(cluster.routers()) == 2)  # noqa: B023
-        pids = descendants(cluster.process.pid)
-        cluster.process.kill()
-        cluster.process.wait()
+    with served(*OPTIONS, *options, "--transport", "tcp", BATON_CACHE_DIR=str(folder)) as found:
+        yield found, str(folder)
+        pids = descendants(found.process.pid)
+        found.process.kill()
+        found.process.wait()
         until(lambda: are_gone(pids), 10.0)
+
+
+def test_several_gateways_routers_and_ranks_serve_behind_one_port(
+    several: tuple[Served, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, folder = several
+    monkeypatch.setenv("BATON_CACHE_DIR", folder)
+    for case in recall_cases(4, 500, seed=4):
+        assert cluster.complete(case.prompt, 4) == case.answer
+    table = cluster.baton("status", "--port", str(cluster.port))
+    assert table.count("Redis is up" if find_program() else "routed") == 2
+    for router in find_record(cluster.port).routers:
+        pid = cluster.listening_on(router.port)
+        os.kill(pid, signal.SIGKILL)
+        assert cluster.complete(COPY[0]) == COPY[1]  # the other is asked
+        until(lambda: are_gone({pid}) and len(cluster.routers()) == 2)  # noqa: B023
+
+
+def test_worker_started_by_hand_finds_the_cluster_of_this_machine(
+    several: tuple[Served, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, folder = several
+    monkeypatch.setenv("BATON_CACHE_DIR", folder)
+    command = ("worker", "decode", "tiny", "--name", "extra", "--kv-cache-memory", "64MiB")
+    with subprocess.Popen([sys.executable, "-m", "baton", *command]) as worker:
+        try:
+            until(lambda: "extra" in cluster.status())
+        finally:
+            worker.terminate()
+        assert worker.wait(60) == 0
 
 
 def test_a_worker_that_cannot_load_is_told_by_name() -> None:
