@@ -3,7 +3,6 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from baton.router.policies.candidates import (
     DecodeCandidate,
@@ -64,64 +63,9 @@ def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: 
     return remote_pair(cost, decoder, 0.0) if prefill else local_pair(cost, decoder)
 
 
-def test_held_tokens_are_not_computed() -> None:
-    assert cost_at(a_prefill(num_held=900)).compute_s == pytest.approx(compute_s(100, 1000))
-
-
-def test_last_token_is_always_computed() -> None:
-    cost = cost_at(a_prefill(num_held=1000), [a_source("q", 1000)])
-    assert cost.num_held_tokens == 999
-    assert cost.compute_s == pytest.approx(compute_s(1, 1000))
-
-
-def test_prefix_is_pulled_where_pulling_is_faster_than_computing() -> None:
-    cost = cost_at(a_prefill(), [a_source("q", 800)])
-    assert (cost.source, cost.num_held_tokens) == ("q", 800)
-    assert cost.pull_s == 0.005 + 1e-4 * 800
-    slow = cost_at(a_prefill(), [a_source("q", 800, token_s=2e-3)])
-    assert (slow.source, slow.num_held_tokens) == ("", 0)
-
-
-def test_nothing_is_pulled_from_a_worker_with_other_weights() -> None:
-    source, prefill = replace(a_source("q", 800), page_format=("old", "float32")), a_prefill()
-    assert cost_at(replace(prefill, page_format=("new", "float32")), [source]).source == ""
-    assert cost_at(replace(prefill, page_format=("old", "float32")), [source]).source == "q"
-
-
-def test_held_prefix_is_not_pulled() -> None:
-    assert cost_at(a_prefill("q"), [a_source("q", 800)]).source == ""
-    assert cost_at(a_prefill(num_held=800), [a_source("q", 800)]).source == ""
-
-
-def test_pull_is_hidden_behind_the_queue() -> None:
-    cost = cost_at(a_prefill(wait_s=10.0), [a_source("q", 800)])
-    assert (cost.source, cost.pull_s, cost.candidate.wait_s) == ("q", 0.0, 10.0)
-
-
-def test_better_of_two_sources_is_used() -> None:
-    near, far = a_source("near", 800, 1e-5), a_source("far", 900, 2e-3)
-    assert cost_at(a_prefill(), [far, near]).source == "near"
-
-
 def test_later_arrivals_make_computing_more_expensive_behind_a_queue() -> None:
     short, long = (cost_at(a_prefill(wait_s=wait_s), arrival_rate=2.0).queue_delay_s for wait_s in (0.0, 5.0))
     assert 0 < short < long
-
-
-def test_local_prefill_makes_the_batch_wait() -> None:
-    alone, full = local_at(a_decoder()), local_at(a_decoder(num_delayed=8))
-    assert alone.terms.decode_delay_s == 0.0
-    assert full.terms.decode_delay_s >= 8 * full.terms.compute_s
-    assert alone.terms.handoff_s == full.terms.handoff_s == 0.0
-
-
-def test_running_decode_is_delayed_until_its_end_at_most() -> None:
-    compute_s = local_at(a_decoder()).terms.compute_s
-    for patience_s, waits_s in ((0.0, 0.0), (0.5 * compute_s, 0.5 * compute_s), (9.0, compute_s)):
-        decoder = replace(a_decoder(), num_delayed=8, patience_s=patience_s)
-        terms = local_at(decoder).terms
-        assert terms.decode_delay_s == pytest.approx(decoder.decode_delay_s + 8 * waits_s)
-        assert terms.total_s == pytest.approx(local_at(decoder).total_s)
 
 
 @pytest.mark.parametrize("is_local", (True, False))
@@ -134,22 +78,6 @@ def test_cost_of_a_candidate_is_the_sum_of_its_terms(is_local: bool) -> None:
     assert (candidate.decode, candidate.prefill) == ("d", "" if is_local else "p")
     assert candidate.num_held_tokens + candidate.num_new_tokens == NUM_TOKENS
     assert candidate.terms.handoff_s == (0.0 if is_local else 0.05)
-
-
-def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
-    for num_delayed, expected in ((0, ""), (16, "p")):
-        decoder = a_decoder(num_delayed=num_delayed)
-        away = remote_pair(cost_at(a_prefill()), decoder, 0.05)
-        assert cheapest([local_at(decoder), away], 0, nothing).prefill == expected
-
-
-def test_hot_prefix_is_used_elsewhere_when_its_holder_is_busy() -> None:
-    sources = [a_source("holder", 900)]
-    holder, other = a_prefill("holder", wait_s=3.0, num_held=900), a_prefill("other")
-    cost = prompt_costs([holder, other], NUM_TOKENS, sources)
-    candidates = [remote_pair(each, a_decoder(), 0.0) for each in cost]
-    chosen = cheapest(candidates, 0, nothing)
-    assert (chosen.prefill, chosen.source) == ("other", "holder")
 
 
 @given(st.lists(st.floats(0.001, 1e4), min_size=1, max_size=8), st.integers(0, 2**32))

@@ -141,9 +141,8 @@ def test_work_before_counts_the_work_that_would_be_dispatched_before() -> None:
     others = [waits(f"b{n}", "b", work=5) for n in range(100)]
     high = [waits("h", "h", rank=0, work=7)]
     queues = queues_of(*others, *mine)
-    assert (
-        queues.work_before(waits("new", due_s=1.5)) == 2 * 5 + 2 * 5
-    )  # two of its own, as much of the other's
+    # Two of its own, of which one is due as early, and as much of the other's.
+    assert queues.work_before(waits("new", due_s=1)) == 2 * 5 + 2 * 5
     assert queues.work_before(waits("new", "c")) == 0
     assert queues.work_before(waits("new", "b", due_s=1)) == 500 + 20  # there is no more of the other's
     ranked = queues_of(*high, waits("l", "l", rank=1, work=3))
