@@ -7,7 +7,8 @@ worker is paid for from its order to its end, start-up included. `static` is the
 meets the objectives. `threshold` scales each role by its use as a horizontal pod autoscaler does, at the
 best of four thresholds. `oracle` knows all arrivals: it orders workers ahead of need, and keeps one through
 a gap that is shorter than its start-up. Traces of files are superposed on themselves so that they need about
-ten workers.
+ten workers. `disturbed`: metrics that are lost for ten minutes, an operator who scales, and an objective out
+of reach.
 """
 
 import math
@@ -39,6 +40,7 @@ MAX_WORKERS: Final = 64
 MACHINE: Final = Machine()
 ROOM: Final = Room()
 THRESHOLDS: Final = (0.5, 0.6, 0.7, 0.8)
+DISTURBED_S: Final = (3600.0, 4200.0)  # without metrics; an operator scales just before
 STABLE_S: Final = 300.0  # the time for which a pod autoscaler keeps the most that it has wanted
 
 
@@ -58,6 +60,7 @@ class Result(NamedTuple):
     attainment: float
     actions_an_hour: float
     plans: list[ScalingPlan]
+    by_tenant: dict[str, float]  # attainment
 
 
 # Decides at each tick: the moment, the fleet -> prefill and decode workers to order, or None for no change.
@@ -83,10 +86,15 @@ def simulate(
             fleet.scale(*order)
 
     fleet.run(calls, control, INTERVAL_S, feed)
-    met = sum(call.meets(workload.objectives.ttft_s, workload.objectives.tpot_s) for call in calls)
+    met: dict[str, list[bool]] = {}
+    for call in calls:
+        is_met = call.meets(workload.objectives.ttft_s, workload.objectives.tpot_s)
+        met.setdefault(call.tenant, []).append(is_met)
+    by_tenant = {tenant: sum(each) / len(each) for tenant, each in met.items()}
+    attainment = sum(map(sum, met.values())) / len(calls)
     hours = fleet.events.now_s / 3600
     plans = getattr(policy, "plans", [])
-    return Result(fleet.paid_s / 3600, met / len(calls), fleet.num_orders / hours, plans)
+    return Result(fleet.paid_s / 3600, attainment, fleet.num_orders / hours, plans, by_tenant)
 
 
 class Planned:
@@ -143,12 +151,23 @@ class Planned:
         return None if target == (figures.ordered.num_prefill, figures.ordered.num_decode) else target
 
 
+class Operated(Planned):
+    """The planner beside an operator, who scales the cluster once."""
+
+    def __init__(self, workload: Workload, at_s: float, layout: tuple[int, int]) -> None:
+        super().__init__(workload)
+        self._at_s, self._layout = at_s, layout
+
+    def __call__(self, now_s: float, fleet: ElasticFleet) -> tuple[int, int] | None:
+        ordered = super().__call__(now_s, fleet)
+        return self._layout if now_s == self._at_s else ordered
+
+
 class Threshold:
     """Scales each role so that its use is near a threshold, as a horizontal pod autoscaler does."""
 
-    def __init__(self, threshold: float, max_seqs: float) -> None:
+    def __init__(self, threshold: float) -> None:
         self._threshold = threshold
-        self._max_seqs = max_seqs
         self._before = {"prefill": 0.0, "decode": 0.0}
         self._wanted: list[tuple[float, dict[str, int]]] = []
 
@@ -158,7 +177,6 @@ class Threshold:
             number = fleet.number(role)
             ready = max(1, fleet.number(role, only_ready=True))
             use = (busy_s - self._before[role]) / INTERVAL_S / ready
-            use /= self._max_seqs if role == "decode" else 1.0
             ratio = use / self._threshold
             wanted[role] = number if abs(ratio - 1) < 0.1 else max(1, math.ceil(ready * ratio))
             self._before[role] = busy_s
@@ -360,7 +378,7 @@ def _known(ids: Sequence[int], seen: set[int]) -> Iterator[int]:
     "planner",
     "the planner on simulated workers",
     option("--trace", [], action="append", type=Path, metavar="FILE"),
-    option("--only", [], "this workload alone", action="append", metavar="NAME"),
+    option("--only", [], "this workload alone, or `disturbed`", action="append", metavar="NAME"),
     option("--seed", 0),
 )
 def measure(options: Namespace, report: Report) -> None:
@@ -373,6 +391,8 @@ def measure(options: Namespace, report: Report) -> None:
         if not options.only or name in options.only:
             report.tell(name)
             report.show(name, workload_rows(make()))
+    if not options.only or "disturbed" in options.only:
+        report.show("disturbed", disturbed_rows(options.seed))
 
 
 def workload_rows(workload: Workload) -> Iterator[Row]:
@@ -380,7 +400,7 @@ def workload_rows(workload: Workload) -> Iterator[Row]:
     begin, fixed = static(workload)
     _, best = oracle(workload)
     scaled = max(
-        (simulate(workload, begin, Threshold(each, ROOM.num_seqs)) for each in THRESHOLDS),
+        (simulate(workload, begin, Threshold(each)) for each in THRESHOLDS),
         key=lambda result: (min(result.attainment, GOAL), -result.worker_h),
     )
     planned = simulate(workload, begin, Planned(workload))
@@ -393,6 +413,27 @@ def workload_rows(workload: Workload) -> Iterator[Row]:
     yield at_most(f"{workload.name}, hours over static's", planned.worker_h / fixed.worker_h, "x", 1.0)
     if workload.name == "steady":
         yield at_most("steady, actions", planned.actions_an_hour, "an hour", 6)
+    for tenant in sorted({call.tenant for call in workload.calls} - {""}):
+        yield at_least(f"{workload.name}, {tenant}, attainment", planned.by_tenant[tenant], "", GOAL)
+
+
+def disturbed_rows(seed: int) -> Iterator[Row]:
+    """Yield the planner's course without metrics, beside an operator, and with an objective out of reach."""
+    steady, begin, (from_s, until_s) = made("steady", 2, lambda at_s: 5.0, seed), (11, 3), DISTURBED_S
+
+    def unwanted(result: Result, expected: str, name: str) -> Row:
+        plans = [plan for plan in result.plans if from_s <= plan.at_s < until_s]
+        others = [plan for plan in plans if plan.outcome != expected or plan.actions]
+        return at_most(f"{name}: plans that do not {expected}", len(others), f"of {len(plans)}", 0)
+
+    lost = simulate(steady, begin, Planned(steady, lost_s=DISTURBED_S))
+    yield unwanted(lost, "hold", "metrics lost")
+    yield at_least("metrics lost: attainment", lost.attainment, "", GOAL)
+    yield unwanted(
+        simulate(steady, begin, Operated(steady, from_s - INTERVAL_S, (15, 4))), "manual", "manual"
+    )
+    hopeless = steady._replace(objectives=Objectives(ttft_s=0.5, tpot_s=0.05, attainment=GOAL))
+    yield unwanted(simulate(hopeless, begin, Planned(hopeless)), "infeasible", "out of reach")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,17 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
             streams=streams,
         )
 
+    def by_stream(self, values: Floats) -> dict[str, float]:
+        """Return the sums of the cells' values, by tenant/class."""
+        sums = np.bincount(self.stream, values, len(self.streams)).tolist()
+        return dict(zip(map("/".join, self.streams), sums, strict=True))
+
+    @property
+    def spread(self) -> float:
+        """The mean square of the prompts' lengths over the square of their mean."""
+        square = float(self.rate @ self.prompt_tokens**2) * self.total_rate
+        return square / max(1e-12, float(self.rate @ self.prompt_tokens)) ** 2 or 1.0
+
     @property
     def total_rate(self) -> float:
         """Requests/s of all cells."""
@@ -148,9 +159,9 @@ class QueueModel:
 
     Prompts wait for the first free of c prefill workers. The wait per worker is a Brownian motion that
     cannot fall below 0, with the mean and the variance of the prompts' seconds, over `window_s` seconds:
-    this holds beyond saturation, too, where the wait only grows. Decode workers hold a number of sequences
-    with the variance of a Poisson process; the step's time follows from the number, and the number from the
-    step's time.
+    this holds beyond saturation, too, where the wait only grows. Decode workers together hold a number of
+    sequences with the variance of a Poisson process, in equal parts; the step's time follows from the
+    number, and the number from the step's time.
     """
 
     def __init__(self, machine: Machine, room: Room, objectives: Objectives, window_s: float = 240.0) -> None:
@@ -186,9 +197,7 @@ class QueueModel:
         met = in_ttft * in_tpot * keeps  # [factors, cells]
         by_factor = met @ share
         by_cell = probability @ met
-        num_streams = len(demand.streams)
-        of_stream = np.bincount(demand.stream, share, num_streams)
-        met_of_stream = np.bincount(demand.stream, share * by_cell, num_streams)
+        of_stream = demand.by_stream(share)
         return LayoutPrediction(
             attainment=float(probability @ by_factor),
             attainment_low=float(by_factor.min()),
@@ -198,8 +207,8 @@ class QueueModel:
             prefill_use=float(probability @ use),
             decode_use=float(probability @ decode_use),
             by_stream={
-                "/".join(stream): float(met_of_stream[number] / max(of_stream[number], 1e-12))
-                for number, stream in enumerate(demand.streams)
+                name: value / max(of_stream[name], 1e-12)
+                for name, value in demand.by_stream(share * by_cell).items()
             },
         )
 
@@ -219,6 +228,14 @@ class QueueModel:
         new = np.maximum(1.0, demand.prompt_tokens - demand.cached_tokens)
         pairs = new * (demand.prompt_tokens - new / 2)
         return machine.prefill_s + new * machine.prefill_token_s + pairs * machine.prefill_pair_s
+
+    def work(self, demand: Demand) -> dict[str, float]:
+        """Return the workers of both roles that each stream keeps busy, by tenant/class."""
+        machine, context = self.machine, demand.prompt_tokens + demand.output_tokens / 2
+        together = np.minimum(self.room.num_seqs, self.room.num_tokens / np.maximum(1.0, context))
+        token_s = machine.step_base_s / together + machine.step_sequence_s + machine.step_context_s * context
+        busy = demand.rate * (self.compute_s(demand) + demand.output_tokens * token_s)
+        return demand.by_stream(busy)
 
     def _prefill(self, demand: Demand, load: Floats, workers: int, backlog: float) -> Phase:
         """Return P(TTFT is met) and the mean TTFT, [factors, cells], and the use of workers, [factors]."""
@@ -260,7 +277,7 @@ class QueueModel:
         most = min(room.num_seqs, room.num_tokens / max(1.0, context))
         num_allowed = np.minimum(most, (objective_s * free - machine.step_base_s) / sequence_s)
         step_s = (machine.step_base_s + np.minimum(num, most) * sequence_s) / free
-        spread = np.sqrt(np.maximum(1.0, num))
+        spread = 1 + np.sqrt(num / workers)  # routers level the workers, so only the sum is random
         met = np.where(num_allowed > 0, _normal((num_allowed - num) / spread), 0.0)
         met = np.where(local >= 1, 0.0, met)
         return met[:, None], step_s, np.minimum(MOST_USE, num / np.maximum(1e-9, num_allowed))

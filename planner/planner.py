@@ -34,7 +34,7 @@ from baton.sim.rehearsal import Layout
 FEWEST_ROWS: Final = 4  # intervals before the first forecast
 STALE_INTERVALS: Final = 3.0
 STRICTER: Final = 0.5  # share of the allowed misses that a smaller layout may have
-RELEASE_AFTER: Final = 2.0  # start-ups for which a worker must have been unneeded
+RELEASE_AFTER: Final = 1.0  # start-ups for which a worker must have been unneeded
 LEAST_RELEASE: Final = 4  # intervals that a start-up counts as, at least
 EASING: Final = 0.05  # a fast action must raise the attainment by this much
 # Measures until added workers serve: the kind of action, the model's argument, the shares that are tried.
@@ -106,6 +106,7 @@ class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     target: Layout
     actions: tuple[Action, ...] = ()
+    causes: Mapping[str, float] = {}  # of more workers: each stream's share of the growth of work
     inputs: PlanInputs
     prediction: LayoutPrediction | None = None  # of the target, at the horizon
     counterfactual: LayoutPrediction | None = None  # of the ordered layout, at the horizon
@@ -140,6 +141,8 @@ class Planner:
         self._needs: deque[tuple[float, int, int]] = deque()  # moment, prefill and decode workers needed
         self._pending: deque[_Pending] = deque(maxlen=KEPT_PLANS)
         self._max_workers = config.max_workers
+        self._possible: Mapping[str, float] = {}  # attainment without load, by stream, of this tick
+        self._calm: dict[str, float] = {}  # busy workers by stream, when no more workers were needed last
         self._known: dict[tuple[int, int], float] = {}  # workers -> attainment, of this tick
 
     @property
@@ -184,6 +187,7 @@ class Planner:
             reason=reason,
             target=target,
             actions=tuple(self._actions(figures, target, now)),
+            causes=self._causes(later, target.num_workers > figures.ordered.num_workers),
             inputs=self._inputs(figures),
             prediction=prediction,
             scores=scores,
@@ -232,8 +236,9 @@ class Planner:
         outlooks = []
         for wait_s, backlog in ((0.0, float(figures.num_queued)), (self.startup_s, 0.0)):
             horizon = math.ceil(wait_s / interval_s) + WINDOW
-            method, medians, factors = predict(rates, horizon, WINDOW, interval_s)
-            means = predict(tokens, horizon, WINDOW, interval_s)[1] / np.maximum(1e-9, medians)
+            method, medians, _ = predict(rates, horizon, WINDOW, interval_s)
+            _, sums, factors = predict(tokens, horizon, WINDOW, interval_s)  # tokens are the work
+            means = sums / np.maximum(1e-9, medians)
             grown = {
                 stream: mixes[stream].with_prompts(mean)
                 for stream, mean in zip(streams, means.tolist(), strict=True)
@@ -241,7 +246,7 @@ class Planner:
             }
             demand = Demand.of(dict(zip(streams, medians.tolist(), strict=True)), grown)
             num_requests = demand.total_rate * WINDOW * interval_s
-            factors = without_chance(factors, num_requests)
+            factors = without_chance(factors, num_requests / demand.spread)
             outlook = Outlook(
                 demand=demand,
                 factors=tuple(factors.tolist()),
@@ -261,7 +266,18 @@ class Planner:
         idle = Layout(num_prefill=1, num_decode=1)
         no_load = Outlook(demand=outlook.demand, factors=(1e-6,), weights=(1.0,))
         calm = self._model.rehearse(no_load, idle)
+        self._possible = calm.by_stream
         return calm.attainment >= self._config.attainment
+
+    def _causes(self, outlook: Outlook, is_more: bool) -> dict[str, float]:
+        """Return each stream's share of the work that has grown since no more workers were needed."""
+        work = self._model.work(outlook.demand)
+        if not is_more:
+            self._calm = work
+            return {}
+        grown = {name: value - self._calm.get(name, 0.0) for name, value in work.items()}
+        growth = {name: value for name, value in grown.items() if value > 0} or work
+        return {name: value / max(sum(growth.values()), 1e-12) for name, value in growth.items()}
 
     def _target(
         self, now_s: float, ordered: Layout, now: Outlook, later: Outlook
@@ -313,9 +329,21 @@ class Planner:
     def _met(self, outlooks: Sequence[Outlook], num_prefill: int, num_decode: int) -> float:
         if (met := self._known.get((num_prefill, num_decode))) is None:
             layout = Layout(num_prefill=num_prefill, num_decode=num_decode)
-            met = min(self._model.rehearse(each, layout).attainment for each in outlooks)
+            met = min(self._attainment(self._model.rehearse(each, layout)) for each in outlooks)
             self._known[num_prefill, num_decode] = met
         return met
+
+    def _attainment(self, prediction: LayoutPrediction) -> float:
+        """Return the attainment of all requests or of one stream, whichever is less.
+
+        A stream that misses the objectives even without load counts by what is possible for it.
+        """
+        possible, goal = self._possible, 1 - STRICTER * (1 - self._config.attainment)
+        streams = (
+            met / (1.0 if possible.get(name, 1.0) > goal else max(possible[name], 1e-9))
+            for name, met in prediction.by_stream.items()
+        )
+        return min([prediction.attainment, *streams])
 
     def _confirm(self, target: Layout, later: Outlook) -> tuple[Layout, LayoutPrediction]:
         """Rehearse the target; while it misses the goal that the model expects it to meet, add a worker."""
@@ -445,13 +473,11 @@ class Planner:
 
 def _with_outlook(inputs: PlanInputs, outlook: Outlook) -> PlanInputs:
     demand, total = outlook.demand, outlook.demand.total_rate
-    by_stream = np.bincount(demand.stream, demand.rate, len(demand.streams))
-    named = {"/".join(stream): float(by_stream[number]) for number, stream in enumerate(demand.streams)}
     return msgspec.structs.replace(
         inputs,
         horizon_s=outlook.horizon_s,
         method=outlook.method,
-        rates={"all": total, **named},
+        rates={"all": total, **demand.by_stream(demand.rate)},
         quantiles=tuple(total * factor for factor in outlook.factors),
     )
 

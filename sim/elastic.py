@@ -81,7 +81,7 @@ class ElasticFleet:
         self.worker_s = 0.0  # of workers that have ended; see `paid_s`
         self.num_orders = 0  # workers added, removed and flipped
         self.startups_s: list[float] = []  # measured
-        self.busy_s = {"prefill": 0.0, "decode": 0.0}  # worker-seconds; decode: by the share of max_seqs
+        self.busy_s = {"prefill": 0.0, "decode": 0.0}  # worker-seconds; decode: by the share of its room
         self._machine = machine
         self._startup_s = startup_s
         self._max_seqs, self._max_tokens = max_seqs, max_tokens
@@ -263,7 +263,8 @@ class ElasticFleet:
         now_s = self.events.now_s
         if worker.running:
             worker.num_steps += (now_s - worker.seen_s) / worker.step_s
-            self.busy_s["decode"] += (now_s - worker.seen_s) * len(worker.running)
+            used = max(len(worker.running) / self._max_seqs, worker.num_context / self._max_tokens)
+            self.busy_s["decode"] += (now_s - worker.seen_s) * used
         worker.seen_s = now_s
 
     def _step(self, worker: _Worker) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_SHOWN: Final = 16  # pairs, the cheapest first
 BAR_WIDTH: Final = 50
+MAX_CAUSES: Final = 3  # tenants of one plan, that with the most growth first
 
 
 def _add_options(parser: Parser) -> None:
@@ -75,18 +76,20 @@ def _show_plans(arguments: argparse.Namespace) -> None:
     if arguments.json:
         output.write("".join(f"{msgspec.json.encode(plan).decode()}\n" for plan in lines))
         return
-    columns = ("plan", "outcome", "workers", "requests/s", "attained", "unchanged", "why")
+    columns = ("plan", "outcome", "workers", "requests/s", "attained", "unchanged", "why", "caused by")
     output.show(output.table(columns, [plan_row(plan) for plan in lines]))
 
 
 def plan_row(plan: "ScalingPlan") -> tuple[str, ...]:
-    """Return the row of one plan: the prediction, and that without the plan's actions."""
+    """Return the row of one plan: the predictions with and without its actions, and what caused it."""
     attained = [
         "" if each is None else f"{each.attainment:.1%}" for each in (plan.prediction, plan.counterfactual)
     ]
     rate = plan.inputs.rates.get("all")
     shown = "" if rate is None else f"{rate:.2f}"
-    return plan.decision_id, plan.outcome, plan.target.name, shown, *attained, plan.reason
+    causes = sorted(plan.causes.items(), key=lambda cause: -cause[1])[:MAX_CAUSES]
+    caused = ", ".join(f"{name.strip('/') or 'all'} {share:.0%}" for name, share in causes)
+    return plan.decision_id, plan.outcome, plan.target.name, shown, *attained, plan.reason, caused
 
 
 class Explained(NamedTuple):

@@ -125,6 +125,15 @@ def test_bounds_and_rate_are_kept() -> None:
     assert plan.target.num_workers == 4
 
 
+def test_lost_workers_are_left_to_the_supervisor() -> None:
+    one = planner()
+    ordered = warm(one, ticks=40)
+    for tick in range(41, 45):
+        plan = one.plan(30.0 * tick, figures(tick, ordered, ready=Layout(num_prefill=1, num_decode=1)))
+        assert plan.target.num_workers == sum(ordered)
+        assert not any(action.role for action in plan.actions)
+
+
 def test_surplus_of_one_role_flips() -> None:
     one = planner()
     for tick in range(1, 20):
@@ -133,6 +142,39 @@ def test_surplus_of_one_role_flips() -> None:
             break
     kinds = [action.kind for action in plan.actions if action.role]
     assert kinds[0] == "flip"
+
+
+def counts_of(num: int, prompt: int = 16_000, num_missed: int = 0) -> StreamCounts:
+    ended = {cell_of(prompt, 0, 600): num}
+    met = num - num_missed
+    return StreamCounts(arrived={bucket(prompt): num}, ended=ended, num_met=met, num_missed=num_missed)
+
+
+def test_more_workers_are_due_to_the_tenant_that_grew() -> None:
+    one, ordered, num = planner(), (9, 2), [0, 0]
+    for tick in range(1, 40):
+        num = [num[0] + 45, num[1] + (45 if tick < 20 else 135)]
+        streams = {Stream("acme", "batch"): counts_of(num[0]), Stream("bulk", "batch"): counts_of(num[1])}
+        plan = one.plan(30.0 * tick, figures(tick, ordered, counts={"gateway": streams}))
+        ordered = plan.target.num_prefill, plan.target.num_decode
+        if tick > 20 and plan.causes:
+            break
+    assert plan.causes["bulk/batch"] > 0.8
+    assert sum(plan.causes.values()) == pytest.approx(1.0)
+
+
+def test_tenant_with_longer_prompts_is_not_outvoted() -> None:
+    """It has one of a hundred requests, whose prompts take most of their TTFT to compute."""
+    ordered = {}
+    for share in (0.0, 0.01):
+        one, ordered[share] = planner(Objectives(ttft_s=9.0, tpot_s=0.05)), (9, 2)
+        for tick in range(1, 13):
+            num = 90 * tick
+            streams = {Stream("many"): counts_of(num), Stream("few"): counts_of(round(num * share), 48_000)}
+            plan = one.plan(30.0 * tick, figures(tick, ordered[share], counts={"gateway": streams}))
+            ordered[share] = plan.target.num_prefill, plan.target.num_decode
+    assert plan.prediction is not None and plan.prediction.by_stream["few/"] >= 0.98
+    assert ordered[0.01][0] > ordered[0.0][0]
 
 
 def test_plan_is_scored_when_its_window_has_passed() -> None:
