@@ -36,6 +36,10 @@ STALE_INTERVALS: Final = 3.0
 STRICTER: Final = 0.5  # share of the allowed misses that a smaller layout may have
 RELEASE_AFTER: Final = 1.0  # start-ups for which a worker must have been unneeded
 LEAST_RELEASE: Final = 4  # intervals that a start-up counts as, at least
+BUDGET_S: Final = 3600.0  # until a request counts half in the budget of misses
+MEASURED: Final = 100.0  # requests without which there is no budget
+# Share of the allowed misses that a plan may expect: with no miss lately, and after too many.
+MOST_MISSES, FEWEST_MISSES = 5.0, 0.5
 EASING: Final = 0.05  # a fast action must raise the attainment by this much
 # Measures until added workers serve: the kind of action, the model's argument, the shares that are tried.
 EASINGS: Final = (
@@ -141,6 +145,9 @@ class Planner:
         self._needs: deque[tuple[float, int, int]] = deque()  # moment, prefill and decode workers needed
         self._pending: deque[_Pending] = deque(maxlen=KEPT_PLANS)
         self._max_workers = config.max_workers
+        self._goal = config.attainment  # of this tick, see `_goal_after_misses`
+        self._lately = np.zeros(2)  # requests that met and missed their objectives, faded
+        self._seen = np.zeros(2)  # the same, all that `_lately` has counted
         self._possible: Mapping[str, float] = {}  # attainment without load, by stream, of this tick
         self._calm: dict[str, float] = {}  # busy workers by stream, when no more workers were needed last
         self._known: dict[tuple[int, int], float] = {}  # workers -> attainment, of this tick
@@ -162,6 +169,7 @@ class Planner:
             return self._unchanged(now_s, figures, "hold", reason)
         manual = self._manual(now_s, figures)
         scores = tuple(self._scores(now_s))
+        self._goal = self._goal_after_misses()
         mixes = self._mixes()
         if self._history.num_rows < FEWEST_ROWS or not mixes:
             return self._unchanged(now_s, figures, "hold", "too few requests are known", scores)
@@ -269,6 +277,17 @@ class Planner:
         self._possible = calm.by_stream
         return calm.attainment >= self._config.attainment
 
+    def _goal_after_misses(self) -> float:
+        """Return the attainment to plan for: the fewer requests have missed lately, the more may miss now."""
+        counts = np.array([self._history.num_met, self._history.num_missed])
+        self._lately = self._lately * 0.5 ** (self._config.interval_s / BUDGET_S) + counts - self._seen
+        self._seen = counts
+        allowed, total = 1 - self._config.attainment, float(self._lately.sum())
+        if total < MEASURED:
+            return self._config.attainment
+        spent = float(self._lately[1]) / total / allowed
+        return 1 - allowed * min(MOST_MISSES, max(FEWEST_MISSES, MOST_MISSES - (MOST_MISSES - 1) * spent))
+
     def _causes(self, outlook: Outlook, is_more: bool) -> dict[str, float]:
         """Return each stream's share of the work that has grown since no more workers were needed."""
         work = self._model.work(outlook.demand)
@@ -284,7 +303,7 @@ class Planner:
     ) -> tuple[Layout, str, Outcome]:
         """Return the layout to order, why, and the outcome."""
         self._known.clear()
-        goal = self._config.attainment
+        goal = self._goal
         safe = 1 - STRICTER * (1 - goal)
         needed, is_met = self._cheapest((now, later), goal)
         roomy, _ = self._cheapest((now, later), safe)
@@ -350,12 +369,9 @@ class Planner:
         most, prediction = self._max_workers or 1, None
         for _ in range(CONFIRMATIONS):
             prediction = self._rehearser.rehearse(later, target)
-            if prediction is None or prediction.attainment >= self._config.attainment:
+            if prediction is None or prediction.attainment >= self._goal:
                 break
-            if (
-                target.num_workers >= most
-                or self._model.rehearse(later, target).attainment < self._config.attainment
-            ):
+            if target.num_workers >= most or self._model.rehearse(later, target).attainment < self._goal:
                 break
             prefill, decode = target.num_prefill, target.num_decode
             is_prefill = prediction.prefill_use > prediction.decode_use

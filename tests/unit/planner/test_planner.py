@@ -64,11 +64,11 @@ def test_growing_load_gets_workers_before_it_misses() -> None:
 
 def test_lost_metrics_hold() -> None:
     one = planner()
-    ordered = warm(one)
-    for tick in range(13, 33):
+    ordered = warm(one, ticks=40)
+    for tick in range(41, 61):
         plan = one.plan(30.0 * tick, figures(tick, ordered, counts={}))
         assert (plan.outcome, plan.actions) == ("hold", ())
-    plan = one.plan(30.0 * 33, figures(33, ordered))
+    plan = one.plan(30.0 * 61, figures(61, ordered))
     assert plan.outcome == "keep"
     assert plan.inputs.rates["all"] == pytest.approx(3.0, rel=0.1)
 
@@ -148,6 +148,20 @@ def counts_of(num: int, prompt: int = 16_000, num_missed: int = 0) -> StreamCoun
     ended = {cell_of(prompt, 0, 600): num}
     met = num - num_missed
     return StreamCounts(arrived={bucket(prompt): num}, ended=ended, num_met=met, num_missed=num_missed)
+
+
+def test_requests_that_missed_make_the_planner_careful() -> None:
+    ordered = {}
+    for share in (0.0, 0.05):
+        one, ordered[share] = planner(), (9, 2)
+        for tick in range(1, 60):
+            num = 90 * tick
+            counts = counts_of(num, num_missed=round(share * num))
+            plan = one.plan(
+                30.0 * tick, figures(tick, ordered[share], counts={"gateway": {Stream(): counts}})
+            )
+            ordered[share] = plan.target.num_prefill, plan.target.num_decode
+    assert sum(ordered[0.05]) > sum(ordered[0.0])
 
 
 def test_more_workers_are_due_to_the_tenant_that_grew() -> None:
