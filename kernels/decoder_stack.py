@@ -206,6 +206,7 @@ class _Weight(ctypes.Structure):
         ("num_columns", _SIZE),
         ("num_inputs", _SIZE),
         ("group", _SIZE),
+        ("format", _SIZE),
     )
 
 
@@ -271,7 +272,7 @@ def _layer(layer: StackLayer) -> _Layer:
         if linear is None:
             return _Weight()
         packed, bias_N = linear
-        sizes = packed.num_outputs, packed.num_inputs, packed.group
+        sizes = packed.num_outputs, packed.num_inputs, packed.group, packed.format
         return _Weight(packed.data.data_ptr(), address(bias_N), *sizes)
 
     experts = None if layer.experts is None else layer.experts.arguments

@@ -129,6 +129,7 @@ class _Weights(ctypes.Structure):
         ("num_columns", ctypes.c_int64),
         ("num_inputs", ctypes.c_int64),
         ("group", ctypes.c_int64),
+        ("format", ctypes.c_int64),
     )
 
 
@@ -181,6 +182,7 @@ def _weights(experts: ExpertWeights, addresses: Tensor) -> _Weights:
         num_columns=first.num_outputs,
         num_inputs=first.num_inputs,
         group=first.group,
+        format=first.format,
     )
 
 

@@ -4,9 +4,9 @@ A CPU has a C kernel, a GPU a Triton kernel. Both sum every output in one fixed 
 not depend on how many tokens share the step (batch invariance), nor on whether one or two tensor-parallel
 ranks compute it.
 Without batch invariance a GPU uses torch's own multiplication.
-On a CPU a weight may have 8 bits: `quantise_linear`. Its inputs are rounded to 8 bits, too.
+On a CPU a weight may be quantised: `pack_quantised`.
 
-Shapes: T tokens, N outputs, K inputs, F gated outputs (N = 2 * F), G groups of inputs.
+Shapes: T tokens, N outputs, K inputs, F gated outputs (N = 2 * F).
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ from baton.kernels import native
 from baton.kernels.attention_tile import has_large_shared_memory, owner_of_block
 from baton.kernels.gated import SILU, Activation, constants, gated, gated_product
 from baton.kernels.huge_pages import HugeArena
+from baton.kernels.quantised import (
+    PANEL,
+    QuantisedMatrix,
+    WeightFormat,
+    group_of,
+    linear_quantised_reference,
+    panels,
+)
 from baton.kernels.triton_import import TileKey, jit, kernel, runs_triton, tl, triton, tuned_tile
 
-PANEL: Final = 32  # as in csrc/linear.c
 # Multiprocessors of an H100 or H200. On another GPU the results are the same and the speed differs.
 NUM_MULTIPROCESSORS: Final = 132
 MAX_PARTS: Final = 4  # of the inputs of a split
@@ -46,8 +53,9 @@ class LinearWeight:
     dtype: torch.dtype
     is_packed: bool
     arrivals: Tensor | None = None
-    group: int = 0  # inputs that share a scale, of a weight of 8 bits; 0: the weight has the dtype of x
-    scales_NG: Tensor | None = None  # fp32, of a weight of 8 bits that is not packed
+    group: int = 0  # inputs that share a scale; 0: PLAIN
+    format: WeightFormat = WeightFormat.PLAIN  # of packed units
+    matrix: QuantisedMatrix | None = None  # of a quantised weight that is not packed
 
 
 def pack_linear(
@@ -98,8 +106,10 @@ def linear(
     out_dtype = out_dtype or x_TK.dtype
     if weight.arrivals is not None:
         return linear_triton(x_TK, weight, bias_N, num_splits=num_splits, out_dtype=out_dtype)
-    if weight.scales_NG is not None:
-        return linear_int8_reference(x_TK, weight, bias_N, num_splits=num_splits, out_dtype=out_dtype)
+    if weight.matrix is not None:
+        return linear_quantised_reference(
+            x_TK, weight.matrix, bias_N, num_splits=num_splits, out_dtype=out_dtype
+        )
     if not weight.is_packed:
         return linear_reference(x_TK, weight.data, bias_N, out_dtype=out_dtype)
     if x_TK.stride(-1) != 1:
@@ -119,8 +129,8 @@ def linear(
     )
     codes = native.DTYPE_CODES[x_TK.dtype], native.DTYPE_CODES[out_dtype]
     if weight.group:
-        multiply = native.function("baton_linear_int8", "pnpppnnnnniii")
-        multiply(*addresses_and_sizes, weight.group, num_splits, *codes)
+        multiply = native.function("baton_linear_quantised", "pnpppnnnnniiii")
+        multiply(*addresses_and_sizes, weight.group, weight.format, num_splits, *codes)
     else:
         native.function("baton_linear", "pnpppnnnniii")(*addresses_and_sizes, num_splits, *codes)
     return out_TN
@@ -143,93 +153,26 @@ def linear_reference(
     return functional.linear(x_TK, weight_NK, bias).to(out_dtype or x_TK.dtype)
 
 
-# Weights of 8 bits.
-
-MAX_GROUP: Final = 128  # inputs that share a scale
-UNIT: Final = 4  # inputs that the CPU multiplies at once
-LARGEST: Final = 127
-ROUNDED_PANELS: Final = 64  # that are rounded at a time: rounding takes ten times the memory of the result
-
-
-def quantise_linear(
-    weight_NK: Tensor, memory: HugeArena | None = None, *, num_splits: int = 1
+def pack_quantised(
+    matrix: QuantisedMatrix, dtype: torch.dtype, memory: HugeArena | None = None, *, num_splits: int = 1
 ) -> LinearWeight:
-    """Round a weight on a CPU to 8 bits, with a scale for each output and each group of inputs.
+    """Lay out a weight of 8 or 4 bits on a CPU for inputs of `dtype`.
 
-    num_splits: of later calls of `linear`; no group crosses a split, so that tensor-parallel ranks round as
-    one rank does. ValueError: the inputs of a split cannot be cut into groups of a multiple of UNIT.
+    num_splits: of later calls of `linear`. A weight with groups that no kernel takes becomes a plain one.
     """
-    num_outputs, num_inputs = weight_NK.shape
-    group = _group_size(num_inputs, num_splits)
-    quantised = LinearWeight(
-        weight_NK, num_outputs, num_inputs, weight_NK.dtype, is_packed=False, group=group
+    num_outputs, num_inputs = matrix.shape
+    group = group_of(num_inputs, matrix.format.group_unit, matrix.group, num_splits)
+    if group is None:
+        return pack_linear(matrix.dequantised().to(dtype), memory)
+    matrix = matrix.regrouped(group)
+    plain = LinearWeight(
+        matrix.codes_NK, num_outputs, num_inputs, dtype, is_packed=False, group=group, matrix=matrix
     )
-    if not native.handles(weight_NK.dtype):
-        scales_NG, rounded_NGK = _rounded(weight_NK.float().unflatten(1, (-1, group)))
-        return replace(quantised, data=rounded_NGK.flatten(1), scales_NG=scales_NG)
-    num_panels, panel_bytes = -(-num_outputs // PANEL), PANEL * (num_inputs + 8 * num_inputs // group)
-    packed = (memory or HugeArena()).empty(num_panels * panel_bytes, torch.int8)
-    rest = packed
-    for rows_NK in weight_NK.split(PANEL * ROUNDED_PANELS):
-        panels = _int8_panels(rows_NK, group)
-        rest[: len(panels)] = panels
-        rest = rest[len(panels) :]
-    return replace(quantised, data=packed, is_packed=True)
-
-
-def _int8_panels(weight_NK: Tensor, group: int) -> Tensor:
-    """The panels of csrc/linear_int8.c: units, then the sums of columns, then their scales, in each group."""
-    num_outputs, num_inputs = weight_NK.shape
-    num_groups, missing = num_inputs // group, -num_outputs % PANEL
-    scales_NG, rounded_NGK = _rounded(weight_NK.float().unflatten(1, (-1, group)))
-    panels = functional.pad(rounded_NGK, (0, 0, 0, 0, 0, missing))
-    panels = panels.view(-1, PANEL, num_groups, group // UNIT, UNIT)
-    scales = functional.pad(scales_NG, (0, 0, 0, missing)).view(-1, PANEL, num_groups)
-    sums = -(LARGEST + 1) * panels.sum((3, 4), dtype=torch.int32)
-    parts = (
-        panels.permute(0, 2, 3, 1, 4).flatten(2),
-        sums.transpose(1, 2).contiguous().view(torch.int8),
-        scales.transpose(1, 2).contiguous().view(torch.int8),
-    )
-    return torch.cat(parts, dim=-1).flatten()
-
-
-def _group_size(num_inputs: int, num_splits: int) -> int:
-    part, rest = divmod(num_inputs, num_splits)
-    sizes = (size for size in range(MAX_GROUP, 0, -UNIT) if part % size == 0)
-    size = next(sizes, 0)
-    if rest or not size:
-        raise ValueError(
-            f"{num_inputs} inputs in {num_splits} parts cannot be cut into groups of a multiple of {UNIT}"
-        )
-    return size
-
-
-def _rounded(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales of groups along the last dimension, and the groups in 8 bits.
-
-    The scale of a group with an element that is not finite is NaN.
-    """
-    largest = groups.abs().amax(-1)
-    is_finite = largest.isfinite()
-    inverse = torch.where(is_finite & (largest > 0), largest.new_tensor(LARGEST) / largest, 0.0)
-    # The products are exact: csrc/linear_int8.c rounds them once, too.
-    exact = torch.where(is_finite[..., None], groups, 0.0).double() * inverse[..., None]
-    rounded = exact.round().to(torch.int8)
-    return torch.where(is_finite, largest / LARGEST, float("nan")), rounded
-
-
-def linear_int8_reference(
-    x_TK: Tensor, weight: LinearWeight, bias_N: Tensor | None, *, num_splits: int, out_dtype: torch.dtype
-) -> Tensor:
-    """`linear` with a weight of 8 bits that is not packed. Sums of products are exact within a group."""
-    assert weight.scales_NG is not None
-    scales_TG, rounded_TGK = _rounded(x_TK.float().unflatten(1, (-1, weight.group)))
-    weight_NGK = weight.data.unflatten(1, (-1, weight.group))
-    sums_GTN = torch.einsum("tgk,ngk->gtn", rounded_TGK.double(), weight_NGK.double()).float()
-    scaled_GTN = sums_GTN * (weight.scales_NG.T[:, None, :] * scales_TG.T[:, :, None])
-    out_TN = torch.stack([part.sum(0) for part in scaled_GTN.chunk(num_splits)]).sum(0)
-    return (out_TN if bias_N is None else out_TN + bias_N).to(out_dtype)
+    if not native.handles(dtype):
+        return plain
+    arena = memory or HugeArena()
+    packed = panels(matrix, lambda num_bytes: arena.empty(num_bytes, torch.int8))
+    return replace(plain, data=packed, is_packed=True, format=matrix.format, matrix=None)
 
 
 # The Triton kernel.

@@ -102,8 +102,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The settings of an engine, apart from its model."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights; auto: the checkpoint's
-    # int8: on a CPU, round weights and inputs of linear layers to 8 bits, in groups of up to 128 inputs.
-    quantization: Literal["int8"] | None = None
+    # On a CPU, round the weights of linear layers to 8 or 4 bits as they are read. int8 and int4 round the
+    # inputs of these layers to 8 bits, too, in groups of up to 128 inputs.
+    quantization: Literal["int8", "fp8", "int4"] | None = None
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: seeded random weights, only config.json is read
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of workers; auto: cuda where there is a GPU
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1  # ranks that one worker splits the model over

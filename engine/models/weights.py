@@ -14,7 +14,8 @@ from baton.engine.models.parallel import TensorParallel
 from baton.errors import ConfigError, ModelError
 from baton.kernels.experts import ExpertWeights
 from baton.kernels.huge_pages import HugeArena
-from baton.kernels.linear import LinearWeight, pack_linear, quantise_linear
+from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
+from baton.kernels.quantised import Method, quantise
 from baton.kernels.triton_import import runs_triton
 
 Shape: TypeAlias = tuple[int, ...]
@@ -81,14 +82,14 @@ class Parameters:
         prefix: str = "",
         *,
         batch_invariant: bool = True,
-        is_int8: bool = False,
+        quantization: Method | None = None,
     ) -> None:
-        """batch_invariant: see `pack_linear`. is_int8: round the weights of linear layers to 8 bits."""
+        """batch_invariant: see `pack_linear`. quantization: of the weights of linear layers, when read."""
         self.tp = tp
         self.dtype = dtype
         self.device = device
         self.batch_invariant = batch_invariant
-        self.is_int8 = is_int8
+        self.quantization = quantization
         self._packed_memory = HugeArena()
         self._checkpoint = checkpoint
         self._prefix = prefix
@@ -133,14 +134,17 @@ class Parameters:
     def pack(self, weight_NK: Tensor, *, num_splits: int = 1) -> LinearWeight:
         """The weight as `linear` multiplies by it; a copy where the device needs another layout.
 
-        num_splits: of calls of `linear`. ConfigError: the weight cannot be rounded to 8 bits.
+        num_splits: of calls of `linear`. ConfigError: the weight cannot be cut into groups.
         """
-        if self.is_int8:
-            try:
-                return quantise_linear(weight_NK, self._packed_memory, num_splits=num_splits)
-            except ValueError as error:
-                raise ConfigError(f"quantization int8: {self._prefix.rstrip('.')}: {error}") from error
-        return pack_linear(weight_NK, self._packed_memory, batch_invariant=self.batch_invariant)
+        if self.quantization is None:
+            return pack_linear(weight_NK, self._packed_memory, batch_invariant=self.batch_invariant)
+        matrix = quantise(weight_NK, self.quantization, num_splits=num_splits)
+        if matrix is None:
+            raise ConfigError(
+                f"quantization {self.quantization}: {self._prefix.rstrip('.')}: {weight_NK.shape[1]} inputs "
+                f"in {num_splits} parts cannot be cut into groups"
+            )
+        return pack_quantised(matrix, self.dtype, self._packed_memory, num_splits=num_splits)
 
     def pack_router(self, weight_XK: Tensor) -> LinearWeight:
         """As `pack`, never rounded: a small error of a router's logit sends a token to another expert."""

@@ -231,7 +231,7 @@ class ModelRunner:
             TORCH_DTYPES[self.dtype],
             self.device,
             batch_invariant=self.config.batch_invariant,
-            is_int8=self.config.quantization == "int8",
+            quantization=self.config.quantization,
         )
         try:
             self.model = build_model(config, parameters, self.max_model_len)

@@ -174,6 +174,14 @@ EXPORT void baton_linear(
         multiply_rows(&p, num_inputs, multiply_pairs);
 }
 
+// As baton_linear, with a weight in any format.
+EXPORT void baton_linear_quantised(
+    const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
+    int64_t num_rows, int64_t num_columns, int64_t num_inputs, int64_t group, int format, int splits, int dtype, int y_dtype) {
+    struct weight w = {packed, bias, num_columns, num_inputs, group, format};
+    multiply_weight(&w, x, x_stride, y, y_stride, num_rows, splits, dtype, y_dtype);
+}
+
 // Products of several weights with a part of the rows each: what one `linear` is to a weight.
 struct products_of_experts {
     const struct linear *linears;  // of the experts that have rows
@@ -256,7 +264,7 @@ EXPORT void baton_linear_experts(
     for (int64_t expert = 0; expert < num_experts; expert++) {
         int64_t first = starts[expert], num_rows = starts[expert + 1] - first;
         struct weight one = {
-            w->packed[expert], w->bias ? w->bias + expert * w->num_columns : 0, w->num_columns, w->num_inputs, w->group};
+            w->packed[expert], w->bias ? w->bias + expert * w->num_columns : 0, w->num_columns, w->num_inputs, w->group, w->format};
         if (num_rows) multiply_weight(&one, x + first * x_stride, x_stride, y + first * y_stride, y_stride, num_rows, 1, dtype, y_dtype);
     }
 }

@@ -20,19 +20,24 @@ struct attention {
     int is_bf16;
 };
 
+// The elements of a packed weight: of the dtype of x (PLAIN), or codes with scales. Inputs are rounded to 8 bits for the
+// last two. As `WeightFormat` in quantised.py.
+enum weight_format { PLAIN, INT8, INT4, INT4_ZEROS, FP8, MXFP4, INT8_ROUNDED, INT4_ROUNDED };
+
 // The weight of a linear layer, as the caller has packed it.
 struct weight {
     const char *packed;
     const float *bias;  // or null
     int64_t num_columns, num_inputs;
-    int64_t group;  // of inputs, with 8 bits; 0: elements of the dtype of x
+    int64_t group;  // inputs that share a scale; 0: PLAIN
+    int64_t format;
 };
 
 // The weights of one projection of all experts: each has the same shape.
 struct expert_weights {
     const char *const *packed;  // [num_experts]
     const float *bias;          // [num_experts, num_columns] or null
-    int64_t num_columns, num_inputs, group;
+    int64_t num_columns, num_inputs, group, format;
 };
 
 void baton_linear_experts(
@@ -42,9 +47,12 @@ void baton_embedding(const int64_t *token_ids, const char *table, char *out, int
 void baton_linear(
     const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
     int64_t num_rows, int64_t num_columns, int64_t num_inputs, int splits, int dtype, int y_dtype);
-void baton_linear_int8(
-    const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
-    int64_t num_rows, int64_t num_columns, int64_t num_inputs, int64_t group, int splits, int dtype, int y_dtype);
+void multiply_rounded(
+    const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
+    int dtype, int y_dtype);
+void multiply_codes(
+    const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
+    int dtype, int y_dtype);
 void baton_rms_norm(
     char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer, ptrdiff_t y_inner,
     int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype, int weight_dtype);
@@ -73,9 +81,8 @@ void baton_gated(
 INLINE void multiply_weight(
     const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
     int dtype, int y_dtype) {
-    if (w->group)
-        baton_linear_int8(x, x_stride, w->packed, w->bias, y, y_stride, num_rows, w->num_columns, w->num_inputs, w->group,
-                          splits, dtype, y_dtype);
+    if (w->format >= INT8_ROUNDED) multiply_rounded(w, x, x_stride, y, y_stride, num_rows, splits, dtype, y_dtype);
+    else if (w->format) multiply_codes(w, x, x_stride, y, y_stride, num_rows, splits, dtype, y_dtype);
     else
         baton_linear(x, x_stride, w->packed, w->bias, y, y_stride, num_rows, w->num_columns, w->num_inputs, splits, dtype,
                      y_dtype);

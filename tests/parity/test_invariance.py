@@ -111,16 +111,19 @@ def test_no_setting_changes_a_bit(
         assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
 
 
+QUANTISED = {FAST[0]: "int8", FAST[1]: "int4", "llama2": "fp8", "mixtral": "int4"}
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "setting"),
-    cases(["chunk-1", "chunk-7", "alone", "page-1", "tensor-parallel-2", "ngram"], names=FAST),
+    cases(["chunk-1", "chunk-7", "alone", "page-1", "tensor-parallel-2", "ngram"], names=tuple(QUANTISED)),
 )
-def test_no_setting_changes_a_bit_with_weights_of_8_bits(
+def test_no_setting_changes_a_bit_with_quantised_weights(
     name: str, dtype: torch.dtype, setting: str, model_directory: Directory
 ) -> None:
     directory = model_directory(name, dtype)
-    greedy, seeded = plain(directory, "int8")
-    with engine(directory, quantization="int8", **SETTINGS[setting]) as made:
+    greedy, seeded = plain(directory, QUANTISED[name])
+    with engine(directory, quantization=QUANTISED[name], **SETTINGS[setting]) as made:
         assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
         assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
 

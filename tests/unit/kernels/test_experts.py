@@ -10,13 +10,14 @@ from torch import Tensor
 from baton.kernels import native
 from baton.kernels.experts import ExpertsArguments, ExpertWeights, Mixture, experts_reference
 from baton.kernels.gated import SILU, Activation, clamped_swiglu
-from baton.kernels.linear import LinearWeight, pack_linear, quantise_linear
+from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
+from baton.kernels.quantised import Method, quantise
 from tests.kernels.outcomes import normal
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
-NUM_EXPERTS, HIDDEN, WIDTH = 7, 40, 36
+NUM_EXPERTS, HIDDEN, WIDTH = 7, 40, 40
 
 
 def mixture(
@@ -75,8 +76,14 @@ def test_native_kernel_agrees_with_the_reference(dtype: torch.dtype, options: di
             torch.testing.assert_close(made(x, logits, shared), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_experts_of_8_bits_agree_with_the_reference() -> None:
-    made, (x, logits) = mixture(torch.float32, quantise_linear, num_parts=1), inputs(9, torch.float32)
+@pytest.mark.parametrize("method", ["int8", "fp8", "int4"])
+def test_quantised_experts_agree_with_the_reference(method: Method) -> None:
+    def pack(weight: Tensor) -> LinearWeight:
+        rounded = quantise(weight, method)
+        assert rounded is not None
+        return pack_quantised(rounded, weight.dtype)
+
+    made, (x, logits) = mixture(torch.float32, pack, num_parts=1), inputs(9, torch.float32)
     torch.testing.assert_close(made(x, logits), experts_reference(x, logits, made), atol=2e-5, rtol=2e-5)
 
 

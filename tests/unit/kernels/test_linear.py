@@ -3,10 +3,6 @@
 Shapes: T tokens, N outputs, K inputs, V rows, E hidden.
 """
 
-from collections.abc import Callable
-from itertools import product
-from unittest.mock import patch
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,14 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.linear import (
-    LinearWeight,
-    embedding,
-    linear,
-    linear_reference,
-    pack_linear,
-    quantise_linear,
-)
+from baton.kernels.linear import embedding, linear, linear_reference, pack_linear
 from tests.kernels.outcomes import normal
 
 CPU = torch.device("cpu")
@@ -98,20 +87,14 @@ def test_column_has_the_same_bits_beside_any_other(dtype: torch.dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize(
-    ("pack", "half"),
-    [*product([pack_linear], [2, 22, 48]), *product([quantise_linear], [4, 132, 352])],
-)
-def test_two_splits_equal_the_sum_of_two_ranks(
-    dtype: torch.dtype, pack: Callable[..., LinearWeight], half: int
-) -> None:
+@pytest.mark.parametrize("half", [2, 22, 48])
+def test_two_splits_equal_the_sum_of_two_ranks(dtype: torch.dtype, half: int) -> None:
     weight, x = random(50, 2 * half, dtype=dtype), random(13, 2 * half, dtype=dtype)
     halves = [
-        linear(x[:, part], pack(weight[:, part]), out_dtype=torch.float32)
+        linear(x[:, part], pack_linear(weight[:, part]), out_dtype=torch.float32)
         for part in (slice(0, half), slice(half, 2 * half))
     ]
-    packed = quantise_linear(weight, num_splits=2) if pack is quantise_linear else pack(weight)
-    split = linear(x, packed, num_splits=2, out_dtype=torch.float32)
+    split = linear(x, pack_linear(weight), num_splits=2, out_dtype=torch.float32)
     assert torch.equal(split, halves[0] + halves[1])
 
 
@@ -128,70 +111,6 @@ def test_packed_weight_is_a_copy() -> None:
     packed, expected = pack_linear(weight), linear_reference(x, weight)
     weight.zero_()
     torch.testing.assert_close(linear(x, packed), expected)
-
-
-# Weights of 8 bits.
-
-
-@given(
-    num_tokens=st.integers(0, 40),
-    num_outputs=st.integers(1, 100),
-    num_units=st.integers(1, 80),  # of the inputs of a split
-    num_splits=st.sampled_from((1, 2)),
-    dtype=st.sampled_from(DTYPES),
-    has_bias=st.booleans(),
-)
-def test_product_in_8_bits_is_that_of_the_reference(
-    num_tokens: int, num_outputs: int, num_units: int, num_splits: int, dtype: torch.dtype, has_bias: bool
-) -> None:
-    num_inputs = 4 * num_units * num_splits
-    x, weight = random(num_tokens, num_inputs, dtype=dtype), random(num_outputs, num_inputs, dtype=dtype)
-    bias = random(num_outputs, dtype=torch.float32) if has_bias else None
-    packed = quantise_linear(weight, num_splits=num_splits)
-    with patch.object(native, "handles", lambda dtype: False):
-        plain = quantise_linear(weight, num_splits=num_splits)
-    assert packed.is_packed and not plain.is_packed
-    out, expected = (
-        linear(x, each, bias, num_splits=num_splits, out_dtype=torch.float32) for each in (packed, plain)
-    )
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5 * num_inputs**0.5)
-    if num_tokens:
-        exact = linear(x, pack_linear(weight), bias, num_splits=num_splits, out_dtype=torch.float32)
-        assert (out - exact).norm() <= 0.02 * (exact.norm() + num_inputs**0.5)
-
-
-@dtypes
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_row_has_the_same_bits_in_any_batch_with_8_bits(dtype: torch.dtype, num_splits: int) -> None:
-    packed = quantise_linear(random(75, 296, dtype=dtype), num_splits=num_splits)
-    x, bias = random(400, 296, dtype=dtype), random(75, dtype=torch.float32)
-    alone = torch.cat([linear(row, packed, bias, num_splits=num_splits) for row in x.split(1)])
-    for num_rows in [*range(1, 26), 191, 193, 400]:
-        together = linear(x[-num_rows:], packed, bias, num_splits=num_splits)
-        assert torch.equal(together, alone[-num_rows:]), f"{num_rows} rows"
-
-
-def test_weight_that_is_rounded_in_parts_has_all_outputs() -> None:
-    weight, x = random(32 * 64 + 40, 64, dtype=torch.float32), random(3, 64, dtype=torch.float32)
-    parts = [linear(x, quantise_linear(rows)) for rows in weight.split(1000)]
-    assert torch.equal(linear(x, quantise_linear(weight)), torch.cat(parts, dim=1))
-
-
-@dtypes
-def test_row_that_is_not_finite_is_nan_alone_with_8_bits(dtype: torch.dtype) -> None:
-    packed = quantise_linear(random(40, 256, dtype=dtype))
-    x = random(3, 256, dtype=dtype)
-    expected = linear(x, packed)
-    for value in (float("nan"), float("inf")):
-        broken = x.clone()
-        broken[1, 200] = value
-        out = linear(broken, packed)
-        assert out[1].isnan().all() and torch.equal(out[::2], expected[::2])
-
-
-def test_inputs_that_form_no_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="6 inputs in 1 parts"):
-        quantise_linear(random(5, 6, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

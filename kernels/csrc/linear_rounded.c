@@ -1,13 +1,14 @@
-// y[M, N] = x[M, K] @ weight[N, K]^T + bias, with weights and inputs of 8 bits.
+// y[M, N] = x[M, K] @ weight[N, K]^T + bias, with weights of 8 or 4 bits and inputs that are rounded to 8 bits.
 //
-// Inputs come in groups. In each group every column of the weight and every row of x has a scale of its own, which is
-// its largest magnitude / 127. Products within a group are summed as integers, exactly. The sums of groups are scaled
+// Inputs come in groups. In each group every column of the weight and every row of x has a scale of its own; that of x
+// is its largest magnitude / 127. Products within a group are summed as integers, exactly. The sums of groups are scaled
 // and added in ascending order as floats, in `splits` equal parts of groups as in linear.c. So a row's bits depend on
 // neither the batch nor the number of ranks.
 //
 // packed: a panel of 32 columns after another, in each panel a group after another, in each group
-//   int8 [group / 4][32][4]  units of four neighbouring inputs
-//   int32 [32]               -128 * the sum of the column's weights: x is stored with 128 added, as VNNI multiplies it
+//   int8 [group / 4][32][4]  units of four neighbouring inputs. With 4 bits two units share their bytes, the first in
+//                            the lower halves; a value then counts sixteenfold
+//   int32 [32]               -128 * the sum of the column's values: x is stored with 128 added, as VNNI multiplies it
 //   float [32]               the scales
 #include <stdlib.h>
 
@@ -23,7 +24,7 @@
 #define OFFSET 128
 
 // At most ROW_BLOCK rows.
-struct linear_int8 {
+struct linear_rounded {
     const char *x;       // [M, K]
     ptrdiff_t x_stride;  // bytes from row to row
     uint8_t *bytes;      // of x, a tile after another: [units][rows of the tile][UNIT]
@@ -31,45 +32,53 @@ struct linear_int8 {
     const char *packed;
     struct output out;
     int64_t num_rows, num_inputs, group, num_groups;
-    int splits, x_is_bf16;
+    int splits, x_is_bf16, bits;
 };
 
 // acc += a . b, for each lane the products of four bytes of a, which are the same for all lanes, and four of b.
-INLINE i32x16 dot_bytes(i32x16 acc, uint32_t a, const void *b) {
+INLINE i32x16 dot_bytes(i32x16 acc, uint32_t a, i32x16 b) {
 #if defined(__AVX512VNNI__)
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32((int)a), _mm512_loadu_si512(b));
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32((int)a), (__m512i)b);
 #else
-    i32x16 unit;
-    memcpy(&unit, b, sizeof unit);
-    for (int i = 0; i < UNIT; i++) acc += (unit << (24 - 8 * i) >> 24) * (int32_t)(a >> 8 * i & 0xff);
+    for (int i = 0; i < UNIT; i++) acc += (b << (24 - 8 * i) >> 24) * (int32_t)(a >> 8 * i & 0xff);
     return acc;
 #endif
 }
 
-INLINE int64_t group_bytes(const struct linear_int8 *p) { return p->group * PANEL + 8 * PANEL; }
+INLINE int64_t value_bytes(const struct linear_rounded *p) { return p->group * PANEL * p->bits / 8; }
+INLINE int64_t group_bytes(const struct linear_rounded *p) { return value_bytes(p) + 8 * PANEL; }
+
+// Sets the values of half a panel in as many units as share their bytes; returns their number.
+INLINE int load_units(const char *values, i32x16 units[2], const int bits) {
+    memcpy(units, values, sizeof *units);
+    if (bits == 8) return 1;
+    units[1] = units[0] & (int32_t)0xf0f0f0f0;
+    units[0] = units[0] << 4 & (int32_t)0xf0f0f0f0;
+    return 2;
+}
 
 // One group of a tile: part += the group's sums, scaled. Meanwhile the same group of the panel at `ahead` is fetched.
 INLINE void add_group(
-    const struct linear_int8 *p, const char *weights, const char *ahead, const uint32_t *x, const float *x_scales,
-    f32x16 part[ROWS][2], const int rows) {
+    const struct linear_rounded *p, const char *weights, const char *ahead, const uint32_t *x, const float *x_scales,
+    f32x16 part[ROWS][2], const int rows, const int bits) {
     const int prefetches = rows >= PREFETCH_ROWS || cpu_products.prefetches_few;
-    const char *ends = weights + p->group * PANEL;  // what follows the units
+    const char *ends = weights + value_bytes(p);  // what follows the units
     i32x16 acc[ROWS][2], start[2];
     memcpy(start, ends, sizeof start);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
         for (int h = 0; h < 2; h++) acc[r][h] = start[h];
-    for (int64_t u = 0; u < p->group / UNIT; u++) {
-        const char *b = weights + u * PANEL * UNIT;
-        if (prefetches) {
-            __builtin_prefetch(ahead + u * PANEL * UNIT, 0, 2);
-            __builtin_prefetch(ahead + u * PANEL * UNIT + 64, 0, 2);
-        }
+    for (int64_t offset = 0; offset < value_bytes(p); offset += PANEL * UNIT)
+        for (int h = 0; h < 2; h++) {
+            i32x16 units[2];
+            const int num_units = load_units(weights + offset + h * 64, units, bits);
+            if (prefetches) __builtin_prefetch(ahead + offset + h * 64, 0, 2);
+            for (int u = 0; u < num_units; u++)
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
-            for (int h = 0; h < 2; h++) acc[r][h] = dot_bytes(acc[r][h], x[u * rows + r], b + h * 64);
-    }
-    for (int i = 0; i < 4 && prefetches; i++) __builtin_prefetch(ahead + p->group * PANEL + i * 64, 0, 2);
+                for (int r = 0; r < rows; r++) acc[r][h] = dot_bytes(acc[r][h], x[u * rows + r], units[u]);
+            if (h) x += num_units * rows;
+        }
+    for (int i = 0; i < 4 && prefetches; i++) __builtin_prefetch(ahead + value_bytes(p) + i * 64, 0, 2);
     f32x16 scale[2];
     memcpy(scale, ends + sizeof start, sizeof scale);
 #pragma GCC unroll 12
@@ -78,7 +87,7 @@ INLINE void add_group(
             part[r][h] += __builtin_convertvector(acc[r][h], f32x16) * (scale[h] * splat(x_scales[r]));
 }
 
-INLINE void tile_rows(const struct linear_int8 *p, int64_t row, int64_t panel, const char *ahead, const int rows) {
+INLINE void tile_rows(const struct linear_rounded *p, int64_t row, int64_t panel, const char *ahead, const int rows, const int bits) {
     f32x16 total[ROWS][2];
     const uint32_t *x = (const uint32_t *)(p->bytes + row * p->num_inputs);
     const float *x_scales = p->scales + row * p->num_groups;
@@ -86,7 +95,7 @@ INLINE void tile_rows(const struct linear_int8 *p, int64_t row, int64_t panel, c
     for (int split = 0; split < p->splits; split++) {
         f32x16 part[ROWS][2] = {{{0}}};
         for (int64_t g = 0; g < p->num_groups / p->splits; g++) {
-            add_group(p, weights, ahead, x, x_scales, part, rows);
+            add_group(p, weights, ahead, x, x_scales, part, rows, bits);
             weights += group_bytes(p);
             ahead += group_bytes(p);
             x += p->group / UNIT * rows;
@@ -100,21 +109,29 @@ INLINE void tile_rows(const struct linear_int8 *p, int64_t row, int64_t panel, c
         for (int h = 0; h < 2; h++) store_sums(&p->out, row + r, panel * PANEL + h * LANES, total[r][h]);
 }
 
-static void multiply_panels(const void *context, int64_t begin, int64_t end, int thread) {
-    const struct linear_int8 *p = context;
+INLINE void multiply(const struct linear_rounded *p, int64_t begin, int64_t end, const int bits) {
     int64_t panel_bytes = p->num_groups * group_bytes(p), num_tiles = 1;
-    (void)thread;
     for (int64_t panel = begin; panel < end; panel++)
         for (int64_t tile = 0; tile < num_tiles; tile++) {
             int64_t row = tile_begin(p->num_rows, tile, &num_tiles), stop = tile_begin(p->num_rows, tile + 1, &num_tiles);
             int64_t next = tile + 1 == num_tiles ? panel + 1 : panel;  // past the end of memory a prefetch does nothing
-            WITH_ROWS(n, stop - row, tile_rows(p, row, panel, p->packed + next * panel_bytes, n))
+            WITH_ROWS(n, stop - row, tile_rows(p, row, panel, p->packed + next * panel_bytes, n, bits))
         }
+}
+
+static void multiply_bytes(const void *context, int64_t begin, int64_t end, int thread) {
+    (void)thread;
+    multiply(context, begin, end, 8);
+}
+
+static void multiply_halves(const void *context, int64_t begin, int64_t end, int thread) {
+    (void)thread;
+    multiply(context, begin, end, 4);
 }
 
 // Writes the bytes of one group of a row, `stride` bytes from unit to unit, and returns its scale: NaN for a group
 // with an element that is not finite.
-INLINE float quantise_group(const struct linear_int8 *p, const char *x, int64_t first, uint8_t *bytes, int64_t stride) {
+INLINE float quantise_group(const struct linear_rounded *p, const char *x, int64_t first, uint8_t *bytes, int64_t stride) {
     float largest = 0;
     for (int64_t i = 0; i < p->group; i++) {
         float magnitude = fabsf(load_one(x, first + i, p->x_is_bf16));
@@ -133,7 +150,7 @@ INLINE float quantise_group(const struct linear_int8 *p, const char *x, int64_t 
 }
 
 static void quantise_rows(const void *context, int64_t begin, int64_t end, int thread) {
-    const struct linear_int8 *p = context;
+    const struct linear_rounded *p = context;
     (void)thread;
     for (int64_t row = begin; row < end; row++) {
         struct place place = place_of(p->num_rows, row);
@@ -145,22 +162,24 @@ static void quantise_rows(const void *context, int64_t begin, int64_t end, int t
     }
 }
 
-// x is of type `dtype`, y of type `y_dtype`. num_inputs: a multiple of `group`, which is one of UNIT; the number of
+// As baton_linear. The inputs are a multiple of the group, which is one of UNIT, with 4 bits of 2 * UNIT; the number of
 // groups is a multiple of `splits`.
-EXPORT void baton_linear_int8(
-    const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
-    int64_t num_rows, int64_t num_columns, int64_t num_inputs, int64_t group, int splits, int dtype, int y_dtype) {
-    int64_t num_groups = num_inputs / group, block = MIN(num_rows, ROW_BLOCK);
-    struct linear_int8 p = {
-        .x = x, .x_stride = x_stride, .packed = packed, .out = {y, y_stride, bias, num_columns, y_dtype == BF16},
-        .num_inputs = num_inputs, .group = group, .num_groups = num_groups, .splits = splits, .x_is_bf16 = dtype == BF16};
-    p.scales = malloc(block * (num_groups * sizeof(float) + num_inputs));
+void multiply_rounded(
+    const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
+    int dtype, int y_dtype) {
+    int64_t num_groups = w->num_inputs / w->group, block = MIN(num_rows, ROW_BLOCK);
+    struct linear_rounded p = {
+        .x = x, .x_stride = x_stride, .packed = w->packed, .out = {y, y_stride, w->bias, w->num_columns, y_dtype == BF16},
+        .num_inputs = w->num_inputs, .group = w->group, .num_groups = num_groups, .splits = splits, .x_is_bf16 = dtype == BF16,
+        .bits = w->format == INT4_ROUNDED ? 4 : 8};
+    range_fn products = p.bits == 4 ? multiply_halves : multiply_bytes;
+    p.scales = malloc(block * (num_groups * sizeof(float) + p.num_inputs));
     p.bytes = (uint8_t *)(p.scales + block * num_groups);
     if (!p.scales) abort();  // a few megabytes
     for (; num_rows > 0; num_rows -= block) {
         p.num_rows = MIN(num_rows, block);
-        parallel_for(p.num_rows, grain_of(num_inputs * QUANTISING_WORK, PART_WORK), quantise_rows, &p);
-        parallel_for(num_panels_of(num_columns), grain_of(p.num_rows * num_inputs * PANEL, PART_WORK), multiply_panels, &p);
+        parallel_for(p.num_rows, grain_of(p.num_inputs * QUANTISING_WORK, PART_WORK), quantise_rows, &p);
+        parallel_for(num_panels_of(w->num_columns), grain_of(p.num_rows * p.num_inputs * PANEL, PART_WORK), products, &p);
         p.x += block * x_stride;
         p.out.y += block * y_stride;
     }

@@ -1,0 +1,214 @@
+// y[M, N] = x[M, K] @ weight[N, K]^T + bias, with a weight of 8 or 4 bits and inputs as they are.
+//
+// Inputs come in groups. In each group every column of the weight has a scale, and perhaps a zero that is subtracted from
+// its values. Codes become floats in registers, once for all rows of a tile. Products within a group are one chain of
+// sums for each column; the sums of groups are scaled and added in ascending order, in `splits` equal parts of groups as in
+// linear.c. So a row's bits depend on neither the batch nor the number of ranks.
+//
+// packed: a panel of 32 columns after another, in each panel a group after another, in each group
+//   INT8   int8 [group / 4][32][4]   units of four neighbouring inputs
+//   INT4*  [group / 8][32][4]        bytes of two such units, the first in the lower halves; values in two's complement
+//   MXFP4  the same, with the codes of E2M1
+//   FP8    [group][32]               E4M3
+//   float [32]                       the scales
+//   float [32]                       the zeros, of INT4_ZEROS alone
+#include <stdlib.h>
+
+#include "ops.h"
+#include "panels.h"
+#include "products.h"
+
+#define UNIT 4                // inputs
+#define STEP 8                // inputs that are decoded at a time
+#define GROUPS 4              // that are summed at a time at most: with few rows one chain of sums waits for itself
+#define FEW_ROWS 3
+#define PART_WORK (1 << 19)   // multiplications worth a part of their own
+#define WIDENING_WORK 16      // multiplications that take as long as widening an element
+
+static const float INT4_VALUES[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+static const float MXFP4_VALUES[LANES] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+
+// At most ROW_BLOCK rows.
+struct linear_codes {
+    const char *x;       // [M, K]
+    ptrdiff_t x_stride;  // bytes from row to row
+    float *wide;         // of x, a tile after another: [inputs][rows of the tile]
+    const char *packed;
+    const float *table;  // the values of codes of 4 bits
+    struct output out;
+    int64_t num_rows, num_inputs, group, num_groups, group_bytes;
+    int splits, x_is_bf16;
+};
+
+INLINE int bits_of(const enum weight_format format) { return format == INT8 || format == FP8 ? 8 : 4; }
+
+INLINE f32x16 look_up(f32x16 table, i32x16 index) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+#else
+    f32x16 found;
+    for (int i = 0; i < LANES; i++) found[i] = table[index[i] & 15];
+    return found;
+#endif
+}
+
+INLINE f32x16 load_fp8(const char *codes) {
+#if defined(__AVX512F__) && defined(__AVX512VL__)
+    // The exponent is one of half precision, less 8; conversion from half precision takes denormals at full speed.
+    __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
+    words = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16((short)0xbf80));
+    return (f32x16)_mm512_cvtph_ps(words);
+#else
+    f32x16 values;
+    for (int i = 0; i < LANES; i++) {
+        int code = codes[i], exponent = code >> 3 & 15, mantissa = code & 7;
+        float magnitude = exponent ? ldexpf((float)(8 + mantissa), exponent - 18) : ldexpf((float)mantissa, -17);
+        values[i] = code & 128 ? -magnitude : magnitude;
+    }
+    return values;
+#endif
+}
+
+// Half a panel's values in input `input_of(i)` of a step.
+INLINE f32x16 decode(const char *codes, int half, f32x16 table, int i, const enum weight_format format) {
+    i32x16 unit;
+    if (format == FP8) return load_fp8(codes + i * PANEL + half * LANES);
+    memcpy(&unit, codes + (format == INT8 ? i / UNIT * PANEL * UNIT : 0) + half * LANES * UNIT, sizeof unit);
+    if (format == INT8) return __builtin_convertvector(unit << (24 - 8 * (i % UNIT)) >> 24, f32x16);
+    return look_up(table, unit >> 4 * i);
+}
+
+INLINE int input_of(int i, const enum weight_format format) { return bits_of(format) == 8 ? i : i / 2 + i % 2 * UNIT; }
+
+// acc += one input's products, of half a panel.
+INLINE void add_input(
+    const char *codes, const float *inputs, f32x16 table, f32x16 zero, f32x16 acc[ROWS][2], int half, int i, const int rows,
+    const enum weight_format format) {
+    f32x16 value = decode(codes, half, table, i, format);
+    if (format == INT4_ZEROS) value = value - zero;
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) acc[r][half] = acc[r][half] + splat(inputs[input_of(i, format) * rows + r]) * value;
+}
+
+// Some groups of a tile: part += each group's sums, scaled. Meanwhile the same groups of the panel at `ahead` are fetched.
+INLINE void add_groups(
+    const struct linear_codes *p, const char *weights, const char *ahead, const float *x, f32x16 part[ROWS][2], const int rows,
+    const int groups, const enum weight_format format) {
+    const int prefetches = rows >= PREFETCH_ROWS || cpu_products.prefetches_few, step_bytes = STEP * PANEL * bits_of(format) / 8;
+    int64_t code_bytes = p->group * PANEL * bits_of(format) / 8;
+    f32x16 acc[GROUPS][ROWS][2], scale[2], zero[GROUPS][2] = {{{0}}}, table = load_f32(p->table);
+#pragma GCC unroll 4
+    for (int g = 0; g < groups; g++) {
+        if (format == INT4_ZEROS) memcpy(zero[g], weights + g * p->group_bytes + code_bytes + sizeof scale, sizeof scale);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) acc[g][r][0] = acc[g][r][1] = (f32x16){0};
+    }
+    for (int64_t k = 0; k < p->group; k += STEP)
+#pragma GCC unroll 4
+        for (int g = 0; g < groups; g++) {
+            const char *codes = weights + g * p->group_bytes + k / STEP * step_bytes;
+            const float *inputs = x + (g * p->group + k) * rows;
+            for (int i = 0; i < step_bytes && prefetches; i += 64) __builtin_prefetch(ahead + (codes - weights) + i, 0, 2);
+            if (rows <= FEW_ROWS)
+#pragma GCC unroll 2
+                for (int h = 0; h < 2; h++)
+#pragma GCC unroll 8
+                    for (int i = 0; i < STEP; i++) add_input(codes, inputs, table, zero[g][h], acc[g], h, i, rows, format);
+            else  // the same sums in less code, which takes a third of the time to compile
+#pragma GCC unroll 1
+                for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 2
+                    for (int h = 0; h < 2; h++) add_input(codes, inputs, table, zero[g][h], acc[g], h, i, rows, format);
+        }
+#pragma GCC unroll 4
+    for (int g = 0; g < groups; g++) {
+        memcpy(scale, weights + g * p->group_bytes + code_bytes, sizeof scale);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+            for (int h = 0; h < 2; h++) part[r][h] = part[r][h] + acc[g][r][h] * scale[h];
+    }
+}
+
+INLINE void tile_rows(
+    const struct linear_codes *p, int64_t row, int64_t panel, const char *ahead, const int rows, const enum weight_format format) {
+    const int groups = rows == 1 ? GROUPS : rows <= FEW_ROWS ? 2 : 1;
+    f32x16 total[ROWS][2];
+    const float *x = p->wide + row * p->num_inputs;
+    const char *weights = p->packed + panel * p->num_groups * p->group_bytes;
+    for (int split = 0; split < p->splits; split++) {
+        f32x16 part[ROWS][2] = {{{0}}};
+        for (int64_t g = 0; g < p->num_groups / p->splits;) {
+            int all = g + groups <= p->num_groups / p->splits, count = all ? groups : 1;
+            if (all) add_groups(p, weights, ahead, x, part, rows, groups, format);
+            else add_groups(p, weights, ahead, x, part, rows, 1, format);
+            g += count;
+            weights += count * p->group_bytes;
+            ahead += count * p->group_bytes;
+            x += count * p->group * rows;
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+            for (int h = 0; h < 2; h++) total[r][h] = split ? total[r][h] + part[r][h] : part[r][h];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < 2; h++) store_sums(&p->out, row + r, panel * PANEL + h * LANES, total[r][h]);
+}
+
+INLINE void multiply(const struct linear_codes *p, int64_t begin, int64_t end, const enum weight_format format) {
+    int64_t panel_bytes = p->num_groups * p->group_bytes, num_tiles = 1;
+    for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t tile = 0; tile < num_tiles; tile++) {
+            int64_t row = tile_begin(p->num_rows, tile, &num_tiles), stop = tile_begin(p->num_rows, tile + 1, &num_tiles);
+            int64_t next = tile + 1 == num_tiles ? panel + 1 : panel;  // past the end of memory a prefetch does nothing
+            WITH_ROWS(n, stop - row, tile_rows(p, row, panel, p->packed + next * panel_bytes, n, format))
+        }
+}
+
+#define MULTIPLY(name, format)                                                                \
+    static void name(const void *context, int64_t begin, int64_t end, int thread) {           \
+        (void)thread;                                                                         \
+        multiply(context, begin, end, format);                                                \
+    }
+MULTIPLY(multiply_int8, INT8)
+MULTIPLY(multiply_int4, INT4)
+MULTIPLY(multiply_int4_zeros, INT4_ZEROS)
+MULTIPLY(multiply_fp8, FP8)
+
+static void widen_rows(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct linear_codes *p = context;
+    (void)thread;
+    for (int64_t row = begin; row < end; row++) {
+        struct place place = place_of(p->num_rows, row);
+        float *wide = p->wide + place.tile_begin * p->num_inputs + place.row;
+        for (int64_t k = 0; k < p->num_inputs; k++) wide[k * place.tile_rows] = load_one(p->x + row * p->x_stride, k, p->x_is_bf16);
+    }
+}
+
+// As baton_linear. The inputs are a multiple of the group, which is one of STEP; the number of groups is a multiple of
+// `splits`.
+void multiply_codes(
+    const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
+    int dtype, int y_dtype) {
+    static const range_fn PRODUCTS[] = {
+        [INT8] = multiply_int8, [INT4] = multiply_int4, [INT4_ZEROS] = multiply_int4_zeros, [FP8] = multiply_fp8,
+        [MXFP4] = multiply_int4};  // with another table
+    int64_t block = MIN(num_rows, ROW_BLOCK);
+    int num_vectors = w->format == INT4_ZEROS ? 2 : 1;
+    struct linear_codes p = {
+        .x = x, .x_stride = x_stride, .packed = w->packed, .table = w->format == MXFP4 ? MXFP4_VALUES : INT4_VALUES,
+        .out = {y, y_stride, w->bias, w->num_columns, y_dtype == BF16},
+        .num_inputs = w->num_inputs, .group = w->group, .num_groups = w->num_inputs / w->group, .splits = splits,
+        .x_is_bf16 = dtype == BF16,
+        .group_bytes = w->group * PANEL * bits_of(w->format) / 8 + num_vectors * PANEL * (int64_t)sizeof(float)};
+    p.wide = malloc(block * w->num_inputs * sizeof(float));
+    if (!p.wide) abort();  // a few megabytes
+    for (; num_rows > 0; num_rows -= block) {
+        p.num_rows = MIN(num_rows, block);
+        parallel_for(p.num_rows, grain_of(p.num_inputs * WIDENING_WORK, PART_WORK), widen_rows, &p);
+        parallel_for(
+            num_panels_of(w->num_columns), grain_of(p.num_rows * p.num_inputs * PANEL, PART_WORK), PRODUCTS[w->format], &p);
+        p.x += block * x_stride;
+        p.out.y += block * y_stride;
+    }
+    free(p.wide);
+}
