@@ -23,16 +23,12 @@ MAX_GROUP: Final = 128  # inputs that share a scale where a CPU multiplies
 UNIT: Final = 4  # neighbouring inputs of an output that lie together
 FP8: Final = torch.float8_e4m3fn
 FP8_LARGEST: Final = 448.0
-FP8_AS_HALF: Final = (
-    256.0  # csrc/linear_codes.c reads E4M3 as half precision, which is smaller by this factor
-)
+FP8_AS_HALF: Final = 256.0  # csrc/linear_codes.c reads E4M3 as half precision, which is this much smaller
 OFFSET: Final = 128  # csrc/linear_rounded.c adds this to inputs of 8 bits
 HALF_BYTES: Final = 16  # and multiplies values of 4 bits as if they were so many times larger
 # The values of E2M1: a sign, two bits of exponent, one of mantissa.
 E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-QUANTISED_PANELS: Final = (
-    64  # that are rounded or laid out at a time: both take ten times the memory of the result
-)
+QUANTISED_PANELS: Final = 64  # rounded or laid out at a time: both take ten times the memory of the result
 
 
 class WeightFormat(IntEnum):
@@ -250,9 +246,8 @@ def _units(codes_PCGK: Tensor, weight_format: WeightFormat) -> Tensor:
     """The codes of panels, [panels, G, bytes]."""
     if weight_format is WeightFormat.FP8:
         return codes_PCGK.permute(0, 2, 3, 1).flatten(2)
-    units: Tensor = codes_PCGK.unflatten(3, (-1, UNIT)).permute(
-        0, 2, 3, 1, 4
-    )  # [panels, G, units, PANEL, UNIT]
+    # [panels, G, units, PANEL, UNIT]
+    units: Tensor = codes_PCGK.unflatten(3, (-1, UNIT)).permute(0, 2, 3, 1, 4)
     if weight_format.num_bits == 4:
         bits = units.view(torch.uint8) & 15
         units = (bits[:, :, ::2] | bits[:, :, 1::2] << 4).view(torch.int8)
