@@ -67,6 +67,21 @@ def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> Non
     assert min(own_s) > 0 and sum(own_s) < time.monotonic() - began_s
 
 
+def test_both_workers_tell_a_requests_part_of_their_steps(make_pair: MakePair) -> None:
+    pair, requests = make_pair(), [a_request(number, tuple(range(number, 41))) for number in (0, 1)]
+    began_s = time.monotonic()
+    for request in requests:
+        pair.dispatch(request)
+    pair.turns_until(
+        lambda: all(pair.heard(each) and pair.heard(each)[-1].finish_reason for each in requests)
+    )
+    used_s = [
+        event.times.used_s for each in requests for event in pair.heard(each) if event.times is not None
+    ]
+    assert len(used_s) == 4 and min(used_s) > 0
+    assert sum(used_s) < 2 * (time.monotonic() - began_s)
+
+
 def test_times_include_the_prefix_pull(make_pair: MakePair) -> None:
     pair = make_pair()
     source = warm(pair)
