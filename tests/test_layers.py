@@ -252,7 +252,7 @@ def test_permitted_code_passes() -> None:
             "engine/x.py",
             "import torch\nfrom baton.errors import ModelError\nfrom baton.engine.x import X",
         ),
-        ("engine/x.py", "from baton.kernels.rope import rope\nfrom baton import config"),
+        ("engine/x.py", "from baton.kernels.store_kv import rope\nfrom baton import config"),
         ("cluster/x.py", "import ray\nprint(1)"),
         ("baton/config/environment.py", "import os\nos.environ['X']"),
         ("bench/x.py", "import os\nprint(os.getenv('X'))\nfrom baton.engine.llm import LLM"),

@@ -20,8 +20,7 @@ from baton.kernels.rms_norm import (
     rms_norm_reference,
     rms_norm_triton,
 )
-from baton.kernels.rope import rope_reference
-from baton.kernels.store_kv import rope_and_store_triton, store_kv_reference
+from baton.kernels.store_kv import rope_and_store_triton, rope_reference, store_kv_reference
 from tests.kernels.attention_cases import attention_cases
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
 from tests.kernels.sampling_cases import sampling_cases

@@ -225,7 +225,7 @@ from baton.kernels.linear import linear, pack_linear
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.gated import gated
 from baton.kernels.store_kv import store_kv
-from baton.kernels.rope import rope
+from baton.kernels.store_kv import rope
 from baton.kernels.sample import SamplingTensors, sample
 from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
 

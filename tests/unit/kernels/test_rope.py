@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.engine.models.registry import RopeConfig
 from baton.engine.models.rope_table import rope_table
-from baton.kernels.rope import rope, rope_reference
+from baton.kernels.store_kv import rope, rope_reference
 from tests.kernels.outcomes import DTYPES, normal
 
 CPU = torch.device("cpu")

@@ -101,11 +101,12 @@ def test_setting_that_a_cpu_ignores_is_warned_of(baton: Baton) -> None:
 
 
 def test_character_that_the_terminal_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="ascii"))
     garbage = ("--max-tokens", "60", "--temperature", "5", "--seed", "1", "--ignore-eos")
     assert main([*GENERATE, *garbage, "--quiet"]) == 0
     sys.stdout.flush()
-    assert b"?" in sys.stdout.buffer.getvalue()
+    assert b"?" in terminal.getvalue()
 
 
 def test_missing_torch_is_answered_with_the_install_command() -> None:
