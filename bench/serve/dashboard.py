@@ -113,12 +113,9 @@ async def _task_s(session: "CDPSession") -> float:
 
 def _browser_cpu_s() -> float:
     """Return the processor seconds so far of all processes of Chromium."""
-    times = [each.cpu_times() for each in psutil.Process().children(recursive=True) if _is_chromium(each)]
+    children = psutil.Process().children(recursive=True)
+    times = [each.cpu_times() for each in children if "chromium" in each.name()]
     return sum(each.user + each.system for each in times)
-
-
-def _is_chromium(process: psutil.Process) -> bool:
-    return "chromium" in process.name()
 
 
 def renderer_bytes() -> int:
