@@ -26,7 +26,6 @@ from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import (
     GrantedTransfer,
     HandoffOutcome,
-    Timing,
     TransferEnded,
     TransferTimes,
 )
@@ -44,18 +43,9 @@ TRANSPORTS: Final = ("shm", "tcp")
 READY: Final = "ready"
 
 
-def _settings(
-    layout: PageLayout, transport: str, timing: Timing | None = None, has_digests: bool = True
-) -> EndpointSettings:
+def settings_of(layout: PageLayout, transport: str) -> EndpointSettings:
     """Return the settings of an endpoint; both ends have the same key and fingerprint."""
-    return EndpointSettings(
-        key=KEY,
-        fingerprint=FINGERPRINT,
-        layout=layout,
-        transport=transport,
-        timing=timing or Timing(),
-        has_digests=has_digests,
-    )
+    return EndpointSettings(key=KEY, fingerprint=FINGERPRINT, layout=layout, transport=transport)
 
 
 def _pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
@@ -79,37 +69,21 @@ def _scattered_ledger(layout: PageLayout, num_pages: int, seed: int) -> PagePool
 class SourceEnd:
     """The end in the suite's own process."""
 
-    def __init__(
-        self,
-        layout: PageLayout,
-        transport: str,
-        pool: Tensor,
-        ledger: PagePool,
-        timing: Timing | None = None,
-        has_digests: bool = True,
-    ) -> None:
+    def __init__(self, settings: EndpointSettings, pool: Tensor, ledger: PagePool) -> None:
         """pool, ledger: an engine's, or those of `random`."""
-        self.layout, self.pool, self.ledger = layout, pool, ledger
-        self.endpoint = KvEndpoint(_settings(layout, transport, timing, has_digests), pool, ledger)
+        self.layout, self.pool, self.ledger = settings.layout, pool, ledger
+        self.endpoint = KvEndpoint(settings, pool, ledger)
 
     @classmethod
     def random(
-        cls,
-        layout: PageLayout,
-        num_pages: int,
-        transport: str,
-        *,
-        pool: Tensor | None = None,
-        device: str = "cpu",
-        timing: Timing | None = None,
-        has_digests: bool = True,
+        cls, settings: EndpointSettings, num_pages: int, pool: Tensor | None = None, device: str = "cpu"
     ) -> Self:
         """Return an end with scattered pages of random bytes. pool: another end's, to save memory."""
+        layout = settings.layout
         if pool is None:
             pool = _zeros(_pool_shape(layout, num_pages), TORCH_DTYPES[layout.dtype], device)
             pool.view(torch.int16).random_(0, 2**15)
-        ledger = _scattered_ledger(layout, num_pages, seed=0)
-        return cls(layout, transport, pool, ledger, timing, has_digests)
+        return cls(settings, pool, _scattered_ledger(layout, num_pages, seed=0))
 
     def send(self, destination: "DestinationProcess", num_tokens: int) -> TransferTimes:
         """Hand over the pages of so many tokens at once; RuntimeError when that fails."""
@@ -254,9 +228,8 @@ class Ends:
         self._sources: dict[str, SourceEnd] = {}
         pool: Tensor | None = None
         for transport in transports:
-            end = SourceEnd.random(
-                source, num_pages, transport, pool=pool, device=device, has_digests=has_digests
-            )
+            settings = msgspec.structs.replace(settings_of(source, transport), has_digests=has_digests)
+            end = SourceEnd.random(settings, num_pages, pool, device)
             self._sources[transport], pool = end, end.pool
 
     def __enter__(self) -> Self:
@@ -303,7 +276,7 @@ def serve(start: _Start) -> None:
     # Touches all memory, as a worker has after its first minutes.
     pool.view(-1).view(torch.uint8)[::4096].fill_(1)
     ledger = _scattered_ledger(layout, start.num_pages, seed=1)
-    settings = _settings(layout, start.transport, has_digests=start.has_digests)
+    settings = msgspec.structs.replace(settings_of(layout, start.transport), has_digests=start.has_digests)
     endpoint = _DamagingEndpoint(settings, pool, ledger, shared=shared)
     endpoint.damaged_unit = start.damaged_unit
     sys.stdout.write(READY + "\n")

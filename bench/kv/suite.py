@@ -44,6 +44,7 @@ from baton.bench.kv.ends import (
     SourceEnd,
     layout_of,
     moving_s,
+    settings_of,
     times_of,
     wait_for,
 )
@@ -108,7 +109,7 @@ class _StreamingPrefill:
         pool = runner.pool.device
         self._layout = runner.layout
         self._destination = DestinationProcess(runner.layout, len(pool))
-        self._source = SourceEnd(runner.layout, transport, pool, self._engine.scheduler.pool)
+        self._source = SourceEnd(settings_of(runner.layout, transport), pool, self._engine.scheduler.pool)
 
     def run(self, num_tokens: int, leaving: Leaving) -> tuple[float, float]:
         """Return the seconds of the prefill, and the exposed seconds."""
@@ -207,7 +208,7 @@ def trace_rows(
     """Replay the hand-offs of a trace over a matrix of prefill and decode workers."""
     num_pages = 2 * layout.num_pages(max(request.input_tokens for request in requests)) + 64
     decodes = [_CachingDecode(layout, num_pages) for _ in range(num_decode)]
-    sources = [SourceEnd.random(layout, num_pages, transport) for _ in range(num_prefill)]
+    sources = [SourceEnd.random(settings_of(layout, transport), num_pages) for _ in range(num_prefill)]
     busy_tokens = [0] * num_prefill, [0] * num_decode
     taken: list[TransferTimes] = []
     num_cached = 0
@@ -272,7 +273,8 @@ def _break(
     damaged_unit = max(1, num_units * percent // 100) if fault == "corrupt" else None
     destination = DestinationProcess(layout, num_pages, damaged_unit=damaged_unit)
     timing = Timing(lease_s=LEASE_S, heartbeat_s=LEASE_S / 4)
-    source = SourceEnd.random(layout, num_pages, transport, timing=timing)
+    settings = msgspec.structs.replace(settings_of(layout, transport), timing=timing)
+    source = SourceEnd.random(settings, num_pages)
     endpoint, ledger = source.endpoint, source.ledger
     try:
         source.send(destination, layout.page_size)  # opens and warms everything

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from baton.bench.clusters import WatchedCluster, served_cluster
-from baton.bench.kv.ends import DestinationProcess, SourceEnd
+from baton.bench.kv.ends import DestinationProcess, SourceEnd, settings_of
 from baton.bench.machine import machine_description
 from baton.bench.processes import Child
 from baton.bench.report import Progress
@@ -352,7 +352,7 @@ def measure_transfers(
     with ExitStack() as ends:
         destination = DestinationProcess(layout, num_pages, transport=transport)
         ends.callback(destination.close)
-        source = SourceEnd.random(layout, num_pages, transport)
+        source = SourceEnd.random(settings_of(layout, transport), num_pages)
         ends.callback(source.endpoint.close)
         for _ in range(3):
             source.send(destination, sizes[-1])
