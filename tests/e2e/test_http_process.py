@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,8 +79,11 @@ def run(settings: GatewayConfig) -> None:
 
 
 def test_taken_port_is_named() -> None:
-    with serving(config()) as url, pytest.raises(ConfigError, match=r"cannot be bound.*--port"):
-        run(config(port=int(url.rpartition(":")[2])))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match=r"cannot be bound.*--port"),
+    ):
+        run(config(port=taken.getsockname()[1]))
 
 
 def test_wrong_settings_are_named(tmp_path: Path) -> None:

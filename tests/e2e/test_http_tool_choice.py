@@ -47,6 +47,9 @@ TAGS: Final = {
 PARSERS: Final = [name for name in TOOL_CALL_PARSERS if name != "openai"]
 
 
+FORMS: Final = ("hermes", "pythonic")  # arguments as JSON and in a form of their own, for rules of no parser
+
+
 class Model(NamedTuple):
     parser: str
     client: openai.OpenAI
@@ -157,6 +160,7 @@ def test_strict_arguments_hold_once_a_call_begins(model: Model) -> None:
     assert num_calls >= 3
 
 
+@pytest.mark.parametrize("model", FORMS, indirect=True)
 def test_allowed_tools_alone_are_called(model: Model) -> None:
     some: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [WEATHER_ONLY]}}
     for seed in range(3):
@@ -175,6 +179,7 @@ def test_model_is_free_to_call_an_allowed_tool_and_no_other(model: Model) -> Non
     assert calls and {call.function.name for call in calls} == {"weather"}
 
 
+@pytest.mark.parametrize("model", FORMS, indirect=True)
 def test_keyword_that_cannot_be_kept_is_named(model: Model) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "object", "propertyNames": {"format": "date"}}}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
