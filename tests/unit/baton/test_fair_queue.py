@@ -167,43 +167,6 @@ GROUPS = [b"a", b"b", b"c"]
 GROUP_WEIGHTS = {b"a": 1.0, b"b": 3.0, b"c": 0.5}
 
 
-def lru_of(*items: tuple[int, bytes]) -> FairLru[int]:
-    lru: FairLru[int] = FairLru()
-    for item, group in items:
-        lru.add(item, group)
-    return lru
-
-
-def test_one_group_is_evicted_oldest_first() -> None:
-    lru = lru_of((3, b""), (1, b""), (2, b""))
-    out = []
-    while (item := lru.next_out()) is not None:
-        out.append(item)
-        lru.remove(item, b"")
-    assert out == [3, 1, 2]
-
-
-def test_flood_evicts_its_own_items() -> None:
-    lru = lru_of((-1, b"quiet"), (-2, b"quiet"))
-    for item in range(100):
-        lru.add(item, b"flood")
-        if item >= 4:
-            out = lru.next_out()
-            assert out == item - 4
-            lru.remove(out, b"flood")
-    assert lru.num_of(b"quiet") == 2 and lru.num_of(b"flood") == 4
-
-
-def test_heavier_group_keeps_more() -> None:
-    lru = lru_of(*((item, b"light") for item in range(40)), *((item, b"heavy") for item in range(40, 80)))
-    lru.set_weight(b"heavy", 3.0)
-    for _ in range(40):
-        out = lru.next_out()
-        assert out is not None
-        lru.remove(out, b"light" if out < 40 else b"heavy")
-    assert (lru.num_of(b"light"), lru.num_of(b"heavy")) == (10, 30)
-
-
 @given(st.lists(st.tuples(st.sampled_from([*GROUPS, None]), st.integers(0, 5)), max_size=60))
 def test_eviction_equals_that_of_a_plain_list(steps: list[tuple[bytes | None, int]]) -> None:
     """None: the next item is evicted.
@@ -232,4 +195,7 @@ def test_eviction_equals_that_of_a_plain_list(steps: list[tuple[bytes | None, in
             lru.add(number, group)
             plain.append((number, group))
         assert all(lru.has(item, of) for item, of in plain)
+        assert [lru.num_of(each) for each in GROUPS] == [
+            sum(of == each for _, of in plain) for each in GROUPS
+        ]
     assert (lru.next_out() is None) == (not plain)

@@ -39,12 +39,6 @@ def test_growing_a_chain_equals_hashing_it_at_once() -> None:
     assert all(len(key) == KEY_BYTES for key in keys)
 
 
-def test_equal_pages_after_different_prefixes_have_different_keys() -> None:
-    first = chain(make(), [1, 2, 3, 4, 9, 9, 9, 9], 2)
-    second = chain(make(), [1, 2, 3, 5, 9, 9, 9, 9], 2)
-    assert first[1] != second[1]
-
-
 def test_model_dtype_salt_and_secret_all_separate() -> None:
     variants = [
         chain(make(), TOKENS, 1),

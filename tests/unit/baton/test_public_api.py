@@ -22,13 +22,10 @@ def test_sampling_params_need_no_torch() -> None:
 
 
 def test_llm_and_sampling_params_complete_a_prompt() -> None:
-    program = """
-from baton import LLM, SamplingParams
-with LLM("tiny") as llm:
-    (completion,) = llm.generate(["copy(sun moon star)="], SamplingParams(temperature=0, max_tokens=8))
-    print(completion.outputs[0].text)
-"""
-    assert run(program) == "sun moon star\n"
+    with baton.LLM("tiny") as llm:
+        sampling = baton.SamplingParams(temperature=0, max_tokens=8)
+        (completion,) = llm.generate(["copy(sun moon star)="], sampling)
+    assert completion.outputs[0].text == "sun moon star"
 
 
 def test_command_runs_as_a_module() -> None:

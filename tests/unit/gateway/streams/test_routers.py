@@ -261,16 +261,6 @@ def test_standstill_of_the_gateway_gives_up_no_router() -> None:
     assert g["router"].is_open
 
 
-def test_worker_is_given_up_when_no_router_lists_it() -> None:
-    g = with_two("d0")
-    sink = begun(g)
-    g["other"].say(Members(workers=()))
-    kept = [g["d0"].is_open]
-    g["router"].say(Members(workers=()))
-    kept.append(g["d0"].is_open)
-    assert kept == [True, False] and sink.error is None
-
-
 def test_worker_that_only_a_dead_router_listed_is_given_up() -> None:
     """A host with both loses its power: the other router says nothing more after the router's end."""
     g = with_two("d0", "d1")
