@@ -98,7 +98,7 @@ class MeteredCluster:
 
 
 def _deployment() -> tuple[Events, Deployment]:
-    """Return the cluster of the first seed that draws the policy and enough workers."""
+    """Return the cluster of the first seed with the policy, enough workers, one router and one gateway."""
     for seed in range(1000):
         events, draws = (
             Events(),
@@ -107,11 +107,13 @@ def _deployment() -> tuple[Events, Deployment]:
         network, ids, cluster, nodes = draws
         context = SimContext(events, Network(events, network), ids, Recorder(events, None), LIMITS)
         deployment = Deployment(context, cluster, nodes)
-        (router,), roles = (
-            deployment.lives(SimRouter),
-            [each.plan.role for each in deployment.lives(SimWorker)],
-        )
-        is_cost = type(router.router.cluster_state.policy) is CostPolicy
-        if is_cost and min(roles.count(role) for role in WorkerRole) >= 2:
+        routers, gateways = deployment.lives(SimRouter), deployment.lives(SimGateway)
+        roles = [each.plan.role for each in deployment.lives(SimWorker)]
+        is_cost = type(routers[0].router.cluster_state.policy) is CostPolicy
+        if (
+            is_cost
+            and len(routers) == len(gateways) == 1
+            and min(roles.count(role) for role in WorkerRole) >= 2
+        ):
             return events, deployment
     raise AssertionError("no seed draws such a cluster")

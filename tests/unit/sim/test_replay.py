@@ -73,7 +73,6 @@ def rehearsed(policy: str = "cost", kept_s: float = 900.0, memory_bytes: int = 2
 
 def test_dropped_input_is_found() -> None:
     chunks = list(rehearsed().chunks())
-    assert Replay(chunks).run().difference is None
     place = next(
         place
         for place, chunk in enumerate(chunks)
