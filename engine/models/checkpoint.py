@@ -116,8 +116,8 @@ if TYPE_CHECKING:
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-# The dtypes that models may have. Bytes are packed values of 4 bits and their scales.
-TENSOR_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}
+# The dtypes that models may have; integers and FP8 are those of quantised weights.
+TENSOR_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 
 
 class TensorEntry(NamedTuple):
@@ -125,7 +125,7 @@ class TensorEntry(NamedTuple):
 
     path: Path
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of a scalar: (1,)
 
     @property
     def num_bytes(self) -> int:
@@ -186,8 +186,9 @@ class SafetensorsCheckpoint:
 
     def slice(self, name: str, dim: int, start: int, stop: int) -> "Tensor":
         """As `Checkpoint.slice`: a view of the mapped file."""
-        tensor: Tensor = self._open_files[self._entry(name).path].get_tensor(name.removeprefix(self._added))
-        return tensor.narrow(dim, start, stop - start)
+        entry = self._entry(name)
+        tensor: Tensor = self._open_files[entry.path].get_tensor(name.removeprefix(self._added))
+        return tensor.view(entry.shape).narrow(dim, start, stop - start)
 
     def sample(self, name: str, num_items: int) -> bytes:
         """Up to `num_items` elements from the middle of a tensor, as fp32."""
@@ -225,7 +226,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
             raise ModelError(
                 f"{path}: tensor {name!r}: dtype should be one of {', '.join(TENSOR_BYTES)}, got {dtype!r}"
             )
-        yield name, TensorEntry(path, dtype, tuple(header.get_shape()))
+        yield name, TensorEntry(path, dtype, tuple(header.get_shape()) or (1,))
 
 
 def _read_index(index: Path) -> dict[str, Path]:

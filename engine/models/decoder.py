@@ -9,6 +9,8 @@ dim, V vocabulary. A tensor-parallel rank has its share of N, H, V and the kv he
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import ClassVar, Final, Literal, NamedTuple, Protocol
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from baton.engine.models.registry import ModelConfig, RopeConfig
 from baton.engine.models.rope_table import rope_table
-from baton.engine.models.weights import Parameters
+from baton.engine.models.weights import Matrix, Parameters, change_rows, chunk_inputs
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
 from baton.kernels import rms_norm as norm_kernels
@@ -97,34 +99,51 @@ class ColumnParallelLinear:
             name: parameters.in_shards((num_shards or {}).get(name, parameters.tp.size))
             for name in num_outputs
         }
-        weights = self._read(sharded, "weight", num_outputs, (num_inputs,), fused)
-        reordered = [reorder(name, rows) for name, rows in zip(num_outputs, weights, strict=True)]
-        self.weight: LinearWeight = parameters.pack(parameters.join(reordered))
+        weights = self._read_weights(sharded, num_outputs, num_inputs, fused)
+        matrices = [
+            change_rows(weight, partial(reorder, name))
+            for name, weight in zip(num_outputs, weights, strict=True)
+        ]
+        self.weight: LinearWeight = parameters.pack(parameters.join_matrices(matrices))
         self.bias_N: Tensor | None = None
         if bias:
-            biases = self._read(sharded, "bias", num_outputs, (), fused)
+            biases = self._read_biases(sharded, num_outputs, fused)
             reordered = [reorder(name, rows) for name, rows in zip(num_outputs, biases, strict=True)]
             self.bias_N = parameters.join(reordered).float()
 
     @staticmethod
-    def _read(
-        sharded: Mapping[str, Parameters],
-        kind: str,
-        num_outputs: Mapping[str, int],
-        rest: tuple[int, ...],
-        fused: str | None,
-    ) -> list[Tensor]:
+    def _read_weights(
+        sharded: Mapping[str, Parameters], num_outputs: Mapping[str, int], num_inputs: int, fused: str | None
+    ) -> list[Matrix]:
         """This rank's rows of each projection."""
         if fused is None:
-            return [sharded[name].shard(f"{name}.{kind}", (n, *rest), 0) for name, n in num_outputs.items()]
-        sizes = list(num_outputs.values())
-        whole = next(iter(sharded.values())).whole(f"{fused}.{kind}", (sum(sizes), *rest))
-        bounds = [sharded[name].tp.shard(n, what=fused) for name, n in num_outputs.items()]
-        parts = zip(whole.split(sizes), bounds, strict=True)
-        return [part[start:stop] for part, (start, stop) in parts]
+            return [sharded[name].matrix(name, (n, num_inputs), 0) for name, n in num_outputs.items()]
+        shape = sum(num_outputs.values()), num_inputs
+        whole = next(iter(sharded.values())).matrix(fused, shape, None)
+        spans = _fused_spans(sharded, num_outputs, fused)
+        return [change_rows(whole, lambda rows, span=span: rows[span]) for span in spans]  # type: ignore[misc]
+
+    @staticmethod
+    def _read_biases(
+        sharded: Mapping[str, Parameters], num_outputs: Mapping[str, int], fused: str | None
+    ) -> list[Tensor]:
+        """This rank's part of the bias of each projection."""
+        if fused is None:
+            return [sharded[name].shard(f"{name}.bias", (n,), 0) for name, n in num_outputs.items()]
+        whole = next(iter(sharded.values())).whole(f"{fused}.bias", (sum(num_outputs.values()),))
+        return [whole[span] for span in _fused_spans(sharded, num_outputs, fused)]
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return linear(x_TK, self.weight, self.bias_N)
+
+
+def _fused_spans(
+    sharded: Mapping[str, Parameters], num_outputs: Mapping[str, int], fused: str
+) -> list[slice]:
+    """This rank's rows of each projection among the rows of the fused parameter."""
+    firsts = accumulate(num_outputs.values(), initial=0)
+    bounds = [sharded[name].tp.shard(n, what=fused) for name, n in num_outputs.items()]
+    return [slice(first + start, first + stop) for first, (start, stop) in zip(firsts, bounds, strict=False)]
 
 
 class RowParallelLinear:
@@ -135,7 +154,7 @@ class RowParallelLinear:
     ) -> None:
         """num_inputs: of all ranks together."""
         self.tp = parameters.tp
-        weight_NK = parameters.shard(f"{name}.weight", (num_outputs, num_inputs), 1)
+        weight_NK = parameters.matrix(name, (num_outputs, num_inputs), 1)
         self._num_splits = max(1, NUM_SPLITS // self.tp.size)
         self.weight = parameters.pack(weight_NK, num_splits=self._num_splits)
         self.bias_N = parameters.whole(f"{name}.bias", (num_outputs,)).float() if bias else None
@@ -319,8 +338,8 @@ class GatedMlp:
 class ExpertTensors(NamedTuple):
     """This rank's part of the experts of a layer; the ranks split each expert as they split a `GatedMlp`."""
 
-    gate_up: list[Tensor]  # of each expert, [2 * F, E], the gate first
-    down: list[Tensor]  # of each expert, [E, F]
+    gate_up: list[Matrix]  # of each expert, [2 * F, E], the gate first
+    down: list[Matrix]  # of each expert, [E, F]
     gate_up_bias_XN: Tensor | None = None  # fp32
     down_bias_XN: Tensor | None = None  # fp32, of all ranks together
 
@@ -335,9 +354,9 @@ def read_experts(
     experts, hidden = ExpertTensors([], []), config.hidden_size
     for index in range(config.num_experts):
         expert = parameters.scope(f"experts.{index}")
-        halves = [expert.shard(f"{name}.weight", (inner, hidden), 0) for name in names[:2]]
-        experts.gate_up.append(expert.join(halves))
-        experts.down.append(expert.shard(f"{names[2]}.weight", (hidden, inner), 1))
+        halves = [expert.matrix(name, (inner, hidden), 0) for name in names[:2]]
+        experts.gate_up.append(expert.join_matrices(halves))
+        experts.down.append(expert.matrix(names[2], (hidden, inner), 1))
     return experts
 
 
@@ -380,7 +399,7 @@ class SparseMlp:
         num_parts = max(1, NUM_SPLITS // self.tp.size)
         if experts.down[0].shape[1] % (2 * num_parts):  # the C kernel takes pairs of inputs
             num_parts = 1
-        parts = zip(*(down.chunk(num_parts, dim=1) for down in experts.down), strict=True)
+        parts = zip(*(chunk_inputs(down, num_parts) for down in experts.down), strict=True)
         biases = [experts.down_bias_XN if self.tp.rank == 0 else None, None]  # added once
         self.mixture = Mixture(
             parameters.pack_experts(experts.gate_up, experts.gate_up_bias_XN),

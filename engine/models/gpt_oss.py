@@ -1,7 +1,9 @@
 """gpt-oss: attention with sinks, windows in every second layer, and experts with biases and a clamped SwiGLU.
 
-Experts in MXFP4, as published, are dequantised when they are read.
+Experts are published in MXFP4.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,13 +17,13 @@ from baton.engine.models.decoder import (
     RmsNorm,
     SparseMlp,
 )
+from baton.engine.models.quantised_weights import Axis, Stored
 from baton.engine.models.registry import ModelConfig, read_layer_types
-from baton.engine.models.weights import Parameters
+from baton.engine.models.weights import Matrix, Parameters, change_rows
 from baton.kernels.gated import clamped_swiglu
+from baton.kernels.quantised import QuantisedMatrix, WeightFormat
 
 GROUP = 32  # values that share a scale in MXFP4
-# The values of 4 bits: a sign, two bits of exponent, one of mantissa.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 SCALE_BIAS = 127  # of the exponents
 
 
@@ -70,36 +72,43 @@ class GptOss(Decoder):
 def read_experts(config: ModelConfig, parameters: Parameters) -> ExpertTensors:
     """Read the experts of a layer: all in one tensor, rows of gate and up in turn."""
     num_experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
-    if "quantization_config" in config.keys:
-        gate_up_XNK = _read_mxfp4(parameters, "gate_up_proj", (num_experts, 2 * inner, hidden), 1)
-        down_XNK = _read_mxfp4(parameters, "down_proj", (num_experts, hidden, inner), 2)
+    if config.quantization is None:
+        gate_up = [*parameters.shard("gate_up_proj", (num_experts, hidden, 2 * inner), 2).mT]
+        down = [*parameters.shard("down_proj", (num_experts, inner, hidden), 1).mT]
     else:
-        gate_up_XNK = parameters.shard("gate_up_proj", (num_experts, hidden, 2 * inner), 2).mT
-        down_XNK = parameters.shard("down_proj", (num_experts, inner, hidden), 1).mT
+        gate_up = _read_mxfp4(parameters, "gate_up_proj", (num_experts, 2 * inner, hidden), 1)
+        down = _read_mxfp4(parameters, "down_proj", (num_experts, hidden, inner), 2)
     bias_XN = parameters.shard("gate_up_proj_bias", (num_experts, 2 * inner), 1).float()
     return ExpertTensors(
-        [parameters.join([rows[::2], rows[1::2]]) for rows in gate_up_XNK],
-        list(down_XNK),
+        [
+            parameters.join_matrices([change_rows(rows, lambda each, i=i: each[i::2]) for i in (0, 1)])  # type: ignore[misc]
+            for rows in gate_up
+        ],
+        down,
         torch.stack((bias_XN[:, ::2], bias_XN[:, 1::2]), dim=1).flatten(1),
         parameters.whole("down_proj_bias", (num_experts, hidden)).float(),
     )
 
 
-def _read_mxfp4(parameters: Parameters, name: str, shape: tuple[int, int, int], dim: int) -> Tensor:
-    """This rank's part along `dim` of a tensor of this shape, in the dtype of the model."""
-    num_experts, num_rows, num_columns = shape
-    groups = (num_experts, num_rows, num_columns // GROUP)
-    blocks = parameters.shard(f"{name}_blocks", (*groups, GROUP // 2), dim)
-    scales = parameters.shard(f"{name}_scales", groups, dim)
-    return dequantised_mxfp4(blocks.to(torch.int32), scales.to(torch.int32)).to(parameters.dtype)
+def _read_mxfp4(
+    parameters: Parameters, name: str, shape: tuple[int, int, int], dim: Literal[1, 2]
+) -> list[Matrix]:
+    """This rank's part along `dim` of each expert; a group of GROUP values along the inputs has a scale."""
+    num_experts, num_outputs, num_inputs = shape
+    groups = (num_experts, num_outputs, num_inputs // GROUP)
+    mine = parameters.tp.shard(shape[dim], what=name)
+    spans = (mine, (0, num_inputs)) if dim == 1 else ((0, num_outputs), mine)
+    axes = Axis(1), Axis(2, GROUP, is_word=True)
+    blocks = parameters.stored(f"{name}_blocks", Stored((*groups, GROUP // 2), torch.uint8, *axes), spans)
+    scales = parameters.stored(f"{name}_scales", Stored(groups, torch.uint8, *axes), spans)
+    return [mxfp4_matrix(*expert) for expert in zip(blocks, scales, strict=True)]
 
 
-def dequantised_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Values in fp32, [..., 32 * groups].
+def mxfp4_matrix(blocks: Tensor, scales: Tensor) -> QuantisedMatrix:
+    """The weight [N, 32 * G] of uint8 blocks [N, G, 16] and scales [N, G].
 
-    blocks: int [..., groups, 16]; a byte holds two values, the first in its lower bits. scales: int [...,
-    groups], exponents of two with a bias of 127.
+    A byte of a block holds two values, the first in its lower bits. Scales are exponents of two with a bias.
     """
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    values = torch.tensor(E2M1, device=blocks.device)[codes]
-    return torch.ldexp(values, scales[..., None] - SCALE_BIAS).flatten(-2)
+    codes_NK = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+    scales_NG = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - SCALE_BIAS)
+    return QuantisedMatrix(WeightFormat.MXFP4, codes_NK, scales_NG)

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.engine.models.registry import ARCHITECTURES, ModelConfig
 from baton.engine.models.weights import Checkpoint, DummyCheckpoint, Parameters, ParameterSurvey, Shape
 from baton.engine.runner.step_inputs import ModelInput
-from baton.errors import ModelError
+from baton.errors import ConfigError, ModelError
 from baton.kernels.decoder_stack import LayerGroups
 from baton.kernels.native import TORCH_DTYPES
 from baton.pages import DTYPE_BYTES
@@ -53,7 +53,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def parameter_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of all parameters in `dtype`."""
-    return sum(map(math.prod, parameter_shapes(config).values())) * DTYPE_BYTES[dtype]
+    survey, _ = _survey(config)
+    return sum(
+        math.prod(shape) * survey.stored_bytes.get(name, DTYPE_BYTES[dtype])
+        for name, shape in survey.shapes.items()
+    )
 
 
 def attention_mlp_crossover(config: ModelConfig) -> float:
@@ -65,7 +69,8 @@ def attention_mlp_crossover(config: ModelConfig) -> float:
     """
     survey, model = _survey(config)
     num_weights: float = 0
-    for name, shape in survey.shapes.items():
+    plain = {name: shape for name, shape in survey.shapes.items() if name not in survey.stored_bytes}
+    for name, shape in (plain | survey.weights).items():
         if shape[1:] and re.search(r"\.\d+\.", name):  # a matrix of a layer, which has a number
             num_weights += math.prod(shape) * (config.active_share if ".experts." in name else 1)
     num_full = sum(window is None for window in model.windows)
@@ -74,6 +79,8 @@ def attention_mlp_crossover(config: ModelConfig) -> float:
 
 # Tensors that older exports saved although they follow from the config.
 DERIVED: Final = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# Scales of inputs and of KV, which are computed in each step or not needed.
+UNUSED_SCALES: Final = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 
 
 def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -90,15 +97,21 @@ def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
         if got != expected:
             raise ModelError(f"tensor {name!r} should have shape {list(expected)}, got {list(got)}")
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    derived = DERIVED if config.quantization is None else DERIVED + UNUSED_SCALES
     for name in sorted(names - shapes.keys() - ignored):
-        if not name.endswith(DERIVED):
+        if not name.endswith(derived):
             raise ModelError(
                 f"tensor {name!r} is not part of {config.architecture} as config.json describes it"
             )
 
 
 def dummy_checkpoint(config: ModelConfig, seed: int, device: torch.device) -> DummyCheckpoint:
-    """Random weights for a config without a checkpoint (`load_format="dummy"`)."""
+    """Random weights for a config without a checkpoint (`load_format="dummy"`).
+
+    ConfigError: the config describes quantised weights.
+    """
+    if config.quantization is not None:
+        raise ConfigError(f"load_format dummy: weights in {config.quantization.method} cannot be made up")
     return DummyCheckpoint(
         parameter_shapes(config),
         dtype=TORCH_DTYPES[config.dtype],
@@ -109,5 +122,5 @@ def dummy_checkpoint(config: ModelConfig, seed: int, device: torch.device) -> Du
 
 
 def _survey(config: ModelConfig) -> tuple[ParameterSurvey, Model]:
-    survey = ParameterSurvey()
+    survey = ParameterSurvey(config.quantization)
     return survey, build_model(config, survey, max_model_len=1)

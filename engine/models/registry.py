@@ -15,6 +15,7 @@ import msgspec
 
 from baton.config.engine import EngineSettings
 from baton.engine.models.checkpoint import JsonObject, read_json
+from baton.engine.models.quantization import DENSE_METHODS, Quantization, read_quantization
 from baton.errors import ConfigError, ModelError
 from baton.pages import DTYPE_BYTES
 
@@ -195,6 +196,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the weights as saved
     initializer_range: float = 0.02  # standard deviation of dummy weights
+    quantization: Quantization | None = None  # of the checkpoint
     keys: JsonObject = JsonObject({}, "config.json")  # the whole config.json
 
     @property
@@ -234,7 +236,7 @@ class Architecture(NamedTuple):
     tie_word_embeddings: bool = False  # without the key
     mlp_ratio: int | None = None  # intermediate_size / hidden_size without the key `intermediate_size`
     base_prefix: str = ""  # that names of a checkpoint may lack
-    quant_methods: tuple[str, ...] = ()  # of `quantization_config`, that the architecture reads
+    quant_methods: tuple[str, ...] = DENSE_METHODS  # of `quantization_config`, that the architecture reads
 
 
 _GPT2_NAMES: Final = {
@@ -262,6 +264,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         tie_word_embeddings=True,
         mlp_ratio=4,
         base_prefix="transformer.",
+        quant_methods=(),
     ),
     "GptOssForCausalLM": Architecture(
         "gpt_oss", "baton.engine.models.gpt_oss:GptOss", 64, quant_methods=("mxfp4",)
@@ -312,6 +315,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         eos_token_ids=_eos_token_ids(tokens, vocab_size),
         dtype=_dtype(keys),
         initializer_range=keys.positive("initializer_range", 0.02),
+        quantization=read_quantization(keys, spelling.quant_methods),
         keys=keys,
     )
 
@@ -334,9 +338,6 @@ def _refuse_unsupported(keys: JsonObject, architecture: Architecture) -> None:
     activation = keys.get(name, str) or supported
     if activation != supported:
         raise ModelError(f"{keys.source}: {name!r} should be {supported!r}, got {activation!r}")
-    method = keys.section("quantization_config").get("quant_method", str)
-    if "quantization_config" in keys and method not in architecture.quant_methods:
-        raise ModelError(f"{keys.source}: quantised weights ('quantization_config') are not supported")
 
 
 def _heads(keys: JsonObject, architecture: str) -> tuple[int, int, int]:

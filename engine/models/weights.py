@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Final, Protocol, TypeAlias
 
@@ -11,14 +11,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.quantised_weights import Span, Stored, read_matrix, stored_span, stored_tensors
+from baton.engine.models.quantization import Quantization
 from baton.errors import ConfigError, ModelError
 from baton.kernels.experts import ExpertWeights
 from baton.kernels.huge_pages import HugeArena
 from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
-from baton.kernels.quantised import Method, quantise
-from baton.kernels.triton_import import runs_triton
+from baton.kernels.quantised import Method, QuantisedMatrix, join_rows, quantise
 
 Shape: TypeAlias = tuple[int, ...]
+Matrix: TypeAlias = Tensor | QuantisedMatrix  # the weight of a linear layer, [N, K]
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes of the checkpoint read, bytes in all), the first time with 0.
 
@@ -83,13 +85,18 @@ class Parameters:
         *,
         batch_invariant: bool = True,
         quantization: Method | None = None,
+        scheme: Quantization | None = None,
     ) -> None:
-        """batch_invariant: see `pack_linear`. quantization: of the weights of linear layers, when read."""
+        """batch_invariant: see `pack_linear`. quantization: of the weights of linear layers, when read.
+
+        scheme: of the checkpoint.
+        """
         self.tp = tp
         self.dtype = dtype
         self.device = device
         self.batch_invariant = batch_invariant
         self.quantization = quantization
+        self.scheme = scheme
         self._packed_memory = HugeArena()
         self._checkpoint = checkpoint
         self._prefix = prefix
@@ -122,6 +129,55 @@ class Parameters:
         start, stop = self.tp.shard(shape[dim], what=self._prefix + name)
         return self._read_matrix(name, shape, dim, start, stop)
 
+    def matrix(self, name: str, shape: tuple[int, int], dim: int | None) -> Matrix:
+        """This rank's part along `dim` of the weight of linear layer `name`; None: the whole weight.
+
+        shape: of the whole. ConfigError as of `shard`, also for a part that the scheme cannot cut.
+        """
+        scheme, module = self.scheme, self._prefix + name
+        if scheme is None or not scheme.covers(module):
+            weight = f"{name}.weight"
+            return self.whole(weight, shape) if dim is None else self.shard(weight, shape, dim)
+        spans = (0, shape[0]), (0, shape[1])
+        if dim is not None:
+            mine = self.tp.shard(shape[dim], what=module)
+            spans = (mine, spans[1]) if dim == 0 else (spans[0], mine)
+        parts = {
+            part: self.stored(f"{name}.{part}", tensor, spans)
+            for part, tensor in stored_tensors(scheme, shape).items()
+        }
+        return self._decode(module, shape, parts, spans)
+
+    def _decode(
+        self, module: str, shape: tuple[int, int], parts: dict[str, Tensor], spans: tuple[Span, Span]
+    ) -> Matrix:
+        assert self.scheme is not None
+        try:
+            weight = read_matrix(self.scheme, parts, spans)
+        except ModelError as error:
+            raise ModelError(f"{module!r}, {self.scheme.method}: {error}") from None
+        return weight.to(self.dtype) if isinstance(weight, Tensor) else weight
+
+    def stored(self, name: str, tensor: Stored, spans: tuple[Span, Span]) -> Tensor:
+        """The part of a stored tensor that covers the outputs and inputs in `spans`, in its own dtype."""
+        full, dim, start, stop = self._prefix + name, 0, 0, tensor.shape[0]
+        cut = None
+        for axis, span in zip((tensor.outputs, tensor.inputs), spans, strict=True):
+            if axis is None:
+                continue
+            first, last = stored_span(full, tensor, axis, span)
+            if (first, last) != (0, tensor.shape[axis.dim]):
+                assert cut is None, "a rank has all inputs or all outputs"
+                cut, dim, start, stop = axis, axis.dim, first, last
+        return self._read_stored(name, tensor, dim, start, stop)
+
+    def _read_stored(self, name: str, tensor: Stored, dim: int, start: int, stop: int) -> Tensor:
+        part = self._checkpoint.slice(self._prefix + name, dim, start, stop)
+        if part.dtype != tensor.dtype and not (tensor.dtype is None and part.is_floating_point()):
+            expected = tensor.dtype or "a float"
+            raise ModelError(f"tensor {self._prefix + name!r} should be {expected}, got {part.dtype}")
+        return part.clone() if self.device.type == "cpu" else part.to(self.device)
+
     def _read_matrix(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> Tensor:
         if self._is_transposed and len(shape) == 2:
             return self._read(name, shape[::-1], 1 - dim, start, stop).T
@@ -131,11 +187,25 @@ class Parameters:
         """The parts one after another along the first dimension."""
         return torch.cat(parts)
 
-    def pack(self, weight_NK: Tensor, *, num_splits: int = 1) -> LinearWeight:
+    def join_matrices(self, parts: list[Matrix]) -> Matrix:
+        """As `join`; parts in different formats are dequantised."""
+        matrices = [part for part in parts if isinstance(part, QuantisedMatrix)]
+        joined = join_rows(matrices) if len(matrices) == len(parts) else None
+        return self.join([*map(self.dequantised, parts)]) if joined is None else joined
+
+    def dequantised(self, weight: Matrix) -> Tensor:
+        """The weight in the dtype of the model."""
+        return weight if isinstance(weight, Tensor) else weight.dequantised().to(self.dtype)
+
+    def pack(self, weight_NK: Matrix, *, num_splits: int = 1) -> LinearWeight:
         """The weight as `linear` multiplies by it; a copy where the device needs another layout.
 
         num_splits: of calls of `linear`. ConfigError: the weight cannot be cut into groups.
         """
+        if isinstance(weight_NK, QuantisedMatrix):
+            if self.device.type == "cpu":
+                return pack_quantised(weight_NK, self.dtype, self._packed_memory, num_splits=num_splits)
+            weight_NK = self.dequantised(weight_NK)
         if self.quantization is None:
             return pack_linear(weight_NK, self._packed_memory, batch_invariant=self.batch_invariant)
         matrix = quantise(weight_NK, self.quantization, num_splits=num_splits)
@@ -150,10 +220,10 @@ class Parameters:
         """As `pack`, never rounded: a small error of a router's logit sends a token to another expert."""
         return pack_linear(weight_XK, self._packed_memory, batch_invariant=self.batch_invariant)
 
-    def pack_experts(self, weights_NK: list[Tensor], bias_XN: Tensor | None = None) -> ExpertWeights:
+    def pack_experts(self, weights_NK: Sequence[Matrix], bias_XN: Tensor | None = None) -> ExpertWeights:
         """One projection of all experts as `Mixture` multiplies by it. bias_XN: fp32, of each expert."""
-        if self.device.type != "meta" and runs_triton(weights_NK[0]):
-            return ExpertWeights((), bias_XN, torch.stack(weights_NK))
+        if self.device.type == "cuda":
+            return ExpertWeights((), bias_XN, torch.stack([*map(self.dequantised, weights_NK)]))
         return ExpertWeights(tuple(map(self.pack, weights_NK)), bias_XN)
 
     def rows(self, name: str, shape: Shape) -> Tensor:
@@ -174,13 +244,25 @@ class Parameters:
         return placed.clone() if placed.data_ptr() == tensor.data_ptr() else placed
 
 
+def change_rows(weight: Matrix, change: Callable[[Tensor], Tensor]) -> Matrix:
+    """The outputs that `change` makes of a tensor [N, ...]."""
+    return change(weight) if isinstance(weight, Tensor) else weight.change_rows(change)
+
+
+def chunk_inputs(weight: Matrix, num_parts: int) -> tuple[Matrix, ...]:
+    """Equal parts along the inputs."""
+    return weight.chunk(num_parts, dim=1) if isinstance(weight, Tensor) else weight.chunk_inputs(num_parts)
+
+
 class ParameterSurvey(Parameters):
     """Records the name and the shape of each parameter that a model reads, and places none."""
 
-    def __init__(self, prefix: str = "", shapes: dict[str, Shape] | None = None) -> None:
+    def __init__(self, scheme: Quantization | None = None) -> None:
         nothing = DummyCheckpoint({}, dtype=torch.float32, deviation=0.0, seed=0)
-        super().__init__(nothing, TensorParallel(), torch.float32, torch.device("meta"), prefix)
-        self.shapes: dict[str, Shape] = {} if shapes is None else shapes
+        super().__init__(nothing, TensorParallel(), torch.float32, torch.device("meta"), scheme=scheme)
+        self.shapes: dict[str, Shape] = {}
+        self.stored_bytes: dict[str, int] = {}  # of an element, where the dtype of the model does not matter
+        self.weights: dict[str, Shape] = {}  # module -> shape of a quantised weight
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """The first part: concatenating meta tensors would import torch's compiler, which takes seconds."""
@@ -190,7 +272,20 @@ class ParameterSurvey(Parameters):
         self.shapes[self._prefix + name] = shape
         return torch.empty(shape, device=self.device).narrow(dim, start, stop - start)
 
+    def _read_stored(self, name: str, tensor: Stored, dim: int, start: int, stop: int) -> Tensor:
+        self.stored_bytes[self._prefix + name] = (
+            FLOAT_BYTES if tensor.dtype is None else tensor.dtype.itemsize
+        )
+        return self._read(name, tensor.shape, dim, start, stop)
 
+    def _decode(
+        self, module: str, shape: tuple[int, int], parts: dict[str, Tensor], spans: tuple[Span, Span]
+    ) -> Matrix:
+        self.weights[module] = shape
+        return torch.empty(shape, device=self.device)
+
+
+FLOAT_BYTES: Final = 4  # of scales, at most
 # Elements made at a time: they fit a core's cache, or keep a GPU busy in 128 MiB of scratch.
 CPU_CHUNK: Final = 2**17
 GPU_CHUNK: Final = 2**24

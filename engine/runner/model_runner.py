@@ -199,6 +199,11 @@ class ModelRunner:
                 torch.cuda.set_stream(torch.cuda.Stream(self.device, config.stream_priority))
         if config.quantization is not None and self.device.type != "cpu":
             raise ConfigError(f"quantization: {config.quantization} runs on a CPU, not on {self.device}")
+        if config.quantization is not None and model_config.quantization is not None:
+            raise ConfigError(
+                f"quantization: {config.quantization} was asked for, but the weights are in "
+                f"{model_config.quantization.method} already"
+            )
         self.dtype = choose_dtype(config.dtype, model_config, self.device)
         self.max_model_len = choose_max_model_len(config, model_config)
         self.layout = PageLayout(
@@ -232,6 +237,7 @@ class ModelRunner:
             self.device,
             batch_invariant=self.config.batch_invariant,
             quantization=self.config.quantization,
+            scheme=config.quantization,
         )
         try:
             self.model = build_model(config, parameters, self.max_model_len)

@@ -30,7 +30,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.models.checkpoint import SafetensorsCheckpoint
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
-from baton.engine.models.gpt_oss import dequantised_mxfp4
+from baton.engine.models.gpt_oss import mxfp4_matrix
 from baton.engine.models.model import (
     attention_mlp_crossover,
     build_model,
@@ -174,8 +174,9 @@ def test_mxfp4_is_dequantised_as_in_transformers() -> None:
     blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=source)
     scales = torch.randint(118, 132, (2, 6, 3), generator=source)
     expected = convert_moe_packed_tensors(blocks.byte(), scales.byte(), dtype=torch.float32)
-    made = dequantised_mxfp4(blocks.int(), scales.int())  # transformers has the inputs first
-    assert torch.equal(made.mT, expected)
+    for expert, expected_KN in enumerate(expected):  # transformers has the inputs first
+        made = mxfp4_matrix(blocks[expert].byte(), scales[expert].byte()).dequantised()
+        assert torch.equal(made.T, expected_KN)
 
 
 def test_crossover_counts_operations_of_layers_with_full_attention(tmp_path: Path) -> None:

@@ -111,6 +111,13 @@ def test_missing_key_is_named_with_its_file(tmp_path: Path, key: str) -> None:
         read_keys(tmp_path, keys)
 
 
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}},
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -126,7 +133,26 @@ def test_missing_key_is_named_with_its_file(tmp_path: Path, key: str) -> None:
         ({"eos_token_id": 64}, r"'eos_token_id' should be in \[0, 64\), got 64"),
         ({"eos_token_id": "end"}, "'eos_token_id' should be int"),
         ({"hidden_act": "gelu"}, "'hidden_act' should be 'silu', got 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantised weights"),
+        ({"quantization_config": {"bits": 4}}, "key 'quant_method' is missing"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method 'bitsandbytes' is not supported; supported are awq, compressed-tensors, fp8, gptq",
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "4 or 8 bits is supported, got 3"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "dynamic": {"lm_head": {}}}},
+            "'dynamic' is not supported",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}},
+            "got 'gemv', 4 bits",
+        ),
+        (
+            {"quantization_config": COMPRESSED | {"format": "marlin-24"}},
+            "format 'marlin-24' with int weights",
+        ),
+        ({"quantization_config": COMPRESSED | {"config_groups": {"a": {}, "b": {}}}}, "got a, b"),
     ],
 )
 def test_invalid_key_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

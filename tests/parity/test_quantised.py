@@ -1,0 +1,145 @@
+"""Quantised checkpoints of every scheme against transformers with the same weights in fp32."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.errors import ConfigError, ModelError
+from tests.parity.models import COMMON, Case, Oracle, save_model
+from tests.parity.quantised_models import SCHEMES, write_model
+from tests.parity.runs import engine, forward_logits, prompts, run, tokens
+from tests.parity.test_families import GREEDY, NUM_TOKENS, essence
+
+NUM_CONFIGS: Final = 20
+KINDS: Final = ("Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "Qwen3Moe")
+PLAIN: Final = Case("llama", "Llama", {**COMMON, "num_attention_heads": 4, "num_key_value_heads": 2})
+SMALL: Final[dict[str, Any]] = {
+    "cache": {"page_size": 4},
+    "scheduler": {"max_num_batched_tokens": 7},
+    "num_kv_tokens": 160,
+    "max_model_len": 140,
+}
+
+
+def _random_case(scheme: str, seed: int) -> Case:
+    """Sizes of which groups of 32 inputs and words of 8 outputs can be made."""
+    source = Random(f"{scheme} {seed}")
+    kinds = (
+        KINDS[:4] if SCHEMES[scheme].rounds_inputs else KINDS
+    )  # transformers' experts are no linear layers
+    kind = kinds[seed % len(kinds)]
+    num_kv_heads = source.choice((2, 4))
+    keys: dict[str, Any] = {
+        "num_key_value_heads": num_kv_heads,
+        "num_attention_heads": num_kv_heads * source.choice((1, 2)),
+        "head_dim": source.choice((16, 32)),
+        "hidden_size": source.choice((32, 64, 96)),
+        "intermediate_size": source.choice((64, 96, 160)),
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": source.choice((32, 96)),
+        "mlp_only_layers": [0],
+    }
+    if kind == "Qwen2":
+        keys["hidden_size"] = keys["num_attention_heads"] * keys["head_dim"]
+    return Case(f"{kind}-{seed}", kind, {**COMMON, **keys})
+
+
+def _cases() -> Iterator[Any]:
+    for scheme in SCHEMES:
+        yield pytest.param(scheme, PLAIN, id=scheme)
+        for seed in range(NUM_CONFIGS):
+            case = _random_case(scheme, seed)
+            yield pytest.param(scheme, case, id=f"{scheme}-{case.name}", marks=pytest.mark.slow)
+
+
+def round_inputs(oracle: Oracle) -> None:
+    """Have linear layers round their inputs to 8 bits: a scale for each token and group.
+
+    Groups have at most 128 inputs, and lie in one half of the inputs where ranks would have the halves.
+    """
+
+    def rounded(x: Tensor, num_parts: int) -> tuple[Tensor]:
+        part = x.shape[-1] // num_parts
+        group = next(size for size in range(min(part, 128), 0, -1) if part % size == 0)
+        groups = x.unflatten(-1, (-1, group))
+        scales = groups.abs().amax(-1, keepdim=True) / 127
+        return (((groups / scales).round() * scales).flatten(-2),)
+
+    for name, module in oracle.model.named_modules():
+        if name.endswith("_proj"):
+            num_parts = 2 if name.endswith(("o_proj", "down_proj")) else 1
+            module.register_forward_pre_hook(lambda _, args, n=num_parts: rounded(args[0], n))
+
+
+@pytest.mark.parametrize(("scheme", "case"), list(_cases()))
+def test_checkpoint_is_read_as_the_weights_that_it_stands_for(
+    scheme: str, case: Case, tmp_path: Path
+) -> None:
+    plain, quantised, dense = tmp_path / "plain", tmp_path / "quantised", tmp_path / "dense"
+    save_model(case, plain)
+    write_model(plain, quantised, dense, SCHEMES[scheme])
+    oracle, rounds_inputs = Oracle(dense), SCHEMES[scheme].rounds_inputs
+    if rounds_inputs:
+        round_inputs(oracle)
+    with engine(quantised) as made:
+        logits, expected = forward_logits(made, prompts()[-1]), oracle.logits(prompts()[-1])
+        if rounds_inputs:  # an input between two values may be rounded to either
+            assert (logits - expected).norm() <= 2e-2 * expected.norm()
+        else:
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        whole = run(made, prompts(), GREEDY)
+    if not rounds_inputs:
+        assert tokens(whole) == [oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
+    with engine(quantised, **SMALL) as made:
+        assert essence(run(made, prompts(), GREEDY)) == essence(whole)
+    if case.name.endswith(("-0", "-4")) or (case is PLAIN and scheme == "awq"):  # a process each
+        with engine(quantised, tensor_parallel_size=2) as made:
+            assert essence(run(made, prompts(), GREEDY)) == essence(whole)
+
+
+@pytest.fixture(scope="module")
+def awq(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that the tests may not change."""
+    folder = tmp_path_factory.mktemp("awq")
+    save_model(PLAIN, folder / "plain")
+    write_model(folder / "plain", folder / "awq", folder / "dense", SCHEMES["awq"])
+    return folder / "awq"
+
+
+def test_quantised_checkpoint_is_not_quantised_again(awq: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="int8 was asked for, but the weights are in awq"),
+        engine(awq, quantization="int8"),
+    ):
+        pass
+
+
+def test_quantised_weights_are_not_made_up(awq: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="weights in awq cannot be made up"),
+        engine(awq, load_format="dummy"),
+    ):
+        pass
+
+
+def test_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    save_model(PLAIN, tmp_path / "plain")
+    scheme = SCHEMES["w8a16"]
+
+    def broken(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        tensors, dense = scheme.write(weight)
+        tensors["weight_scale"][3] = float("inf")
+        return tensors, dense
+
+    write_model(
+        tmp_path / "plain", tmp_path / "broken", tmp_path / "dense", type(scheme)(scheme.config, broken)
+    )
+    with pytest.raises(ModelError, match="a scale is a NaN or an infinity"), engine(tmp_path / "broken"):
+        pass
