@@ -13,7 +13,7 @@ from baton.cluster.runtimes.base import ProcessSpec
 from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.engine import EngineConfig, EngineSettings
 from baton.config.gateway import GatewayConfig
-from baton.engine.models.checkpoint import read_entries
+from baton.engine.models.loading.checkpoint import read_entries
 from baton.engine.models.registry import (
     check_split,
     choose_max_model_len,

@@ -18,11 +18,11 @@ from baton.config.engine import EngineConfig, RankSidecar, SpeculativeConfig
 from baton.config.environment import cache_directory, prepare_nccl
 from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
-from baton.engine.models.checkpoint import fingerprint
+from baton.engine.models.loading.checkpoint import fingerprint
+from baton.engine.models.loading.weights import Progress
 from baton.engine.models.model import attention_mlp_crossover, parameter_bytes
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ModelConfig, check_split, read_model_config
-from baton.engine.models.weights import Progress
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, load_logits_processor
 from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, choose_device, choose_dtype

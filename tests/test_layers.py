@@ -42,7 +42,7 @@ MAY_IMPORT: Final = {
 # benches and the tests may import any module: they replace or measure parts.
 FACADES: Final = {
     "engine": frozenset(
-        {"engine", "replica", "models.checkpoint", "models.registry", "models.weights"}
+        {"engine", "replica", "models.loading.checkpoint", "models.registry", "models.loading.weights"}
         | {"scheduler.sequence"}
     ),
     "kvtransfer": frozenset(

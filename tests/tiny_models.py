@@ -10,10 +10,10 @@ import torch
 from baton.clock import Clock
 from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine, load_engine
+from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import read_model_config
-from baton.engine.models.weights import Parameters
 from baton.kernels.native import TORCH_DTYPES
 from baton.request import Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds

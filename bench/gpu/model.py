@@ -39,7 +39,7 @@ from baton.bench.machine import Call, wall_seconds
 from baton.bench.processes import Child
 from baton.bench.report import Row, at_most, format_number
 from baton.config.environment import environment_of_child
-from baton.engine.models.checkpoint import SINGLE_FILE
+from baton.engine.models.loading.checkpoint import SINGLE_FILE
 from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.step_inputs import StepArrays, StepBuilder

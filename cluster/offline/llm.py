@@ -36,8 +36,8 @@ from baton.cluster.offline.generation import (
 from baton.cluster.offline.progress import watch
 from baton.config.engine import engine_config
 from baton.engine.engine import load_engine
+from baton.engine.models.loading.weights import Progress
 from baton.engine.models.registry import read_model_config
-from baton.engine.models.weights import Progress
 from baton.errors import ConfigError, InvalidRequest
 from baton.gateway.text.chat_template import ChatTemplate, Message, read_messages
 from baton.gateway.text.model_files import read_sampling_defaults

@@ -16,9 +16,9 @@ from typing import ClassVar, Final, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from baton.engine.models.loading.weights import Matrix, Parameters, change_rows, chunk_inputs
 from baton.engine.models.registry import ModelConfig, RopeConfig
 from baton.engine.models.rope_table import rope_table
-from baton.engine.models.weights import Matrix, Parameters, change_rows, chunk_inputs
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
 from baton.kernels import rms_norm as norm_kernels

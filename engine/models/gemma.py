@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, Norm, RmsNorm, then
+from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig, RopeConfig, read_layer_types, read_rope_config
-from baton.engine.models.weights import Parameters
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
 from baton.kernels.gated import GELU_TANH, soft_cap

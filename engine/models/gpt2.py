@@ -12,8 +12,8 @@ from baton.engine.models.decoder import (
     Norm,
     RowParallelLinear,
 )
+from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig, RopeConfig
-from baton.engine.models.weights import Parameters
 from baton.engine.runner.step_inputs import ModelInput
 from baton.kernels.gated import gelu_tanh
 from baton.kernels.linear import embedding

@@ -17,9 +17,9 @@ from baton.engine.models.decoder import (
     RmsNorm,
     SparseMlp,
 )
-from baton.engine.models.quantised_weights import Axis, Stored
+from baton.engine.models.loading.quantised_weights import Axis, Stored
+from baton.engine.models.loading.weights import Matrix, Parameters, change_rows
 from baton.engine.models.registry import ModelConfig, read_layer_types
-from baton.engine.models.weights import Matrix, Parameters, change_rows
 from baton.kernels.gated import clamped_swiglu
 from baton.kernels.quantised import QuantisedMatrix, WeightFormat
 

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, then
+from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig
-from baton.engine.models.weights import Parameters
 from baton.engine.runner.step_inputs import ModelInput
 
 

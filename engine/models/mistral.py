@@ -4,8 +4,8 @@ Every layer of Mistral has a sliding window, unless the config turns the window 
 """
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, SparseMlp, read_experts
+from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig
-from baton.engine.models.weights import Parameters
 
 
 class Mistral(Decoder):

@@ -8,8 +8,14 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from baton.engine.models.loading.weights import (
+    Checkpoint,
+    DummyCheckpoint,
+    Parameters,
+    ParameterSurvey,
+    Shape,
+)
 from baton.engine.models.registry import ARCHITECTURES, ModelConfig
-from baton.engine.models.weights import Checkpoint, DummyCheckpoint, Parameters, ParameterSurvey, Shape
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ConfigError, ModelError
 from baton.kernels.decoder_stack import LayerGroups

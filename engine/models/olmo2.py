@@ -1,8 +1,8 @@
 """OLMo 2: norms after each part instead of before, and norms of queries and keys over all heads."""
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, NoNorm, then
+from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig
-from baton.engine.models.weights import Parameters
 
 
 class Olmo2(Decoder):

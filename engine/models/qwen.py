@@ -7,8 +7,8 @@
 """
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, SparseMlp, read_experts
+from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig, read_layer_types
-from baton.engine.models.weights import Parameters
 
 
 class Qwen2(Decoder):

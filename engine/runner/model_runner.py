@@ -23,7 +23,8 @@ from torch import Tensor
 
 from baton.config.engine import CacheConfig, EngineConfig
 from baton.engine.cache.page_pool import ALWAYS_PASSED, mark_of
-from baton.engine.models.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.loading.weights import Checkpoint, Parameters, Progress, ReportingCheckpoint
 from baton.engine.models.model import (
     Model,
     build_model,
@@ -34,7 +35,6 @@ from baton.engine.models.model import (
 )
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ARCHITECTURES, ModelConfig, choose_max_model_len
-from baton.engine.models.weights import Checkpoint, Parameters, Progress, ReportingCheckpoint
 from baton.engine.runner.cuda_graphs import StepGraphs
 from baton.engine.runner.step_inputs import (
     ModelInput,

@@ -28,9 +28,10 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from baton.engine.models.checkpoint import SafetensorsCheckpoint
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
 from baton.engine.models.gpt_oss import mxfp4_matrix
+from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.loading.weights import Parameters, ParameterSurvey
 from baton.engine.models.model import (
     attention_mlp_crossover,
     build_model,
@@ -38,7 +39,6 @@ from baton.engine.models.model import (
     parameter_shapes,
 )
 from baton.engine.models.registry import ARCHITECTURES, Architecture, ModelConfig, read_model_config
-from baton.engine.models.weights import Parameters, ParameterSurvey
 from baton.errors import ModelError
 from tests.tiny_models import generate, tiny_engine, token_ids, write_config
 

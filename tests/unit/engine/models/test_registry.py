@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from baton.engine.models.checkpoint import JsonObject, read_json
+from baton.engine.models.loading.checkpoint import JsonObject, read_json
 from baton.engine.models.registry import (
     ARCHITECTURES,
     ModelConfig,

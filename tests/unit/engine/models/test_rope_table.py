@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from baton.engine.models.checkpoint import JsonObject
+from baton.engine.models.loading.checkpoint import JsonObject
 from baton.engine.models.registry import RopeConfig, RopeScaling, read_rope_config
 from baton.engine.models.rope_table import rope_table
 

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from baton.engine.models.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.loading.weights import DummyCheckpoint, Parameters
 from baton.engine.models.parallel import TensorParallel
-from baton.engine.models.weights import DummyCheckpoint, Parameters
 from baton.errors import ModelError
 from baton.kernels.native import TORCH_DTYPES
 

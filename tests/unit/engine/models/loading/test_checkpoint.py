@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton.engine.models.checkpoint import (
+from baton.engine.models.loading.checkpoint import (
     MAX_FILE_BYTES,
     JsonObject,
     SafetensorsCheckpoint,
@@ -165,7 +165,8 @@ def test_directory_without_weights_is_refused(tmp_path: Path) -> None:
 def test_headers_are_read_without_torch(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(3, 2).half()}, tmp_path / FILE)
     script = (
-        "import sys; from pathlib import Path; from baton.engine.models.checkpoint import read_entries; "
+        "import sys; from pathlib import Path; "
+        "from baton.engine.models.loading.checkpoint import read_entries; "
         "entry = read_entries(Path(sys.argv[1]))['w']; print(entry.shape, 'torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from baton.engine.models.checkpoint import JsonObject
+from baton.engine.models.loading.checkpoint import JsonObject
 from baton.errors import ModelError
 
 # The tensors of a linear layer: values as they are, or packed into 32 bits in the order of

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.engine.models.loading.quantised_weights import (
+    Span,
+    Stored,
+    read_matrix,
+    stored_span,
+    stored_tensors,
+)
+from baton.engine.models.loading.quantization import Quantization
 from baton.engine.models.parallel import TensorParallel
-from baton.engine.models.quantised_weights import Span, Stored, read_matrix, stored_span, stored_tensors
-from baton.engine.models.quantization import Quantization
 from baton.errors import ConfigError, ModelError
 from baton.kernels.experts import ExpertWeights
 from baton.kernels.huge_pages import HugeArena
