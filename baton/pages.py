@@ -9,6 +9,7 @@ import struct
 from collections.abc import Sequence
 from copy import copy
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -132,3 +133,13 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def num_pages(self, num_tokens: int) -> int:
         """Return how many pages `num_tokens` tokens occupy; the last page may be partly filled."""
         return -(-num_tokens // self.page_size)
+
+    def layer_groups(self, num_groups: int) -> list[tuple[int, int]]:
+        """Return the layers [first, stop) of each group, in groups as equal as possible.
+
+        Raises ValueError for more groups than layers.
+        """
+        if not 1 <= num_groups <= self.num_layers:
+            raise ValueError(f"{self.num_layers} layers cannot form {num_groups} groups")
+        bounds = [group * self.num_layers // num_groups for group in range(num_groups + 1)]
+        return list(pairwise(bounds))

@@ -9,14 +9,13 @@ Shapes: T tokens, R wanted rows, E hidden, H query heads, K kv heads, D head dim
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.experts import Mixture
+from baton.kernels.experts import Mixture, WeightArguments
 from baton.kernels.linear import LinearWeight
 from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch, describe_heads, native_handles
 
@@ -31,13 +30,8 @@ class LayerGroups(NamedTuple):
     On a GPU they are in their pages for all work that follows on the current stream.
     """
 
-    num_groups: int  # of nearly equal sizes; at most one for each layer
+    ranges: Sequence[tuple[int, int]]  # [first, stop) of each group, in order
     on_layers: OnLayers
-
-    def ranges(self, num_layers: int) -> list[tuple[int, int]]:
-        num_groups = min(self.num_groups, num_layers)
-        bounds = [index * num_layers // num_groups for index in range(num_groups + 1)]
-        return list(pairwise(bounds))
 
 
 TIMERS: Final = ("linear", "attention", "other")  # as `enum timer` of csrc/decoder.c
@@ -153,8 +147,7 @@ class DecoderStack:
             seconds=ctypes.addressof(self._seconds),
         )
         run = native.function("baton_decoder", "pp")
-        num_layers = len(self._layers)
-        for first, stop in [(0, num_layers)] if groups is None else groups.ranges(num_layers):
+        for first, stop in [(0, len(self._layers))] if groups is None else groups.ranges:
             step.first_layer, step.stop_layer = first, stop
             run(ctypes.addressof(self._decoder), ctypes.addressof(step))
             if groups is not None:
@@ -199,28 +192,17 @@ def can_stack(layers: Sequence[StackLayer], shape: StackShape) -> bool:
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Weight(ctypes.Structure):
-    _fields_ = (
-        ("packed", _POINTER),
-        ("bias", _POINTER),
-        ("num_columns", _SIZE),
-        ("num_inputs", _SIZE),
-        ("group", _SIZE),
-        ("format", _SIZE),
-    )
-
-
 class _Layer(ctypes.Structure):
     _fields_ = (
         ("input_norm", _POINTER),
         ("post_norm", _POINTER),
         ("query_norm", _POINTER),
         ("key_norm", _POINTER),
-        ("qkv", _Weight),
-        ("out", _Weight),
-        ("gate_up", _Weight),
-        ("down", _Weight),
-        ("router", _Weight),
+        ("qkv", WeightArguments),
+        ("out", WeightArguments),
+        ("gate_up", WeightArguments),
+        ("down", WeightArguments),
+        ("router", WeightArguments),
         ("experts", _POINTER),
         ("window", _SIZE),
     )
@@ -268,12 +250,12 @@ def _layer(layer: StackLayer) -> _Layer:
     def address(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
-    def weight(linear: tuple[LinearWeight, Tensor | None] | None) -> _Weight:
+    def weight(linear: tuple[LinearWeight, Tensor | None] | None) -> WeightArguments:
         if linear is None:
-            return _Weight()
+            return WeightArguments()
         packed, bias_N = linear
         sizes = packed.num_outputs, packed.num_inputs, packed.group, packed.format
-        return _Weight(packed.data.data_ptr(), address(bias_N), *sizes)
+        return WeightArguments(packed.data.data_ptr(), address(bias_N), *sizes)
 
     experts = None if layer.experts is None else layer.experts.arguments
     return _Layer(

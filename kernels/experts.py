@@ -120,8 +120,8 @@ class Mixture:
 # The C kernel.
 
 
-class _Weights(ctypes.Structure):
-    """`struct expert_weights` of csrc/ops.h, field by field."""
+class WeightArguments(ctypes.Structure):
+    """`struct weight` and `struct expert_weights` of csrc/ops.h, field by field."""
 
     _fields_ = (
         ("packed", ctypes.c_void_p),
@@ -137,8 +137,8 @@ class ExpertsArguments(ctypes.Structure):
     """`struct experts` of csrc/experts.c, field by field."""
 
     _fields_ = (
-        ("gate_up", _Weights),
-        ("down", _Weights * 2),
+        ("gate_up", WeightArguments),
+        ("down", WeightArguments * 2),
         ("num_experts", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
         ("kind", ctypes.c_int),
@@ -174,9 +174,9 @@ def _addresses(experts: ExpertWeights) -> Tensor:
     return torch.tensor([weight.data.data_ptr() for weight in experts.weights], dtype=torch.int64)
 
 
-def _weights(experts: ExpertWeights, addresses: Tensor) -> _Weights:
+def _weights(experts: ExpertWeights, addresses: Tensor) -> WeightArguments:
     first, bias_XN = experts.weights[0], experts.bias_XN
-    return _Weights(
+    return WeightArguments(
         packed=addresses.data_ptr(),
         bias=None if bias_XN is None else bias_XN.data_ptr(),
         num_columns=first.num_outputs,

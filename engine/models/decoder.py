@@ -520,7 +520,7 @@ class Decoder(ABC):
                 kv_pool,
                 groups,
             )
-        ends = {stop: first for first, stop in groups.ranges(len(self.layers))} if groups else {}
+        ends = {stop: first for first, stop in groups.ranges} if groups else {}
         x_TE = self.layers[0].input_norm(residual_TE)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):

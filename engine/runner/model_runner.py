@@ -332,7 +332,9 @@ class ModelRunner:
         last_tokens_R = self._share_tokens(num_tokens, last_tokens_R) if num_tokens else None
         groups = None
         if arrays.num_layer_groups:
-            groups = LayerGroups(arrays.num_layer_groups, partial(self._wrote_layers, arrays.step, on_layers))
+            num_groups = min(arrays.num_layer_groups, self.layout.num_layers)
+            wrote = partial(self._wrote_layers, arrays.step, on_layers)
+            groups = LayerGroups(self.layout.layer_groups(num_groups), wrote)
         try:
             return self._execute(arrays, groups, last_tokens_R)
         finally:  # the launched part of a failed step ends, too

@@ -18,7 +18,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -180,21 +179,13 @@ def shards_of(
 
     Raises ConfigError for different models, ValueError for more groups than layers.
     """
-    groups = layer_groups(source.num_layers, num_layer_groups)
+    groups = source.layer_groups(num_layer_groups)
     return tuple(
         ShardRanks(source_rank, rank, layers)
         for rank in range(destination.tp_size)
         for source_rank in peers_of(destination, source, rank)
         for layers in groups
     )
-
-
-def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
-    """Return the layers [first, stop) of each group, in groups as equal as possible."""
-    if not 1 <= num_groups <= num_layers:
-        raise ValueError(f"{num_layers} layers cannot form {num_groups} groups, expected 1 to {num_layers}")
-    bounds = [group * num_layers // num_groups for group in range(num_groups + 1)]
-    return list(pairwise(bounds))
 
 
 def default_layer_groups(source: PageLayout) -> int:

@@ -142,3 +142,9 @@ def test_pages_are_just_enough(num_tokens: int, exponent: int) -> None:
 def test_impossible_layouts(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PageLayout(**EIGHT_BILLION | change)
+
+
+@pytest.mark.parametrize(("num_groups", "sizes"), [(1, [7]), (2, [3, 4]), (3, [2, 2, 3]), (7, [1] * 7)])
+def test_groups_of_layers_are_as_equal_as_can_be(num_groups: int, sizes: list[int]) -> None:
+    layout = PageLayout(tp_size=1, page_size=16, num_layers=7, num_kv_heads=1, head_dim=8, dtype="float32")
+    assert [stop - first for first, stop in layout.layer_groups(num_groups)] == sizes

@@ -10,7 +10,6 @@ from torch import Tensor
 from baton.engine.engine import Engine
 from baton.engine.models.decoder import Decoder
 from baton.engine.scheduler.sequence import ScheduledChunk
-from baton.kernels.decoder_stack import LayerGroups
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.tiny_models import generate, tiny_engine, token_ids, write_config
@@ -118,9 +117,3 @@ def test_exception_of_the_watch_fails_the_step(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="the watch is broken"):
         engine.step(Broken(engine, 2))
     assert not engine.has_work() and engine.pages.num_free == engine.pages.num_pages
-
-
-@pytest.mark.parametrize(("num_groups", "sizes"), [(1, [7]), (2, [3, 4]), (3, [2, 2, 3]), (9, [1] * 7)])
-def test_groups_are_as_equal_as_can_be(num_groups: int, sizes: list[int]) -> None:
-    ranges = LayerGroups(num_groups, lambda first, stop: None).ranges(7)
-    assert [stop - first for first, stop in ranges] == sizes

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.errors import ConfigError
-from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, layer_groups, peers_of, plan_transfer
+from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, peers_of, plan_transfer
 from baton.pages import PageLayout
 from tests.transfer_ends import runs_of
 
@@ -139,7 +139,7 @@ def test_groups_of_layers_together_move_all_layers(
     source, got = pool_of(source_layout, len(pages[0]), 0), pool_of(layout_there, len(pages[1]), -(10**9))
     expected, whole = got.copy(), plan_transfer(source_layout, layout_there, *ranks)
     num_bytes = 0
-    for layers in layer_groups(num_layers, num_groups):
+    for layers in source_layout.layer_groups(num_groups):
         plan = plan_transfer(source_layout, layout_there, *ranks, layers)
         units = range(plan.num_units(num_tokens))
         num_bytes += move(plan, units, source, got, (pages[0], pages[1]))
