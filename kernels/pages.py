@@ -170,7 +170,6 @@ def copy_runs(
     run_bytes: int,
     *,
     keep_in_cache: bool = False,
-    num_threads: int = 1,
 ) -> None:
     """`run_bytes` bytes at `source_offset_N[n]` of source go to `destination_offset_N[n]` of destination.
 
@@ -179,8 +178,7 @@ def copy_runs(
     before anything is written, when a run is not within its area.
 
     keep_in_cache: the written bytes are read again next. Otherwise they bypass the cache, which is faster by
-    a third and more when neither side is in the cache yet. num_threads: threads that share the work; all but
-    the caller's live for this call alone.
+    a third and more when neither side is in the cache yet.
     """
     source_start, source_bytes = _area(source)
     destination_start, destination_bytes = _area(destination)
@@ -196,7 +194,7 @@ def copy_runs(
         arguments = (source_offset_N, destination_offset_N, run_bytes)
         copy_runs_reference(_bytes(source), _bytes(destination), *arguments)
         return
-    native.function("baton_copy_runs", "ppppnnii")(
+    native.function("baton_copy_runs", "ppppnni")(
         source_start,
         destination_start,
         source_offset_N.ctypes.data,
@@ -204,7 +202,6 @@ def copy_runs(
         len(source_offset_N),
         run_bytes,
         int(keep_in_cache),
-        num_threads,
     )
 
 

@@ -3,39 +3,16 @@
 // Pages are written once and read much later, if at all by this core: stores that go past the cache spare the
 // read of every line before it is overwritten, a third of the memory's traffic. The source is asked for ahead
 // of the copy, over the end of a run into the next one, where the CPU's own prefetcher cannot know the way.
-//
-// The copy is cut by bytes, so any number of runs is shared evenly. Threads beside the caller's are started
-// for the call and joined: the pool of threads.h belongs to the model's steps, whose loops must not wait for
-// a transfer, nor a transfer for them.
 #include "ops.h"
 
-#include <pthread.h>
-#include <stdbool.h>
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
-#define MAX_THREADS 64
-#define THREAD_WORK (1 << 19)  // bytes that pay for the start of a thread
-#define AHEAD 2048             // bytes of the source that are on their way
-#define BLOCK 256              // bytes copied at a time
-#define STRIP 4096             // runs of a few of these are copied as four strips side by side
+#define AHEAD 2048  // bytes of the source that are on their way
+#define BLOCK 256   // bytes copied at a time
+#define STRIP 4096  // runs of a few of these are copied as four strips side by side
 #define STRIPS_BELOW 65536
-
-struct copying {
-    const char *source;
-    char *destination;
-    const int64_t *source_offsets, *destination_offsets;  // [num_runs], bytes
-    int64_t run_bytes;
-    bool is_streaming;
-};
-
-struct share {
-    const struct copying *copying;
-    int64_t begin, end;  // of the bytes of all runs, one run after the other
-    pthread_t thread;
-    bool is_started;
-};
 
 #if defined(__AVX512F__)
 #define CAN_STREAM 1
@@ -82,44 +59,19 @@ static void stream_run(char *to, const char *from, int64_t size, const char *nex
     memcpy(to, from, size);
 }
 
-static void *copy_share(void *argument) {
-    const struct share *share = argument;
-    const struct copying *c = share->copying;
-    for (int64_t byte = share->begin; byte < share->end;) {
-        int64_t run = byte / c->run_bytes, within = byte % c->run_bytes;
-        int64_t size = MIN(c->run_bytes - within, share->end - byte);
-        const char *from = c->source + c->source_offsets[run] + within;
-        char *to = c->destination + c->destination_offsets[run] + within;
-        byte += size;
-        if (c->is_streaming) {
-            const char *next = byte < share->end ? c->source + c->source_offsets[run + 1] : from;
-            stream_run(to, from, size, next);
-        } else memcpy(to, from, size);
-    }
-#if defined(__AVX__)
-    _mm_sfence();  // whoever is told that the bytes are there sees them
-#endif
-    return NULL;
-}
-
 // Run n: run_bytes bytes from source + source_offsets[n] to destination + destination_offsets[n].
 // keep_in_cache: the destination is read next, by this core or a neighbour.
 EXPORT void baton_copy_runs(
     const char *source, char *destination, const int64_t *source_offsets, const int64_t *destination_offsets,
-    int64_t num_runs, int64_t run_bytes, int keep_in_cache, int num_threads) {
-    struct copying c = {
-        source, destination, source_offsets, destination_offsets, run_bytes, CAN_STREAM && !keep_in_cache};
-    struct share shares[MAX_THREADS];
-    int64_t total = num_runs * run_bytes;
-    int64_t num_shares = MAX(1, MIN(MIN(num_threads, MAX_THREADS), total / THREAD_WORK));
-    for (int64_t i = 0; i < num_shares; i++) {
-        int64_t end = i + 1 < num_shares ? total * (i + 1) / num_shares & -64 : total;
-        shares[i] = (struct share){&c, i ? shares[i - 1].end : 0, end};
-        if (i) shares[i].is_started = pthread_create(&shares[i].thread, NULL, copy_share, &shares[i]) == 0;
+    int64_t num_runs, int64_t run_bytes, int keep_in_cache) {
+    for (int64_t run = 0; run < num_runs; run++) {
+        const char *from = source + source_offsets[run];
+        char *to = destination + destination_offsets[run];
+        if (CAN_STREAM && !keep_in_cache)
+            stream_run(to, from, run_bytes, run + 1 < num_runs ? source + source_offsets[run + 1] : from);
+        else memcpy(to, from, run_bytes);
     }
-    copy_share(&shares[0]);
-    for (int64_t i = 1; i < num_shares; i++) {
-        if (shares[i].is_started) pthread_join(shares[i].thread, NULL);
-        else copy_share(&shares[i]);
-    }
+#if defined(__AVX__)
+    _mm_sfence();  // whoever is told that the bytes are there sees them
+#endif
 }
