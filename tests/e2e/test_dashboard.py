@@ -287,7 +287,7 @@ def test_theme_can_be_chosen_and_stays(page: Any) -> None:
 def test_a_thousand_workers_are_few_rows(open_page: OpenPage) -> None:
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(served(SimulatedCluster(334, 666), history_s=20.0)) as address,
+        portal.wrap_async_context_manager(served(SimulatedCluster(334, 666), history_s=2.0)) as address,
     ):
         page = open_page(f"http://{address.host}:{address.port}")
         rows = page.locator("#panel-workers tbody tr[aria-rowindex]")
