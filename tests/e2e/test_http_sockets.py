@@ -11,22 +11,12 @@ import pytest
 
 from baton.gateway.http.websocket import MAX_FRAGMENTS
 from baton.request import Request
+from tests.e2e.test_http_streams import hear
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served_gateway import ServedGateway
 
 Served = ServedGateway[ScriptedService]
 SENTENCE = [300, 301, 302]
-
-
-async def hear(websocket: "aiohttp.ClientWebSocketResponse") -> list[dict[str, Any]]:
-    """The chunks of one answer."""
-    chunks: list[dict[str, Any]] = []
-    while True:
-        message = await websocket.receive(timeout=10)
-        assert message.type is aiohttp.WSMsgType.TEXT, message
-        if message.data == "[DONE]":
-            return chunks
-        chunks.append(message.json())
 
 
 def conversation(served: Served, *bodies: dict[str, Any]) -> list[dict[str, Any]]:
