@@ -23,6 +23,7 @@ WALK: Final = Path(__file__).resolve().parents[2] / "docs" / "one-request.md"
 NUM_PROCESSES: Final = 4  # a gateway, a router, a prefill worker, a decode worker
 PROMPT: Final = "k231=frog k286=star k399=blue k238=white k260=pink k300=fig k97=pink k94=star\n"
 IDLE_S: Final = 2.5  # two heartbeats and a scrape
+MAX_LOOKS: Final = 5  # at an idle cluster
 SETTLE_S: Final = 0.3
 
 
@@ -73,18 +74,26 @@ async def recorded(folder: Path, url: str, numbers: range, idle_s: float = 0.0) 
     return modules
 
 
-async def trace(folder: Path) -> tuple[set[str], set[str]]:
-    """The modules of a few requests, and those of a cluster that has nothing to do."""
-    async with traced_cluster(folder) as url, asyncio.timeout(90):
+async def trace(folder: Path, walk: set[str]) -> tuple[set[str], set[str]]:
+    """The modules of a few requests, and those of a cluster that has nothing to do.
+
+    On a busy machine work that comes at intervals may take more than one look at an idle cluster to show.
+    """
+    async with traced_cluster(folder) as url, asyncio.timeout(120):
         while await stream(url, 0) == "":  # until the pair has met
             await asyncio.sleep(0.1)
         await asyncio.sleep(IDLE_S)
-        return await recorded(folder, url, range(1, 4)), await recorded(folder, url, range(0), IDLE_S)
+        touched, idle = await recorded(folder, url, range(1, 4)), set[str]()
+        for _ in range(MAX_LOOKS):
+            idle |= await recorded(folder, url, range(0), IDLE_S)
+            if touched - idle <= walk:
+                break
+        return touched, idle
 
 
 def test_walk_names_the_modules_of_one_request(tmp_path: Path) -> None:
     walk = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", WALK.read_text(encoding="utf-8")))
-    touched, idle = asyncio.run(trace(tmp_path))
+    touched, idle = asyncio.run(trace(tmp_path, walk))
     assert "kvtransfer/protocol/source.py" in touched, "the prompt was not transferred"
     assert not walk - touched, f"named in the walk, and not touched: {sorted(walk - touched)}"
     left_out = touched - idle - walk
