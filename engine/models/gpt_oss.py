@@ -3,10 +3,7 @@
 Experts are published in MXFP4.
 """
 
-from typing import Literal
-
 import torch
-from torch import Tensor
 
 from baton.engine.models.decoder import (
     Attention,
@@ -17,14 +14,9 @@ from baton.engine.models.decoder import (
     RmsNorm,
     SparseMlp,
 )
-from baton.engine.models.loading.quantised_weights import Axis, Stored
 from baton.engine.models.loading.weights import Matrix, Parameters, change_rows
 from baton.engine.models.registry import ModelConfig, read_layer_types
 from baton.kernels.gated import clamped_swiglu
-from baton.kernels.quantised import QuantisedMatrix, WeightFormat
-
-GROUP = 32  # values that share a scale in MXFP4
-SCALE_BIAS = 127  # of the exponents
 
 
 class GptOss(Decoder):
@@ -73,11 +65,11 @@ def read_experts(config: ModelConfig, parameters: Parameters) -> ExpertTensors:
     """Read the experts of a layer: all in one tensor, rows of gate and up in turn."""
     num_experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
     if config.quantization is None:
-        gate_up = [*parameters.shard("gate_up_proj", (num_experts, hidden, 2 * inner), 2).mT]
-        down = [*parameters.shard("down_proj", (num_experts, inner, hidden), 1).mT]
+        gate_up: list[Matrix] = [*parameters.shard("gate_up_proj", (num_experts, hidden, 2 * inner), 2).mT]
+        down: list[Matrix] = [*parameters.shard("down_proj", (num_experts, inner, hidden), 1).mT]
     else:
-        gate_up = _read_mxfp4(parameters, "gate_up_proj", (num_experts, 2 * inner, hidden), 1)
-        down = _read_mxfp4(parameters, "down_proj", (num_experts, hidden, inner), 2)
+        gate_up = parameters.stacked_matrices("gate_up_proj", num_experts, (2 * inner, hidden), 0)
+        down = parameters.stacked_matrices("down_proj", num_experts, (hidden, inner), 1)
     bias_XN = parameters.shard("gate_up_proj_bias", (num_experts, 2 * inner), 1).float()
     return ExpertTensors(
         [
@@ -88,27 +80,3 @@ def read_experts(config: ModelConfig, parameters: Parameters) -> ExpertTensors:
         torch.stack((bias_XN[:, ::2], bias_XN[:, 1::2]), dim=1).flatten(1),
         parameters.whole("down_proj_bias", (num_experts, hidden)).float(),
     )
-
-
-def _read_mxfp4(
-    parameters: Parameters, name: str, shape: tuple[int, int, int], dim: Literal[1, 2]
-) -> list[Matrix]:
-    """This rank's part along `dim` of each expert; a group of GROUP values along the inputs has a scale."""
-    num_experts, num_outputs, num_inputs = shape
-    groups = (num_experts, num_outputs, num_inputs // GROUP)
-    mine = parameters.tp.shard(shape[dim], what=name)
-    spans = (mine, (0, num_inputs)) if dim == 1 else ((0, num_outputs), mine)
-    axes = Axis(1), Axis(2, GROUP, is_word=True)
-    blocks = parameters.stored(f"{name}_blocks", Stored((*groups, GROUP // 2), torch.uint8, *axes), spans)
-    scales = parameters.stored(f"{name}_scales", Stored(groups, torch.uint8, *axes), spans)
-    return [mxfp4_matrix(*expert) for expert in zip(blocks, scales, strict=True)]
-
-
-def mxfp4_matrix(blocks: Tensor, scales: Tensor) -> QuantisedMatrix:
-    """The weight [N, 32 * G] of uint8 blocks [N, G, 16] and scales [N, G].
-
-    A byte of a block holds two values, the first in its lower bits. Scales are exponents of two with a bias.
-    """
-    codes_NK = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
-    scales_NG = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - SCALE_BIAS)
-    return QuantisedMatrix(WeightFormat.MXFP4, codes_NK, scales_NG)

@@ -17,7 +17,10 @@ Tensors = dict[str, Tensor]
 GROUP: Final = 32
 BLOCK: Final = [32, 16]
 FP8: Final = torch.float8_e4m3fn
+# A layer a weight, and, in gpt-oss, [experts, K, N].
 PROJECTIONS: Final = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+EXPERTS: Final = ("experts.gate_up_proj", "experts.down_proj")
+E2M1: Final = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ def write_model(plain: Path, quantised: Path, dequantised: Path, scheme: Scheme)
     saved: Tensors = {}
     for name, tensor in tensors.items():
         dense[name] = tensor
-        if not name.endswith(PROJECTIONS):
+        is_quantised = EXPERTS if scheme.config["quant_method"] == "mxfp4" else PROJECTIONS
+        if not name.endswith(is_quantised):
             saved[name] = tensor
             continue
         parts, dense[name] = scheme.write(tensor)
@@ -169,6 +173,18 @@ def _gptq(
     return write
 
 
+def _mxfp4(weight_XKN: Tensor) -> tuple[Tensors, Tensor]:
+    groups = weight_XKN.mT.unflatten(2, (-1, 32))
+    exponents = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    magnitudes = (groups / 2**exponents).abs()
+    codes = (magnitudes[..., None] - E2M1).abs().argmin(-1)
+    values = E2M1[codes] * groups.sign() * 2**exponents
+    codes += 8 * (groups < 0)
+    blocks = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    scales = (exponents.squeeze(-1) + 127).to(torch.uint8)
+    return {"_blocks": blocks, "_scales": scales}, values.flatten(2).mT
+
+
 def _compressed(saved_as: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
@@ -198,5 +214,6 @@ SCHEMES: Final = {
     "gptq": Scheme({**_GPTQ, "bits": 4}, _gptq(4)),
     "gptq-v2": Scheme({**_GPTQ, "bits": 4, "checkpoint_format": "gptq_v2"}, _gptq(4, is_second=True)),
     "gptq-8": Scheme({**_GPTQ, "bits": 8}, _gptq(8)),
+    "mxfp4": Scheme({"quant_method": "mxfp4"}, _mxfp4),
     "gptq-order": Scheme({**_GPTQ, "bits": 4, "desc_act": True}, _gptq(4, has_order=True)),
 }

@@ -29,6 +29,8 @@ SMALL: Final[dict[str, Any]] = {
 def _random_case(scheme: str, seed: int) -> Case:
     """Sizes of which groups of 32 inputs and words of 8 outputs can be made."""
     source = Random(f"{scheme} {seed}")
+    if scheme == "mxfp4":
+        return _gpt_oss(source, seed)
     kinds = (
         KINDS[:4] if SCHEMES[scheme].rounds_inputs else KINDS
     )  # transformers' experts are no linear layers
@@ -51,9 +53,25 @@ def _random_case(scheme: str, seed: int) -> Case:
     return Case(f"{kind}-{seed}", kind, {**COMMON, **keys})
 
 
+def _gpt_oss(source: Random, seed: int) -> Case:
+    keys = {
+        "num_key_value_heads": 2,
+        "num_attention_heads": source.choice((2, 4)),
+        "head_dim": source.choice((16, 24)),
+        "hidden_size": source.choice((32, 96)),
+        "intermediate_size": source.choice((64, 128)),
+        "num_local_experts": source.choice((3, 5)),
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 9,
+    }
+    return Case(f"GptOss-{seed}", "GptOss", {**COMMON, **keys})
+
+
 def _cases() -> Iterator[Any]:
     for scheme in SCHEMES:
-        yield pytest.param(scheme, PLAIN, id=scheme)
+        first = _random_case(scheme, NUM_CONFIGS) if scheme == "mxfp4" else PLAIN
+        yield pytest.param(scheme, first, id=scheme)
         for seed in range(NUM_CONFIGS):
             case = _random_case(scheme, seed)
             yield pytest.param(scheme, case, id=f"{scheme}-{case.name}", marks=pytest.mark.slow)

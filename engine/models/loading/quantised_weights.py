@@ -35,6 +35,11 @@ class Stored(NamedTuple):
     outputs: Axis | None
     inputs: Axis | None
 
+    def stacked(self, count: int) -> "Stored":
+        """The tensors of so many layers in one."""
+        outputs, inputs = (axis and axis._replace(dim=axis.dim + 1) for axis in (self.outputs, self.inputs))
+        return Stored((count, *self.shape), self.dtype, outputs, inputs)
+
 
 Span: TypeAlias = tuple[int, int]  # [start, stop)
 Parts: TypeAlias = Mapping[str, Tensor]
@@ -238,11 +243,35 @@ def _read_gptq(scheme: Quantization, parts: Parts, spans: tuple[Span, Span]) -> 
     return _from_unsigned(scheme, values_NK, parts["scales"].T, zeros_NG, spans, parts["g_idx"])
 
 
+# Experts in MXFP4.
+
+SCALE_BIAS: Final = 127  # of the exponents
+
+
+def _stored_mxfp4(scheme: Quantization, shape: tuple[int, int]) -> dict[str, Stored]:
+    assert scheme.group_size is not None
+    groups = shape[0], shape[1] // scheme.group_size
+    axes = Axis(0), Axis(1, scheme.group_size, is_word=True)
+    return {
+        "blocks": Stored((*groups, scheme.group_size // 2), torch.uint8, *axes),
+        "scales": Stored(groups, torch.uint8, *axes),
+    }
+
+
+def _read_mxfp4(scheme: Quantization, parts: Parts, spans: tuple[Span, Span]) -> QuantisedMatrix:
+    """A byte holds two values, the first in its lower bits. Scales are exponents of two with a bias."""
+    blocks, exponents = parts["blocks"], parts["scales"].int() - SCALE_BIAS
+    codes_NK = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+    scales_NG = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    return QuantisedMatrix(WeightFormat.MXFP4, codes_NK, scales_NG)
+
+
 Declare: TypeAlias = Callable[[Quantization, tuple[int, int]], dict[str, Stored]]
 Read: TypeAlias = Callable[[Quantization, Parts, tuple[Span, Span]], QuantisedMatrix | Tensor]
 LAYOUTS: Final[dict[Layout, tuple[Declare, Read]]] = {
     "awq": (_stored_awq, _read_awq),
     "gptq": (_stored_gptq, _read_gptq),
+    "mxfp4": (_stored_mxfp4, _read_mxfp4),
     "pack-quantized": (_stored_packed, _read_packed),
     "values": (_stored_values, _read_values),
 }

@@ -144,15 +144,34 @@ class Parameters:
         if scheme is None or not scheme.covers(module):
             weight = f"{name}.weight"
             return self.whole(weight, shape) if dim is None else self.shard(weight, shape, dim)
-        spans = (0, shape[0]), (0, shape[1])
-        if dim is not None:
-            mine = self.tp.shard(shape[dim], what=module)
-            spans = (mine, spans[1]) if dim == 0 else (spans[0], mine)
+        spans = self._spans(module, shape, dim)
         parts = {
             part: self.stored(f"{name}.{part}", tensor, spans)
             for part, tensor in stored_tensors(scheme, shape).items()
         }
         return self._decode(module, shape, parts, spans)
+
+    def stacked_matrices(
+        self, name: str, count: int, shape: tuple[int, int], dim: int | None
+    ) -> list[Matrix]:
+        """As `matrix`, of layers that the scheme has in one tensor for each part, `name_part`."""
+        assert self.scheme is not None
+        module = self._prefix + name
+        spans = self._spans(module, shape, dim)
+        parts = {
+            part: self.stored(f"{name}_{part}", tensor.stacked(count), spans)
+            for part, tensor in stored_tensors(self.scheme, shape).items()
+        }
+        of_each = [{part: tensor[index] for part, tensor in parts.items()} for index in range(count)]
+        return [self._decode(f"{module}.{i}", shape, one, spans) for i, one in enumerate(of_each)]
+
+    def _spans(self, module: str, shape: tuple[int, int], dim: int | None) -> tuple[Span, Span]:
+        """This rank's outputs and inputs."""
+        outputs, inputs = (0, shape[0]), (0, shape[1])
+        if dim is None:
+            return outputs, inputs
+        mine = self.tp.shard(shape[dim], what=module)
+        return (mine, inputs) if dim == 0 else (outputs, mine)
 
     def _decode(
         self, module: str, shape: tuple[int, int], parts: dict[str, Tensor], spans: tuple[Span, Span]

@@ -29,8 +29,9 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
-from baton.engine.models.gpt_oss import mxfp4_matrix
-from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.loading.checkpoint import JsonObject, SafetensorsCheckpoint
+from baton.engine.models.loading.quantised_weights import read_matrix
+from baton.engine.models.loading.quantization import METHODS
 from baton.engine.models.loading.weights import Parameters, ParameterSurvey
 from baton.engine.models.model import (
     attention_mlp_crossover,
@@ -40,6 +41,7 @@ from baton.engine.models.model import (
 )
 from baton.engine.models.registry import ARCHITECTURES, Architecture, ModelConfig, read_model_config
 from baton.errors import ModelError
+from baton.kernels.quantised import QuantisedMatrix
 from tests.tiny_models import generate, tiny_engine, token_ids, write_config
 
 SMALL: dict[str, Any] = {
@@ -170,13 +172,14 @@ def test_gpt2_without_the_prefix_of_its_names_is_read(tmp_path: Path) -> None:
 
 
 def test_mxfp4_is_dequantised_as_in_transformers() -> None:
-    source = torch.Generator().manual_seed(0)
+    scheme, source = METHODS["mxfp4"](JsonObject({}, "")), torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=source)
     scales = torch.randint(118, 132, (2, 6, 3), generator=source)
     expected = convert_moe_packed_tensors(blocks.byte(), scales.byte(), dtype=torch.float32)
     for expert, expected_KN in enumerate(expected):  # transformers has the inputs first
-        made = mxfp4_matrix(blocks[expert].byte(), scales[expert].byte()).dequantised()
-        assert torch.equal(made.T, expected_KN)
+        parts = {"blocks": blocks[expert].byte(), "scales": scales[expert].byte()}
+        made = read_matrix(scheme, parts, ((0, 6), (0, 96)))
+        assert isinstance(made, QuantisedMatrix) and torch.equal(made.dequantised().T, expected_KN)
 
 
 def test_crossover_counts_operations_of_layers_with_full_attention(tmp_path: Path) -> None:
