@@ -5,6 +5,11 @@ A rival is a command that does the same work and prints "out tok/s N". Rounds of
 alternate, so other work on the machine disturbs all alike.
 
     python -m baton.bench.engine.throughput MODEL [--rival NAME=COMMAND ...] [--rounds 5] [--pairs 40]
+
+With --quantization the work is another: decode steps with weights of 8 or 4 bits beside those in the model's
+dtype, in batches of 1, 8 and 32, in processor time. Set OMP_NUM_THREADS=1, since threads that wait take time.
+
+    python -m baton.bench.engine.throughput MODEL --quantization int8 --quantization int4 [--rounds 5]
 """
 
 import re
@@ -13,8 +18,10 @@ import subprocess
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Final, NamedTuple
 
 import torch
@@ -27,6 +34,7 @@ from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.models.decoder import Decoder
+from baton.engine.models.loading.checkpoint import weight_files
 from baton.engine.models.registry import ModelConfig
 from baton.engine.runner.step_inputs import StepArrays
 from baton.kernels.native import TORCH_DTYPES
@@ -39,6 +47,15 @@ KV_BYTES: Final = 2**27  # a cache that is full after three runs: evicting is pa
 NUM_WARMUP_PAIRS: Final = 4
 # Baton's throughput over a rival's, at least.
 BARS: Final = {"vllm": 1.3, "transformers-cb": 3.0, "transformers-padded": 2.5, "openvino": 1.1}
+PLAIN: Final = "plain"
+# Batch -> decoding with quantised weights over plain ones, at least.
+DECODE_BARS: Final[dict[int, dict[str, float]]] = {
+    1: {"int8": 1.6, "int4": 2.2},
+    8: {"int8": 1.4, "int4": 1.6},
+    32: {"int8": 1.1, "int4": 1.0},
+}
+DECODED_PROMPT: Final = 8
+DECODED_TOKENS: Final = 24
 CPU: Final = torch.device("cpu")
 
 
@@ -157,12 +174,43 @@ def rows_of(figures: dict[str, list[float]], limit: Limit, num_tokens: int) -> l
     return rows
 
 
+def decode_rate(engine: Engine, batch: int) -> float:
+    """Return the tokens that a second of processor time decodes."""
+    prompts = [[1 + index] * DECODED_PROMPT for index in range(batch)]
+    started_s = process_time()
+    num_tokens = generate(engine, prompts, [DECODED_TOKENS] * batch)
+    return num_tokens / (process_time() - started_s)
+
+
+def quantised_rows(
+    load: Callable[[str | None], Engine], methods: Sequence[str], num_rounds: int, report: Report
+) -> list[Row]:
+    """Decode with plain and with quantised weights in turns; return the rates and their quotients."""
+    engines = {name: load(None if name == PLAIN else name) for name in (PLAIN, *methods)}
+    rates: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for turn in range(num_rounds + 1):  # the first is no part of the figures
+        report.tell(f"round {turn} of {num_rounds}")
+        for name, batch in product(in_turns(engines, turn), DECODE_BARS):
+            rates[name, batch].append(decode_rate(engines[name], batch))
+    for engine in engines.values():
+        engine.close()
+    rows = []
+    for (name, batch), figures in sorted(rates.items(), key=lambda item: (item[0][1], item[0][0] != PLAIN)):
+        rate, plain = median(figures[1:]), median(rates[PLAIN, batch][1:])
+        rows.append(Row(f"{name}, batch {batch}", rate, "tok/s"))
+        if name != PLAIN:
+            bar = DECODE_BARS[batch].get(name)
+            rows.append(at_least(f"{name} / {PLAIN}, batch {batch}", rate / plain, "x", bar))
+    return rows
+
+
 @suite(
     "engine",
     "Engine throughput",
     option("model", help='a model directory, or "tiny", which comes with Baton'),
     option("--dtype", "auto"),
     option("--rival", [], action="append", metavar="NAME=COMMAND"),
+    option("--quantization", [], action="append", choices=("int8", "fp8", "int4")),
     option("--rounds", 5, "of Baton and every rival"),
     option("--pairs", 40, "runs with and without the prefix cache"),
 )
@@ -174,6 +222,17 @@ def measure(options: Namespace, report: Report) -> None:
         "dtype": options.dtype,
         "scheduler": {"max_num_seqs": NUM_REQUESTS, "max_num_batched_tokens": MAX_BATCHED_TOKENS},
     }
+
+    def load_quantised(method: str | None) -> Engine:
+        load_format = "auto" if weight_files(Path(str(settings["model"]))) else "dummy"
+        cache = {"kv_cache_memory_bytes": KV_BYTES}
+        config = {**settings, "quantization": method, "load_format": load_format, "cache": cache}
+        return load_engine(engine_config(config))
+
+    if options.quantization:
+        with process.freeze_gc():
+            report.rows += quantised_rows(load_quantised, options.quantization, options.rounds, report)
+        return
 
     def load(prefix_caching: bool) -> Engine:
         cache = {"enable_prefix_caching": prefix_caching, "kv_cache_memory_bytes": KV_BYTES}

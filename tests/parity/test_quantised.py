@@ -13,6 +13,7 @@ from baton.errors import ConfigError, ModelError
 from tests.parity.models import COMMON, Case, Oracle, save_model
 from tests.parity.quantised_models import SCHEMES, write_model
 from tests.parity.runs import engine, forward_logits, prompts, run, tokens
+from tests.parity.test_cluster import Topology, check
 from tests.parity.test_families import GREEDY, NUM_TOKENS, essence
 
 NUM_CONFIGS: Final = 20
@@ -129,6 +130,19 @@ def awq(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(PLAIN, folder / "plain")
     write_model(folder / "plain", folder / "awq", folder / "dense", SCHEMES["awq"])
     return folder / "awq"
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology("2P+2D, tcp, pages 64 to 16", 2, 2, prefill_page_size=64, transport="tcp"),
+        pytest.param(Topology("tp 2 to 1", prefill_tp=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda topology: topology.name,
+)
+def test_cluster_with_quantised_weights_gives_the_tokens_of_one_engine(topology: Topology, awq: Path) -> None:
+    with engine(awq) as alone:
+        check(topology, alone, awq)
 
 
 def test_quantised_checkpoint_is_not_quantised_again(awq: Path) -> None:

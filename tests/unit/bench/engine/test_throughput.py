@@ -1,11 +1,13 @@
 """The engine suite: which model it loads. A whole run takes minutes and is done by hand."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from baton.bench.engine import throughput as bench
 from baton.config.engine import EngineConfig
+from tests.tiny_models import write_config
 
 
 class Loaded(Exception):
@@ -24,3 +26,17 @@ def test_models_are_named_as_for_the_command(name: str, monkeypatch: pytest.Monk
     with pytest.raises(Loaded):
         bench.measure.main(None, [name])
     assert (Path(models[0]) / "model.safetensors").is_file() == (name == "tiny")
+
+
+def test_quantised_engines_are_compared_with_the_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "DECODE_BARS", {1: {"int4": 1e-6}, 3: {}})
+    monkeypatch.setattr(bench, "DECODED_TOKENS", 4)
+    write_config(tmp_path)
+    options = ["--quantization", "int4", "--rounds", "1", "--output", str(tmp_path)]
+    bench.measure.main(None, [str(tmp_path), *options])
+    rows = json.loads((tmp_path / "engine.json").read_text())["rows"]
+    names = ["plain", "int4", "int4 / plain"]
+    assert [row["name"] for row in rows] == [f"{name}, batch {batch}" for batch in (1, 3) for name in names]
+    assert all(row["value"] > 0 for row in rows)
