@@ -78,6 +78,21 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(scheme, case, id=f"{scheme}-{case.name}", marks=pytest.mark.slow)
 
 
+def exact_logits(oracle: Oracle, prompt: list[int]) -> tuple[Tensor, float]:
+    """Return the logits computed in fp64, and the largest error of transformers in fp32.
+
+    With a few random configs that error is above 1e-4, whatever the weights are saved in. The experts of
+    transformers do not run in fp64: mixtures are compared in fp32.
+    """
+    single = oracle.logits(prompt)
+    if any("experts" in name for name, _ in oracle.model.named_parameters()):
+        return single, 0.0
+    oracle.model.double()
+    exact = oracle.logits(prompt).float()
+    oracle.model.float()  # the weights have been fp32, so nothing is lost
+    return exact, float((single - exact).abs().max())
+
+
 def round_inputs(oracle: Oracle) -> None:
     """Have linear layers round their inputs to 8 bits: a scale for each token and group.
 
@@ -108,11 +123,11 @@ def test_checkpoint_is_read_as_the_weights_that_it_stands_for(
     if rounds_inputs:
         round_inputs(oracle)
     with engine(quantised) as made:
-        logits, expected = forward_logits(made, prompts()[-1]), oracle.logits(prompts()[-1])
+        logits, (expected, error) = forward_logits(made, prompts()[-1]), exact_logits(oracle, prompts()[-1])
         if rounds_inputs:  # an input between two values may be rounded to either
             assert (logits - expected).norm() <= 2e-2 * expected.norm()
         else:
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits, expected, atol=max(1e-4, 2 * error), rtol=1e-4)
         whole = run(made, prompts(), GREEDY)
     if not rounds_inputs:
         assert tokens(whole) == [oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
