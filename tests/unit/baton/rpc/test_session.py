@@ -6,26 +6,26 @@ import pytest
 
 from baton.errors import WireError
 from baton.messages.bounds import MAX_BODY_BYTES, MAX_FRAME_BYTES
-from baton.rpc.auth import ANSWER_BYTES, Role
+from baton.rpc.auth import ANSWER_BYTES, LinkSecret, Role
 from baton.rpc.session import FRAME_TIMEOUT_S, VERSION, FrameReader, Session, encode_frame
 
-KEY = b"k" * 16
+KEY, OTHER_KEY = b"k" * 16, b"o" * 16
 
 
 class End:
     """One end; `written` has its frames of the handshake."""
 
-    def __init__(self, role: Role, schema: bytes = bytes(8)) -> None:
+    def __init__(self, role: Role, key: LinkSecret = KEY, schema: bytes = bytes(8)) -> None:
         self.written: list[bytes] = []
-        self.session = Session(KEY, role, self.written.append, schema=schema)
+        self.session = Session(key, role, self.written.append, schema=schema)
         self.session.open()
 
     def take(self, stream: bytes, now_s: float = 0.0) -> list[bytes]:
         return list(self.session.receive(stream, now_s))
 
 
-def ends() -> tuple[End, End]:
-    return End(Role.CONNECTING), End(Role.ACCEPTING)
+def ends(key: LinkSecret = KEY, other_key: LinkSecret = KEY) -> tuple[End, End]:
+    return End(Role.CONNECTING, key), End(Role.ACCEPTING, other_key)
 
 
 def shake(connecting: End, accepting: End) -> None:
@@ -66,6 +66,27 @@ def test_nothing_is_sealed_before_the_handshake() -> None:
         connecting.session.frame(b"secret")
     with pytest.raises(WireError, match="has not shown yet"):
         assert connecting.session.session_key
+
+
+def test_connecting_end_refuses_another_key() -> None:
+    connecting, accepting = ends(KEY, OTHER_KEY)
+    with pytest.raises(WireError, match="does not hold this cluster's key") as caught:
+        shake(connecting, accepting)
+    assert caught.value.reason == "key" and not connecting.session.is_proven
+
+
+def test_recorded_handshake_is_refused_later() -> None:
+    connecting, accepting = ends()
+    shake(connecting, accepting)
+    later = End(Role.ACCEPTING)
+    with pytest.raises(WireError, match="does not hold"):
+        later.take(b"".join(connecting.written))
+
+
+def test_reflected_handshake_is_refused() -> None:
+    victim = End(Role.CONNECTING)
+    with pytest.raises(WireError):
+        victim.take(victim.written[0])
 
 
 def test_other_schema_is_refused_at_both_ends_after_the_proof() -> None:
