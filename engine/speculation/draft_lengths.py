@@ -23,11 +23,8 @@ NUM_TIMED: Final = 5
 MAX_TIMED_TOKENS: Final = 256
 TIMING_S: Final = 2.0  # after which a slow model is timed no more
 MIN_GAIN: Final = 1.03  # a smaller one is within the error of the step times
-CLEAR_GAIN: Final = 1.3  # a smaller one is compared with plain steps now and then
-DRAFTED_STEPS: Final = 128  # after which a gain that is not clear is compared
-# The first plain steps in a row find less of the model in the processor's caches than those that follow.
-SETTLING_STEPS: Final = 8
-COMPARED_STEPS: Final = 24  # plain steps of a comparison, in a row
+CLEAR_GAIN: Final = 1.3  # a smaller one is compared with a plain step now and then
+DRAFTED_STEPS: Final = 32  # without a plain step, after which a gain that is not clear is compared
 
 
 class StepCosts:
@@ -39,8 +36,7 @@ class StepCosts:
         self._drafted_s = _by_size(drafted_s)
         # Real steps also build, sample and attend to contexts: multiples of the measured times.
         self._plain_scale = self._drafted_scale = 1.0
-        self._num_drafted = 0  # steps since the last comparison
-        self._num_plain = 0  # steps in a row
+        self._num_drafted = 0  # steps since the last plain one
 
     def observe(self, num_tokens: int, step_s: float, *, has_drafts: bool) -> None:
         """Correct the measured times by a real step. Plain steps have decodes alone."""
@@ -48,14 +44,10 @@ class StepCosts:
             scale = step_s / _seconds(self._drafted_s, num_tokens, 1)[0]
             self._drafted_scale += WEIGHT * (scale - self._drafted_scale)
             self._num_drafted += 1
-            self._num_plain = 0
             return
-        self._num_plain += 1
-        if self._num_plain >= COMPARED_STEPS:
-            self._num_drafted = 0
-        if self._num_plain > SETTLING_STEPS:
-            scale = step_s / _seconds(self._plain_s, num_tokens, 1)[0]
-            self._plain_scale += WEIGHT * (scale - self._plain_scale)
+        self._num_drafted = 0
+        scale = step_s / _seconds(self._plain_s, num_tokens, 1)[0]
+        self._plain_scale += WEIGHT * (scale - self._plain_scale)
         # A step with draft tokens that other work delayed is forgotten in time.
         self._drafted_scale += FORGETTING * (self._plain_scale - self._drafted_scale)
 

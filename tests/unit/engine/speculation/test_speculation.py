@@ -14,14 +14,7 @@ from baton.clock import ManualClock
 from baton.config.engine import engine_config
 from baton.engine import engine as engine_module
 from baton.engine.engine import Engine
-from baton.engine.speculation.draft_lengths import (
-    COMPARED_STEPS,
-    DRAFTED_STEPS,
-    MIN_GAIN,
-    SETTLING_STEPS,
-    Acceptance,
-    StepCosts,
-)
+from baton.engine.speculation.draft_lengths import DRAFTED_STEPS, MIN_GAIN, Acceptance, StepCosts
 from baton.engine.speculation.draft_model import ModelDrafter
 from baton.errors import ConfigError
 from baton.request import FinishReason, Request, SamplingParams
@@ -236,12 +229,9 @@ def test_real_steps_correct_the_measured_times(monkeypatch: pytest.MonkeyPatch) 
     costs = StepCosts({1: 1.0, 8: 1.0}, {1: 1.0, 8: 1.0})
     assert costs.choose_num_drafts([0.5], [4], num_decodes=1, num_tokens=1) == [4]
     for _ in range(30):
-        costs.observe(5, 8.0, has_drafts=True)
-    for _ in range(SETTLING_STEPS):
-        costs.observe(1, 9.0, has_drafts=False)
-    for _ in range(20):
         costs.observe(1, 2.0, has_drafts=False)
-    assert costs.plain_s(1) == pytest.approx(2.0, rel=0.02) and costs.drafted_s(5) > 6.0
+        costs.observe(5, 8.0, has_drafts=True)
+    assert costs.plain_s(1) == pytest.approx(2.0, rel=0.01) and costs.drafted_s(5) > 7.0
     assert costs.choose_num_drafts([0.5], [4], num_decodes=1, num_tokens=1) == [0]
     for _ in range(400):
         costs.observe(1, 2.0, has_drafts=False)
@@ -284,17 +274,16 @@ def test_time_of_a_step_is_that_of_one_token_of_each_sequence(tiny_model: Path) 
     run_to_end(engine)
 
 
-def test_small_gain_is_compared_with_plain_steps_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else plain steps that have become cheaper would never be noticed."""
+def test_small_gain_is_compared_with_a_plain_step_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a plain step that has become cheaper would never be noticed."""
     monkeypatch.undo()
     costs = StepCosts({1: 1.0, 8: 1.0}, {1: 1.0, 8: 1.0})
     for rate, after in ((0.2, [0]), (0.5, [4])):
         for _ in range(DRAFTED_STEPS):
             assert costs.choose_num_drafts([rate], [4], num_decodes=1, num_tokens=1) == [4]
             costs.observe(5, 1.0, has_drafts=True)
-        for _ in range(COMPARED_STEPS):
-            assert costs.choose_num_drafts([rate], [4], num_decodes=1, num_tokens=1) == after
-            costs.observe(1, 1.0, has_drafts=False)
+        assert costs.choose_num_drafts([rate], [4], num_decodes=1, num_tokens=1) == after
+        costs.observe(1, 1.0, has_drafts=False)
 
 
 def test_steps_of_many_decodes_get_no_drafts_where_they_cost_as_much_as_tokens() -> None:
