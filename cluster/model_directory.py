@@ -26,8 +26,8 @@ _REPOSITORY: Final = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w
 def resolve_model(model: str | PathLike[str]) -> Path:
     """Return the model's directory. "tiny" is the model that comes with Baton, "./tiny" a directory of yours.
 
-    A repository is taken from the cache when all its files are there, whatever the network, and downloaded
-    otherwise. Raises ModelError when there is no such directory and no such repository.
+    The cache serves a repository without any network when it has all the files. Otherwise huggingface_hub
+    downloads them. Raises ModelError when there is no such directory and no such repository.
     """
     if not isinstance(model, str | PathLike) or not str(model):
         got = "an empty string" if isinstance(model, str) else f"{model!r} ({type(model).__name__})"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import gcd
+from operator import itemgetter
 from typing import Final, Literal
 
 import torch
@@ -32,7 +33,7 @@ QUANTISED_PANELS: Final = 64  # rounded or laid out at a time: both take ten tim
 
 
 class WeightFormat(IntEnum):
-    """How elements are coded; numbers as in csrc/ops.h."""
+    """The codes of a weight's elements. csrc/ops.h has the same numbers."""
 
     PLAIN = 0
     INT8 = 1
@@ -211,8 +212,7 @@ def panels(matrix: QuantisedMatrix, out: Callable[[int], Tensor]) -> Tensor:
     rest = packed
     for first in range(0, matrix.shape[0], PANEL * QUANTISED_PANELS):
         stop = first + PANEL * QUANTISED_PANELS
-        rows = matrix.change_rows(lambda rows, first=first, stop=stop: rows[first:stop])  # type: ignore[misc]
-        laid_out = _lay_out(rows)
+        laid_out = _lay_out(matrix.change_rows(itemgetter(slice(first, stop))))
         rest[: len(laid_out)] = laid_out
         rest = rest[len(laid_out) :]
     return packed

@@ -3,6 +3,8 @@
 Experts are published in MXFP4.
 """
 
+from operator import itemgetter
+
 import torch
 
 from baton.engine.models.decoder import (
@@ -17,6 +19,8 @@ from baton.engine.models.decoder import (
 from baton.engine.models.loading.weights import Matrix, Parameters, change_rows
 from baton.engine.models.registry import ModelConfig, read_layer_types
 from baton.kernels.gated import clamped_swiglu
+
+GATES, UPS = (itemgetter(slice(first, None, 2)) for first in (0, 1))  # rows of gate and up in turn
 
 
 class GptOss(Decoder):
@@ -73,7 +77,7 @@ def read_experts(config: ModelConfig, parameters: Parameters) -> ExpertTensors:
     bias_XN = parameters.shard("gate_up_proj_bias", (num_experts, 2 * inner), 1).float()
     return ExpertTensors(
         [
-            parameters.join_matrices([change_rows(rows, lambda each, i=i: each[i::2]) for i in (0, 1)])  # type: ignore[misc]
+            parameters.join_matrices([change_rows(rows, every_second) for every_second in (GATES, UPS)])
             for rows in gate_up
         ],
         down,

@@ -14,8 +14,13 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 import msgspec
 
 from baton.config.engine import EngineSettings
-from baton.engine.models.loading.checkpoint import JsonObject, read_json
-from baton.engine.models.loading.quantization import DENSE_METHODS, Quantization, read_quantization
+from baton.engine.models.loading.checkpoint import (
+    DENSE_METHODS,
+    JsonObject,
+    Quantization,
+    read_json,
+    read_quantization,
+)
 from baton.errors import ConfigError, ModelError
 from baton.pages import DTYPE_BYTES
 

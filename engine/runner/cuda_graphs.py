@@ -15,13 +15,13 @@ for each later one. Other threads may use CUDA during a capture ("thread_local")
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from baton.engine.models.model import Model
-from baton.engine.runner.step_inputs import GraphInputs, GraphShape, StepArrays
+from baton.engine.runner.step_inputs import GraphInputs, GraphShape, ModelInput, StepArrays
 
 NUM_WARMUP_RUNS: Final = 2  # the first runs compile kernels and fill caches, which a capture must not
 # One graph of about a thousand launches is taken to need less of the driver's memory than this. The device
@@ -72,7 +72,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: Model,
+        compute: Callable[[ModelInput, Tensor], Tensor],
         vocab_size: int,
         *,
         max_num_seqs: int,
@@ -81,8 +81,11 @@ class StepGraphs:
         device: torch.device,
         stream_priority: int = 0,
     ) -> None:
-        """stream_priority: of the kernels in all graphs, on any stream that replays them."""
-        self._model = model
+        """compute: the logits of a step, which writes its KV into the pool.
+
+        stream_priority: of the kernels in all graphs, on any stream that replays them.
+        """
+        self._compute = compute
         self._device = device
         self._shapes = graph_shapes(max_num_seqs, max_num_tokens)
         self._sizes = graph_sizes(max_num_seqs)
@@ -149,7 +152,7 @@ class StepGraphs:
 
         def run() -> None:
             step = self._inputs.step(shape)  # anew: the graph computes what attention derives from the inputs
-            logits_RV.copy_(self._model.logits(self._model.forward(step, kv_pool)))
+            logits_RV.copy_(self._compute(step, kv_pool))
 
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -276,8 +276,9 @@ class ModelRunner:
         trial = KvPool(self.layout, 1, 0, self.device).device
         for arrays in warmup_steps(max_num_tokens, max_num_seqs, max_pages):
             self._forward(arrays, trial)
+        model = self.model
         self._graphs = StepGraphs(
-            self.model,
+            lambda step, kv_pool: model.logits(model.forward(step, kv_pool)),
             self.model_config.vocab_size,
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,

@@ -81,7 +81,7 @@ def _cases() -> Iterator[Any]:
 def exact_logits(oracle: Oracle, prompt: list[int]) -> tuple[Tensor, float]:
     """Return the logits computed in fp64, and the largest error of transformers in fp32.
 
-    With a few random configs that error is above 1e-4, whatever the weights are saved in. The experts of
+    A few random configs have an error above 1e-4 with plain weights too. The experts of
     transformers do not run in fp64: mixtures are compared in fp32.
     """
     single = oracle.logits(prompt)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from baton.engine.models.loading.quantization import Layout, Quantization
+from baton.engine.models.loading.checkpoint import Layout, Quantization
 from baton.errors import ConfigError, ModelError
 from baton.kernels.quantised import FP8, QuantisedMatrix, WeightFormat
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.engine.models.loading.checkpoint import Quantization
 from baton.engine.models.loading.quantised_weights import (
     Span,
     Stored,
@@ -17,7 +18,6 @@ from baton.engine.models.loading.quantised_weights import (
     stored_span,
     stored_tensors,
 )
-from baton.engine.models.loading.quantization import Quantization
 from baton.engine.models.parallel import TensorParallel
 from baton.errors import ConfigError, ModelError
 from baton.kernels.experts import ExpertWeights

@@ -29,9 +29,8 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
-from baton.engine.models.loading.checkpoint import JsonObject, SafetensorsCheckpoint
+from baton.engine.models.loading.checkpoint import METHODS, JsonObject, SafetensorsCheckpoint
 from baton.engine.models.loading.quantised_weights import read_matrix
-from baton.engine.models.loading.quantization import METHODS
 from baton.engine.models.loading.weights import Parameters, ParameterSurvey
 from baton.engine.models.model import (
     attention_mlp_crossover,

@@ -193,8 +193,9 @@ def test_steps_and_graphs_have_the_engines_priority(cuda: FakeCuda, tiny_model: 
 
 
 def test_every_small_step_has_a_graph_with_room(cuda: FakeCuda) -> None:
+    model = NumberModel()
     graphs = StepGraphs(
-        NumberModel(),
+        lambda step, kv_pool: model.logits(model.forward(step, kv_pool)),
         VOCAB_SIZE,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_tokens=MAX_NUM_TOKENS,
