@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import Final, Protocol, TypeAlias
 
 from baton.errors import WireError
-from baton.messages.bounds import Kind
+from baton.messages.bounds import Kind, short_id
 from baton.messages.codec import AnyMessage
 from baton.messages.control import AttemptFailed, Hello, Members, Reachable, Tokens
 from baton.messages.workers import Address, Worker, WorkerRole
@@ -126,6 +126,18 @@ class PeerRegistry:
     def peer(self, id_: str) -> Peer | None:
         """Return the connected process of this id."""
         return self._peers.get(id_)
+
+    def router_for(self, tenant: str) -> Peer | None:
+        """Return the router for a request: the common one where there are tenants, which wait in one queue.
+
+        Of two routers each would share out the same capacity.
+        """
+        return self.common_router if tenant else self.router
+
+    def name(self, worker: str) -> str:
+        """Return the name of a worker, or the short form of its id if no router lists it."""
+        member = self.members.get(worker)
+        return short_id(worker) if member is None else member.name
 
     def is_router(self, peer: Peer) -> bool:
         """Return whether this is the connection in use of a router."""

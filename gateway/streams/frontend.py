@@ -16,7 +16,7 @@ from typing import Final
 from baton.clock import Clock, PauseDetector
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
 from baton.gateway.metrics.metrics import MAX_TENANTS, OTHERS
-from baton.gateway.streams.migrations import Migrations, StreamAccess
+from baton.gateway.streams.migrations import Migrations
 from baton.gateway.streams.request_stream import (
     MAX_REMEMBERED,
     RETRY_AFTER_S,
@@ -43,7 +43,7 @@ from baton.gateway.streams.timeline import (
     RequestMarks,
     WorkerMarks,
 )
-from baton.messages.bounds import Kind, short_id
+from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage, fits_request
 from baton.messages.control import (
     AttemptFailed,
@@ -117,13 +117,9 @@ class Frontend:
         # Cancelled attempts that have no phases yet, and their tenants; the oldest is first.
         self._cancelled: dict[AttemptKey, tuple[AttemptMarks, str]] = {}
         self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
-        access = StreamAccess(
-            streams=self._streams,
-            router_for=self._router_for,
-            stop_attempt=self._cancel_attempt,
-            name=self._name,
+        self.migrations = Migrations(
+            self._streams, self._cancel_attempt, self._peer_registry, self._reports, clock, self.counters
         )
-        self.migrations = Migrations(access, self._peer_registry, self._reports, clock, self.counters)
         self._heard_s: dict[str, float] = {}  # worker -> when it last sent anything
         self._looked_s = clock.now_s() - STATUS_S
         self._pauses = PauseDetector(clock.now_s())
@@ -316,7 +312,7 @@ class Frontend:
     def _note_phases(self, attempt: AttemptMarks, tenant: str, peer: Peer, times: WorkerTimes) -> None:
         is_counted = tenant in self.worker_us or len(self.worker_us) < MAX_TENANTS
         self.worker_us[tenant if is_counted else OTHERS] += round(1e6 * times.used_s)
-        attempt.workers.append(WorkerMarks(self._name(peer.hello.id), times, peer.clock_offset))
+        attempt.workers.append(WorkerMarks(self._peer_registry.name(peer.hello.id), times, peer.clock_offset))
 
     def _deliver(self, stream: RequestStream, due: Sequence[TokenEvent]) -> None:
         if not stream.is_reported and stream.num_answered:
@@ -422,7 +418,8 @@ class Frontend:
         stream.routed(routed.decode, routed.prefill, now_s)
         attempt = stream.marks.attempts[-1]
         attempt.routed, attempt.router_clock = routed, peer.clock_offset
-        attempt.decode, attempt.prefill = self._name(routed.decode), self._name(routed.prefill)
+        attempt.decode = self._peer_registry.name(routed.decode)
+        attempt.prefill = self._peer_registry.name(routed.prefill)
         for worker in (routed.decode, routed.prefill):
             has_left = self._connections.left_s(worker) >= asked_s  # since the router was asked
             is_here = self._connections.has(worker)
@@ -544,7 +541,7 @@ class Frontend:
         now_s = self._clock.now_s()
         if self._end_if_due(stream, now_s):
             return
-        router = self._router_for(stream)
+        router = self._peer_registry.router_for(stream.request.tenant)
         if router is None:
             return
         request = stream.request_of(stream.attempt)
@@ -568,13 +565,6 @@ class Frontend:
         self._window.submitted(router.hello.id, request)
         stream.submitted(router.hello.id, now_s)
         self._stop_waiting(stream)
-
-    def _router_for(self, stream: RequestStream) -> Peer | None:
-        """Return the router to ask: a common one where there are tenants, which wait in one queue. Of two
-        routers each would share out the same capacity.
-        """
-        has_tenant = bool(stream.request.tenant)
-        return self._peer_registry.common_router if has_tenant else self._peer_registry.router
 
     def _again(self, stream: RequestStream, reason: str, *, at_once: bool = True) -> None:
         """Replace the present attempt by another."""
@@ -638,10 +628,6 @@ class Frontend:
             self._cancelled[stream.key] = stream.marks.attempts[-1], stream.request.tenant
             if len(self._cancelled) > MAX_CANCELLED:
                 del self._cancelled[next(iter(self._cancelled))]
-
-    def _name(self, worker: str) -> str:
-        member = self._peer_registry.members.get(worker)
-        return short_id(worker) if member is None else member.name
 
     def _forget(self, stream: RequestStream, end: str) -> None:
         now_s = self._clock.now_s()

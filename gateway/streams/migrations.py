@@ -13,7 +13,6 @@ it, and the new worker computes them again. A worker that is lost after the swit
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from baton.clock import Clock
@@ -75,28 +74,21 @@ class _Wanted(NamedTuple):
     moves: OrderedMoves | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamAccess:
-    """The part of the frontend that migrations use."""
-
-    streams: Mapping[str, RequestStream]  # the open ones, by request id
-    router_for: Callable[[RequestStream], Peer | None]
-    stop_attempt: Callable[[RequestStream], None]  # at its worker, and at the router
-    name: Callable[[str], str]  # of a worker
-
-
 class Migrations:
     """The migrations of one gateway's streams."""
 
     def __init__(
         self,
-        access: StreamAccess,
+        streams: Mapping[str, RequestStream],
+        stop_attempt: Callable[[RequestStream], None],
         peer_registry: PeerRegistry,
         reports: AttemptReports,
         clock: Clock,
         counters: Counter[str],
     ) -> None:
-        self._access = access
+        """streams: the open ones, by request id. stop_attempt: at its worker, and at the router."""
+        self._streams = streams
+        self._stop_attempt = stop_attempt
         self._peer_registry = peer_registry
         self._reports = reports
         self._clock = clock
@@ -108,7 +100,7 @@ class Migrations:
         """Move the streams of an operator's order; `answer` is called once, when all have moved or stay."""
         found = [
             stream.request_id
-            for stream in self._access.streams.values()
+            for stream in self._streams.values()
             if stream.request_id == order.request_id or (order.worker and stream.decode == order.worker)
         ]
         moves, now_s = OrderedMoves(order, found, answer), self._clock.now_s()
@@ -162,12 +154,12 @@ class Migrations:
                 token_ids=tuple(stream.log[migration.num_tokens :]),
             )
         )
-        self._access.stop_attempt(stream)
+        self._stop_attempt(stream)
         stream.marks.ended(MIGRATED, stream.num_answered, now_s)
         stream.switch(migration, now_s)
         attempt = stream.marks.attempts[-1]
         attempt.routed, attempt.router_clock = migration.routed, migration.router_clock
-        attempt.decode = self._access.name(stream.decode)
+        attempt.decode = self._peer_registry.name(stream.decode)
         self._counters["migrations"] += 1
         self._ended(stream, migration)
 
@@ -208,7 +200,7 @@ class Migrations:
         decoders = self._peer_registry.of_role(WorkerRole.DECODE)
         if not any(each in draining for each in decoders) or all(each in draining for each in decoders):
             return
-        for request_id, stream in self._access.streams.items():
+        for request_id, stream in self._streams.items():
             if (
                 stream.decode in draining
                 and stream.is_decoding
@@ -223,14 +215,15 @@ class Migrations:
                 return
             if request_id not in self._wanted:
                 continue  # the end of another move has begun it
-            stream = self._access.streams[request_id]  # `forget` has removed all others
+            stream = self._streams[request_id]  # `forget` has removed all others
             if stream.state is StreamState.ROUTED and stream.is_decoding:
                 del self._wanted[request_id]
                 self._begin(stream, wanted.moves)
 
     def _begin(self, stream: RequestStream, moves: OrderedMoves | None) -> None:
         """Submit the next attempt of a stream beside the present one."""
-        router, request = self._access.router_for(stream), stream.request_of(stream.last_attempt + 1)
+        router = self._peer_registry.router_for(stream.request.tenant)
+        request = stream.request_of(stream.last_attempt + 1)
         to = moves.order.to if moves is not None else ""
         reason = "no router is connected" if router is None else ""
         if request is None:
