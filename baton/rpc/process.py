@@ -1,21 +1,28 @@
-"""Limits of open descriptors and of garbage collection in the processes of a cluster.
+"""Descriptors and garbage collection in the processes of a cluster; pipes and priority of their helpers.
 
 A process without a free descriptor accepts no new connection, also of operators. Every process raises its
 soft limit to the hard limit at its start; a gateway accepts no more connections than the limit allows.
+
+A frame on a helper's pipe is a length of four bytes, big endian, and a message in msgpack.
 """
 
+import contextlib
 import gc
 import os
 import resource
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 OWN_DESCRIPTORS: Final = 64  # for links to routers and workers, helper processes, files
 MAX_BACKLOG: Final = 1024
 BACKLOG_SHARE: Final = 8  # one in so many descriptors may be a connection that is not accepted yet
 WANTED: Final = 2**20  # no more is requested: some systems call 2**63 their limit
+LENGTH_BYTES: Final = 4  # of a frame's length
+NICENESS: Final = 10  # of a helper
 LOOKS_PER_FULL: Final = 200  # collections of the middle generation before a full one; Python's default is 10
 
 
@@ -40,10 +47,25 @@ def connections_within(limit: int) -> int:
     return max(1, limit - num_open - OWN_DESCRIPTORS - backlog_within(limit))
 
 
+def frame(message: msgspec.Struct) -> bytes:
+    """Return the message as a frame."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+def lower_priority() -> None:
+    """Give the parent precedence. On Linux, SCHED_BATCH also keeps a waking helper from preempting it."""
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 _thresholds_before: list[tuple[int, int, int]] = []  # one entry for each `freeze_gc` that is active
 
 
-@contextmanager
+@contextlib.contextmanager
 def freeze_gc() -> Iterator[None]:
     """Exempt the present objects from garbage collection, and make full collections rare.
 

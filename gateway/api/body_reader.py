@@ -37,7 +37,6 @@ from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
 from baton.gateway.api.form_checker import FormChecker
-from baton.gateway.api.helper_process import LENGTH_BYTES, frame, lower_priority
 from baton.gateway.api.prompt_reader import (
     BodyKind,
     LongText,
@@ -49,6 +48,7 @@ from baton.gateway.api.prompt_reader import (
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
 from baton.request import SamplingParams
+from baton.rpc.process import LENGTH_BYTES, frame, lower_priority
 from baton.tenants import has_slots
 
 SMALL_BYTES: Final = 4096  # bodies and chats of this size are read on the event loop, in a millisecond or two

@@ -32,10 +32,10 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from baton.errors import InvalidRequest, Overloaded
-from baton.gateway.api.helper_process import LENGTH_BYTES, frame, lower_priority
 from baton.gateway.metrics.metrics import CheckTimes
 from baton.json_schema.patterns import byte_tokenizer
 from baton.request import StructuredOutputs
+from baton.rpc.process import LENGTH_BYTES, frame, lower_priority
 from baton.structured_output import check_form
 
 MAX_CHECKED: Final = 256  # forms that are remembered for each tenant

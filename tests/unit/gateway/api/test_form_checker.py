@@ -86,7 +86,7 @@ async def seconds(checker: FormChecker, tenant: str, fields: dict[str, Any]) -> 
 def busy_s(cpu_s: float) -> float:
     """Return how long a process of a helper's priority takes for so much processor time."""
     program = (
-        "import time; from baton.gateway.api.helper_process import lower_priority; lower_priority()\n"
+        "import time; from baton.rpc.process import lower_priority; lower_priority()\n"
         f"began_s = time.monotonic()\nwhile time.process_time() < {cpu_s}: pass\n"
         "print(time.monotonic() - began_s)"
     )
