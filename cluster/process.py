@@ -27,7 +27,6 @@ import msgspec
 import uvloop
 from setproctitle import setproctitle
 
-from baton.cluster.exit_status import DRAINED, ORPHANED, STOPPED_TWICE, status_of
 from baton.cluster.logs import set_up_logging
 from baton.cluster.model_directory import resolve_model, served_name
 from baton.cluster.runtimes.base import (
@@ -41,7 +40,7 @@ from baton.cluster.runtimes.base import (
     Progress,
 )
 from baton.config.cluster import WorkerConfig
-from baton.errors import BatonError, ConfigError
+from baton.errors import DRAINED, ORPHANED, STOPPED_TWICE, BatonError, ConfigError, status_of
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import Generations, KeyRing

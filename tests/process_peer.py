@@ -17,7 +17,6 @@ from typing import Final
 
 import msgspec
 
-from baton.cluster.exit_status import DRAINED
 from baton.cluster.runtimes.base import (
     Assignment,
     Loading,
@@ -27,6 +26,7 @@ from baton.cluster.runtimes.base import (
     ProcessSpec,
     ProcessStarted,
 )
+from baton.errors import DRAINED
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 

@@ -1,7 +1,7 @@
 """The command line: `baton serve MODEL`, `baton generate MODEL PROMPT` and the other commands of COMMANDS.
 
 The exit status is 0, also after a cluster was told to stop and has drained; all others are in
-cluster/exit_status.py. One line on stderr gives the reason for 1 and 2.
+baton/errors.py. One line on stderr gives the reason for 1 and 2.
 """
 
 import argparse
@@ -15,10 +15,9 @@ from typing import Final
 import baton
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.exit_status import BROKEN_PIPE, INTERRUPTED, USER_ERROR, status_of
 from baton.cluster.logs import set_up_logging
 from baton.config.environment import set_log_format
-from baton.errors import BatonError
+from baton.errors import BROKEN_PIPE, INTERRUPTED, USER_ERROR, BatonError, status_of
 
 # library -> the extra that installs it: not every machine has it
 EXTRAS: Final = {"numpy": "worker", "safetensors": "worker", "torch": "worker", "textual": "top"}

@@ -26,9 +26,8 @@ from typing import (
 
 import msgspec
 
-from baton.cluster.exit_status import USER_ERROR
 from baton.config.loader import comments, from_text, leaves
-from baton.errors import ConfigError
+from baton.errors import USER_ERROR, ConfigError
 
 # A setting's key -> its flags, where they do not follow from the key.
 FLAGS: Final = {

@@ -13,9 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from baton.cluster.cluster_key import Keys
-from baton.cluster.exit_status import is_users_error
 from baton.config.environment import LogFormat, log_format
-from baton.errors import BatonError, ConfigError, WorkerLost
+from baton.errors import BatonError, ConfigError, WorkerLost, is_users_error
 from baton.messages.bounds import Kind, Name
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys, Generations, KeyRing

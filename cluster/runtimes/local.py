@@ -13,7 +13,6 @@ from typing import Final
 import msgspec
 
 from baton.cluster.cluster_key import Keys
-from baton.cluster.exit_status import DRAINED
 from baton.cluster.runtimes.base import (
     LOOPBACK,
     Loading,
@@ -29,7 +28,7 @@ from baton.cluster.runtimes.base import (
     share_out_threads,
 )
 from baton.config.environment import environment_of_child, visible_gpus
-from baton.errors import ConfigError
+from baton.errors import DRAINED, ConfigError
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys
 

@@ -11,7 +11,6 @@ import time
 import msgspec
 import ray
 
-from baton.cluster.exit_status import ORPHANED
 from baton.cluster.logs import set_up_logging
 from baton.cluster.process import run
 from baton.cluster.runtimes.base import (
@@ -25,7 +24,7 @@ from baton.cluster.runtimes.base import (
     wait_for_end,
 )
 from baton.config.environment import set_node_name
-from baton.errors import BatonError
+from baton.errors import ORPHANED, BatonError
 from baton.rpc.auth import Generations, KeyRing
 
 # `serve` blocks one thread, `report` another; the other calls run meanwhile.

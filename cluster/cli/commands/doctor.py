@@ -29,7 +29,6 @@ from baton.cluster.cli.routers import addresses, key_file
 from baton.cluster.cli.settings import Given, add_serve_options, settings_from
 from baton.cluster.cluster_key import Keys, read_keys
 from baton.cluster.cluster_record import is_served
-from baton.cluster.exit_status import FAILED
 from baton.cluster.operator_node import connected
 from baton.cluster.redis_server import find_program
 from baton.cluster.runtimes.base import LOOPBACK
@@ -37,7 +36,7 @@ from baton.cluster.runtimes.ray import MIN_RAY
 from baton.config.cluster import ServeConfig
 from baton.config.environment import prepare_ray, ray_asks_for_token, visible_gpus
 from baton.config.gateway import is_loopback
-from baton.errors import BatonError, ConfigError, PeerGone
+from baton.errors import FAILED, BatonError, ConfigError, PeerGone
 from baton.messages.operations import Status
 from baton.messages.workers import Address, Routers
 from baton.router.policies.registry import policy_class

@@ -22,9 +22,8 @@ import yaml
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.settings import add_serve_options, settings_from
-from baton.cluster.exit_status import FAILED
 from baton.config.cluster import ServeConfig
-from baton.errors import ConfigError
+from baton.errors import FAILED, ConfigError
 from baton.sim.advice import Advice, Option, RunAll, Search, layouts
 from baton.sim.advice import advise as run_search
 from baton.sim.rehearsal import Layout, Rehearsal, RehearsalSettings

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.cluster.cli.main import main
-from baton.cluster.exit_status import USER_ERROR
+from baton.errors import USER_ERROR
 
 
 @pytest.mark.parametrize("layout", ["2P", "P2D", "1P0D", "2p-1d", "1P1D1D"])
