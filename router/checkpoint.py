@@ -57,25 +57,33 @@ _OURS: Final = ("baton.router.", "baton.messages.", "baton.config.")
 _VALUES: Final = ("baton.clock", "baton.fair_queue", "baton.request", "baton.tenants")
 # Structs of these modules hold values alone, so msgspec writes and reads them whole.
 _LEAVES: Final = ("baton.messages.", "baton.config.", "baton.tenants", "baton.request")
+# The fields that routing reads, apart from the numbers of tokens.
+KEPT_REQUEST: Final = (
+    *("request_id", "attempt", "choice", "is_probe"),
+    *("tenant", "priority", "sla", "scheduling_key"),
+)
 KEPT_SAMPLING: Final = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 
 
 def bare_request(request: Request) -> Request:
     """Return the request as routing reads it: without salt, seed and form, and with zeros for the tokens."""
-    sampling = request.sampling
+    num_tokens = len(request.token_ids), len(request.generated_token_ids)
+    return request_from({**kept(request, KEPT_REQUEST), **kept(request.sampling, KEPT_SAMPLING)}, *num_tokens)
+
+
+def request_from(fields: Mapping[str, Any], num_prompt_tokens: int, num_generated_tokens: int) -> Request:
+    """Return a request of zeros. fields: those of KEPT_REQUEST and KEPT_SAMPLING."""
     return Request(
-        request_id=request.request_id,
-        token_ids=TokenIds(bytes(TOKEN_ID_BYTES * len(request.token_ids))),
-        sampling=SamplingParams(**{name: getattr(sampling, name) for name in KEPT_SAMPLING}),
-        tenant=request.tenant,
-        priority=request.priority,
-        sla=request.sla,
-        scheduling_key=request.scheduling_key,
-        attempt=request.attempt,
-        generated_token_ids=(0,) * len(request.generated_token_ids),
-        choice=request.choice,
-        is_probe=request.is_probe,
+        token_ids=TokenIds(bytes(TOKEN_ID_BYTES * num_prompt_tokens)),
+        sampling=SamplingParams(**{name: fields[name] for name in KEPT_SAMPLING}),
+        generated_token_ids=(0,) * num_generated_tokens,
+        **{name: fields[name] for name in KEPT_REQUEST},
     )
+
+
+def kept(of: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return these attributes by name."""
+    return {name: getattr(of, name) for name in names}
 
 
 def save(root: object, outside: Mapping[str, object]) -> bytes:

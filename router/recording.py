@@ -49,8 +49,8 @@ from baton.messages.operations import (
     Undrain,
     WatchWorkers,
 )
-from baton.request import AttemptKey, Request, SamplingParams
-from baton.router.checkpoint import KEPT_SAMPLING, save
+from baton.request import AttemptKey
+from baton.router.checkpoint import KEPT_REQUEST, KEPT_SAMPLING, kept, request_from, save
 from baton.router.index.prefix_index import IndexChange, first_halves
 from baton.router.policies.base import RoutingChoice
 from baton.router.policies.candidates import PairCandidate
@@ -58,7 +58,6 @@ from baton.router.redis.messages import SharedDispatch, SharedEnded, SharedStart
 from baton.router.sliced_work import Family
 from baton.rpc.peers import Peer
 from baton.tenants import SchedulingKey, Sla
-from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
 if TYPE_CHECKING:
     from baton.router.router import Router
@@ -71,6 +70,7 @@ BUILD: Final = {
     "machine": platform.machine(),
 }
 NO_PEER: Final = -1
+KEPT_SUBMIT: Final = ("sticky_worker", "avoid", "age_s", "is_begun", "migrates_from")
 
 logger = logging.getLogger(__name__)
 
@@ -133,52 +133,20 @@ class Submitted(Event, frozen=True, kw_only=True):
     @classmethod
     def of(cls, submit: Submit) -> Self:
         """Return the record of a Submit."""
-        request, sampling = submit.request, submit.request.sampling
+        request = submit.request
         return cls(
-            request_id=request.request_id,
-            attempt=request.attempt,
             num_prompt_tokens=len(request.token_ids),
             num_generated_tokens=len(request.generated_token_ids),
-            tenant=request.tenant,
-            priority=request.priority,
-            sla=request.sla,
-            scheduling_key=request.scheduling_key,
-            choice=request.choice,
-            is_probe=request.is_probe,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            logprobs=sampling.logprobs,
-            prompt_logprobs=sampling.prompt_logprobs,
-            sticky_worker=submit.sticky_worker,
-            avoid=submit.avoid,
-            age_s=submit.age_s,
-            is_begun=submit.is_begun,
-            migrates_from=submit.migrates_from,
+            **kept(request, KEPT_REQUEST),
+            **kept(request.sampling, KEPT_SAMPLING),
+            **kept(submit, KEPT_SUBMIT),
         )
 
     def submit(self) -> Submit:
         """Return the Submit, with the request as `bare_request` keeps it."""
-        request = Request(
-            request_id=self.request_id,
-            token_ids=TokenIds(bytes(TOKEN_ID_BYTES * self.num_prompt_tokens)),
-            sampling=SamplingParams(**{name: getattr(self, name) for name in KEPT_SAMPLING}),
-            tenant=self.tenant,
-            priority=self.priority,
-            sla=self.sla,
-            scheduling_key=self.scheduling_key,
-            attempt=self.attempt,
-            generated_token_ids=(0,) * self.num_generated_tokens,
-            choice=self.choice,
-            is_probe=self.is_probe,
-        )
-        return Submit(
-            request=request,
-            sticky_worker=self.sticky_worker,
-            avoid=self.avoid,
-            age_s=self.age_s,
-            is_begun=self.is_begun,
-            migrates_from=self.migrates_from,
-        )
+        fields = kept(self, (*KEPT_REQUEST, *KEPT_SAMPLING))
+        request = request_from(fields, self.num_prompt_tokens, self.num_generated_tokens)
+        return Submit(request=request, **kept(self, KEPT_SUBMIT))
 
 
 class PromptPages(Event, frozen=True, kw_only=True):
@@ -277,7 +245,6 @@ def no_recording() -> RecordingPart:
 
 class _Chunk(NamedTuple):
     at_s: float  # of its last record
-    is_checkpoint: bool
     body: bytes
 
 
@@ -382,7 +349,7 @@ class Recording:
                 number = NO_PEER if peer is None else self._peers.get(peer, NO_PEER)
                 records.append((at_s, number, pack(input)))
         if records:
-            self._append(_Chunk(self._now_s, False, _ENCODER.encode(Inputs(tuple(records)))))
+            self._append(_Chunk(self._now_s, _ENCODER.encode(Inputs(tuple(records)))))
 
     def _connection(self, peer: Peer | None, input: Joined | Left) -> tuple[int, Joined | Left]:
         """Return the number of a peer that comes or goes, and its record."""
@@ -425,7 +392,7 @@ class Recording:
             state=state,
         )
         self._checkpoints.append(self._first + len(self._chunks))
-        self._append(_Chunk(now_s, True, _ENCODER.encode(checkpoint)))
+        self._append(_Chunk(now_s, _ENCODER.encode(checkpoint)))
         self._checkpoint_s, self._num_bytes_since = now_s, 0
 
     def _drop(self) -> None:
