@@ -2,8 +2,8 @@
 
 python -m baton.bench.planner [--trace FILE ...] [--only NAME ...] [--seed 0] [--output FOLDER]
 
-Each trace runs through sim/elastic.py under each policy, with the time model of a 70B model on eight A800. A
-worker is paid for from its order to its end, start-up included. `static` is the smallest fixed layout that
+Each trace runs through bench/elastic.py under each policy, with the time model of a 70B model on eight A800.
+A worker is paid for from its order to its end, start-up included. `static` is the smallest fixed layout that
 meets the objectives. `threshold` scales each role by its use as a horizontal pod autoscaler does, at the
 best of four thresholds. `oracle` knows all arrivals: it orders workers ahead of need, and keeps one through
 a gap that is shorter than its start-up. Traces of files are superposed on themselves so that they need about
@@ -23,13 +23,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from baton.bench.elastic import ElasticCall, ElasticFleet
 from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.config.planner import PlannerConfig
 from baton.messages.status import StreamCounts
 from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, QueueModel, Room
 from baton.planner.planner import Figures, Planner, ScalingPlan
-from baton.sim.elastic import ElasticCall, ElasticFleet
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import Machine
 from baton.sim.timed.workload import read_trace

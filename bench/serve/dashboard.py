@@ -29,7 +29,7 @@ from baton.bench.serve.client import Address, Client
 from baton.bench.serve.load import Hammer, Point
 from baton.bench.serve.overhead import Plane, Target, hosted
 from baton.bench.serve.simulated_cluster import SimulatedCluster, gateway_of, served
-from baton.cluster.cli.http_client import HttpClient
+from baton.cluster.cli.connections import HttpClient
 from baton.errors import ConfigError
 from baton.gateway.metrics.dashboard import EVERY_S, IDLE_EVERY_S
 from baton.gateway.process import GatewayProcess

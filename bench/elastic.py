@@ -1,8 +1,8 @@
 """A cluster whose number of workers changes, request by request, fast: tens of thousands of requests a
 second.
 
-A rehearsal (sim/rehearsal.py) runs the production router over a fixed fleet. Sizing a cluster over days needs
-neither pages nor messages but workers that start, end and change their role:
+A rehearsal (sim/rehearsal.py) runs the production router over a fixed fleet. Sizing a cluster over days, as
+bench/planner.py does, needs neither pages nor messages but workers that start, end and change their role:
 
 1. Prompts wait in order of arrival for the first free prefill worker, which computes one at a time.
 2. A sequence joins the decode worker with the fewest sequences that has room, else it waits. All sequences
