@@ -20,8 +20,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from baton.cluster.cli import output
+from baton.cluster.cli.connections import add_router_options, routers_of, spelled
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.cli.routers import add_router_options, routers_of, spelled
 from baton.cluster.cluster_key import Keys
 from baton.cluster.cluster_record import find_record, url
 from baton.cluster.operator_node import connected

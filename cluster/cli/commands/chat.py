@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from baton.cluster.cli import output
-from baton.cluster.cli.http_client import HttpClient, add_url_options, url_of
+from baton.cluster.cli.connections import HttpClient, add_url_options, url_of
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.errors import ConfigError, WorkerLost
 

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from baton.cluster.cli.connections import add_key_option, key_file
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.cli.routers import add_key_option, key_file
 from baton.cluster.cluster_key import new_key, read_keys, replace_file, write_secret
 from baton.errors import ConfigError
 

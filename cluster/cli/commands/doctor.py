@@ -24,8 +24,8 @@ import msgspec
 import psutil
 
 from baton.cluster.cli import output
+from baton.cluster.cli.connections import addresses, key_file
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.cli.routers import addresses, key_file
 from baton.cluster.cli.settings import Given, add_serve_options, settings_from
 from baton.cluster.cluster_key import Keys, read_keys
 from baton.cluster.cluster_record import is_served

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from baton.cluster.cli import output
+from baton.cluster.cli.connections import add_router_options, ask
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.cli.routers import add_router_options, ask
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError

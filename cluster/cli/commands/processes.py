@@ -18,8 +18,8 @@ import msgspec
 from setproctitle import setproctitle
 
 from baton.clock import SystemClock
+from baton.cluster.cli.connections import add_key_option, addresses, has_no_key, key_file
 from baton.cluster.cli.options import CliCommand, Parser, settings_of
-from baton.cluster.cli.routers import add_key_option, addresses, has_no_key, key_file
 from baton.cluster.cli.settings import Given, StructT, add_file_options, settings_from
 from baton.cluster.cluster_key import READ_EVERY_S, Keys, KeyWatch, read_keys
 from baton.cluster.cluster_record import find_record

@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 
 from baton.clock import SystemClock
+from baton.cluster.cli.connections import has_no_key, key_file
 from baton.cluster.cli.options import CliCommand
-from baton.cluster.cli.routers import has_no_key, key_file
 from baton.cluster.cli.settings import add_serve_options, settings_from
 from baton.cluster.cluster_key import Keys, KeyWatch, new_key, read_keys
 from baton.cluster.cluster_record import recorded

@@ -16,8 +16,8 @@ from typing import Final, TypeAlias
 import msgspec
 
 from baton.cluster.cli import output
+from baton.cluster.cli.connections import add_router_options, ask, spelled
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.cli.routers import add_router_options, ask, spelled
 from baton.messages.bounds import short_id
 from baton.messages.operations import GatewayStatus, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus

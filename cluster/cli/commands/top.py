@@ -35,7 +35,7 @@ from textual.worker import Worker, get_current_worker
 
 from baton.cluster.cli import output
 from baton.cluster.cli.commands.explain import parts_of, waterfall
-from baton.cluster.cli.http_client import HttpClient, add_url_options, url_of
+from baton.cluster.cli.connections import HttpClient, add_url_options, url_of
 from baton.cluster.cli.options import CliCommand
 from baton.errors import BatonError
 from baton.gateway.metrics.snapshot import ClusterSnapshot, Point, TenantRow, WorkerRow

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from baton.cluster.cli import output
+from baton.cluster.cli.connections import add_router_options, ask
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.cli.routers import add_router_options, ask
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError, WorkerLost
 from baton.messages.operations import Status

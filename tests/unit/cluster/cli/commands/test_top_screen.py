@@ -9,7 +9,7 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from baton.bench.serve.simulated_cluster import TENANTS, SimulatedCluster, served
-from baton.cluster.cli.http_client import HttpClient
+from baton.cluster.cli.connections import HttpClient
 
 pytest.importorskip("textual", reason="textual is not installed")
 
