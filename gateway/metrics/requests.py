@@ -11,7 +11,7 @@ from itertools import count, islice
 from typing import Final, NamedTuple
 
 from baton.clock import Clock
-from baton.gateway.api.answer import Answer, Usage
+from baton.gateway.api.answer import Answer
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer, Value
 from baton.gateway.streams.timeline import CallMarks, RequestMarks, assemble
@@ -28,38 +28,13 @@ COUNT_S: Final = 0.01  # between two timelines for the metrics, which thus take 
 class EndedRequest(NamedTuple):
     """A call that has ended, as the history keeps it."""
 
-    request_id: str
-    tenant: str
-    outcome: str  # a key of TenantCounts.calls
-    gateway: str
-    began_s: float  # seconds since 1970
+    known: RequestTimeline  # without the parts, and what else follows from the marks
     call: CallMarks
     marks: RequestMarks  # of the choice that ended last
-    usage: Usage
-    num_choices: int
-    is_streamed: bool
-
-    @property
-    def total_s(self) -> float:
-        """Seconds from the first byte of the request to the last byte of the answer."""
-        return self.call.ended_s - self.call.received_s
 
     def timeline(self) -> RequestTimeline:
         """Assemble the timeline."""
-        known = RequestTimeline(
-            gateway=self.gateway,
-            total_s=self.total_s,
-            request_id=self.request_id,
-            tenant=self.tenant,
-            outcome=self.outcome,
-            began_s=self.began_s,
-            num_choices=self.num_choices,
-            num_prompt_tokens=self.usage.prompt,
-            num_cached_tokens=self.usage.cached,
-            num_tokens=self.usage.completion,
-            is_streamed=self.is_streamed,
-        )
-        return assemble(self.call, self.marks, known)
+        return assemble(self.call, self.marks, self.known)
 
 
 class RequestHistory:
@@ -98,7 +73,7 @@ class RequestHistory:
             self._count(ended.timeline())
         if self._tracer is not None:
             context = answer.call.trace or self._tracer.context(None, None)  # None: over a WebSocket
-            rule = self._tracer.rule(context, outcome, ended.total_s)
+            rule = self._tracer.rule(context, outcome, ended.known.total_s)
             if rule is not None:
                 self._tracer.export(context, ended.timeline(), _asked(answer), rule)
 
@@ -106,29 +81,31 @@ class RequestHistory:
         """Return the requests that a query asks for, the latest or the slowest first."""
         if query.request_id is not None:
             known = (*reversed(self._latest), *self._recent_slowest())
-            of_id = (each for each in known if each.request_id == query.request_id)
+            of_id = (each for each in known if each.known.request_id == query.request_id)
             return [each.timeline() for each in islice(of_id, 1)]
         found: Iterable[EndedRequest] = reversed(self._latest)
         if query.order == "slowest":
             found = self._recent_slowest()
-        of_tenant = (each for each in found if query.tenant in (None, each.tenant))
+        of_tenant = (each for each in found if query.tenant in (None, each.known.tenant))
         return [each.timeline() for each in islice(of_tenant, query.limit)]
 
     def _ended(self, answer: Answer, outcome: str, marks: RequestMarks, now_s: float) -> EndedRequest:
         call = answer.call
-        received_s = call.received_s or call.arrival_s
-        return EndedRequest(
+        usage, received_s = answer.usage, call.received_s or call.arrival_s
+        known = RequestTimeline(
             request_id=answer.choices[0].request_id,
             tenant=call.tenant.name,
             outcome=outcome,
             gateway=self._name,
             began_s=self._calendar_s() - (now_s - received_s),
-            call=CallMarks(received_s, call.arrival_s, call.tokenised_s, now_s),
-            marks=marks,
-            usage=answer.usage,
+            total_s=now_s - received_s,
             num_choices=len(answer.choices),
+            num_prompt_tokens=usage.prompt,
+            num_cached_tokens=usage.cached,
+            num_tokens=usage.completion,
             is_streamed=call.is_streamed,
         )
+        return EndedRequest(known, CallMarks(received_s, call.arrival_s, call.tokenised_s, now_s), marks)
 
     def _count(self, timeline: RequestTimeline) -> None:
         self._metrics.unaccounted.observe(timeline.unaccounted_s)
@@ -139,7 +116,7 @@ class RequestHistory:
         since_s = self._clock.now_s() - SLOWEST_S
         recent = [each for each in self._slowest if each.began_s >= since_s]
         requests = (request for each in recent for request in each.requests())
-        return sorted(requests, key=lambda request: -request.total_s)
+        return sorted(requests, key=lambda request: -request.known.total_s)
 
 
 def _asked(answer: Answer) -> Mapping[str, Value | None]:
@@ -171,7 +148,7 @@ class _Interval:
 
     def add(self, request: EndedRequest) -> None:
         """Keep a request if it is one of the slowest."""
-        total_s, heap = request.total_s, self._heap
+        total_s, heap = request.known.total_s, self._heap
         if len(heap) < MAX_SLOWEST:
             heappush(heap, (total_s, next(self._serials), request))
         elif total_s > heap[0][0]:
