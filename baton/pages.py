@@ -47,7 +47,7 @@ class PageKeys:
     """Keyed BLAKE2b-128: root = H(salt), key = H(parent key, token ids as u32 little endian)."""
 
     def __init__(self, *, model_fingerprint: str, dtype: str, page_size: int, secret: bytes = b"") -> None:
-        """dtype: name of the KV element type. The keys do not depend on tp_size and byte order."""
+        """dtype: `PageLayout.kv_dtype`. The keys do not depend on tp_size and byte order."""
         key = blake2b(secret, digest_size=32).digest()
         identity = blake2b(digest_size=32, key=key, person=b"baton-model")
         for part in (model_fingerprint.encode(), dtype.encode()):
@@ -89,11 +89,17 @@ class PageKeys:
 
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+CACHE_DTYPES: Final = ("auto", "fp8", "int8")
+SCALE_BYTES: Final = 2  # of the key, or the value, of one token and head in a page of codes: bf16
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The shape of a KV pool. Of one rank it is `[num_pages, num_layers, 2, num_kv_heads / tp_size,
-    page_size, head_dim]`.
+    page_size, row_elements]`.
+
+    A row is the key, or the value, of one token and head: `head_dim` elements of `dtype`, the model's. With
+    the `cache_dtype` int8 or fp8 (E4M3) a row is as many codes of one byte, and their scale. So the bytes of
+    a page depend on its tokens alone, not on the steps that have written them.
 
     `num_kv_heads` counts the heads of the whole model. A page is one contiguous run of bytes on every rank;
     heads come before tokens, so that the slice of a page for another tp_size is contiguous too.
@@ -105,6 +111,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_kv_heads: int
     head_dim: int
     dtype: str
+    cache_dtype: str = "auto"  # as `dtype`
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "page_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -116,6 +123,30 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"{self.num_kv_heads} KV heads cannot be split over {self.tp_size} ranks")
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
+        if self.cache_dtype not in CACHE_DTYPES:
+            raise ConfigError(f"cache_dtype must be one of {CACHE_DTYPES}, got {self.cache_dtype!r}")
+
+    @property
+    def element_type(self) -> str:
+        """Name of the type of a pool's elements."""
+        return self.dtype if self.cache_dtype == "auto" else self.cache_dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        """Name of how a page stores keys and values of `dtype`. Equal tokens have equal pages only where it
+        is equal.
+        """
+        return self.dtype if self.cache_dtype == "auto" else f"{self.dtype} as {self.cache_dtype}"
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one token's key, or value, of one head and layer."""
+        return self.head_dim if self.cache_dtype == "auto" else self.head_dim + SCALE_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's key, or value, of one head and layer."""
+        return self.row_elements * DTYPE_BYTES.get(self.element_type, 1)
 
     @property
     def heads_per_rank(self) -> int:
@@ -124,7 +155,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def token_bytes(self) -> int:
         """Bytes of one token on one rank: keys and values of all layers."""
-        return 2 * self.num_layers * self.heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.num_layers * self.heads_per_rank * self.row_bytes
 
     @property
     def page_bytes(self) -> int:

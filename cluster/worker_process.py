@@ -205,7 +205,7 @@ class HostedWorker:
             max_num_batched_tokens=config.engine.scheduler.max_num_batched_tokens,
             max_model_len=engine.max_model_len,
             tensor_parallel_size=config.engine.tensor_parallel_size,
-            kv_dtype=engine.runner.layout.dtype,
+            kv_dtype=engine.runner.layout.kv_dtype,
             num_host_pages=len(engine.runner.pool.host),
             node=node_name(),
             pid=os.getpid(),

@@ -104,7 +104,7 @@ class Engine(Replica):
         keys = None
         if config.cache.enable_prefix_caching:
             keys = PageKeys(
-                model_fingerprint=model_fingerprint, dtype=layout.dtype, page_size=layout.page_size
+                model_fingerprint=model_fingerprint, dtype=layout.kv_dtype, page_size=layout.page_size
             )
         pool = PagePool(len(runner.pool.device), layout.page_size, runner.steps)
         cache = PrefixCache(pool, keys, HostTier(len(runner.pool.host)))

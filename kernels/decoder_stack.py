@@ -118,7 +118,8 @@ class DecoderStack:
     ) -> Tensor:
         """Normed final states of rows_R, [R, E]; residual_TE holds the embeddings and is used up.
 
-        kv_pool: [num_pages, num_layers, 2, K, page_size, D], contiguous. Positions, slots and rows: int64.
+        kv_pool: [num_pages, num_layers, 2, K, page_size, R], contiguous, rows as in store_kv.py.
+        Positions, slots and rows: int64.
         groups: the run stops after each group and reports it.
         """
         self._check(residual_TE, rows_R, positions_T, slots_T, kv_pool)
@@ -129,7 +130,8 @@ class DecoderStack:
         out_RE = torch.empty((num_rows, self._shape.hidden), dtype=self._dtype)
         page_size = kv_pool.shape[4]
         arguments = AttentionArguments.from_buffer_copy(batch.arguments)
-        describe_heads(arguments, self._shape.num_heads, kv_pool[:, 0], self._shape.head_dim**-0.5)
+        num_heads, head_dim = self._shape.num_heads, self._shape.head_dim
+        describe_heads(arguments, num_heads, head_dim, self._dtype, kv_pool[:, 0], head_dim**-0.5)
         step = _Step(
             residual=residual_TE.data_ptr(),
             output=out_RE.data_ptr(),
@@ -161,11 +163,11 @@ class DecoderStack:
         if residual_TE.shape[1] != shape.hidden or not residual_TE.is_contiguous():
             found = list(residual_TE.shape)
             raise ValueError(f"residual must be contiguous [T, {shape.hidden}], got {found}")
-        expected = (len(self._layers), 2, shape.num_kv_heads, kv_pool.shape[4], shape.head_dim)
-        if kv_pool.shape[1:] != expected or not kv_pool.is_contiguous():
+        expected = (len(self._layers), 2, shape.num_kv_heads)
+        if kv_pool.shape[1:4] != expected or not kv_pool.is_contiguous():
             raise ValueError(f"pages must be contiguous {expected}, got {tuple(kv_pool.shape[1:])}")
-        if not residual_TE.dtype == kv_pool.dtype == self._dtype:
-            raise ValueError(f"expected {self._dtype}, got {residual_TE.dtype} and {kv_pool.dtype}")
+        if residual_TE.dtype != self._dtype:
+            raise ValueError(f"expected {self._dtype}, got {residual_TE.dtype}")
         for indices in (rows_R, positions_T, slots_T):
             if indices.dtype != torch.int64 or not indices.is_contiguous():
                 raise ValueError(f"positions, slots and rows must be contiguous int64, got {indices.dtype}")

@@ -43,8 +43,14 @@ FLAGS: Final = (
     "-pthread",
     "-w",
 )
-# The element types that a model and its pages may have.
-TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The element types that a model and its pages may have; the last two are of pages alone.
+TORCH_DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1}  # as `enum dtype` in simd.h
 _CTYPES: Final[dict[str, Any]] = {
     "p": ctypes.c_void_p,

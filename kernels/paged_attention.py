@@ -261,7 +261,7 @@ def paged_attention_decode_reference(
         if context_len == 0:
             continue
         first = 0 if window is None else max(0, context_len - window)
-        key_KND, value_KND = dense_kv(kv_pages, page_table_BP[sequence], first, context_len)
+        key_KND, value_KND = dense_kv(kv_pages, page_table_BP[sequence], first, context_len, query_BHD.dtype)
         query_H1D = query_BHD[sequence].unsqueeze(1)
         out_H1D = dense_attention(
             query_H1D, key_KND, value_KND, None, scale=scale, softcap=softcap, sinks_H=sinks_H

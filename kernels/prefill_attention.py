@@ -245,7 +245,7 @@ def prefill_attention_reference(
             continue
         first_position = context_len - (end - begin)
         first = 0 if window is None else max(0, first_position - window + 1)
-        key_KND, value_KND = dense_kv(kv_pages, page_table_BP[sequence], first, context_len)
+        key_KND, value_KND = dense_kv(kv_pages, page_table_BP[sequence], first, context_len, query_THD.dtype)
         position_T1 = torch.arange(first_position, context_len, device=query_THD.device)[:, None]
         key_position_N = torch.arange(first, context_len, device=query_THD.device)
         visible_TN = key_position_N <= position_T1

@@ -16,6 +16,7 @@ from torch import Tensor
 from baton.kernels import native
 from baton.kernels.paged_attention import new_arrivals, paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
+from baton.kernels.store_kv import row_format
 from baton.kernels.triton_import import runs_triton
 
 LANES: Final = 16  # of the C kernel's vectors
@@ -50,6 +51,7 @@ class AttentionArguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("is_bf16", ctypes.c_int),
+        ("row_format", ctypes.c_int),
     )
 
 
@@ -122,7 +124,8 @@ def ragged_attention(
     """softmax(scale * q . k) v -> [T, H, D]; a query at position p sees keys (p - window, p], or
     all up to p without a window.
 
-    kv_pages: [num_pages, 2, K, S, D], strided over pages; the keys of this batch are stored already.
+    kv_pages: [num_pages, 2, K, S, D], strided over pages; the keys of this batch are stored already. On a CPU
+    they may be rows of codes and scales, as store_kv.py says.
     softcap: a score s becomes softcap * tanh(s / softcap). sinks_H: fp32, for each head a score beside those
     of the keys, whose value is zero.
     """
@@ -143,44 +146,51 @@ def native_handles(dtype: torch.dtype, group_size: int, head_dim: int) -> bool:
     )
 
 
-def describe_heads(arguments: AttentionArguments, num_heads: int, kv_pages: Tensor, scale: float) -> None:
-    """Fill in the fields that are the same for every layer of a model."""
-    _, _, num_kv_heads, page_size, head_dim = kv_pages.shape
+def describe_heads(
+    arguments: AttentionArguments,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_pages: Tensor,
+    scale: float,
+) -> None:
+    """Fill in the fields that are the same for every layer of a model. dtype: of the queries.
+
+    ValueError for pages that do not take heads of this kind.
+    """
+    _, _, num_kv_heads, page_size, _ = kv_pages.shape
     arguments.num_heads = num_heads
     arguments.num_kv_heads = num_kv_heads
     arguments.head_dim = head_dim
     arguments.padded_dim = -(-head_dim // LANES) * LANES
     arguments.page_shift = page_size.bit_length() - 1
     arguments.scale = scale
-    arguments.is_bf16 = native.DTYPE_CODES[kv_pages.dtype]
+    arguments.is_bf16 = native.DTYPE_CODES[dtype]
+    arguments.row_format = row_format(kv_pages, dtype, head_dim)
 
 
 def _ragged_attention_native(
     query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, scale: float, window: int
 ) -> Tensor:
     num_tokens, num_heads, head_dim = query_THD.shape
-    if (
-        query_THD.stride(2) != 1
-        or kv_pages.stride()[3:] != (head_dim, 1)
-        or kv_pages.dtype != query_THD.dtype
-    ):
+    if query_THD.stride(2) != 1 or kv_pages.stride()[3:] != (kv_pages.shape[4], 1):
         raise ValueError(
             f"ragged_attention: query {query_THD.dtype} strides {query_THD.stride()}, "
             f"kv_pages {kv_pages.dtype} strides {kv_pages.stride()}: heads and page rows must be contiguous"
         )
     out_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=query_THD.dtype)
-    element_bytes = query_THD.element_size()
+    element_bytes, page_element_bytes = query_THD.element_size(), kv_pages.element_size()
     arguments = batch.arguments
     arguments.query = query_THD.data_ptr()
     arguments.query_token = query_THD.stride(0) * element_bytes
     arguments.query_head = query_THD.stride(1) * element_bytes
     arguments.pages = kv_pages.data_ptr()
-    arguments.page_stride = kv_pages.stride(0) * element_bytes
-    arguments.value_stride = kv_pages.stride(1) * element_bytes
-    arguments.head_stride = kv_pages.stride(2) * element_bytes
+    arguments.page_stride = kv_pages.stride(0) * page_element_bytes
+    arguments.value_stride = kv_pages.stride(1) * page_element_bytes
+    arguments.head_stride = kv_pages.stride(2) * page_element_bytes
     arguments.output = out_THD.data_ptr()
     arguments.window = window
-    describe_heads(arguments, num_heads, kv_pages, scale)
+    describe_heads(arguments, num_heads, head_dim, query_THD.dtype, kv_pages, scale)
     native.function("baton_attention", "pp")(ctypes.addressof(arguments), batch.scratch.data_ptr())
     return out_THD
 

@@ -2,10 +2,17 @@
 
 Rotary position embedding in rotate-half (NeoX) order.
 
-Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S page size, M positions of the table.
+A row of a page is the key, or the value, of one token and head. In pools of int8 and float8_e4m3fn a row is D
+codes and SCALE_BYTES of their scale in bf16; an element is code * scale. Triton takes rows in the model's
+dtype alone.
+
+Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S page size, M positions of the table, R
+elements of a row: D, or D + SCALE_BYTES.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,6 +20,10 @@ from torch.nn import functional
 
 from baton.kernels import native
 from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
+
+SCALE_BYTES: Final = 2
+LARGEST_CODE: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_ROW_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as `enum row_format` in csrc/kv_rows.h
 
 
 def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
@@ -109,7 +120,7 @@ def _rotate_native(heads_THD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -
 def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
     """Write one layer's new keys and values into the pool, on a CPU; `rope_and_store` serves GPUs too.
 
-    kv_pages: [P, 2, K, S, D], strided over pages, modified in place. slots_T: int64 `page * S + offset`;
+    kv_pages: [P, 2, K, S, R], strided over pages, modified in place. slots_T: int64 `page * S + offset`;
     -1 is skipped (padding). The other slots must be distinct and inside the pool; the caller guarantees that.
     """
     if runs_triton(key_TKD):
@@ -260,6 +271,9 @@ def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slo
     kept_T = slots_T >= 0
     if not bool(kept_T.all()):
         key_TKD, value_TKD, slots_T = key_TKD[kept_T], value_TKD[kept_T], slots_T[kept_T]
+    if kv_pages.dtype in LARGEST_CODE:
+        key_TKD, value_TKD = (encode_rows(each, kv_pages.dtype) for each in (key_TKD, value_TKD))
+        kv_pages = kv_pages.view(torch.uint8)
     page_size = kv_pages.shape[3]
     page_T = torch.div(slots_T, page_size, rounding_mode="floor")
     offset_T = slots_T % page_size
@@ -267,39 +281,76 @@ def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slo
     kv_pages[:, 1].transpose(1, 2).index_put_((page_T, offset_T), value_TKD)
 
 
+def encode_rows(heads: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., D] -> [..., D + SCALE_BYTES] uint8: codes of `dtype`, then their scale.
+
+    The largest element gets the largest code: the scale is rounded up. A row with an element that is not
+    finite decodes to NaN.
+    """
+    heads = heads.float()
+    bits = (heads.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[dtype]).view(torch.int32)
+    scale = ((bits + 0xFFFF) >> 16 << 16).view(torch.float32)
+    scale = scale.where(heads.isfinite().all(dim=-1, keepdim=True), torch.nan)
+    codes = (heads / scale).where(scale > 0, 0)
+    codes = (codes.round() if dtype == torch.int8 else codes).to(dtype)
+    return torch.cat((codes.view(torch.uint8), scale.bfloat16().view(torch.uint8)), dim=-1)
+
+
+def decode_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., D + SCALE_BYTES] rows of codes -> [..., D] elements of `dtype`."""
+    head_dim = rows.shape[-1] - SCALE_BYTES
+    scale = rows[..., head_dim:].contiguous().view(torch.bfloat16)
+    return (rows[..., :head_dim].float() * scale.float()).to(dtype)
+
+
+def row_format(kv_pages: Tensor, dtype: torch.dtype, head_dim: int) -> int:
+    """The `enum row_format` of csrc/kv_rows.h of pages that take heads of `dtype` and `head_dim`.
+
+    ValueError for pages of other heads.
+    """
+    width = head_dim + SCALE_BYTES if kv_pages.dtype in _ROW_FORMATS else head_dim
+    if kv_pages.shape[-1] != width or kv_pages.dtype not in (dtype, *_ROW_FORMATS):
+        found = f"{kv_pages.dtype} {tuple(kv_pages.shape)}"
+        raise ValueError(f"kv_pages {found} do not take heads of {dtype} and {head_dim} elements")
+    return _ROW_FORMATS.get(kv_pages.dtype, 0)
+
+
 def _rows_are_whole(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor) -> bool:
-    """True when every token's heads, and every page's rows, are adjacent and of one dtype."""
+    """True when every token's heads, and every page's rows, are adjacent, and C code knows their dtypes."""
     head_dim = key_TKD.shape[2]
     return (
         key_TKD.stride()[1:] == value_TKD.stride()[1:] == (head_dim, 1)
-        and kv_pages.stride()[3:] == (head_dim, 1)
-        and key_TKD.dtype == value_TKD.dtype == kv_pages.dtype
+        and kv_pages.stride()[3:] == (kv_pages.shape[4], 1)
+        and key_TKD.dtype == value_TKD.dtype
+        and (kv_pages.dtype == key_TKD.dtype or native.handles(key_TKD.dtype))
     )
 
 
 def _store_kv_native(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
     num_tokens, num_kv_heads, head_dim = key_TKD.shape
     page_size = kv_pages.shape[3]
-    if kv_pages.shape[1:] != (2, num_kv_heads, page_size, head_dim) or value_TKD.shape != key_TKD.shape:
+    if kv_pages.shape[1:4] != (2, num_kv_heads, page_size) or value_TKD.shape != key_TKD.shape:
         raise ValueError(f"kv_pages {tuple(kv_pages.shape)} do not take keys {tuple(key_TKD.shape)}")
     if slots_T.dtype != torch.int64 or slots_T.shape != (num_tokens,) or not slots_T.is_contiguous():
         found = f"{slots_T.dtype} {tuple(slots_T.shape)}"
         raise ValueError(f"slots must be contiguous int64 [{num_tokens}], got {found}")
-    element_bytes = key_TKD.element_size()
-    native.function("baton_store_kv", "pnpnpnnnpnnnn")(
+    head_bytes, page_bytes = key_TKD.element_size(), kv_pages.element_size()
+    native.function("baton_store_kv", "pnpnpnnnpnnnnni")(
         key_TKD.data_ptr(),
-        key_TKD.stride(0) * element_bytes,
+        key_TKD.stride(0) * head_bytes,
         value_TKD.data_ptr(),
-        value_TKD.stride(0) * element_bytes,
+        value_TKD.stride(0) * head_bytes,
         kv_pages.data_ptr(),
-        kv_pages.stride(0) * element_bytes,
-        kv_pages.stride(1) * element_bytes,
-        kv_pages.stride(2) * element_bytes,
+        kv_pages.stride(0) * page_bytes,
+        kv_pages.stride(1) * page_bytes,
+        kv_pages.stride(2) * page_bytes,
         slots_T.data_ptr(),
         num_tokens,
         num_kv_heads,
         page_size,
-        head_dim * element_bytes,
+        head_dim,
+        head_bytes,
+        row_format(kv_pages, key_TKD.dtype, head_dim),
     )
 
 
@@ -337,12 +388,17 @@ def check_paged_kv(
         raise ValueError(f"window must be at least 1 key or None, got {window}")
 
 
-def dense_kv(kv_pages: Tensor, page_table_P: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """(keys, values), each [K, N, D]: a contiguous copy of the tokens [first, last) of one sequence."""
+def dense_kv(
+    kv_pages: Tensor, page_table_P: Tensor, first: int, last: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(keys, values), each [K, N, D] of `dtype`: contiguous copies of tokens [first, last) of a sequence."""
     page_size = kv_pages.shape[3]
     first_page = first // page_size
     page_ids = page_table_P[first_page : -(-last // page_size)]
-    copy = kv_pages.permute(1, 2, 0, 3, 4)[:, :, page_ids].flatten(2, 3)
+    words = kv_pages.view(torch.uint8) if kv_pages.dtype in LARGEST_CODE else kv_pages
+    copy = words.permute(1, 2, 0, 3, 4)[:, :, page_ids].flatten(2, 3)
+    if kv_pages.dtype in LARGEST_CODE:
+        copy = decode_rows(copy.view(kv_pages.dtype), dtype)
     kept = copy[:, :, first - first_page * page_size : last - first_page * page_size]
     return kept[0], kept[1]
 

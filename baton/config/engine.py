@@ -45,6 +45,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """KV pages on the device and on the host."""
 
     page_size: Annotated[int, Meta(ge=1)] = 16  # tokens in one KV page, a power of two
+    # How pages store keys and values. auto: in the model's dtype. fp8 (E4M3), int8: on a CPU, in one byte,
+    # with a scale for each token and head.
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
     # Bytes for KV pages; None: what gpu_memory_utilization leaves.
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
     # Share of the device that weights, activations and KV pages may take.

@@ -56,7 +56,7 @@ ZerosOnCpu = Callable[[Ordered[int], torch.dtype], Tensor]
 
 
 class KvPool:
-    """`device` and `host`: [pages, num_layers, 2, heads_per_rank, page_size, head_dim], zeros at first."""
+    """`device` and `host`: [pages, num_layers, 2, heads_per_rank, page_size, row_elements], first zeros."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class KvPool:
         device: torch.device,
         zeros_on_cpu: ZerosOnCpu = huge_zeros,
     ) -> None:
-        shape = (layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.head_dim)
-        dtype = TORCH_DTYPES[layout.dtype]
+        shape = (layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.row_elements)
+        dtype = TORCH_DTYPES[layout.element_type]
         if device.type == "cpu":
             self.device: Tensor = zeros_on_cpu((num_pages, *shape), dtype)
         else:
@@ -197,8 +197,10 @@ class ModelRunner:
             if torch.cuda.current_stream(self.device).priority != config.stream_priority:
                 # The default stream has none. This thread runs the steps, and hands pages to transfers.
                 torch.cuda.set_stream(torch.cuda.Stream(self.device, config.stream_priority))
-        if config.quantization is not None and self.device.type != "cpu":
-            raise ConfigError(f"quantization: {config.quantization} runs on a CPU, not on {self.device}")
+        cache_dtype = config.cache.kv_cache_dtype
+        for name, format in (("quantization", config.quantization), ("cache.kv_cache_dtype", cache_dtype)):
+            if format not in (None, "auto") and self.device.type != "cpu":
+                raise ConfigError(f"{name}: {format} runs on a CPU, not on {self.device}")
         if config.quantization is not None and model_config.quantization is not None:
             raise ConfigError(
                 f"quantization: {config.quantization} was asked for, but the weights are in "
@@ -215,6 +217,7 @@ class ModelRunner:
             ),  # a head that several ranks hold counts as many
             head_dim=model_config.head_dim,
             dtype=self.dtype,
+            cache_dtype=cache_dtype,
         )
         self.model: Model
         self.pool: KvPool

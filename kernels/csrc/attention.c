@@ -13,6 +13,7 @@
 // A row's arithmetic depends on its own position only: the same bits in a prefill chunk of any size and in
 // decode, for any page size and any batch.
 #include "attention_block.h"
+#include "kv_rows.h"
 #include "ops.h"
 
 INLINE int bytes_of(const enum products products) { return products == FLOATS ? 4 : 2; }  // of an element
@@ -33,26 +34,12 @@ struct turn {
 
 INLINE int64_t last_position(const struct tile *t) { return t->first_position + t->num_queries - 1; }
 
-INLINE const char *key_pointer(
-    const struct attention *p, const struct tile *t, int64_t kv_head, int64_t position, int element_bytes) {
+INLINE int64_t row_bytes(const struct attention *p) { return row_bytes_of(p->head_dim, p->is_bf16, p->row_format); }
+
+INLINE const char *key_pointer(const struct attention *p, const struct tile *t, int64_t kv_head, int64_t position) {
     int64_t page = p->page_table[t->sequence * p->table_stride + (position >> p->page_shift)];
     int64_t offset = position & ((1 << p->page_shift) - 1);
-    return p->pages + page * p->page_stride + kv_head * p->head_stride + offset * p->head_dim * element_bytes;
-}
-
-// The 16 keys (or values, `part` bytes further on) from `first` on as 16 consecutive rows: in place where one
-// page holds them all, else copied to `spare`. Rows past the tile's last query are zeros: what lies there is
-// somebody's past.
-INLINE const char *find_run(
-    const struct attention *p, const struct tile *t, int64_t kv_head, int64_t first, ptrdiff_t part, int element_bytes,
-    char spare[LANES * MAX_HEAD_DIM * 4]) {
-    if (p->page_shift >= 4 && first + LANES - 1 <= last_position(t) && p->padded_dim == p->head_dim)
-        return key_pointer(p, t, kv_head, first, element_bytes) + part;
-    int64_t row_bytes = p->padded_dim * element_bytes;
-    memset(spare, 0, LANES * row_bytes);
-    for (int64_t i = 0; i < MIN(LANES, last_position(t) - first + 1); i++)
-        memcpy(spare + i * row_bytes, key_pointer(p, t, kv_head, first + i, element_bytes) + part, p->head_dim * element_bytes);
-    return spare;
+    return p->pages + page * p->page_stride + kv_head * p->head_stride + offset * row_bytes(p);
 }
 
 INLINE int64_t first_key(const struct attention *p, int64_t position) {
@@ -60,10 +47,38 @@ INLINE int64_t first_key(const struct attention *p, int64_t position) {
 }
 
 // Where 16 keys of the next turn lie, perhaps: a hint, nothing is read there.
-INLINE const char *run_ahead(const struct attention *p, const struct turn *turn, int64_t h, int half, int element_bytes) {
+INLINE const char *run_ahead(const struct attention *p, const struct turn *turn, int64_t h, int half) {
     const struct tile *t = turn->next_tile;
     int64_t kv_head = MIN(t->first_head + h, p->num_kv_heads - 1);
-    return key_pointer(p, t, kv_head, MIN(turn->next_block + half * LANES, last_position(t)), element_bytes);
+    return key_pointer(p, t, kv_head, MIN(turn->next_block + half * LANES, last_position(t)));
+}
+
+// The 16 keys (or values, `part` bytes further on) of the turn's half as 16 consecutive rows of elements: in place
+// where one page holds them all, else copied to `spare`, and decoded. Rows past the tile's last query are zeros:
+// what lies there is somebody's past. Decoding fetches what the same half of the next turn reads.
+INLINE const char *find_run(
+    const struct attention *p, const struct tile *t, const struct turn *turn, int64_t h, int half, ptrdiff_t part,
+    int is_bf16, char spare[LANES * MAX_HEAD_DIM * 4]) {
+    const int64_t kv_head = t->first_head + h, first = turn->block + half * LANES;
+    const int64_t num_rows = MAX(0, MIN(LANES, last_position(t) - first + 1));
+    if (p->row_format == PLAIN_ROWS && p->page_shift >= 4 && num_rows == LANES && p->padded_dim == p->head_dim)
+        return key_pointer(p, t, kv_head, first) + part;
+    const int64_t element_bytes = is_bf16 ? 2 : 4, out_bytes = p->padded_dim * element_bytes;
+    const char *ahead = run_ahead(p, turn, h, half) + part;
+    if (p->row_format == PLAIN_ROWS) memset(spare, 0, LANES * out_bytes);
+    else memset(spare + num_rows * out_bytes, 0, (LANES - num_rows) * out_bytes);
+    for (int64_t i = 0; i < num_rows; i++) {
+        const char *row = key_pointer(p, t, kv_head, first + i) + part;
+        char *out = spare + i * out_bytes;
+        if (p->row_format == PLAIN_ROWS) {
+            memcpy(out, row, p->head_dim * element_bytes);
+            continue;
+        }
+        for (int64_t line = i * row_bytes(p) / 64; line < (i + 1) * row_bytes(p) / 64; line++) fetch(ahead, line);
+        if (p->row_format == INT8_ROWS) decode_row(row, p->head_dim, p->padded_dim, is_bf16, INT8_ROWS, out);
+        else decode_row(row, p->head_dim, p->padded_dim, is_bf16, FP8_ROWS, out);
+    }
+    return spare;
 }
 
 // What a tile works in; one per thread, on its stack. Row h * (rows of a head) + r is row r of KV head h.
@@ -78,6 +93,12 @@ struct workspace {
     struct softmax state;
     float rescale[MAX_ROWS];
 };
+
+// Where the arithmetic fetches lines; those of codes are fetched as rows are decoded.
+INLINE const char *lines_ahead(
+    const struct attention *p, const struct workspace *w, const struct turn *turn, int64_t h, int half, ptrdiff_t part) {
+    return p->row_format == PLAIN_ROWS ? run_ahead(p, turn, h, half) + part : w->spare;
+}
 
 // Row r of KV head h of the tile -> its row in query and output.
 INLINE int64_t token_of(const struct tile *t, int64_t group, int64_t r) { return t->first_query + r / group; }
@@ -108,14 +129,14 @@ INLINE void score_block(
     const int element_bytes = bytes_of(products);
     const int64_t num_units = p->padded_dim * element_bytes / 4, group = p->num_heads / p->num_kv_heads;
     const int64_t block = turn->block, num_rows = t->num_queries * group;
-    const char *ahead = run_ahead(p, turn, h, 0, element_bytes);
+    const char *ahead = lines_ahead(p, w, turn, h, 0, 0);
     for (int half = 0; half < HALVES; half++) {
-        const char *keys = find_run(p, t, t->first_head + h, block + half * LANES, 0, element_bytes, w->spare);
+        const char *keys = find_run(p, t, turn, h, half, 0, products != FLOATS, w->spare);
         transpose_keys(keys, num_units, ahead + half * num_units / 2 * 64, w->units[half]);
     }
     const uint32_t *const *query = w->query + h * num_rows;
     f32x16(*scores)[HALVES] = w->scores + h * num_rows;
-    ahead = run_ahead(p, turn, h, 1, element_bytes);
+    ahead = lines_ahead(p, w, turn, h, 1, 0);
     IN_FOURS(r, n, turn->first_row, turn->last_row,
              score_rows(query + r, w->units, num_units, p->scale, ahead, scores + r, n, products))
     for (int64_t r = turn->first_row; r < turn->last_row; r++) {
@@ -134,15 +155,14 @@ INLINE void add_block(
     const int element_bytes = bytes_of(products);
     const int64_t head_dim = p->padded_dim, num_units = head_dim * element_bytes / 4;
     const int64_t num_rows = t->num_queries * (p->num_heads / p->num_kv_heads);
-    const char *ahead = run_ahead(p, turn, h, 0, element_bytes) + p->value_stride;
+    const char *ahead = lines_ahead(p, w, turn, h, 0, p->value_stride);
     for (int half = 0; half < HALVES; half++) {
-        const char *run = find_run(
-            p, t, t->first_head + h, turn->block + half * LANES, p->value_stride, element_bytes, w->spare);
+        const char *run = find_run(p, t, turn, h, half, p->value_stride, products != FLOATS, w->spare);
         uint32_t *values = w->values + half * LANES * num_units;
         if (products != FLOATS) pair_values((const bf16 *)run, head_dim, ahead + half * num_units / 2 * 64, values);
         else memcpy(values, run, LANES * head_dim * 4);
     }
-    ahead = run_ahead(p, turn, h, 1, element_bytes) + p->value_stride;
+    ahead = lines_ahead(p, w, turn, h, 1, p->value_stride);
     IN_FOURS(r, n, h * num_rows + turn->first_row, h * num_rows + turn->last_row,
              add_values(w->out + r, w->scores + r, w->rescale + r, w->values, ahead, head_dim, n, products))
 }

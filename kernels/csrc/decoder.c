@@ -4,6 +4,7 @@
 // result is the same to the bit; what is saved is the way through Python between them.
 #include <time.h>
 
+#include "kv_rows.h"
 #include "ops.h"
 
 struct layer {
@@ -32,7 +33,7 @@ struct step {
     const int64_t *positions, *slots;  // [num_tokens]
     const int64_t *rows;       // [num_rows], ascending
     int64_t num_tokens, num_rows;
-    char *pool;                // [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous
+    char *pool;                // [num_pages, num_layers, 2, num_kv_heads, page_size] rows, contiguous
     int64_t page_size;
     struct attention attention;  // the batch filled in
     int64_t *tile_starts;      // scratch of num_sequences + 1
@@ -95,12 +96,12 @@ static void attend(
     baton_rope(query, stride, d->num_heads, d->cos_sin, s->positions, s->num_tokens, d->head_dim, d->dtype);
     baton_rope(key, stride, d->num_kv_heads, d->cos_sin, s->positions, s->num_tokens, d->head_dim, d->dtype);
     struct attention a = s->attention;
-    a.head_stride = s->page_size * head_bytes;
+    a.head_stride = s->page_size * row_bytes_of(d->head_dim, d->dtype == BF16, a.row_format);
     a.value_stride = d->num_kv_heads * a.head_stride;
     a.page_stride = d->num_layers * 2 * a.value_stride;
     char *pages = s->pool + index * 2 * a.value_stride;
     baton_store_kv(key, stride, value, stride, pages, a.page_stride, a.value_stride, a.head_stride, s->slots,
-                   s->num_tokens, d->num_kv_heads, s->page_size, head_bytes);
+                   s->num_tokens, d->num_kv_heads, s->page_size, d->head_dim, size, a.row_format);
     a.query = query;
     a.query_token = stride;
     a.query_head = head_bytes;

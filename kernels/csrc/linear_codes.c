@@ -52,23 +52,6 @@ INLINE f32x16 look_up(f32x16 table, i32x16 index) {
 #endif
 }
 
-INLINE f32x16 load_fp8(const char *codes) {
-#if defined(__AVX512F__) && defined(__AVX512VL__)
-    // The exponent is one of half precision, less 8; conversion from half precision takes denormals at full speed.
-    __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
-    words = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16((short)0xbf80));
-    return (f32x16)_mm512_cvtph_ps(words);
-#else
-    f32x16 values;
-    for (int i = 0; i < LANES; i++) {
-        int code = codes[i], exponent = code >> 3 & 15, mantissa = code & 7;
-        float magnitude = exponent ? ldexpf((float)(8 + mantissa), exponent - 18) : ldexpf((float)mantissa, -17);
-        values[i] = code & 128 ? -magnitude : magnitude;
-    }
-    return values;
-#endif
-}
-
 // Half a panel's values in input `input_of(i)` of a step.
 INLINE f32x16 decode(const char *codes, int half, f32x16 table, int i, const enum weight_format format) {
     i32x16 unit;

@@ -6,7 +6,7 @@
 struct attention {
     const char *query;             // [num_tokens, num_heads, head_dim]
     ptrdiff_t query_token, query_head;  // strides, bytes
-    const char *pages;             // [num_pages, 2, num_kv_heads, 1 << page_shift, head_dim], last two contiguous
+    const char *pages;             // [num_pages, 2, num_kv_heads, 1 << page_shift] rows of kv_rows.h, the last axis contiguous
     ptrdiff_t page_stride, value_stride, head_stride;  // bytes
     const int32_t *page_table;     // [num_sequences, table_stride]
     ptrdiff_t table_stride;        // elements
@@ -18,6 +18,7 @@ struct attention {
     const float *sinks;            // [num_heads]: a score beside those of the keys, whose value is zero; or null
     float scale, softcap;          // a score s becomes softcap * tanh(s / softcap); softcap 0: none
     int is_bf16;
+    int row_format;                // enum row_format
 };
 
 // The elements of a packed weight: of the dtype of x (PLAIN), or codes with scales. Inputs are rounded to 8 bits for the
@@ -65,7 +66,7 @@ void baton_rope(
 void baton_store_kv(
     const char *key, ptrdiff_t key_stride, const char *value, ptrdiff_t value_stride, char *pages,
     ptrdiff_t page_stride, ptrdiff_t kv_stride, ptrdiff_t head_stride, const int64_t *slots,
-    int64_t num_tokens, int64_t num_kv_heads, int64_t page_size, int64_t head_bytes);
+    int64_t num_tokens, int64_t num_kv_heads, int64_t page_size, int64_t head_dim, int64_t element_bytes, int row_format);
 void baton_attention(const struct attention *p, int64_t *tile_starts);
 
 // The gate of a feed-forward layer; alpha and limit are of CLAMPED_SWIGLU alone.

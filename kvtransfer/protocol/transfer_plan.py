@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import ConfigError
-from baton.pages import DTYPE_BYTES, PageLayout
+from baton.pages import PageLayout
 
 Offsets: TypeAlias = NDArray[np.int64]
 Pages: TypeAlias = Sequence[int] | NDArray[np.int64]  # page ids of one side, in token order
 
 MAX_DEFAULT_GROUPS: Final = 4
 MIN_GROUP_BYTES: Final = 256 << 10  # of one page; smaller groups cost more than the overlap saves
-MUST_AGREE: Final = ("num_layers", "num_kv_heads", "head_dim", "dtype")
+MUST_AGREE: Final = ("num_layers", "num_kv_heads", "head_dim", "dtype", "cache_dtype")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +130,7 @@ def plan_transfer(
         for layout, heads in ((source, mine), (destination, theirs))
     ]
     num_layers = stop_layer - first_layer
-    unit_bytes = unit_tokens * _token_head_bytes(source) * 2 * num_layers * len(shared)
+    unit_bytes = unit_tokens * source.row_bytes * 2 * num_layers * len(shared)
     num_runs = len(sides[0].run_offset_R)
     run_bytes = unit_bytes // num_runs if num_runs else 0
     return TransferPlan(
@@ -199,17 +199,12 @@ def _heads(layout: PageLayout, rank: int) -> range:
     return range(rank * layout.heads_per_rank, (rank + 1) * layout.heads_per_rank)
 
 
-def _token_head_bytes(layout: PageLayout) -> int:
-    """Return the bytes of one token's key, or value, for one head and layer."""
-    return layout.head_dim * DTYPE_BYTES[layout.dtype]
-
-
 def _side(layout: PageLayout, unit_tokens: int, starts: Sequence[int], slabs: range) -> TransferSide:
     """Return the placement of units in a rank's pages.
 
     starts: the rank's local head at which each run of a slab begins. slabs: the slabs in which runs begin.
     """
-    head_bytes = layout.page_size * _token_head_bytes(layout)
+    head_bytes = layout.page_size * layout.row_bytes
     first_heads = np.asarray(slabs, dtype=np.int64) * layout.heads_per_rank
     offsets = np.add.outer(first_heads, np.asarray(starts, dtype=np.int64)) * head_bytes
     offsets = offsets.reshape(-1).astype(np.int64)
@@ -217,7 +212,7 @@ def _side(layout: PageLayout, unit_tokens: int, starts: Sequence[int], slabs: ra
     return TransferSide(
         page_bytes=layout.page_bytes,
         units_per_page=layout.page_size // unit_tokens,
-        unit_stride_bytes=unit_tokens * _token_head_bytes(layout),
+        unit_stride_bytes=unit_tokens * layout.row_bytes,
         run_offset_R=offsets,
     )
 

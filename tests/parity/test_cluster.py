@@ -5,7 +5,8 @@ A failure names the first layer and page of the prompt's KV that differ.
 
 import random
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from baton.config.engine import EngineConfig, engine_config
-from baton.engine.engine import Engine
+from baton.engine.engine import Engine, load_engine
 from baton.engine.replica import LayerWatch
 from baton.kvtransfer.protocol import transfer_plan
 from baton.messages.workers import WorkerRole
@@ -38,11 +39,17 @@ class Topology:
     decode_page_size: int = 16
     transport: str = "auto"
     is_async: bool = False
+    kv_cache_dtype: str = "auto"
     decode_settings: dict[str, Any] = field(default_factory=dict)
 
     def engines(self, directory: Path) -> tuple[list[EngineConfig], list[EngineConfig]]:
         def config(tp: int, page_size: int, **settings: Any) -> EngineConfig:
-            cache = {"page_size": page_size, "kv_cache_memory_bytes": 2**21, **settings.pop("cache", {})}
+            cache = {
+                "page_size": page_size,
+                "kv_cache_memory_bytes": 2**21,
+                "kv_cache_dtype": self.kv_cache_dtype,
+            }
+            cache |= settings.pop("cache", {})
             base = {"model": str(directory), "device": "cpu", "tensor_parallel_size": tp}
             scheduler = {"async_scheduling": self.is_async, **settings.pop("scheduler", {})}
             return engine_config({**base, "cache": cache, "scheduler": scheduler, **settings})
@@ -77,6 +84,31 @@ SPLIT: Final = tuple(
     for p, d in ((1, 2), (2, 1), (2, 2))
     for transport in ("shm", "tcp", "gloo")
     for a, b in ((16, 16), (64, 16))
+)
+
+CODES: Final = (
+    Topology("fp8, tp 2 to 1, pages 16 to 64", 1, 1, 2, 1, decode_page_size=64, kv_cache_dtype="fp8"),
+    *(
+        pytest.param(
+            Topology(
+                f"{name}, tp {p} to {d}, {transport}, pages {a} to {b}",
+                1,
+                1,
+                p,
+                d,
+                a,
+                b,
+                transport,
+                False,
+                name,
+            ),
+            marks=pytest.mark.slow,
+        )
+        for name in ("int8", "fp8")
+        for p, d in ((1, 1), (1, 2), (2, 2))
+        for transport in ("shm", "tcp", "gloo")
+        for a, b in ((16, 16), (64, 16))
+    ),
 )
 
 OVER_LIBRARIES: Final = tuple(
@@ -207,11 +239,48 @@ def test_cluster_gives_the_tokens_of_one_engine(
     check(topology, oracle, model_directory(MODEL))
 
 
+@pytest.mark.parametrize("topology", CODES, ids=lambda topology: topology.name)
+def test_cluster_of_quantised_pages_gives_the_tokens_of_one_engine(
+    topology: Topology, model_directory: Callable[..., Path]
+) -> None:
+    with quantised_oracle(topology.kv_cache_dtype, model_directory(MODEL)) as oracle:
+        check(topology, oracle, model_directory(MODEL))
+
+
+@contextmanager
+def quantised_oracle(kv_cache_dtype: str, directory: Path) -> Iterator[Engine]:
+    cache = {"kv_cache_memory_bytes": 2**22, "kv_cache_dtype": kv_cache_dtype}
+    engine = load_engine(engine_config({"model": str(directory), "device": "cpu", "cache": cache}))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.slow
+def test_preemption_to_the_host_changes_no_token_of_quantised_pages(
+    model_directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_pages = {"kv_cache_memory_bytes": 17 * PAGE_BYTES * 18 // 64, "host_cache_memory_bytes": 2**20}
+    topology = Topology("few pages", kv_cache_dtype="int8", decode_settings={"cache": few_pages})
+    prefill, decode = topology.engines(model_directory(MODEL))
+    with quantised_oracle("int8", model_directory(MODEL)) as oracle, Cluster(prefill, decode) as cluster:
+        (worker,) = cluster.workers_of(WorkerRole.DECODE)
+        hold_steps_until(worker.hosted.engine, 2, monkeypatch)
+        compare(cluster, oracle, long_answers())
+        assert worker.hosted.engine.load().num_preemptions
+        compare(cluster, oracle, requests(seed=0) + long_answers())
+        cluster.check_nothing_is_held()
+
+
+PAGE_BYTES: Final = (
+    16 * 2 * 2 * 2 * 16 * 4
+)  # of MODEL: 16 tokens, 2 layers, keys and values, 2 heads of 16 floats
+
+
 def test_preemption_for_want_of_pages_changes_no_token(
     oracle: Engine, model_directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two long answers begin in the same step of the decode worker and outgrow its 17 pages together."""
-    few_pages = {"cache": {"kv_cache_memory_bytes": 17 * 16 * 2 * 2 * 2 * 16 * 4}}
+    few_pages = {"cache": {"kv_cache_memory_bytes": 17 * PAGE_BYTES}}
     prefill, decode = Topology("few pages", decode_settings=few_pages).engines(model_directory(MODEL))
     with Cluster(prefill, decode) as cluster:
         (worker,) = cluster.workers_of(WorkerRole.DECODE)

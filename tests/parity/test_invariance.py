@@ -95,9 +95,9 @@ def cases(*axes: Iterable[Any], names: Sequence[str] = (*FAST, *SLOW)) -> list[P
 
 @cache
 def plain(
-    directory: Path, quantization: str | None = None
+    directory: Path, quantization: str | None = None, cache_dtype: str = "auto"
 ) -> tuple[list[list[StepOutput]], list[list[StepOutput]]]:
-    with engine(directory, quantization=quantization) as made:
+    with engine(directory, quantization=quantization, cache={"kv_cache_dtype": cache_dtype}) as made:
         return run(made, prompts(), GREEDY), run(made, prompts(1), SEEDED)
 
 
@@ -131,6 +131,37 @@ def test_no_setting_changes_a_bit_with_quantised_weights(
     with engine(directory, quantization=QUANTISED[name], **SETTINGS[setting]) as made:
         assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
         assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
+
+
+QUANTISED_PAGES = {FAST[0]: "int8", FAST[1]: "fp8", "gemma2": "int8", "gpt-oss": "fp8", "phi3": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "setting"),
+    cases(["chunk-7", "few-pages", "ngram"], names=tuple(QUANTISED_PAGES)),
+)
+def test_no_setting_changes_a_bit_with_quantised_pages(
+    name: str, dtype: torch.dtype, setting: str, model_directory: Directory
+) -> None:
+    directory, settings = model_directory(name, dtype), SETTINGS[setting]
+    greedy, seeded = plain(directory, cache_dtype=QUANTISED_PAGES[name])
+    cache = {**settings.get("cache", {}), "kv_cache_dtype": QUANTISED_PAGES[name]}
+    with engine(directory, **{**settings, "cache": cache}) as made:
+        assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
+        assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
+
+
+@pytest.mark.parametrize(("name", "dtype", "preempt_mode"), cases(PreemptMode, names=tuple(QUANTISED_PAGES)))
+def test_preemption_changes_no_bit_with_quantised_pages(
+    name: str, dtype: torch.dtype, preempt_mode: PreemptMode, model_directory: Directory
+) -> None:
+    directory = model_directory(name, dtype)
+    greedy, _ = plain(directory, cache_dtype=QUANTISED_PAGES[name])
+    cache = {"host_cache_memory_bytes": 2**22, "page_size": 8, "kv_cache_dtype": QUANTISED_PAGES[name]}
+    preempt = PreemptInTurn(preempt_mode)
+    with engine(directory, cache=cache) as made:
+        assert essence(run(made, prompts(), GREEDY, preempt)) == essence(greedy)
+    assert preempt.num_preemptions > 20
 
 
 def test_two_ranks_that_share_a_kv_head_change_no_bit(model_directory: Directory) -> None:

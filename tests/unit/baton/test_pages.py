@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.pages import KEY_BYTES, PageKeys, PageLayout, with_public, without_public
+from baton.kernels import store_kv
+from baton.pages import KEY_BYTES, SCALE_BYTES, PageKeys, PageLayout, with_public, without_public
 
 TOKENS = list(range(100, 120))
 
@@ -122,6 +123,26 @@ def test_ranks_share_the_bytes_of_a_page(tp_size: int) -> None:
     assert layout.page_bytes * tp_size == PageLayout(**EIGHT_BILLION).page_bytes
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_pages_of_codes_take_little_more_than_half(cache_dtype: str, head_dim: int) -> None:
+    plain = PageLayout(**EIGHT_BILLION | {"head_dim": head_dim})
+    codes = PageLayout(**EIGHT_BILLION | {"head_dim": head_dim, "cache_dtype": cache_dtype})
+    assert codes.page_bytes == plain.page_bytes * (head_dim + SCALE_BYTES) // (2 * head_dim)
+    assert plain.page_bytes >= 1.9 * codes.page_bytes and codes.page_bytes <= 0.53 * plain.page_bytes
+    assert SCALE_BYTES == store_kv.SCALE_BYTES
+
+
+def test_keys_name_the_dtype_of_the_model_and_of_its_pages() -> None:
+    layouts = [
+        PageLayout(**EIGHT_BILLION | {"dtype": dtype, "cache_dtype": cache_dtype})
+        for dtype in ("bfloat16", "float32")
+        for cache_dtype in ("auto", "fp8", "int8")
+    ]
+    keys = [PageKeys(model_fingerprint="m", dtype=layout.kv_dtype, page_size=1) for layout in layouts]
+    assert len({each.root(b"") for each in keys}) == len(layouts)
+
+
 @given(num_tokens=st.integers(0, 10**6), exponent=st.integers(0, 8))
 def test_pages_are_just_enough(num_tokens: int, exponent: int) -> None:
     layout = PageLayout(**EIGHT_BILLION | {"page_size": 2**exponent})
@@ -136,6 +157,7 @@ def test_pages_are_just_enough(num_tokens: int, exponent: int) -> None:
         ({"page_size": 24}, "page_size must be a power of two, got 24"),
         ({"num_layers": 0}, "PageLayout.num_layers must be at least 1, got 0"),
         ({"tp_size": 3}, "8 KV heads cannot be split over 3 ranks"),
+        ({"cache_dtype": "int4"}, "cache_dtype must be one of .*, got 'int4'"),
         ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
     ],
 )

@@ -67,6 +67,8 @@ def test_stack_runs_and_reports_its_seconds(stack: DecoderStack) -> None:
         ({"residual_TE": torch.ones(1, 32).bfloat16()}, "expected torch.float32, got torch.bfloat16"),
         ({"kv_pool": torch.zeros(2, 2, 2, 1, 4, 16)}, "pages must be contiguous"),
         ({"kv_pool": torch.zeros(2, 2, 2, 1, 4, 16)[:, :1]}, "pages must be contiguous"),
+        ({"kv_pool": torch.zeros(2, 1, 2, 1, 4, 16).bfloat16()}, "kv_pages torch.bfloat16"),
+        ({"kv_pool": torch.zeros(2, 1, 2, 1, 4, 16, dtype=torch.int8)}, "kv_pages torch.int8"),
         ({"positions_T": torch.zeros(1, dtype=torch.int32)}, "must be contiguous int64"),
         ({"slots_T": torch.zeros(2, dtype=torch.int64)}, "1 tokens, 1 positions, 2 slots"),
     ],

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baton.kernels import native
 from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
+from baton.kernels.store_kv import SCALE_BYTES, decode_rows, encode_rows
 from tests.kernels.outcomes import normal
 
 CPU = torch.device("cpu")
@@ -33,6 +34,7 @@ class Heads:
     dtype: torch.dtype = torch.float32
     softcap: float | None = None
     has_sinks: bool = False
+    codes: torch.dtype | None = None  # of the pages
 
     @property
     def sinks(self) -> Tensor | None:
@@ -99,16 +101,24 @@ class Sequences:
         counts = [-(-part.stop // page_size) for part in parts]
         num_pages = sum(counts) + 1
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages)).int()
-        shape = (num_pages, 2, 2, heads.num_kv_heads, page_size, heads.head_dim)
-        pages = torch.full(shape, math.nan, dtype=heads.dtype)[:, 1]  # one layer of two
+        shape = (num_pages, 2, 2, heads.num_kv_heads, page_size)
+        if heads.codes is None:
+            pages = torch.full((*shape, heads.head_dim), math.nan, dtype=heads.dtype)[
+                :, 1
+            ]  # one layer of two
+        else:
+            pages = torch.full((*shape, heads.head_dim + SCALE_BYTES), 255, dtype=torch.uint8)[:, 1]
         table = torch.full((len(parts), max(counts, default=0) + 1), 2**30, dtype=torch.int32)
         for row, (part, count) in enumerate(zip(parts, counts, strict=True)):
             table[row, :count] = order[sum(counts[:row]) :][:count]
-            key, value = self.qkv[part.sequence][: part.stop, heads.num_heads :].chunk(2, dim=1)
+            stored = self.qkv[part.sequence][: part.stop, heads.num_heads :]
+            if heads.codes is not None:
+                stored = encode_rows(stored, heads.codes)
+            key, value = stored.chunk(2, dim=1)
             token = torch.arange(part.stop)
             page, offset = table[row].long()[token // page_size], token % page_size
             pages[page, 0, :, offset], pages[page, 1, :, offset] = key, value
-        return pages, table
+        return pages if heads.codes is None else pages.view(heads.codes), table
 
     def decoded(self, page_size: int = 16) -> list[Tensor]:
         """Every query alone, in a call of its own."""
@@ -120,6 +130,9 @@ class Sequences:
     def expected(self, index: int) -> Tensor:
         """float64, one head and one query at a time."""
         heads, qkv = self.heads, self.qkv[index].double()
+        if heads.codes is not None:
+            rows = encode_rows(self.qkv[index][:, heads.num_heads :], heads.codes).view(heads.codes)
+            qkv[:, heads.num_heads :] = decode_rows(rows, heads.dtype).double()
         out = torch.zeros(len(qkv), heads.num_heads, heads.head_dim, dtype=torch.float64)
         for position in range(len(qkv)):
             first = 0 if heads.window is None else max(0, position - heads.window + 1)
@@ -161,12 +174,28 @@ def test_heads_of_any_size_the_kernel_has_room_for(dtype: torch.dtype, head_dim:
     close(sequences.run([Part(0, 0, 35)], page_size)[0], sequences.expected(0))
 
 
+CODES = (torch.int8, torch.float8_e4m3fn)
+
+
+@dtypes
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("head_dim", [2, 42, 64])
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_codes_are_read_with_their_scales(
+    dtype: torch.dtype, codes: torch.dtype, head_dim: int, page_size: int
+) -> None:
+    sequences = Sequences([35], Heads(group_size=3, head_dim=head_dim, window=20, dtype=dtype, codes=codes))
+    close(sequences.run([Part(0, 0, 35)], page_size)[0], sequences.expected(0))
+
+
 REFERENCE_HEADS = [
     Heads(head_dim=258),
     Heads(group_size=17, window=9),
     Heads(head_dim=40, group_size=7, dtype=torch.float16),
     Heads(window=1, dtype=torch.float16),
     Heads(num_kv_heads=1, head_dim=96, window=30, dtype=torch.float16),
+    Heads(group_size=17, codes=torch.int8),
+    Heads(window=9, dtype=torch.float16, codes=torch.float8_e4m3fn),
 ]
 
 
@@ -191,6 +220,7 @@ def test_unsupported_heads_are_computed_by_the_references(heads: Heads, page_siz
         head_dim=st.sampled_from((16, 24, 32)),
         window=st.sampled_from((None, 1, 17, 40)),
         dtype=st.sampled_from(DTYPES),
+        codes=st.sampled_from((None, *CODES)),
     ),
     page_size=st.sampled_from((1, 4, 16, 64)),
     chunk_size=st.integers(2, 50),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kernels.store_kv import store_kv, store_kv_reference
+from baton.kernels.store_kv import SCALE_BYTES, decode_rows, encode_rows, store_kv, store_kv_reference
 from tests.kernels.outcomes import DTYPES, normal
 
 CPU = torch.device("cpu")
@@ -41,6 +41,46 @@ def test_named_slots_of_one_layer_are_written_and_no_others(
     assert torch.equal(pool.view(torch.uint8), expected.view(torch.uint8))  # NaN equals itself
 
 
+codes = pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
+
+
+@codes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [2, 16, 40, 128])
+def test_codes_are_those_of_the_reference_however_many_tokens_come_at_a_time(
+    codes: torch.dtype, dtype: torch.dtype, head_dim: int
+) -> None:
+    key, value = normal(40, 4, head_dim, dtype=dtype, device=CPU).chunk(2, dim=1)
+    key[3], key[4, 1, 0], key[5], value[6] = 0.0, 1e4, key[5] * 1e-5, value[6] * 1e5
+    key[7, 0, 1], value[8, 1, 0], value[9, 0, 1] = math.nan, math.inf, -math.inf
+    expected = torch.zeros(4, 2, 2, 16, head_dim + SCALE_BYTES, dtype=codes)
+    store_kv_reference(key, value, expected, torch.arange(40))
+    got = torch.zeros_like(expected)
+    for first, stop in ((0, 1), (1, 18), (18, 40)):
+        store_kv(key[first:stop], value[first:stop], got, torch.arange(first, stop))
+    decoded, exact = decode_rows(got, torch.float32), decode_rows(expected, torch.float32)
+    torch.testing.assert_close(decoded, exact, rtol=0, atol=0, equal_nan=True)
+    is_finite = ~exact.isnan().any(dim=-1)
+    assert torch.equal(got.view(torch.uint8)[is_finite], expected.view(torch.uint8)[is_finite])
+    bad = [7, 8, 9]  # NaN as a whole, not wrong
+    assert exact[0, 0, 0, bad[0]].isnan().all() and exact[0, 1, 1, bad[1]].isnan().all()
+    assert (~is_finite).sum() == len(bad)
+
+
+@codes
+@given(data=st.data())
+def test_rounding_is_bounded_by_the_largest_element(codes: torch.dtype, data: st.DataObject) -> None:
+    seed, magnitude = data.draw(st.integers(0, 2**32)), 10.0 ** data.draw(st.integers(-20, 20))
+    heads = torch.randn(50, 24, generator=torch.Generator().manual_seed(seed)) * magnitude
+    error = (decode_rows(encode_rows(heads, codes).view(codes), torch.float32) - heads).abs()
+    largest = heads.abs().amax(dim=-1, keepdim=True)
+    # Half a step: of int8 the scale, which is up to 1/128 larger than needed; of E4M3 1/8 of the element.
+    half_step = (
+        largest / 127 * (1 + 1 / 128) / 2 if codes is torch.int8 else heads.abs() / 16 + largest / 2**17
+    )
+    assert bool((error <= half_step * (1 + 1e-5)).all())
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     key, pages, slots = torch.zeros(2, 2, 8), torch.zeros(4, 2, 2, 16, 8), torch.tensor([0, 1])
     for wrong in (slots.int(), torch.zeros(4, dtype=torch.int64)[::2]):
@@ -49,3 +89,6 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     for value, kv_pages in ((key, pages[:, :, :1]), (key[:, :1], pages)):
         with pytest.raises(ValueError, match="kv_pages"):
             store_kv(key, value, kv_pages, slots)
+    for kv_pages in (pages.to(torch.int8), pages[..., :6].bfloat16(), pages.bfloat16()):
+        with pytest.raises(ValueError, match=r"do not take heads of torch.float32 and 8 elements"):
+            store_kv(key, key, kv_pages.contiguous(), slots)

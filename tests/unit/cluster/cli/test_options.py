@@ -30,7 +30,8 @@ SERVE_FLAGS = """
 ENGINE_FLAGS = """
 --dtype --load-format --device --tensor-parallel-size -tp --engine-seed --max-model-len --max-num-seqs --seed
 --max-num-batched-tokens --scheduler-policy --max-queue-delay-ms --preferred-batch-sizes --block-size
---page-size --kv-cache-memory --kv-cache-memory-bytes --gpu-memory-utilization --host-cache-memory
+--page-size --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --gpu-memory-utilization
+--host-cache-memory
 --enable-prefix-caching --no-enable-prefix-caching --batch-invariant --no-batch-invariant --quantization
 --async-scheduling --no-async-scheduling --speculative-config --stream-priority
 --logits-processor --logits-processors

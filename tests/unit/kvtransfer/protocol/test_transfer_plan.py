@@ -2,6 +2,7 @@
 
 import time
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.transfer_ends import runs_of
 NUM_HEADS = 12  # splits by 2 and by 3: ranks whose heads overlap partly
 TP_SIZES = (1, 2, 3, 4, 12)
 PAGE_SIZES = (1, 2, 4, 8)
-Pool = NDArray[np.int32]  # [pages, layers, 2, heads of the rank, page_size, head_dim]
+Pool = NDArray[np.int32]  # [pages, layers, 2, heads of the rank, page_size, words of a row]
 
 
 def layout(tp_size: int, page_size: int, **changes: int | str) -> PageLayout:
@@ -34,7 +35,7 @@ def layout(tp_size: int, page_size: int, **changes: int | str) -> PageLayout:
 
 def pool_of(layout: PageLayout, num_pages: int, first_value: int) -> Pool:
     """Every element has a value of its own."""
-    shape = (num_pages, layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.head_dim)
+    shape = (num_pages, layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.row_bytes // 4)
     return np.arange(first_value, first_value + int(np.prod(shape)), dtype=np.int32).reshape(shape)
 
 
@@ -102,16 +103,21 @@ def test_every_pair_of_layouts_moves_the_bytes_of_the_definition(
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> tuple[PageLayout, int]:
+def cuts(draw: st.DrawFn, /, **changes: int | str) -> tuple[PageLayout, int]:
     """A layout and one of its ranks."""
-    cut = layout(draw(st.sampled_from(TP_SIZES)), draw(st.sampled_from((1, 2, 4, 8, 16))))
+    page_size = draw(st.sampled_from((1, 2, 4, 8, 16)))
+    cut = layout(draw(st.sampled_from(TP_SIZES)), page_size, **changes)
     return cut, draw(st.integers(0, cut.tp_size - 1))
 
 
-@given(cuts(), cuts(), st.data())
+CODES: dict[str, Any] = {"head_dim": 6, "cache_dtype": "int8"}
+
+
+@given(st.one_of(st.tuples(cuts(), cuts()), st.tuples(cuts(**CODES), cuts(**CODES))), st.data())
 def test_any_piece_of_scattered_pages(
-    one: tuple[PageLayout, int], other: tuple[PageLayout, int], data: st.DataObject
+    both: tuple[tuple[PageLayout, int], tuple[PageLayout, int]], data: st.DataObject
 ) -> None:
+    one, other = both
     layouts, ranks = (one[0], other[0]), (one[1], other[1])
     plan = plan_transfer(*layouts, *ranks)
     num_units = data.draw(st.integers(0, 24))
@@ -192,7 +198,8 @@ def test_equal_layouts_move_whole_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("num_layers", 3), ("num_kv_heads", 24), ("head_dim", 4), ("dtype", "bfloat16")]
+    ("field", "value"),
+    [("num_layers", 3), ("num_kv_heads", 24), ("head_dim", 4), ("dtype", "bfloat16"), ("cache_dtype", "fp8")],
 )
 def test_another_model_is_refused_by_the_field(field: str, value: int | str) -> None:
     with pytest.raises(ConfigError, match=f"{field} .* and {field} {value}"):
