@@ -10,9 +10,11 @@ from typing import Annotated, Any, NamedTuple, Self, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from baton.adapters import Adapter
 from baton.errors import InvalidRequest
 from baton.messages.bounds import Attempt, Count, Id
 from baton.messages.workers import WorkerTimes
+from baton.pages import without_public
 from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TokenIds
 
@@ -247,6 +249,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sampling: SamplingParams = SamplingParams()
     tenant: str = ""
     cache_salt: bytes = b""  # derived from the tenant by the gateway; only requests of one salt share pages
+    adapter: Adapter | None = None  # that changes the model; workers read it when they first meet it
     priority: int = 0  # lower values are served first, as in vLLM
     sla: Sla = Sla()
     scheduling_key: SchedulingKey = SchedulingKey()  # of the tenant; written by the gateway
@@ -273,6 +276,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def key(self) -> AttemptKey:
         """The attempt that this request is."""
         return self.request_id, self.attempt
+
+    @property
+    def page_salt(self) -> bytes:
+        """The salt of the page keys: no page of one adapter serves another one, or the bare model."""
+        return self.cache_salt if self.adapter is None else self.adapter.salt(without_public(self.cache_salt))
 
     @property
     def all_token_ids(self) -> TokenIds:

@@ -346,7 +346,7 @@ class DecodeWorker(WorkerNode):
         self._engine.pages.accounts.book(attempt.engine_id, attempt.request.tenant)
         claim = self._engine.claim_prefix(
             attempt.request.all_token_ids,
-            attempt.request.cache_salt,
+            attempt.request.page_salt,
             attempt.engine_id,
             multiple_of=max(prefill.page_size, self._engine.pages.page_size),
         )

@@ -3,16 +3,18 @@
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
+from baton.adapters import Adapter
 from baton.clock import Clock, SystemClock
 from baton.config.engine import EngineConfig, RankSidecar, SpeculativeConfig
 from baton.config.environment import cache_directory, prepare_nccl
@@ -39,6 +41,7 @@ from baton.engine.speculation.lookup import lookup_drafter
 from baton.errors import ConfigError, InvalidRequest, ModelError, WorkerLost
 from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros
+from baton.kernels.lora import NO_ADAPTER
 from baton.messages.workers import Load
 from baton.pages import PageKeys
 from baton.request import FilledPages, Request, StepOutput
@@ -126,6 +129,7 @@ class Engine(Replica):
         self._num_steps = 0
         directory, self._eos_token_ids = Path(config.model), model_config.eos_token_ids
         self._form_mask = StructuredOutputMask(directory, model_config.vocab_size, self._eos_token_ids)
+        self._adapters = AdapterSlots(runner, config.max_loras)
         self._outside_processors = [*map(load_logits_processor, config.logits_processors)]
         self._start_steps()
         self._sampler.warm_up(model_config.vocab_size)
@@ -158,6 +162,9 @@ class Engine(Replica):
 
     def check(self, request: Request) -> None:
         super().check(request)
+        if request.adapter is not None:
+            live = (sequence.adapter for sequence in self.scheduler.sequences())
+            self._adapters.place(request.adapter, {each.digest for each in live if each is not None})
         sampling = request.sampling
         if sampling.structured_outputs is not None:
             self._form_mask.check()
@@ -328,6 +335,8 @@ class Engine(Replica):
         arrays = self._builder.build(
             batch, step=self._num_steps, num_last_tokens=num_last, num_layer_groups=num_groups
         )
+        if self.runner.adapters is not None:
+            arrays = self._adapters.with_adapters(arrays, batch)
         meter = self._step_meter
         if self.runner.tp.size > 1:
             self.runner.tp.send_command(encode(arrays))
@@ -357,6 +366,54 @@ class Engine(Replica):
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
         return perf_counter() - started_s
+
+
+class AdapterSlots:
+    """The slots of a replica's adapters. Rank 0 places an adapter at once, other ranks before the next step.
+
+    An adapter without a live sequence leaves its slot when another one needs the slot. While all have some,
+    there are more slots, so that no request waits for one.
+    """
+
+    def __init__(self, runner: ModelRunner, max_idle: int) -> None:
+        self._runner = runner
+        self._max_idle = max_idle
+        self._slots: dict[bytes, int] = {}  # digest -> slot, the least recently asked for first
+        self._placed: list[tuple[int, str, bytes]] = []  # since the last step
+
+    def place(self, adapter: Adapter, live: Set[bytes]) -> None:
+        """Have the adapter in a slot. live: digests of those with sequences. Raises InvalidRequest."""
+        slot = self._slots.get(adapter.digest)
+        if slot is None:
+            idle = [digest for digest in self._slots if digest not in live]
+            is_full = len(self._slots) >= self._max_idle and idle
+            slot = self._slots[idle[0]] if is_full else self._free_slot()
+            try:
+                self._runner.place_adapter(slot, adapter)
+            except ModelError as error:
+                raise InvalidRequest(f"the adapter cannot be used: {error}") from None
+            if is_full:
+                del self._slots[idle[0]]
+            self._placed.append((slot, *msgspec.structs.astuple(adapter)))
+        self._slots.pop(adapter.digest, None)
+        self._slots[adapter.digest] = slot
+
+    def with_adapters(self, arrays: StepArrays, batch: Batch) -> StepArrays:
+        """The step with the slot of each token, and with the adapters that other ranks lack."""
+        placed, self._placed = tuple(self._placed), []
+        arrays = arrays._replace(adapters=placed)
+        adapters = [sequence.adapter for sequence in batch.sequences]
+        if not any(adapters):
+            return arrays
+        slots = [NO_ADAPTER if each is None else self._slots[each.digest] for each in adapters]
+        slots_T = np.full(len(arrays.token_ids), NO_ADAPTER, np.int32)  # padding has none
+        rows = np.repeat(np.array(slots, np.int32), batch.lengths)
+        slots_T[: len(rows)] = rows
+        return arrays._replace(adapter_slots=slots_T)
+
+    def _free_slot(self) -> int:
+        taken = set(self._slots.values())
+        return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
 
 class _Step(NamedTuple):

@@ -351,9 +351,9 @@ class SoughtPrefix(NamedTuple):
     def claim(self, multiple_of: int) -> FilledPages:
         """Hold the known part, on the request's scheduling key; see `Replica.claim_prefix`."""
         self.engine.pages.accounts.book(self.owner, self.request.tenant)
-        token_ids, salt = self.request.all_token_ids, self.request.cache_salt
+        token_ids, salt = self.request.all_token_ids, self.request.page_salt
         return self.engine.claim_prefix(token_ids, salt, self.owner, multiple_of=multiple_of)
 
     def keys(self, page_size: int) -> list[bytes]:
         """The keys of the full pages of that size."""
-        return self.engine.page_keys(self.request.all_token_ids, self.request.cache_salt, page_size)
+        return self.engine.page_keys(self.request.all_token_ids, self.request.page_salt, page_size)

@@ -150,7 +150,7 @@ class PromptKeys:
         while len(keys) < num_pages:
             until = min(num_pages, len(keys) + (self._pages_per_slice or num_pages))
             if known is None:
-                page_keys.extend(keys, token_ids, until, request.cache_salt)
+                page_keys.extend(keys, token_ids, until, request.page_salt)
             else:
                 pages = (known[KEY_BYTES * page : KEY_BYTES * (page + 1)] for page in range(len(keys), until))
                 keys += [page or bytes(KEY_BYTES) for page in pages]

@@ -33,6 +33,9 @@ KNOBS: dict[str, Any] = {
     "scheduler.max_queue_delay_ms": 0.0,
     "scheduler.preferred_batch_sizes": (),
     "scheduler.async_scheduling": None,
+    "enable_lora": False,
+    "max_loras": 8,
+    "max_lora_rank": 16,
     "logits_processors": (),
     "speculative": None,
 }

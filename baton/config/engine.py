@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from baton.adapters import MAX_RANK
 from baton.config.loader import build
 from baton.errors import ConfigError
 
@@ -124,6 +125,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
     # Logits processors from outside the tree, package.module:Class each. See docs/extending.md.
     logits_processors: tuple[str, ...] = ()
+    enable_lora: bool = False  # serve LoRA adapters beside the model
+    # Adapters that a worker keeps in memory while they have no request; others are read again when needed.
+    max_loras: Annotated[int, Meta(ge=1, le=1024)] = 8
+    max_lora_rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 16  # the highest rank of an adapter
     # Speculative decoding on workers that decode, such as {"method": "ngram"}; None: off.
     speculative: SpeculativeConfig | None = None
 

@@ -25,7 +25,7 @@ from baton.errors import ModelError
 from baton.kernels import rms_norm as norm_kernels
 from baton.kernels.decoder_stack import DecoderStack, LayerGroups, StackLayer, StackShape, can_stack
 from baton.kernels.experts import Mixture
-from baton.kernels.gated import SILU, Activation
+from baton.kernels.gated import SILU, Activation, gated
 from baton.kernels.linear import LinearWeight, embedding, linear, linear_gated
 from baton.kernels.ragged_attention import ragged_attention
 from baton.kernels.store_kv import rope_and_store
@@ -111,6 +111,11 @@ class ColumnParallelLinear:
             biases = self._read_biases(sharded, num_outputs, fused)
             reordered = [reorder(name, rows) for name, rows in zip(num_outputs, biases, strict=True)]
             self.bias_N = parameters.join(reordered).float()
+        self._adapters = parameters.adapters
+        self._adapted = [
+            sharded[name].adapted(name, (n, num_inputs), 0, partial(reorder, name)) if fused is None else None
+            for name, n in num_outputs.items()
+        ]
 
     @staticmethod
     def _read_weights(
@@ -135,7 +140,21 @@ class ColumnParallelLinear:
         return [whole[span] for span in _fused_spans(sharded, num_outputs, fused)]
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        return linear(x_TK, self.weight, self.bias_N)
+        rows = None if self._adapters is None else self._adapters.rows
+        if rows is None:
+            return linear(x_TK, self.weight, self.bias_N)
+        y_TN, start = linear(x_TK, self.weight, self.bias_N, out_dtype=torch.float32), 0
+        for projection in filter(None, self._adapted):
+            weights, stop = projection.weights, start + projection.weights.num_outputs
+            weights.expand(weights.shrink(x_TK, rows), rows, y_TN[:, start:stop])
+            start = stop
+        return y_TN.to(x_TK.dtype)
+
+    def gated(self, x_TK: Tensor, activation: Activation) -> Tensor:
+        """The activation of the first half of the outputs times the second half."""
+        if self._adapters is None or self._adapters.rows is None:
+            return linear_gated(x_TK, self.weight, self.bias_N, activation)
+        return gated(self(x_TK), activation)
 
 
 def _fused_spans(
@@ -159,14 +178,21 @@ class RowParallelLinear:
         self._num_splits = max(1, NUM_SPLITS // self.tp.size)
         self.weight = parameters.pack(weight_NK, num_splits=self._num_splits)
         self.bias_N = parameters.whole(f"{name}.bias", (num_outputs,)).float() if bias else None
+        self._adapted = parameters.adapted(name, (num_outputs, num_inputs), 1)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        if self.tp.size == 1:
+        rows = None if self._adapted is None else self._adapted.adapters.rows
+        if self.tp.size == 1 and rows is None:
             return linear(x_TK, self.weight, self.bias_N, num_splits=self._num_splits)
-        partial_TN = linear(x_TK, self.weight, num_splits=self._num_splits, out_dtype=torch.float32)
+        bias_N = self.bias_N if self.tp.size == 1 else None
+        partial_TN = linear(x_TK, self.weight, bias_N, num_splits=self._num_splits, out_dtype=torch.float32)
         sum_TN = self.tp.all_reduce(partial_TN)
-        if self.bias_N is not None:
+        if self.bias_N is not None and bias_N is None:
             sum_TN += self.bias_N
+        if self._adapted is not None and rows is not None:
+            weights = self._adapted.weights
+            hidden_TR = weights.shrink(x_TK, rows, num_splits=self._num_splits)
+            weights.expand(self.tp.all_reduce(hidden_TR), rows, sum_TN)
         return sum_TN.to(x_TK.dtype)
 
 
@@ -333,7 +359,7 @@ class GatedMlp:
         self.down = RowParallelLinear(parameters, "down_proj", hidden, inner, bias=bias)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        return self.down(linear_gated(x_TE, self.gate_up.weight, self.gate_up.bias_N, self.activation))
+        return self.down(self.gate_up.gated(x_TE, self.activation))
 
 
 class ExpertTensors(NamedTuple):
@@ -489,6 +515,7 @@ class Decoder(ABC):
         for rope in tables:
             tables[rope] = _rope_table(config.head_dim, rope, max_model_len).to(parameters.device)
         self.cos_sin_MD = [tables[layer.attention.rope] for layer in self.layers]
+        self.adapters = parameters.adapters
         self.stack = self._fused_stack() if self.fuses_layers and parameters.tp.size == 1 else None
 
     @abstractmethod
@@ -511,7 +538,8 @@ class Decoder(ABC):
     def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
         """As `Model.forward`."""
         residual_TE = self.embed(step)
-        if self.stack is not None:
+        adapters = None if self.adapters is None or self.adapters.rows is None else self.adapters
+        if self.stack is not None and adapters is None:
             return self.stack.run(
                 residual_TE,
                 step.logit_rows_R,
@@ -529,6 +557,8 @@ class Decoder(ABC):
             if index == len(self.layers) - 1 and len(step.logit_rows_R) < len(x_TE):
                 # After the last layer's keys and values, only the rows that yield logits matter.
                 x_TE, residual_TE = x_TE[step.logit_rows_R], residual_TE[step.logit_rows_R]
+                if adapters is not None:
+                    adapters.rows = adapters.logit_rows
             x_TE = layer.post_norm.add(layer.out(x_TE), residual_TE)
             x_TE = next_norm.add(layer.mlp(x_TE), residual_TE)
             if groups and index + 1 in ends:

@@ -21,10 +21,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from baton.adapters import Adapter, read_adapter
 from baton.config.engine import CacheConfig, EngineConfig
 from baton.engine.cache.page_pool import ALWAYS_PASSED, mark_of
 from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
-from baton.engine.models.loading.weights import Checkpoint, Parameters, Progress, ReportingCheckpoint
+from baton.engine.models.loading.weights import (
+    Adapters,
+    Checkpoint,
+    Parameters,
+    Progress,
+    ReportingCheckpoint,
+)
 from baton.engine.models.model import (
     Model,
     build_model,
@@ -222,6 +229,7 @@ class ModelRunner:
         self.model: Model
         self.pool: KvPool
         self.steps = DeviceSteps(self.device)
+        self.adapters = Adapters(self.device) if config.enable_lora else None
         self._graphs: StepGraphs | None = None  # on a GPU, as the uploads
         self._uploads: StepUploads | None = None
 
@@ -241,6 +249,7 @@ class ModelRunner:
             batch_invariant=self.config.batch_invariant,
             quantization=self.config.quantization,
             scheme=config.quantization,
+            adapters=self.adapters,
         )
         try:
             self.model = build_model(config, parameters, self.max_model_len)
@@ -332,6 +341,8 @@ class ModelRunner:
         be behind: their marks say how far they are.
         last_tokens_R: on rank 0, int64, the tokens that the last step sampled, if the step refers to them.
         """
+        for slot, path, digest in arrays.adapters if self.tp.rank else ():  # rank 0 has placed them
+            self.place_adapter(slot, Adapter(path, digest))
         num_tokens = arrays.num_last_tokens
         last_tokens_R = self._share_tokens(num_tokens, last_tokens_R) if num_tokens else None
         groups = None
@@ -343,6 +354,20 @@ class ModelRunner:
             return self._execute(arrays, groups, last_tokens_R)
         finally:  # the launched part of a failed step ends, too
             self.steps.make(mark_of(arrays.step))
+
+    @torch.inference_mode()
+    def place_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Read this rank's part of an adapter into a slot.
+
+        Raises ModelError, and changes nothing, when there are no adapters here, when the files are not those
+        of the digest, and when the weights do not fit the model.
+        """
+        if self.adapters is None:
+            raise ModelError("LoRA adapters need --enable-lora")
+        files = read_adapter(adapter.path, self.config.max_lora_rank)
+        if files.digest != adapter.digest:
+            raise ModelError(f"{adapter.path}: the files have changed since the adapter was loaded")
+        self.adapters.put(slot, files)
 
     def _share_tokens(self, num_tokens: int, tokens_R: Tensor | None) -> Tensor:
         """Rank 0 samples; return its tokens on every rank."""
@@ -357,7 +382,8 @@ class ModelRunner:
         if not len(arrays.token_ids):
             empty_RV = torch.empty((0, self.model_config.vocab_size), device=self.device)
             return self.tp.all_reduce(empty_RV)  # afterwards the pages have been copied on every rank
-        shape = None if self._graphs is None else self._graphs.shape_of(arrays)
+        has_graph = self._graphs is not None and not len(arrays.adapter_slots)
+        shape = self._graphs.shape_of(arrays) if self._graphs is not None and has_graph else None
         if self._graphs is None or shape is None or (groups is not None and shape.num_tokens):
             return self._forward(arrays, self.pool.device, groups, last_tokens_R)
         logits_RV = self._graphs.replay(arrays, shape, last_tokens_R)
@@ -376,7 +402,10 @@ class ModelRunner:
         step = ModelInput.from_arrays(arrays) if uploads is None else uploads.upload(arrays)
         if last_tokens_R is not None:
             fill_in(step.token_ids_T[: arrays.num_decodes], last_tokens_R)
-        return self.model.logits(self.model.forward(step, kv_pool, groups))
+        if self.adapters is None:
+            return self.model.logits(self.model.forward(step, kv_pool, groups))
+        with self.adapters.step(arrays.adapter_slots, arrays.logit_rows):
+            return self.model.logits(self.model.forward(step, kv_pool, groups))
 
     def _wrote_layers(self, step: int, on_layers: OnLayers | None, first: int, stop: int) -> None:
         self.steps.make(mark_of(step, stop))

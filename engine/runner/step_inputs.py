@@ -27,6 +27,9 @@ from baton.kernels.ragged_attention import RaggedBatch
 Int32s: TypeAlias = NDArray[np.int32]
 
 
+NO_SLOTS: Final[Int32s] = np.zeros(0, np.int32)
+
+
 class StepArrays(NamedTuple):
     """One step as plain arrays; ModelInput describes the rows."""
 
@@ -45,6 +48,8 @@ class StepArrays(NamedTuple):
     # Tokens that the last step sampled. A negative token id -1 - i of a decode is the i-th of them.
     num_last_tokens: int = 0
     num_layer_groups: int = 0  # groups of layers to report as they are written; 0: none
+    adapter_slots: Int32s = NO_SLOTS  # the adapter of each token, see `AdapterRows`; empty: none has one
+    adapters: tuple[tuple[int, str, bytes], ...] = ()  # to place before the step: slot, path, digest
 
 
 def encode(arrays: StepArrays) -> bytes:
@@ -57,7 +62,10 @@ def decode(message: bytes) -> StepArrays:
     arrays = StepArrays(*_DECODER.decode(message))
     num_seqs = len(arrays.context_lens)
     num_pages = len(arrays.page_table) // max(1, num_seqs)  # a step may have copies and no sequence
-    return arrays._replace(page_table=arrays.page_table.reshape(num_seqs, num_pages))
+    return arrays._replace(
+        page_table=arrays.page_table.reshape(num_seqs, num_pages),
+        adapters=tuple((slot, path, digest) for slot, path, digest in arrays.adapters),
+    )
 
 
 _ENCODER = msgspec.msgpack.Encoder(

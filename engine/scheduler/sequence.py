@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.adapters import Adapter
 from baton.errors import IntegrityError, InvalidRequest
 from baton.fair_queue import DecayedShares, Share
 from baton.pages import without_public
@@ -125,6 +126,7 @@ class Sequence:
     max_kv_pages: int | None = None  # quota of the scheduling key
     max_queue_delay_s: float | None = None  # bounds the wait in the queue window
     cache_salt: bytes = b""
+    adapter: Adapter | None = None
     keeps_pages: bool = False  # the pages outlive a sequence that ends normally, until `release_kept`
     is_held: bool = False  # True: the scheduler does not admit it yet, because its grammar compiles
 
@@ -187,7 +189,8 @@ class Sequence:
             scheduling_class=scheduling.rank,
             max_kv_pages=scheduling.quotas.max_kv_pages,
             max_queue_delay_s=None if delay_ms is None else delay_ms / 1e3,
-            cache_salt=request.cache_salt,
+            cache_salt=request.page_salt,
+            adapter=request.adapter,
         )
 
     @property

@@ -9,10 +9,11 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
+from baton.adapters import Adapter
 from baton.config.engine import RankSidecar, engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.models.registry import read_model_config
-from baton.engine.runner.step_inputs import StepArrays
+from baton.engine.runner.step_inputs import NO_SLOTS, StepArrays
 from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceStatus
 from baton.pages import PageLayout
 from baton.request import Request, SamplingParams, StepOutput
@@ -92,8 +93,12 @@ def tokens(outputs: list[list[StepOutput]]) -> list[list[int | None]]:
     return [[output.token_id for output in of_one] for of_one in outputs]
 
 
-def forward_logits(made: Engine, token_ids: list[int]) -> Tensor:
+def forward_logits(made: Engine, token_ids: list[int], adapter: Adapter | None = None) -> Tensor:
     """Return the logits of every position, [T, V]: one prefill in the first pages of the idle pool."""
+    slots = NO_SLOTS
+    if adapter is not None:
+        made.runner.place_adapter(0, adapter)
+        slots = np.zeros(len(token_ids), np.int32)
     num_tokens, page_size = len(token_ids), made.runner.layout.page_size
     positions = np.arange(num_tokens)
     arrays = StepArrays(
@@ -108,6 +113,7 @@ def forward_logits(made: Engine, token_ids: list[int]) -> Tensor:
         max_seqlen_q=num_tokens,
         copies_to_host=(),
         copies_to_device=(),
+        adapter_slots=slots,
     )
     return made.runner.execute(arrays)
 

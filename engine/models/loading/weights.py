@@ -2,14 +2,20 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 from torch.nn import functional
 
+from baton.adapters import TARGETS, AdapterFiles
 from baton.engine.models.loading.checkpoint import Quantization
 from baton.engine.models.loading.quantised_weights import (
     Span,
@@ -23,6 +29,7 @@ from baton.errors import ConfigError, ModelError
 from baton.kernels.experts import ExpertWeights
 from baton.kernels.huge_pages import HugeArena
 from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
+from baton.kernels.lora import AdapterRows, LowRankWeights
 from baton.kernels.quantised import Method, QuantisedMatrix, join_rows, quantise
 
 Shape: TypeAlias = tuple[int, ...]
@@ -92,10 +99,11 @@ class Parameters:
         batch_invariant: bool = True,
         quantization: Method | None = None,
         scheme: Quantization | None = None,
+        adapters: "Adapters | None" = None,
     ) -> None:
         """batch_invariant: see `pack_linear`. quantization: of the weights of linear layers, when read.
 
-        scheme: of the checkpoint.
+        scheme: of the checkpoint. adapters: gets the projections that adapters may change.
         """
         self.tp = tp
         self.dtype = dtype
@@ -103,6 +111,7 @@ class Parameters:
         self.batch_invariant = batch_invariant
         self.quantization = quantization
         self.scheme = scheme
+        self.adapters = adapters
         self._packed_memory = HugeArena()
         self._checkpoint = checkpoint
         self._prefix = prefix
@@ -150,6 +159,26 @@ class Parameters:
             for part, tensor in stored_tensors(scheme, shape).items()
         }
         return self._decode(module, shape, parts, spans)
+
+    def adapted(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        dim: int,
+        change: Callable[[Tensor], Tensor] = lambda rows: rows,
+    ) -> "AdaptedProjection | None":
+        """The adapters' part of linear layer `name`; None: no adapter may change the layer.
+
+        shape, dim: as of `matrix`. change: as of `change_rows`, of the weight.
+        """
+        if self.adapters is None or name not in TARGETS:
+            return None
+        start, stop = self.tp.shard(shape[dim], what=self._prefix + name)
+        own = (stop - start, shape[1]) if dim == 0 else (shape[0], stop - start)
+        weights = LowRankWeights(*own, self.dtype, self.device)
+        projection = AdaptedProjection(shape, dim, start, stop, change, weights, self.adapters)
+        self.adapters.projections[self._prefix + name] = projection
+        return projection
 
     def stacked_matrices(
         self, name: str, count: int, shape: tuple[int, int], dim: int | None
@@ -277,6 +306,100 @@ def change_rows(weight: Matrix, change: Callable[[Tensor], Tensor]) -> Matrix:
 def chunk_inputs(weight: Matrix, num_parts: int) -> tuple[Matrix, ...]:
     """Equal parts along the inputs."""
     return weight.chunk(num_parts, dim=1) if isinstance(weight, Tensor) else weight.chunk_inputs(num_parts)
+
+
+# Adapters.
+
+PEFT_PREFIX: Final = "base_model.model."
+
+
+class AdaptedProjection(NamedTuple):
+    """A linear layer, or one of several that are multiplied at once, as adapters change it on this rank."""
+
+    shape: tuple[int, int]  # [N, K] on all ranks together
+    dim: int  # along which ranks split the layer: 0 the outputs, 1 the inputs
+    start: int  # of this rank's part
+    stop: int
+    change: Callable[[Tensor], Tensor]  # the order of this rank's outputs
+    weights: LowRankWeights
+    adapters: "Adapters"
+
+    def put(self, slot: int, a_RK: Tensor, b_NR: Tensor) -> None:
+        """Keep this rank's part of an adapter, which is given whole."""
+        if self.dim == 0:
+            b_NR = self.change(b_NR[self.start : self.stop])
+        else:
+            a_RK = a_RK[:, self.start : self.stop]
+        self.weights.put(slot, a_RK, b_NR)
+
+
+class Adapters:
+    """The adapters in the slots of one rank, and the slots of the rows of the running step.
+
+    A model makes `projections` as it is built, by the names of their layers in the checkpoint.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.projections: dict[str, AdaptedProjection] = {}
+        self.rows: AdapterRows | None = None  # None: no row of the step has an adapter
+        self.logit_rows: AdapterRows | None = None  # of the rows with wanted logits
+        self._device = device
+        self._ranks: dict[int, int] = {}  # slot -> rank
+
+    def put(self, slot: int, files: AdapterFiles) -> None:
+        """Place an adapter in a slot, in place of the one there.
+
+        Raises ModelError, and changes nothing, for weights that do not fit the model.
+        """
+        pairs = self._read(files)
+        for projection in self.projections.values():
+            projection.weights.remove(slot)
+        for name, (a_RK, b_NR) in pairs.items():
+            projection = self.projections[name]
+            projection.put(slot, a_RK.to(self._device), (b_NR * files.config.scale).to(self._device))
+        self._ranks[slot] = files.config.rank
+
+    @contextmanager
+    def step(self, slots_T: NDArray[np.int32], logit_rows: NDArray[np.int64]) -> Iterator[None]:
+        """Within, the rows of the model have the adapters in these slots. Empty: no row has one."""
+        if len(slots_T):
+            rank = max(self._ranks[int(slot)] for slot in np.unique(slots_T) if slot >= 0)
+            self.rows = AdapterRows(slots_T, rank, self._device)
+            self.logit_rows = AdapterRows(slots_T[logit_rows], rank, self._device)
+        try:
+            yield
+        finally:
+            self.rows = self.logit_rows = None
+
+    def _read(self, files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name of a projection -> (A, B), fp32."""
+        try:
+            tensors = load(files.weights)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise ModelError(f"{files.path}: the weights are not valid safetensors: {error}") from None
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            module, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+            if module not in self.projections or part not in ("A.weight", "B.weight"):
+                raise ModelError(
+                    f"{files.path}: tensor {name!r} is of no projection that adapters may change"
+                )
+            self._check(files, name, tensor, self.projections[module].shape, is_a=part[0] == "A")
+            found.setdefault(module, {})[part[0]] = tensor.float()
+        for module, parts in found.items():
+            if len(parts) < 2:
+                raise ModelError(f"{files.path}: {module!r} should have lora_A and lora_B")
+        return {module: (parts["A"], parts["B"]) for module, parts in found.items()}
+
+    @staticmethod
+    def _check(files: AdapterFiles, name: str, tensor: Tensor, shape: tuple[int, int], *, is_a: bool) -> None:
+        rank = files.config.rank
+        expected = (rank, shape[1]) if is_a else (shape[0], rank)
+        if tensor.shape != expected or not tensor.is_floating_point():
+            got = f"{list(tensor.shape)} {tensor.dtype}"
+            raise ModelError(f"{files.path}: tensor {name!r} should be {list(expected)} of floats, got {got}")
+        if not all(bound.isfinite() for bound in tensor.float().aminmax()):
+            raise ModelError(f"{files.path}: tensor {name!r} has a NaN or an infinity")
 
 
 class ParameterSurvey(Parameters):

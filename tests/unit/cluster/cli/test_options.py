@@ -34,6 +34,7 @@ ENGINE_FLAGS = """
 --host-cache-memory
 --enable-prefix-caching --no-enable-prefix-caching --batch-invariant --no-batch-invariant --quantization
 --async-scheduling --no-async-scheduling --speculative-config --stream-priority
+--enable-lora --no-enable-lora --max-loras --max-lora-rank
 --logits-processor --logits-processors
 """
 GENERATE_FLAGS = """

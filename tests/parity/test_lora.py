@@ -1,0 +1,111 @@
+"""LoRA adapters give the tokens of merged weights, in any mixture and on every topology."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+import torch
+
+from baton.adapters import Adapter
+from baton.engine.engine import Engine
+from baton.errors import InvalidRequest
+from baton.request import Request
+from baton.token_ids import TokenIds
+from tests.cluster_threads import Cluster
+from tests.lora_adapters import save_adapter, save_merged
+from tests.parity.models import MODEL, Oracle
+from tests.parity.runs import GREEDY, engine, forward_logits, prompts
+from tests.parity.test_cluster import Topology, compare
+from tests.tiny_models import run_to_end, token_ids
+
+Directory = Callable[..., Path]
+LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_loras": 2}
+SAMPLING: Final = msgspec.structs.replace(GREEDY, max_tokens=12)
+
+
+def asked(adapter: Adapter | None, tokens: Sequence[int]) -> Request:
+    return Request(
+        request_id=secrets.token_hex(16), token_ids=TokenIds.of(tokens), sampling=SAMPLING, adapter=adapter
+    )
+
+
+def mixed(model: Path, folder: Path) -> list[Request]:
+    """Return requests for three adapters and for none, all for the same prompts: no page may be shared."""
+    adapters = [
+        None,
+        save_adapter(model, folder / "a", seed=1),
+        save_adapter(model, folder / "b", seed=2, rank=16, use_rslora=True),
+        save_adapter(model, folder / "c", seed=3, rank=1, targets=("v_proj", "down_proj")),
+    ]
+    return [asked(adapter, tokens) for tokens in prompts() for adapter in adapters]
+
+
+def alone(made: Engine, requests: Sequence[Request]) -> list[list[int | None]]:
+    """Return the tokens of each request by an idle engine."""
+    answers = []
+    for request in requests:
+        made.add(request)
+        answers.append(token_ids(run_to_end(made)))
+    return answers
+
+
+@pytest.mark.parametrize("name", ["llama-gqa7-biased", "qwen2"])
+def test_adapter_gives_the_logits_and_tokens_of_merged_weights(
+    name: str, model_directory: Directory, tmp_path: Path
+) -> None:
+    model = model_directory(name)
+    adapter = save_adapter(model, tmp_path / "adapter", rank=4, use_rslora=True, deviation=0.1)
+    save_merged(model, adapter, tmp_path / "merged")
+    oracle, prompt = Oracle(tmp_path / "merged"), prompts()[-1]
+    with engine(model, **LORA) as made:
+        plain, logits = forward_logits(made, prompt), forward_logits(made, prompt, adapter)
+        torch.testing.assert_close(logits, oracle.logits(prompt), atol=1e-4, rtol=1e-4)
+        assert (plain - logits).abs().max() > 0.1, "the adapter changes little"
+        (got,) = alone(made, [asked(adapter, prompt)])
+    assert got == oracle.greedy(prompt, len(got))
+
+
+def test_mixture_of_adapters_changes_no_token(model_directory: Directory, tmp_path: Path) -> None:
+    model = model_directory("llama2")
+    requests = mixed(model, tmp_path)
+    with engine(model) as bare:
+        plain = alone(bare, [each for each in requests if each.adapter is None])
+    with engine(model, **LORA, scheduler={"max_num_batched_tokens": 48}) as made:
+        expected = alone(made, requests)
+        for request in requests:  # at once; there are more adapters than places for idle ones
+            made.add(request)
+        outputs = run_to_end(made)
+    got = [token_ids([out for out in outputs if out.request_id == each.request_id]) for each in requests]
+    assert got == expected
+    assert plain == [tokens for each, tokens in zip(requests, expected, strict=True) if each.adapter is None]
+    assert len({tuple(tokens) for tokens in expected[-4:]}) == 4, "adapters change nothing"
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=str)
+def test_adapters_give_the_tokens_of_one_engine(
+    tp: tuple[int, int], model_directory: Directory, tmp_path: Path
+) -> None:
+    model = model_directory(MODEL)
+    requests = mixed(model, tmp_path)
+    prefill, decode = Topology("", 1, 1, *tp).engines(model)
+    workers = [[msgspec.structs.replace(each, **LORA) for each in pool] for pool in (prefill, decode)]
+    with engine(model, **LORA) as oracle, Cluster(*workers) as cluster:
+        for _ in range(2):  # the second round finds the pages of the first
+            compare(cluster, oracle, requests)
+        cluster.check_nothing_is_held()
+
+
+def test_adapter_is_refused_when_its_files_have_changed(model_directory: Directory, tmp_path: Path) -> None:
+    model = model_directory("llama2")
+    adapter = save_adapter(model, tmp_path / "adapter", seed=1)
+    save_adapter(model, tmp_path / "adapter", seed=2)
+    gone = Adapter(str(tmp_path / "gone"), adapter.digest)
+    with engine(model, **LORA) as made:
+        for refused, why in ((adapter, "have changed"), (gone, "no such file")):
+            with pytest.raises(InvalidRequest, match=why):
+                made.check(asked(refused, [1, 2]))
+    with engine(model) as bare, pytest.raises(InvalidRequest, match="--enable-lora"):
+        bare.check(asked(adapter, [1, 2]))
