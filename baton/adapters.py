@@ -6,7 +6,7 @@ that reads other files under the path refuses the request. This module imports n
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
@@ -14,7 +14,8 @@ from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.errors import ModelError
+from baton.errors import ConfigError, ModelError
+from baton.messages.bounds import MAX_NAME_CHARS, Name
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
@@ -48,6 +49,26 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def salt(self, salt: bytes) -> bytes:
         """Return the salt of the adapter's pages, by the salt of the same pages without an adapter."""
         return blake2b(self.digest + salt, digest_size=DIGEST_BYTES, person=b"baton-adapter").digest()
+
+
+class NamedAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter as requests name it, beside the model."""
+
+    name: Name
+    adapter: Adapter
+    created_s: int  # when it was loaded, in seconds since 1970
+
+
+def named_paths(modules: Sequence[str]) -> dict[str, str]:
+    """Return the path of each name in `name=path`. Raises ConfigError."""
+    pairs = [module.partition("=") for module in modules]
+    for module, (name, _, path) in zip(modules, pairs, strict=True):
+        if not path or not 0 < len(name) <= MAX_NAME_CHARS:
+            raise ConfigError(f"gateway.lora_modules: expected name=path, got {module!r}")
+    found = {name: str(Path(path).resolve()) for name, _, path in pairs}
+    if len(found) < len(modules):
+        raise ConfigError("gateway.lora_modules: a name is there twice")
+    return found
 
 
 class AdapterConfig(NamedTuple):

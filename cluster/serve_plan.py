@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from baton.adapters import named_paths, read_adapter
 from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.runtimes.base import ProcessSpec
 from baton.config.cluster import ServeConfig, WorkerConfig
@@ -145,6 +146,8 @@ def _router(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:
 
 
 def _gateway(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:
+    paths = named_paths(config.gateway.lora_modules)  # the process may start in another folder
+    modules = tuple(f"{name}={path}" for name, path in paths.items())
     return ProcessSpec(
         kind=Kind.GATEWAY,
         name=f"gateway-{index}",
@@ -159,7 +162,7 @@ def _gateway(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec
             tenants_file=config.tenants,
             drain_timeout_s=config.drain_timeout_s,
             link_timeout_s=config.link_timeout_s,
-            **msgspec.structs.asdict(config.gateway),
+            **{**msgspec.structs.asdict(config.gateway), "lora_modules": modules},
         ),
     )
 
@@ -181,6 +184,11 @@ def check_model(config: ServeConfig) -> Path:
     if config.engine.load_format != "dummy":
         read_entries(directory)
     choose_max_model_len(config.engine, model)
+    paths = named_paths(config.gateway.lora_modules)
+    if paths and not config.engine.enable_lora:
+        raise ConfigError("gateway.lora_modules: adapters need engine.enable_lora (--enable-lora)")
+    for path in paths.values():
+        read_adapter(path, config.engine.max_lora_rank)
     read_draft_model_config(resolve_draft_model(config.engine), model)
     for role, pool in config.pools.items():
         if pool.num_workers:

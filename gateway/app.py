@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket
 
 import baton
 from baton.errors import BatonError
-from baton.gateway.api.admin import Canary, Find, add_admin_routes
+from baton.gateway.api.admin import Canary, Find, ServedAdapters, add_adapter_routes, add_admin_routes
 from baton.gateway.api.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.body_reader import ServedModel
 from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_error
@@ -95,6 +95,7 @@ def make_app(
     responses: ResponseStore,
     find: Find,
     tracer: Tracer | None,
+    adapters: ServedAdapters,
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
 
@@ -116,6 +117,7 @@ def make_app(
     _add_models(app, model)
     _add_responses(app, responses)
     add_admin_routes(app, model.service, find)
+    add_adapter_routes(app, adapters)
     _answer_errors(app)
     _add_api_page(app)
     describe_routes(app.openapi())  # made once and kept until another route is added
@@ -194,13 +196,13 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """List the models that the key may use."""
-        may_use = request.state.tenant.may_use(model.name)
-        return {"object": "list", "data": [_card(model)] if may_use else []}
+        names = filter(request.state.tenant.may_use, (model.name, *model.adapters))
+        return {"object": "list", "data": [_card(model, name) for name in names]}
 
     @app.get("/v1/models/{name:path}", responses={404: {"description": "There is no such model"}})
     async def one_model(name: str, request: Request) -> dict[str, Any]:
         model.read_policy(request.state.tenant).check_model(name)
-        return _card(model)
+        return _card(model, name)
 
 
 def _add_responses(app: FastAPI, store: ResponseStore) -> None:
@@ -226,15 +228,15 @@ def _add_responses(app: FastAPI, store: ResponseStore) -> None:
         return {"id": id, "object": "response", "deleted": True}
 
 
-def _card(model: ServedModel) -> dict[str, Any]:
-    tokenizer = model.bodies.reader.tokenizer
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
+    tokenizer, adapter = model.bodies.reader.tokenizer, model.adapters.get(name)
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
-        "created": model.created_s,
+        "created": model.created_s if adapter is None else adapter.created_s,
         "owned_by": "baton",
-        "root": model.name,
-        "parent": None,
+        "root": name if adapter is None else adapter.adapter.path,
+        "parent": None if adapter is None else model.name,
         "max_model_len": model.max_model_len,
         "vocab_size": None if tokenizer is None else tokenizer.vocab_size,
     }

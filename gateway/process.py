@@ -12,11 +12,12 @@ from typing import Final
 
 import msgspec
 
+from baton.adapters import Adapter, NamedAdapter, named_paths, read_adapter
 from baton.clock import Clock, SystemClock
 from baton.config.environment import node_name
 from baton.config.gateway import GatewayConfig
 from baton.errors import Overloaded
-from baton.gateway.api.admin import Canary
+from baton.gateway.api.admin import Canary, ServedAdapters
 from baton.gateway.api.body_reader import BodyReader, ServedModel
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import TextSettings
@@ -92,6 +93,7 @@ class GatewayProcess:
             peers=self._peers,
             tracer=self._tracer,
         )
+        self._adapters = ServedAdapters(model, self._peers, clock)
         exporter = Exporter(
             self.metrics, service, self._peers, model=model.name, vllm_names=config.vllm_metric_names
         )
@@ -109,6 +111,7 @@ class GatewayProcess:
             responses=self._inference.responses,
             find=self.find,
             tracer=self._tracer,
+            adapters=self._adapters,
         )
         self._server = HttpServer(app, config, self._refused)
 
@@ -121,6 +124,7 @@ class GatewayProcess:
         self._address = address = Address(*await self._server.start())
         if self._config.shares_port:
             self._peers.listen(address)
+            await self._adapters.join()
         self._tasks.append(asyncio.create_task(self.feed.keep_reading()))
         if self._watch is not None:
             self._tasks.append(asyncio.create_task(self._watch.keep_looking()))
@@ -231,4 +235,8 @@ def _served_model(config: GatewayConfig, service: Service) -> ServedModel:
         service=service,
         created_s=int(time.time()),
         defaults=read_sampling_defaults(directory, config.generation_config),
+        adapters={
+            name: NamedAdapter(name, Adapter(path, read_adapter(path).digest), int(time.time()))
+            for name, path in named_paths(config.lora_modules).items()
+        },
     )

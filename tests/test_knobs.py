@@ -72,6 +72,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "max_begun_wait_s": 300.0,
     "ping_interval_s": 15.0,
     "operator_port": None,
+    "lora_modules": (),
     "allowed_origins": (),
     "otlp_traces_endpoint": None,
     "trace_sample_ratio": 1.0,

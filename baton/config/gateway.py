@@ -29,6 +29,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # "auto": sampling defaults of the model's generation_config.json, as in vLLM; "vllm": vLLM's own defaults
     generation_config: Literal["auto", "vllm"] = "auto"
     vllm_metric_names: bool = True  # /metrics also serves vLLM's metric names, for dashboards and llm-d
+    lora_modules: tuple[str, ...] = ()  # adapters from the start, name=path each; see engine.enable_lora
     # Open at once; the last tenth is kept for /health, /ping and /metrics.
     max_connections: Annotated[int, Meta(ge=1, le=2**16)] = 4096
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = 4 * 2**20  # of one request

@@ -81,6 +81,7 @@ METAVARS: Final = {
     "structured_outputs": "JSON",
     "speculative": "JSON",
     "logits_processors": "MODULE:CLASS",
+    "lora_modules": "NAME=PATH",
 }
 # vLLM's options that Baton lacks, and options of other commands: what to do instead.
 INSTEAD: Final = {
@@ -129,6 +130,11 @@ def origins(text: str) -> tuple[str, ...]:
         raise ArgumentTypeError(f"expected a JSON list of sites, got {text!r}") from None
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Read names with commas between them."""
+    return tuple(text.split(","))
+
+
 def count(text: str) -> int:
     """Read an integer as vLLM does: 4k is 4,000 and 4K is 4,096."""
     match = re.fullmatch(r"(\d{1,19})(\.\d{1,9})?([kmgKMG]?)", text)
@@ -160,7 +166,9 @@ READERS: Final[Mapping[str, Read]] = {
     "engine.max_model_len": count,
     "engine.scheduler.max_num_batched_tokens": count,
     "engine.scheduler.preferred_batch_sizes": integers,
-    "engine.logits_processors": lambda text: tuple(text.split(",")),
+    "engine.logits_processors": names,
+    "lora_modules": names,
+    "gateway.lora_modules": names,
     "sampling.stop_token_ids": integers,
     "sampling.allowed_token_ids": integers,
     "sampling.logit_bias": biases,

@@ -42,6 +42,7 @@ WITHOUT_OPTION: Final = frozenset(
         "gateway.tool_call_parser",
         "gateway.reasoning_parser",
         "gateway.operator_port",
+        "gateway.lora_modules",
         "gateway.allowed_origins",
         "gateway.otlp_traces_endpoint",
     }

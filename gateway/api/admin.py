@@ -1,24 +1,31 @@
-"""Operators' views of the cluster: routing decisions, timelines, and whether a request gets through.
+"""Operators' calls: routing decisions, timelines, whether a request gets through, LoRA adapters.
 
-gateway/http/auth.py admits operators alone to `/admin/`.
+gateway/http/auth.py admits operators alone.
 """
 
 import asyncio
 import re
 import secrets
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any, Final, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
+from fastapi.responses import PlainTextResponse
+from msgspec import Meta
 
+from baton.adapters import Adapter, AdapterPath, NamedAdapter, read_adapter
 from baton.clock import Clock
-from baton.errors import BatonError, Overloaded, WorkerLost
+from baton.errors import BatonError, ModelError, Overloaded, WorkerLost
+from baton.gateway.api.body_reader import ServedModel
 from baton.gateway.api.errors import ApiError, invalid
+from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.routers import Explained
 from baton.messages.bounds import MAX_NAME_CHARS
@@ -198,7 +205,6 @@ class Canary:
         if is_probe and not self._has_prefill():
             message = "no prefill worker is connected; decode workers compute prompts themselves meanwhile"
             raise Overloaded(message, retry_after_s=FRESH_S)
-        sink = _ProbeSink()
         request = Request(
             request_id=uuid.uuid4().hex,
             token_ids=self._prompt(workers),
@@ -207,15 +213,11 @@ class Canary:
             arrival_s=self._clock.now_s(),
             is_probe=is_probe,
         )
-        self._service.open(request, sink)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await sink.end
+            await _run_once(self._service, request, self._timeout_s)
         except TimeoutError:
             what = "no prompt was computed by a prefill worker and transferred" if is_probe else "no answer"
             raise WorkerLost(f"{what} within {self._timeout_s:g} s") from None
-        finally:
-            self._service.cancel(request.request_id)
         self._checked_s = self._clock.now_s()
 
     def _prompt(self, workers: Sequence[Worker]) -> TokenIds:
@@ -224,6 +226,17 @@ class Canary:
         length = max(1, min(NUM_PAGES * max(worker.page_size for worker in workers) + 1, longest))
         drawn = secrets.randbits(length)
         return TokenIds.of(drawn >> index & 1 for index in range(length))
+
+
+async def _run_once(service: Service, request: Request, timeout_s: float) -> None:
+    """Run a request of the gateway's own to its end. Raises TimeoutError, or the error of the request."""
+    sink = _ProbeSink()
+    service.open(request, sink)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await sink.end
+    finally:
+        service.cancel(request.request_id)
 
 
 class _ProbeSink:
@@ -239,3 +252,124 @@ class _ProbeSink:
     def failed(self, error: BatonError) -> None:
         if not self.end.done():
             self.end.set_exception(error)
+
+
+# LoRA adapters, which are loaded and unloaded while the server runs, as in vLLM.
+
+FIRST_REQUEST_S: Final = 60.0  # for a worker to read an adapter and answer
+
+
+class LoadAdapter(msgspec.Struct, frozen=True):
+    """The body of `/v1/load_lora_adapter`."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+    lora_path: AdapterPath
+    load_inplace: bool = False  # in place of an adapter with the same name
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True):
+    """The body of `/v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
+class AdapterChange(msgspec.Struct, frozen=True):
+    """What one gateway tells the others behind its port; without a change it asks for their adapters."""
+
+    loaded: NamedAdapter | None = None
+    unloaded: str | None = None
+
+
+class AdapterList(msgspec.Struct, frozen=True):
+    """The adapters that a gateway serves."""
+
+    adapters: tuple[NamedAdapter, ...]
+
+
+class ServedAdapters:
+    """The adapters of the gateways behind one port; each of them has all, in `ServedModel.adapters`."""
+
+    def __init__(self, model: ServedModel, peers: PeerGateways, clock: Clock) -> None:
+        """Those of the model are served from the start. Made before `peers` listens."""
+        self._model = model
+        self._clock = clock
+        self._tell = peers.answer(AdapterChange, AdapterList, self._take)
+
+    async def join(self) -> None:
+        """Serve the adapters of the other gateways, if there are any, in place of those from the start."""
+        for reply in await self._tell(AdapterChange()):
+            self._model.adapters = {each.name: each for each in reply.adapters}
+
+    async def load(self, asked: LoadAdapter) -> None:
+        """Serve an adapter, once a worker has computed a token with it. Raises ApiError and BatonError."""
+        name, folder = asked.lora_name, Path(asked.lora_path)
+        if name == self._model.name or (name in self._model.adapters and not asked.load_inplace):
+            raise invalid(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
+        try:
+            if not folder.is_dir():
+                message = f"there is no folder {str(folder)!r}"
+                raise ApiError(404, message, code="not_found", param="lora_path")
+            files = await asyncio.to_thread(read_adapter, str(folder.resolve()))
+        except (ModelError, ValueError) as error:  # ValueError: a null byte in the path
+            raise invalid(str(error), param="lora_path") from None
+        adapter = Adapter(files.path, files.digest)
+        request = Request(
+            request_id=uuid.uuid4().hex,
+            token_ids=TokenIds.of((0,)),
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True, seed=0),
+            cache_salt=b"canary",
+            adapter=adapter,
+            arrival_s=self._clock.now_s(),
+        )
+        try:
+            await _run_once(self._model.service, request, FIRST_REQUEST_S)
+        except TimeoutError:
+            raise WorkerLost(f"no worker answered within {FIRST_REQUEST_S:g} s") from None
+        await self._change(AdapterChange(loaded=NamedAdapter(name, adapter, int(time.time()))))
+
+    async def unload(self, asked: UnloadAdapter) -> None:
+        """Serve an adapter no more; its running requests go on. Raises ApiError 404."""
+        if asked.lora_name not in self._model.adapters:
+            message = f"The lora adapter '{asked.lora_name}' cannot be found."
+            raise ApiError(404, message, code="not_found", param="lora_name")
+        await self._change(AdapterChange(unloaded=asked.lora_name))
+
+    async def _change(self, change: AdapterChange) -> None:
+        self._take(change)
+        await self._tell(change)
+
+    def _take(self, change: AdapterChange) -> AdapterList:
+        """Make another gateway's change, or this one's; return what is served then."""
+        adapters = {name: each for name, each in self._model.adapters.items() if name != change.unloaded}
+        if change.loaded is not None:
+            adapters[change.loaded.name] = change.loaded
+        self._model.adapters = adapters
+        return AdapterList(tuple(adapters.values()))
+
+
+def add_adapter_routes(app: FastAPI, adapters: ServedAdapters) -> None:
+    """Add `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, with vLLM's bodies and answers."""
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(request: HttpRequest) -> PlainTextResponse:
+        """Serve the LoRA adapter in a folder as a model of its own."""
+        asked = _read_body(await request.body(), LoadAdapter)
+        await adapters.load(asked)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(request: HttpRequest) -> PlainTextResponse:
+        """Serve a LoRA adapter no more."""
+        asked = _read_body(await request.body(), UnloadAdapter)
+        await adapters.unload(asked)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+
+BodyT = TypeVar("BodyT", LoadAdapter, UnloadAdapter)
+
+
+def _read_body(data: bytes, kind: type[BodyT]) -> BodyT:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body: {error}") from None

@@ -259,6 +259,7 @@ class Answer:
             choice=choice.number,
             tenant=call.tenant.name,
             cache_salt=with_public(call.tenant_salt, choice.prompt.num_public_tokens),
+            adapter=call.adapter,
             priority=call.priority,
             sla=call.sla,
             scheduling_key=call.scheduling_key,

@@ -26,13 +26,14 @@ import logging
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
 import msgspec
 
+from baton.adapters import NamedAdapter
 from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
@@ -210,6 +211,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     created_s: int  # start of serving, in seconds since 1970
     defaults: SamplingParams = SamplingParams(max_tokens=None)  # max_tokens caps every answer
     known_length: int | None = None  # the last known context length of the workers
+    adapters: Mapping[str, NamedAdapter] = {}  # by name; replaced, never changed
 
     @property
     def fingerprint(self) -> str:
@@ -231,6 +233,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
         return ReadPolicy(
             model=self.name,
             may_use=tenant.may_use(self.name),
+            adapters={name: tenant.may_use(name) for name in self.adapters},
             max_model_len=self.max_model_len,
             is_strict=is_strict,
             may_store=may_store,

@@ -5,6 +5,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from baton.adapters import Adapter
 from baton.gateway.api.body import (
     DEFAULT_COMPLETION_TOKENS,
     Body,
@@ -45,6 +46,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One call as the gateway serves it: prompts of token ids, and how to answer each of them."""
 
     model: str  # the name in the answer
+    adapter: Adapter | None = None  # of the model with this name
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams  # of each choice; n is 1, the seed is set
     num_choices: int  # a prompt

@@ -183,7 +183,7 @@ class Inference:
         sla, scheduling_key = read_objectives(scope, tenant)
         arrival_s = self._clock.now_s()
         received_s = min(scope.get("extensions", {}).get(RECEIVED_S, arrival_s), arrival_s)
-        policy = self._read_policy(tenant)
+        policy, adapters = self._read_policy(tenant), self._model.adapters
         history = await self._history(data, tenant.name) if kind == "response" else b""
         read = await self._model.bodies.read(kind, data, policy, tenant.name, history)
         del data, history
@@ -197,6 +197,7 @@ class Inference:
         options = body.stream_options
         if body.cache_salt is None:  # a salt of the caller's shares no pages with other tenants
             await self._count_public(read.prompts, tenant)
+        adapter = adapters.get(body.model or "")
         call = make_call(
             body,
             tuple(read.prompts),
@@ -207,7 +208,8 @@ class Inference:
             bad_words_token_ids=read.bad_words_token_ids,
             dialect=DIALECTS.get(kind, "openai"),
             response=read.response,
-            model=self._model.name,
+            model=self._model.name if adapter is None else adapter.name,
+            adapter=None if adapter is None else adapter.adapter,
             tenant=tenant,
             sla=sla,
             scheduling_key=scheduling_key,

@@ -60,6 +60,7 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # the served name
     may_use: bool  # the tenant may use the model
+    adapters: dict[str, bool] = {}  # the served name of each adapter -> the tenant may use it
     max_model_len: int | None  # None: no worker has joined yet
     is_strict: bool = False  # unknown keys are refused
     max_chars: int | None = None  # of a chat's text; see `LongText`
@@ -74,11 +75,13 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_model(self, asked_for: str | None) -> None:
         """Raise ApiError 404 for another model, 403 for one that the tenant may not use. None: any model."""
-        if asked_for is not None and asked_for != self.model:
-            message = f"the model {asked_for[:80]!r} does not exist; {self.model!r} does"
+        name = self.model if asked_for is None else asked_for
+        may_use = self.may_use if name == self.model else self.adapters.get(name)
+        if may_use is None:
+            message = f"the model {name[:80]!r} does not exist; {self.model!r} does"
             raise ApiError(404, message, code="model_not_found", param="model")
-        if not self.may_use:
-            raise ApiError(403, f"this key may not use the model {self.model!r}", code="model_forbidden")
+        if not may_use:
+            raise ApiError(403, f"this key may not use the model {name!r}", code="model_forbidden")
 
     def check_length(self, num_tokens: int) -> None:
         """Raise ApiError or InvalidRequest for a prompt length that the model cannot take."""

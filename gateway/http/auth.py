@@ -3,7 +3,7 @@
 | path | port for clients, with tenants | port for operators |
 |---|---|---|
 | `/health`, `/ping` | no key | no key |
-| `/metrics`, `/load`, `/ui`, `/ui/...`, `/admin/...` | the key of a tenant with `admin: true` | no key |
+| those in OPERATORS_PATHS, `/ui/...`, `/admin/...` | the key of a tenant with `admin: true` | no key |
 | all others | the key of a tenant | as on the port for clients |
 
 The caller's address and headers decide nothing: a proxy on this machine connects from 127.0.0.1 for remote
@@ -31,7 +31,10 @@ from baton.gateway.metrics.tracing import TRACE, TraceContext
 from baton.gateway.tenants.tenants import Tenant, Tenants
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
-OPERATORS_PATHS: Final = frozenset({"/metrics", "/load", "/ui"})  # they show the requests of all tenants
+# They show the requests of all tenants, or change the models.
+OPERATORS_PATHS: Final = frozenset(
+    {"/metrics", "/load", "/ui", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+)
 OPERATORS_FOLDERS: Final = ("/admin/", "/ui/")  # their paths do as well
 LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: only shown
 BEARER: Final = "bearer "

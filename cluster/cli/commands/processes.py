@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 ROUTER_KEYS: Final = ("host", "port", "policy", "redis", "decision_log", "local_prefill_tokens")
 GATEWAY_KEYS: Final = (
     *("served_model_name", "host", "port", "chat_template", "tool_call_parser", "reasoning_parser"),
-    *("operator_port", "allowed_origins", "tenants_file"),
+    *("operator_port", "allowed_origins", "lora_modules", "tenants_file"),
 )
 WORKER_KEYS: Final = (
     *("name", "model_name", "host", "port", "transport", "kv_digests", "kv_streams", "drain_timeout_s"),

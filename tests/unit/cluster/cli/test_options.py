@@ -23,6 +23,7 @@ SERVE_FLAGS = """
 --router-policy --redis --decision-log --recording --recording-memory-bytes --local-prefill-tokens
 --chat-template
 --tool-call-parser --reasoning-parser --operator-port --allowed-origins --otlp-traces-endpoint --tenants
+--lora-modules
 --cluster-key-file --start-timeout --link-timeout --step-timeout --drain-timeout --config --log-format
 --planner --planner-ttft-ms --planner-tpot-ms --planner-attainment --planner-max-workers --planner-times
 --planner-log

@@ -1,0 +1,186 @@
+"""LoRA adapters through a served cluster: a prefill worker, a decode worker and two gateways."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import openai
+import pytest
+
+from baton.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter
+from baton.config.engine import engine_config
+from baton.engine.engine import load_engine
+from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
+from tests.lora_adapters import save_adapter
+from tests.served import ROOT, Served, served
+from tests.shared_clusters import SERVE
+from tests.tiny_models import run_to_end, token_ids
+from tests.waiting import wait_for
+
+TINY = ROOT / "engine" / "tiny"
+PROMPT = [*range(3, 40), 5]  # two full pages
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def adapters(folder: Path) -> dict[str, Adapter]:
+    return {name: save_adapter(TINY, folder / name, seed=seed) for seed, name in enumerate(("one", "two"))}
+
+
+@pytest.fixture(scope="module")
+def cluster(adapters: dict[str, Adapter]) -> Iterator[Served]:
+    options = ("--gateways", "2", "--enable-lora", "--lora-modules", f"one={adapters['one'].path}")
+    with served(*SERVE, *options) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def expected(adapters: dict[str, Adapter]) -> dict[str, list[int | None]]:
+    """The tokens of one engine, by the name of the model."""
+    settings = {"model": str(TINY), "device": "cpu", "enable_lora": True}
+    engine = load_engine(engine_config({**settings, "cache": {"kv_cache_memory_bytes": 2**24}}))
+    found = {}
+    for name, adapter in {"tiny": None, **adapters}.items():
+        sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+        tokens = TokenIds.of(PROMPT)
+        engine.add(Request(request_id=name, token_ids=tokens, sampling=sampling, adapter=adapter))
+        found[name] = token_ids(run_to_end(engine))
+    engine.close()
+    assert len({tuple(tokens) for tokens in found.values()}) == len(found), "adapters change nothing"
+    return found
+
+
+def complete(cluster: Served, model: str, length: int = LENGTH) -> list[int]:
+    """Return the tokens of a new connection, which any gateway may get."""
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        answer = client.completions.create(
+            model=model, prompt=PROMPT, temperature=0, max_tokens=length, extra_body=extra
+        )
+    assert answer.model == model
+    found: list[int] = answer.choices[0].model_extra["token_ids"]  # type: ignore[index]
+    return found
+
+
+def call(cluster: Served, path: str, **body: Any) -> tuple[int, str]:
+    """Return the status and the text of an answer."""
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        try:
+            return 200, client.post(path, cast_to=str, body=body)
+        except openai.APIStatusError as error:
+            return error.status_code, error.response.text
+
+
+def load(cluster: Served, name: str, folder: Path | str) -> tuple[int, str]:
+    return call(cluster, "/load_lora_adapter", lora_name=name, lora_path=str(folder))
+
+
+def models(cluster: Served) -> dict[str, str | None]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        return {each.id: each.model_extra["parent"] for each in client.models.list()}  # type: ignore[index]
+
+
+@pytest.fixture
+def two(cluster: Served, adapters: dict[str, Adapter]) -> Iterator[str]:
+    """The name of an adapter that is loaded for one test."""
+    assert load(cluster, "two", adapters["two"].path) == (
+        200,
+        "Success: LoRA adapter 'two' added successfully.",
+    )
+    wait_for(lambda: all("two" in models(cluster) for _ in range(8)), interval_s=0.1)  # at both gateways
+    yield "two"
+    call(cluster, "/unload_lora_adapter", lora_name="two")
+
+
+def test_models_are_mixed_through_both_gateways(
+    cluster: Served, two: str, expected: dict[str, list[int | None]]
+) -> None:
+    assert models(cluster) == {"tiny": None, "one": "tiny", two: "tiny"}
+    got: list[tuple[str, Sequence[int]]] = []
+    names = [*expected] * 4
+    threads = [Thread(target=lambda name=name: got.append((name, complete(cluster, name)))) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == len(names)
+    assert all(tokens == expected[name] for name, tokens in got), got
+
+
+def test_unloaded_adapter_ends_its_running_request_well(cluster: Served, two: str) -> None:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        stream = client.completions.create(
+            model=two,
+            prompt=PROMPT,
+            temperature=0,
+            max_tokens=150,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        answer = call(cluster, "/unload_lora_adapter", lora_name=two)
+        assert answer == (200, "Success: LoRA adapter 'two' removed successfully.")
+        last = [chunk.choices[0].finish_reason for chunk in stream][-1]
+    assert last == "length"
+    wait_for(lambda: not any(two in models(cluster) for _ in range(8)), interval_s=0.1)  # at both gateways
+    with pytest.raises(openai.NotFoundError):
+        complete(cluster, two)
+    assert call(cluster, "/unload_lora_adapter", lora_name=two)[0] == 404
+
+
+def test_restarted_worker_and_gateway_have_the_adapters_again(
+    cluster: Served, two: str, expected: dict[str, list[int | None]]
+) -> None:
+    worker, gateways = cluster.status()["decode-0"].worker.id, cluster.gateways()
+    for pid in (cluster.pid_of("decode-0"), min(gateways)):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: cluster.has_replaced("decode-0", worker), timeout_s=60, interval_s=0.2)
+    wait_for(lambda: len(cluster.gateways() - {min(gateways)}) == 2, timeout_s=60, interval_s=0.2)
+    wait_for(cluster.answers, timeout_s=60, interval_s=0.2)
+    for _ in range(4):
+        assert complete(cluster, two) == expected[two]
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 17}, "--max-lora-rank"),
+        ({"target_modules": ["lm_head"]}, "lm_head"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"r": 8}, "of floats"),
+    ],
+)
+def test_adapter_that_does_not_fit_is_refused_by_name(
+    cluster: Served, tmp_path: Path, keys: dict[str, Any], why: str
+) -> None:
+    save_adapter(TINY, tmp_path)
+    raw = (tmp_path / CONFIG_FILE).read_bytes()
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**json.loads(raw), **keys}))
+    status, text = load(cluster, "bad", tmp_path)
+    assert status == 400 and why in text, text
+    assert "bad" not in models(cluster)
+
+
+def test_damaged_missing_and_doubled_adapters_are_refused(cluster: Served, tmp_path: Path) -> None:
+    save_adapter(TINY, tmp_path)
+    (tmp_path / WEIGHTS_FILE).write_bytes((tmp_path / WEIGHTS_FILE).read_bytes()[:-8])
+    status, text = load(cluster, "bad", tmp_path)
+    assert status == 400 and "safetensors" in text, text
+    assert load(cluster, "bad", tmp_path / "missing")[0] == 404
+    for name in ("one", "tiny"):
+        status, text = load(cluster, name, tmp_path)
+        assert status == 400 and "already been loaded" in text
+    assert call(cluster, "/load_lora_adapter", lora_name="bad")[0] == 400
