@@ -14,10 +14,10 @@ The overload levels, from the lowest. Each level adds a measure to those of the 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import IntEnum
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from math import inf, log2
 from typing import Annotated, ClassVar, Final, Literal, Self, TypeAlias
 
@@ -127,6 +127,7 @@ _COUNTS: Final = (
 MAX_STREAMS: Final = 32  # of one gateway; the requests of further ones count together
 MAX_CELLS: Final = 256  # combinations of lengths of one stream; further ones count as the nearest
 BUCKETS_AN_OCTAVE: Final = 4
+NEARBY: Final = 4  # buckets; a cell this near is found without a look at all cells
 _NUM_BUCKETS: Final = BUCKETS_AN_OCTAVE * 64 + 1
 _Bucket: TypeAlias = Annotated[int, Meta(ge=0, lt=_NUM_BUCKETS)]
 _Cell: TypeAlias = Annotated[int, Meta(ge=0, lt=_NUM_BUCKETS**3)]
@@ -170,7 +171,7 @@ class StreamCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Count an answered request."""
         cell = cell_of(num_tokens, num_cached_tokens, num_output_tokens)
         if cell not in self.ended and len(self.ended) >= MAX_CELLS:
-            cell = min(self.ended, key=partial(_distance, cell))
+            cell = _nearest(cell, self.ended)
         self.ended[cell] = self.ended.get(cell, 0) + 1
 
 
@@ -292,6 +293,20 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def blind_share(self) -> float:
         """The share of decisions about a worker that had not reported its pages."""
         return self.counters.get("blind_decisions", 0) / max(1, self.counters.get("decisions", 0))
+
+
+# The differences between a cell and those at most NEARBY buckets away, the nearest first.
+_NEAR: Final = tuple(
+    (prompt * _NUM_BUCKETS + cached) * _NUM_BUCKETS + output
+    for distance in range(1, NEARBY + 1)
+    for prompt, cached, output in product(range(-distance, distance + 1), repeat=3)
+    if abs(prompt) + abs(cached) + abs(output) == distance
+)
+
+
+def _nearest(cell: int, cells: Collection[int]) -> int:
+    near = next((cell + each for each in _NEAR if cell + each in cells), None)
+    return min(cells, key=partial(_distance, cell)) if near is None else near
 
 
 def _distance(one: int, other: int) -> int:

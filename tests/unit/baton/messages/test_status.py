@@ -1,9 +1,11 @@
 import math
+from itertools import product
 
 import msgspec
 import pytest
 
 from baton.messages.status import (
+    MAX_CELLS,
     MAX_TENANTS,
     Histogram,
     OverloadLevel,
@@ -14,6 +16,7 @@ from baton.messages.status import (
     TenantStatus,
     bucket,
     buckets_of,
+    cell_of,
     joined,
 )
 from baton.tenants import Refusal
@@ -94,6 +97,22 @@ def test_counts_of_requests_are_written_as_json_and_as_messages() -> None:
     assert buckets_of(cell) == (bucket(1000), bucket(640), bucket(50))
     for format in (msgspec.json, msgspec.msgpack):
         assert format.decode(format.encode(counts), type=StreamCounts) == counts
+
+
+@pytest.mark.parametrize("num_tokens", [1, 700, 10**9])
+def test_request_of_new_lengths_counts_as_the_nearest_when_there_is_no_room(num_tokens: int) -> None:
+    counts = StreamCounts(arrived={}, ended={})
+    for prompt, output in product(range(16), repeat=2):
+        counts.end(2**prompt, 0, 2**output)
+    before = dict(counts.ended)
+    counts.end(num_tokens, 0, 5)
+    (grown,) = [cell for cell, num in counts.ended.items() if num != before.get(cell)]
+    new = buckets_of(cell_of(num_tokens, 0, 5))
+    distances = {
+        cell: sum(abs(one - other) for one, other in zip(buckets_of(cell), new, strict=True))
+        for cell in before
+    }
+    assert len(counts.ended) == MAX_CELLS and distances[grown] == min(distances.values())
 
 
 def test_time_counts_in_the_bucket_of_its_upper_bound() -> None:
