@@ -50,7 +50,7 @@ def settings_of(layout: PageLayout, transport: str) -> EndpointSettings:
 
 def _pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
     heads = layout.num_kv_heads // layout.tp_size
-    return (num_pages, layout.num_layers, 2, heads, layout.page_size, layout.head_dim)
+    return (num_pages, layout.num_layers, 2, heads, layout.page_size, layout.row_elements)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -81,7 +81,7 @@ class SourceEnd:
         """Return an end with scattered pages of random bytes. pool: another end's, to save memory."""
         layout = settings.layout
         if pool is None:
-            pool = _zeros(_pool_shape(layout, num_pages), TORCH_DTYPES[layout.dtype], device)
+            pool = _zeros(_pool_shape(layout, num_pages), TORCH_DTYPES[layout.element_type], device)
             pool.view(torch.int16).random_(0, 2**15)
         return cls(settings, pool, _scattered_ledger(layout, num_pages, seed=0))
 
@@ -271,7 +271,7 @@ class _DamagingEndpoint(KvEndpoint):
 def serve(start: _Start) -> None:
     """Grant pages as the lines of stdin say, and release what arrives, until killed."""
     layout, shared = start.layout, SharedPool() if start.device == "cpu" else None
-    shape, dtype = _pool_shape(layout, start.num_pages), TORCH_DTYPES[layout.dtype]
+    shape, dtype = _pool_shape(layout, start.num_pages), TORCH_DTYPES[layout.element_type]
     pool = _zeros(shape, dtype, start.device) if shared is None else shared.zeros(shape, dtype)
     # Touches all memory, as a worker has after its first minutes.
     pool.view(-1).view(torch.uint8)[::4096].fill_(1)

@@ -199,15 +199,15 @@ class ModelRunner:
         self.model_config = model_config
         self.tp = tp
         self.device = choose_device(config.device, tp.rank)
+        cache_dtype = config.cache.kv_cache_dtype
+        for key, value in (("quantization", config.quantization), ("cache.kv_cache_dtype", cache_dtype)):
+            if value not in (None, "auto") and self.device.type != "cpu":
+                raise ConfigError(f"{key}: {value} runs on a CPU, not on {self.device}")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # kernels, streams and graphs go where the tensors are
             if torch.cuda.current_stream(self.device).priority != config.stream_priority:
                 # The default stream has none. This thread runs the steps, and hands pages to transfers.
                 torch.cuda.set_stream(torch.cuda.Stream(self.device, config.stream_priority))
-        cache_dtype = config.cache.kv_cache_dtype
-        for name, format in (("quantization", config.quantization), ("cache.kv_cache_dtype", cache_dtype)):
-            if format not in (None, "auto") and self.device.type != "cpu":
-                raise ConfigError(f"{name}: {format} runs on a CPU, not on {self.device}")
         if config.quantization is not None and model_config.quantization is not None:
             raise ConfigError(
                 f"quantization: {config.quantization} was asked for, but the weights are in "

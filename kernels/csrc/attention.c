@@ -53,6 +53,20 @@ INLINE const char *run_ahead(const struct attention *p, const struct turn *turn,
     return key_pointer(p, t, kv_head, MIN(turn->next_block + half * LANES, last_position(t)));
 }
 
+// `num_rows` rows of codes from `first` on -> elements. Fetches as many bytes at `ahead` as it reads.
+INLINE void decode_run(
+    const struct attention *p, const struct tile *t, int64_t kv_head, int64_t first, ptrdiff_t part, int64_t num_rows,
+    int is_bf16, const char *ahead, char *out, const enum row_format format) {
+    const int64_t bytes = row_bytes(p);
+    const int is_one_page = p->page_shift >= 4;
+    const char *row = key_pointer(p, t, kv_head, first) + part;
+    for (int64_t i = 0; i < num_rows; i++, row += bytes, out += p->padded_dim * (is_bf16 ? 2 : 4)) {
+        if (!is_one_page) row = key_pointer(p, t, kv_head, first + i) + part;
+        for (int64_t line = i * bytes / 64; line < (i + 1) * bytes / 64; line++) fetch(ahead, line);
+        decode_row(row, p->head_dim, p->padded_dim, is_bf16, format, out);
+    }
+}
+
 // The 16 keys (or values, `part` bytes further on) of the turn's half as 16 consecutive rows of elements: in place
 // where one page holds them all, else copied to `spare`, and decoded. Rows past the tile's last query are zeros:
 // what lies there is somebody's past. Decoding fetches what the same half of the next turn reads.
@@ -64,20 +78,14 @@ INLINE const char *find_run(
     if (p->row_format == PLAIN_ROWS && p->page_shift >= 4 && num_rows == LANES && p->padded_dim == p->head_dim)
         return key_pointer(p, t, kv_head, first) + part;
     const int64_t element_bytes = is_bf16 ? 2 : 4, out_bytes = p->padded_dim * element_bytes;
+    if (num_rows < LANES || p->padded_dim != p->head_dim) memset(spare, 0, LANES * out_bytes);
+    if (num_rows == 0) return spare;
     const char *ahead = run_ahead(p, turn, h, half) + part;
-    if (p->row_format == PLAIN_ROWS) memset(spare, 0, LANES * out_bytes);
-    else memset(spare + num_rows * out_bytes, 0, (LANES - num_rows) * out_bytes);
-    for (int64_t i = 0; i < num_rows; i++) {
-        const char *row = key_pointer(p, t, kv_head, first + i) + part;
-        char *out = spare + i * out_bytes;
-        if (p->row_format == PLAIN_ROWS) {
-            memcpy(out, row, p->head_dim * element_bytes);
-            continue;
-        }
-        for (int64_t line = i * row_bytes(p) / 64; line < (i + 1) * row_bytes(p) / 64; line++) fetch(ahead, line);
-        if (p->row_format == INT8_ROWS) decode_row(row, p->head_dim, p->padded_dim, is_bf16, INT8_ROWS, out);
-        else decode_row(row, p->head_dim, p->padded_dim, is_bf16, FP8_ROWS, out);
-    }
+    if (p->row_format == INT8_ROWS) decode_run(p, t, kv_head, first, part, num_rows, is_bf16, ahead, spare, INT8_ROWS);
+    else if (p->row_format == FP8_ROWS) decode_run(p, t, kv_head, first, part, num_rows, is_bf16, ahead, spare, FP8_ROWS);
+    else
+        for (int64_t i = 0; i < num_rows; i++)
+            memcpy(spare + i * out_bytes, key_pointer(p, t, kv_head, first + i) + part, p->head_dim * element_bytes);
     return spare;
 }
 

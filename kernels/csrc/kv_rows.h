@@ -33,6 +33,14 @@ INLINE i32x16 to_int8(f32x16 values) {
     return (i32x16)(values + splat(12582912.0f)) - (i32x16)splat(12582912.0f);
 }
 
+INLINE i8x16 low_bytes(i32x16 lanes) {
+#if defined(__AVX512F__)
+    return (i8x16)_mm512_cvtepi32_epi8((__m512i)lanes);
+#else
+    return __builtin_convertvector(lanes, i8x16);
+#endif
+}
+
 INLINE f32x16 row_lanes(const char *x, int64_t d, int64_t head_dim, int is_bf16) {
     f32x16 lanes = {0};
     if (d + LANES <= head_dim) return load_lanes(x, d, is_bf16);
@@ -66,15 +74,19 @@ INLINE void encode_row(const char *x, int64_t head_dim, int is_bf16, enum row_fo
     if (!(scale > 0)) scale = INFINITY;  // all codes are 0
     for (int64_t d = 0; d < head_dim; d += LANES) {
         f32x16 values = row_lanes(x, d, head_dim, is_bf16) / splat(scale);
-        i8x16 codes = __builtin_convertvector(format == INT8_ROWS ? to_int8(values) : to_fp8(values), i8x16);
+        i8x16 codes = low_bytes(format == INT8_ROWS ? to_int8(values) : to_fp8(values));
         memcpy(row + d, &codes, MIN(LANES, head_dim - d));
     }
 }
 
 INLINE f32x16 load_int8(const char *codes) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+#else
     i8x16 bytes;
     memcpy(&bytes, codes, sizeof bytes);
     return __builtin_convertvector(__builtin_convertvector(bytes, i32x16), f32x16);
+#endif
 }
 
 // -> [padded_dim] elements of the model's dtype, zeros from head_dim on.
