@@ -24,12 +24,14 @@ from tests.parity.scripted_policy import WORDS, Words
 from tests.parity.test_cluster import alone
 
 NUM_TOKENS: Final = 200
-SMALL: Final = 24 * 16 * 512  # bytes of all ranks: little more than one prompt has room
+SMALL: Final = 24  # pages: little more than one prompt has room
 POLICY: Final = "tests.parity.scripted_policy:Scripted"
 ResultT = TypeVar("ResultT")
 
 
-def config(directory: Path, page_size: int, tensor_parallel_size: int = 1, **more_cache: int) -> EngineConfig:
+def config(
+    directory: Path, page_size: int, tensor_parallel_size: int = 1, **more_cache: int | str
+) -> EngineConfig:
     cache = {"page_size": page_size, "kv_cache_memory_bytes": 2**21, **more_cache}
     base: dict[str, Any] = {"model": str(directory), "device": "cpu", "cache": cache}
     steps = {"max_num_batched_tokens": 48}
@@ -37,8 +39,10 @@ def config(directory: Path, page_size: int, tensor_parallel_size: int = 1, **mor
 
 
 @pytest.fixture
-def oracle(model_directory: Callable[..., Path]) -> Iterator[Engine]:
-    engine = load_engine(config(model_directory(MODEL), 16))
+def oracle(request: pytest.FixtureRequest, model_directory: Callable[..., Path]) -> Iterator[Engine]:
+    """One engine; a test may give the dtype of its pages as the parameter."""
+    kv_cache_dtype = getattr(request, "param", "auto")
+    engine = load_engine(config(model_directory(MODEL), 16, kv_cache_dtype=kv_cache_dtype))
     yield engine
     engine.close()
 
@@ -143,7 +147,16 @@ def test_pulled_prefixes_give_the_tokens_of_one_engine(
         cluster.check_nothing_is_held()
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tensor_parallel_size", "oracle"),
+    [
+        (1, "auto"),
+        pytest.param(2, "auto", marks=pytest.mark.slow),
+        pytest.param(1, "int8", marks=pytest.mark.slow),
+        pytest.param(2, "fp8", marks=pytest.mark.slow),
+    ],
+    indirect=["oracle"],
+)
 def test_pages_on_a_holders_host_give_the_same_tokens(
     tensor_parallel_size: int,
     oracle: Engine,
@@ -152,14 +165,17 @@ def test_pages_on_a_holders_host_give_the_same_tokens(
 ) -> None:
     """Other prompts push them there; every rank of the holder brings its share of each page back."""
     directory = model_directory(MODEL)
+    kv_cache_dtype = oracle.runner.config.cache.kv_cache_dtype
+    roomy = config(directory, 16, kv_cache_dtype=kv_cache_dtype)
     small = config(
         directory,
         16,
         tensor_parallel_size,
-        kv_cache_memory_bytes=SMALL // tensor_parallel_size,
+        kv_cache_memory_bytes=SMALL * oracle.runner.layout.page_bytes // tensor_parallel_size,
         host_cache_memory_bytes=2**21,
+        kv_cache_dtype=kv_cache_dtype,
     )
-    with Cluster([small, config(directory, 16)], [config(directory, 16)], policy=POLICY) as cluster:
+    with Cluster([small, roomy], [roomy], policy=POLICY) as cluster:
         holder, puller = cluster.workers_of(WorkerRole.PREFILL)
         holder_id, puller_id = holder.hosted.node.hello.id, puller.hosted.node.hello.id
         prompt, *others = prompts()[0], *(tuple(range(start, start + 200)) for start in (1, 2))

@@ -1,0 +1,119 @@
+"""KV pages of one byte an element beside those in the model's dtype: room, speed, and answers.
+
+    OMP_NUM_THREADS=1 python -m baton.bench.engine.kv_dtype [--rounds 5] [--cases 1000]
+
+Tokens that fit in a GiB and bytes of a hand-off follow from the layouts of a Llama of 56 M parameters in
+bf16, with heads of 64 elements. Its decode steps run in turns, in processor time, over contexts that the
+prefix cache holds. The tiny model answers the same questions with each kind of pages.
+"""
+
+import random
+from argparse import Namespace
+from collections import defaultdict
+from itertools import product
+from statistics import median
+from time import process_time
+from typing import Final
+
+from baton.bench.engine.replica import LLAMA_56M, generate, load_replica
+from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
+from baton.bench.tiny.tasks import TASKS, Case, recall_cases
+from baton.cluster.offline.llm import LLM
+from baton.engine.engine import Engine
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.request import SamplingParams
+from baton.rpc import process
+
+PLAIN: Final = "auto"
+KV_DTYPES: Final = (PLAIN, "int8", "fp8")
+BATCHES: Final = (1, 8)
+CONTEXTS: Final = (64, 1536)  # tokens
+NUM_TOKENS: Final = 16
+KV_BYTES: Final = 2**29
+RECALL_TOKENS: Final = 1000
+LONGEST_ANSWER: Final = 24  # tokens
+
+
+def decode_rate(engine: Engine, batch: int, context: int) -> float:
+    """Return the tokens that a second of processor time decodes."""
+    prompts = [[1 + index] * context for index in range(batch)]
+    started_s = process_time()
+    return generate(engine, prompts, [NUM_TOKENS] * batch) / (process_time() - started_s)
+
+
+def page_rows(engines: dict[str, Engine]) -> list[Row]:
+    """Compare the bytes of pages and of hand-offs."""
+    layouts = {name: engine.runner.layout for name, engine in engines.items()}
+    units = {name: plan_transfer(layout, layout, 0, 0).unit_bytes for name, layout in layouts.items()}
+    rows = []
+    for name, layout in layouts.items():
+        rows.append(Row(f"{name}: tokens a GiB", 2**30 // layout.token_bytes, "tokens"))
+        if name != PLAIN:
+            room = layouts[PLAIN].page_bytes / layout.page_bytes
+            rows.append(at_least(f"{name}: pages a GiB over {PLAIN}", room, "x", 1.9))
+            rows.append(at_most(f"{name}: hand-off over {PLAIN}", units[name] / units[PLAIN], "x", 0.53))
+    return rows
+
+
+def speed_rows(engines: dict[str, Engine], num_rounds: int, report: Report) -> list[Row]:
+    """Decode with each kind of pages in turns; return the rates and their quotients."""
+    rates: defaultdict[tuple[int, int, str], list[float]] = defaultdict(list)
+    for turn in range(num_rounds + 1):  # the first computes the prompts and is no part of the figures
+        report.tell(f"round {turn} of {num_rounds}")
+        for batch, context, name in product(BATCHES, CONTEXTS, in_turns(KV_DTYPES, turn)):
+            rates[batch, context, name].append(decode_rate(engines[name], batch, context))
+    rows = []
+    for batch, context, name in product(BATCHES, CONTEXTS, KV_DTYPES):
+        rate, plain = (median(rates[batch, context, each][1:]) for each in (name, PLAIN))
+        what = f"{name}, batch {batch}, {context} tokens"
+        rows.append(Row(what, rate, "tok/s", note=f"{rate / plain:.2f} x {PLAIN}"))
+    return rows
+
+
+def share_right(kv_dtype: str, cases: list[Case]) -> float:
+    """Return the percentage of cases that the tiny model answers exactly."""
+    with LLM("tiny", cache={"kv_cache_dtype": kv_dtype, "kv_cache_memory_bytes": KV_BYTES}) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=LONGEST_ANSWER)
+        completions = llm.generate([case.prompt for case in cases], sampling)
+    answers = [completion.outputs[0].text for completion in completions]
+    return 100 * sum(text == case.answer for text, case in zip(answers, cases, strict=True)) / len(cases)
+
+
+def answer_rows(num_cases: int, report: Report) -> list[Row]:
+    """Ask the tiny model with each kind of pages: half of the questions need a thousand tokens back."""
+    rng = random.Random(20)
+    tasks = rng.choices(list(TASKS), weights=list(TASKS.values()), k=num_cases - num_cases // 2)
+    cases = recall_cases(num_cases // 2, RECALL_TOKENS, seed=20) + [task(rng) for task in tasks]
+    right = {}
+    for name in KV_DTYPES:
+        report.tell(f"tiny with pages of {name}")
+        right[name] = share_right(name, cases)
+    rows = [Row(f"tiny, {PLAIN}: right answers", right[PLAIN], "%", note=f"of {num_cases}")]
+    for name in KV_DTYPES[1:]:
+        lost = right[PLAIN] - right[name]
+        rows.append(at_most(f"tiny, {name}: points lost", lost, "points", 0.5, f"{right[name]:.1f} % right"))
+    return rows
+
+
+@suite(
+    "kv_dtype",
+    "KV pages of one byte",
+    option("--rounds", 5, "of decoding"),
+    option("--cases", 1000, "questions to the tiny model"),
+)
+def measure(options: Namespace, report: Report) -> None:
+    """Compare pages, then decode in turns, then ask the tiny model."""
+    engines = {}
+    for name in KV_DTYPES:
+        cache = {"kv_cache_dtype": name, "kv_cache_memory_bytes": KV_BYTES}
+        engines[name] = load_replica(LLAMA_56M, {"device": "cpu", "cache": cache}).engine
+    report.rows += page_rows(engines)
+    with process.freeze_gc():
+        report.rows += speed_rows(engines, options.rounds, report)
+    for engine in engines.values():
+        engine.close()
+    report.rows += answer_rows(options.cases, report)
+
+
+if __name__ == "__main__":
+    measure.main(__doc__)
