@@ -75,19 +75,11 @@ class ClusterState:
         self._in_flight = context.in_flight
         self._family_of: dict[str, Family] = {}  # by worker
         self._families: frozenset[Family] = frozenset()
-        self.sharing: SharingLink | None = None
-        self.log: Callable[[bytes], object] | None = None
+        self.sharing: SharingLink | None = None  # gets dispatches, and workers' pages
+        self.log: Callable[[bytes], object] | None = None  # writes a line for each dispatch and each end
 
     def __getstate__(self) -> dict[str, object]:
         return attributes_of(self) | {"on_outcome": None}
-
-    def link(self, link: SharingLink) -> None:
-        """Share dispatches, and workers' pages, from now on."""
-        self.sharing = link
-
-    def log_to(self, write: Callable[[bytes], object]) -> None:
-        """Write a line for each dispatch and each end, from now on."""
-        self.log = write
 
     def joined(self, worker: Worker, peer: Peer) -> None:
         """A worker has joined."""
@@ -149,10 +141,6 @@ class ClusterState:
     def prepare_keys(self, request: Request) -> Iterator[None]:
         """Compute the page keys of a long prompt, a slice at each step."""
         return self.keys.prepare(self._families, request)
-
-    def forget_keys(self, key: AttemptKey) -> None:
-        """Drop the page keys of an attempt that is not dispatched."""
-        self.keys.forget(key)
 
     def dispatched(self, submit: Submit, pair: Pair, entry: InFlightAttempt) -> None:
         """Tell the policy about its choice, keep the decision, share and log the dispatch."""

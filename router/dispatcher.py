@@ -283,7 +283,7 @@ class Dispatcher:
             del self._arriving[key]
             self._enqueue(gateway, submit)
             return
-        self._cluster_state.forget_keys(key)
+        self._cluster_state.keys.forget(key)
         if self._gateways.get(gateway.id) is gateway:  # the attempt has ended
             gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
 

@@ -20,7 +20,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -113,6 +113,7 @@ _NOT_SAVED: Final = frozenset(
     | {"_clock", "_system_clock", "_askers"}
 )
 _ENCODER: Final = msgspec.msgpack.Encoder()
+RelayedT = TypeVar("RelayedT", FindRequests, Migrate)
 
 logger = logging.getLogger(__name__)
 
@@ -223,12 +224,12 @@ class Router:
     def link(self, link: SharingLink) -> None:
         """Share dispatches, and workers' pages, with other routers from now on."""
         self._begin(Linked())
-        self.cluster_state.link(link)
+        self.cluster_state.sharing = link
 
     def log_to(self, write: Callable[[bytes], object]) -> None:
         """Write a line for each dispatch and each end, from now on."""
         self._begin(Logs())
-        self.cluster_state.log_to(write)
+        self.cluster_state.log = write
 
     def change_index(self, change: IndexChange) -> bool:
         """Make a change of the link to other routers; see `PrefixIndex.change`."""
@@ -290,15 +291,11 @@ class Router:
             self._from_gateway(peer, message)
         elif process is Kind.WORKER:
             self._from_worker(peer, message)
-        elif isinstance(message, StatusQuery):
-            peer.send(self.status())
+        elif isinstance(message, (StatusQuery, Explain, FindRequests)):
+            self._answer(peer, message)
         elif isinstance(message, (Drain, Flip)):
             self._drain(message)
             peer.send(self.status())
-        elif isinstance(message, Explain):
-            self._explain(peer, message)
-        elif isinstance(message, FindRequests):
-            self._find_requests(peer, message)
         elif isinstance(message, Migrate):
             self._migrate(peer, message)
         elif isinstance(message, RecordingQuery):
@@ -384,12 +381,8 @@ class Router:
                 gateway.reached = frozenset(message.workers)
                 self.pairing.forget()
                 self._dispatcher.dispatch_queued()
-            case StatusQuery():
-                peer.send(self.status())
-            case Explain():
-                self._explain(peer, message)
-            case FindRequests():
-                self._find_requests(peer, message)
+            case StatusQuery() | Explain() | FindRequests():
+                self._answer(peer, message)
             case FoundRequests() | Migrated():
                 self._pass_back(message)
             case GatewayReport():
@@ -397,31 +390,36 @@ class Router:
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a gateway")
 
-    def _explain(self, peer: Peer, explain: Explain) -> None:
-        peer.send(Decisions(decisions=tuple(self.cluster_state.decisions.of(explain.request_id))))
-
-    def _find_requests(self, peer: Peer, query: FindRequests) -> None:
-        """Pass a question on to every gateway; the answers name the asker."""
-        self._askers[peer.hello.id] = peer
-        query = replace(query, asker=peer.hello.id, num_asked=len(self._gateways))
-        for gateway in self._gateways.values():
-            gateway.peer.send(query)
-        if not self._gateways:
-            peer.send(FoundRequests.answer_to(query))
+    def _answer(self, peer: Peer, question: StatusQuery | Explain | FindRequests) -> None:
+        """Answer a question of a gateway or an operator; the gateways know the ended requests."""
+        match question:
+            case StatusQuery():
+                peer.send(self.status())
+            case Explain():
+                peer.send(Decisions(decisions=tuple(self.cluster_state.decisions.of(question.request_id))))
+            case FindRequests():
+                relayed = self._relay(peer, question)
+                if not self._gateways:
+                    peer.send(FoundRequests.answer_to(relayed))
 
     def _migrate(self, peer: Peer, order: Migrate) -> None:
         """Pass an order on to every gateway, with the ids of the workers that it names."""
-        self._askers[peer.hello.id] = peer
         workers = {name: self.members.find(name) for name in (order.worker, order.to) if name}
         missing = [name for name, member in workers.items() if member is None]
         ids = {name: member.id for name, member in workers.items() if member is not None}
-        worker, to = ids.get(order.worker, ""), ids.get(order.to, "")
-        order = replace(order, worker=worker, to=to, asker=peer.hello.id, num_asked=len(self._gateways))
-        for gateway in self._gateways.values() if not missing else ():
-            gateway.peer.send(order)
-        if missing or not self._gateways:
+        if not missing and self._gateways:
+            self._relay(peer, replace(order, worker=ids.get(order.worker, ""), to=ids.get(order.to, "")))
+        else:
             reason = f"there is no worker {missing[0]!r}" if missing else "no gateway is connected"
-            peer.send(Migrated.answer_to(replace(order, num_asked=1), reason=reason))
+            peer.send(Migrated.answer_to(replace(order, asker=peer.hello.id, num_asked=1), reason=reason))
+
+    def _relay(self, peer: Peer, asked: RelayedT) -> RelayedT:
+        """Pass a question or an order on to every gateway; the answers name the asker."""
+        self._askers[peer.hello.id] = peer
+        asked = replace(asked, asker=peer.hello.id, num_asked=len(self._gateways))
+        for gateway in self._gateways.values():
+            gateway.peer.send(asked)
+        return asked
 
     def _pass_back(self, answer: FoundRequests | Migrated) -> None:
         """Give a gateway's answer to the asker."""
