@@ -25,6 +25,7 @@ WEIGHTS: Final = (0.2, 0.2, 0.2, 0.2, 0.14, 0.045, 0.015)
 REHEARSED_S: Final = 120.0  # of a load, by the production router
 REHEARSED: Final = 400  # requests at most
 MOST_USE: Final = 100.0  # that a prediction says, of workers that are far from enough
+WINDOW_S: Final = 240.0  # over which the wait for prefill workers is predicted
 MAX_PHASES: Final = 512  # that are remembered
 
 
@@ -158,17 +159,16 @@ class QueueModel:
     """Predicts by queueing theory.
 
     Prompts wait for the first free of c prefill workers. The wait per worker is a Brownian motion that
-    cannot fall below 0, with the mean and the variance of the prompts' seconds, over `window_s` seconds:
+    cannot fall below 0, with the mean and the variance of the prompts' seconds, over WINDOW_S seconds:
     this holds beyond saturation, too, where the wait only grows. Decode workers together hold a number of
     sequences with the variance of a Poisson process, in equal parts; the step's time follows from the
     number, and the number from the step's time.
     """
 
-    def __init__(self, machine: Machine, room: Room, objectives: Objectives, window_s: float = 240.0) -> None:
+    def __init__(self, machine: Machine, room: Room, objectives: Objectives) -> None:
         self.machine = machine
         self.room = room
         self.objectives = objectives
-        self.window_s = window_s
         self._phases: dict[tuple[object, ...], tuple[Demand, Phase]] = {}
 
     def rehearse(
@@ -252,7 +252,7 @@ class QueueModel:
         waits = _delayed(workers, use)[:, None]
         drift, spread = use - 1, np.sqrt(second) / workers
         late, wait_s = np.zeros((len(load), len(service_s))), np.zeros(len(load))
-        for passed_s in (0.5 * self.window_s, self.window_s):
+        for passed_s in (0.5 * WINDOW_S, WINDOW_S):
             within = _wait_within(slack_s[None, :], begun_s, drift[:, None], spread[:, None], passed_s)
             late += 0.5 * (1 - within)
             calm = waits[:, 0] * spread**2 / 2 / np.maximum(1e-3, np.abs(drift))
@@ -286,10 +286,9 @@ class QueueModel:
 class ProductionRehearser:
     """Rehearses with the production router (sim/rehearsal.py), at the LEVELS of a demand that matter."""
 
-    def __init__(self, times: TimeModel, objectives: Objectives, room: Room, seed: int = 0) -> None:
+    def __init__(self, times: TimeModel, objectives: Objectives, room: Room) -> None:
         """times: of `baton calibrate`."""
         self._times = times
-        self._seed = seed
         self._settings = RehearsalSettings(
             sla=Sla(
                 ttft_ms=1e3 * objectives.ttft_s if math.isfinite(objectives.ttft_s) else None,
@@ -297,7 +296,6 @@ class ProductionRehearser:
             ),
             max_num_seqs=room.num_seqs,
             has_intervals=False,
-            seed=seed,
         )
 
     def rehearse(self, outlook: Outlook, layout: Layout) -> LayoutPrediction | None:
@@ -324,7 +322,7 @@ class ProductionRehearser:
 
     def _run(self, demand: Demand, factor: float, layout: Layout) -> Rehearsal | None:
         """Rehearse REHEARSED_S of a demand, and no more than REHEARSED requests; None without figures."""
-        random = np.random.default_rng(self._seed)
+        random = np.random.default_rng(0)
         rate = max(1e-9, demand.total_rate * factor)
         number = int(min(REHEARSED, max(1.0, rate * REHEARSED_S)))
         cells = random.choice(len(demand.rate), number, p=demand.rate / demand.total_rate)

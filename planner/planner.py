@@ -129,14 +129,11 @@ class _Pending(NamedTuple):
 class Planner:
     """Sizes one cluster."""
 
-    def __init__(
-        self, config: PlannerConfig, model: QueueModel, rehearser: Rehearser | None = None, name: str = "plan"
-    ) -> None:
+    def __init__(self, config: PlannerConfig, model: QueueModel, rehearser: Rehearser | None = None) -> None:
         """model: searches; rehearser: confirms what the search has found, the model itself by default."""
         self._config = config
         self._model = model
         self._rehearser = rehearser or model
-        self._name = name
         self._history = DemandHistory(config.interval_s)
         self._num_plans = 0
         self._ordered: Layout | None = None  # the workers that should be ordered, unless an operator has
@@ -484,7 +481,7 @@ class Planner:
         )
 
     def _id(self) -> str:
-        return f"{self._name}-{self._num_plans}"
+        return f"plan-{self._num_plans}"
 
 
 def _with_outlook(inputs: PlanInputs, outlook: Outlook) -> PlanInputs:

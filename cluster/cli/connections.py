@@ -117,9 +117,9 @@ def url_of(arguments: argparse.Namespace) -> str:
 
 
 class HttpClient:
-    """One gateway. The key comes from BATON_API_KEY or OPENAI_API_KEY unless it is given."""
+    """One gateway. The key comes from BATON_API_KEY or OPENAI_API_KEY."""
 
-    def __init__(self, url: str, key: str | None = None, *, timeout_s: float = HTTP_TIMEOUT_S) -> None:
+    def __init__(self, url: str, *, timeout_s: float = HTTP_TIMEOUT_S) -> None:
         """url: with or without /v1. timeout_s: of silence. ConfigError: it is no HTTP URL."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -131,8 +131,7 @@ class HttpClient:
         self._timeout_s = timeout_s
         # The answer owns the socket: it ends with the last byte that is read, or with `close`.
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
-        key = key or api_key()
-        if key:
+        if key := api_key():
             self._headers["Authorization"] = f"Bearer {key}"
 
     def ask(self, method: str, route: str, body: bytes | None = None) -> http.client.HTTPResponse:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Final, Self, TextIO
+from typing import Final, Self
 
 from baton.cluster.offline.generation import TextDelta
 
@@ -11,9 +11,9 @@ INTERVAL_S: Final = 3.0
 
 
 class ProgressBar:
-    """A bar named `title` on `stream`, or lines where `stream` is no terminal. A context manager."""
+    """A bar named `title` on stderr, or lines where stderr is no terminal. A context manager."""
 
-    def __init__(self, title: str, unit: str, stream: TextIO | None = None) -> None:
+    def __init__(self, title: str, unit: str) -> None:
         """unit: bytes, which is shown in MB and MB/s, or the plural of what is counted."""
         from rich.console import Console
         from rich.progress import (
@@ -27,7 +27,7 @@ class ProgressBar:
 
         self._title = title
         self._unit = unit
-        self._stream = stream or sys.stderr
+        self._stream = sys.stderr
         self._is_terminal = self._stream.isatty()
         self._begun_s = time.monotonic()
         self._next_s = self._begun_s + INTERVAL_S  # when the next line is due

@@ -192,10 +192,10 @@ class _Newcomer(NamedTuple):
 class RankAgents:
     """The agents of ranks 1 and up, if any. A `Ranks` that is given the object owns it."""
 
-    def __init__(self, num_ranks: int, dropped: DroppedPeers | None = None) -> None:
+    def __init__(self, num_ranks: int) -> None:
         """num_ranks: of the replica, rank 0 included."""
         self.num_ranks = num_ranks
-        self._dropped = dropped or DroppedPeers()
+        self._dropped = DroppedPeers()
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._has_connected = threading.Condition()
         self._newcomers: dict[int, _Newcomer] = {}  # by rank, until `watch`

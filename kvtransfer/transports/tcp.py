@@ -334,12 +334,12 @@ class _SendStream:
 class TcpReceiver:
     """A `TransportListener`: accepts streams of any number of sources for one rank's pages."""
 
-    def __init__(self, rank: LocalRank, port: int = 0, settings: TcpSettings | None = None) -> None:
-        """rank: the destination. port: 0 for any free one."""
+    def __init__(self, rank: LocalRank, settings: TcpSettings | None = None) -> None:
+        """rank: the destination."""
         self._rank = rank
         self._packing = rank.packing()
         self._settings = settings or TcpSettings()
-        listener = listen(rank.host, port)
+        listener = listen(rank.host)
         tune(listener)
         self.port: int = listener.getsockname()[1]
         self._acceptor = Listener(listener, self._greet, "tcp", rank.dropped)
