@@ -96,21 +96,13 @@ class ResponseStore:
         shelf.num_bytes += stored.num_bytes
         return True
 
-    def get(self, tenant: str, id: str, *, param: str | None = None) -> StoredResponse:
-        """Return a response of the tenant. Raises ApiError 404, also for a response of another tenant.
-
-        param: the key of the body that names the response.
-        """
-        shelf = self._shelf(tenant, id, param)
-        shelf.entries.move_to_end(id)
-        return shelf.entries[id]
-
     async def find(
         self, tenant: str, id: str, *, param: str | None = None, forgets: bool = False
     ) -> StoredResponse:
         """Return a response of the tenant, also of another gateway. forgets: it is deleted.
 
-        Raises ApiError as `get` does.
+        param: the key of the body that names the response. Raises ApiError 404, also for a response of
+        another tenant.
         """
         query = ResponseQuery(tenant, id, forgets)
         found = self.tell(query)
@@ -120,33 +112,22 @@ class ResponseStore:
             raise _missing(id, param)
         return found
 
-    def delete(self, tenant: str, id: str) -> None:
-        """Forget a response of the tenant. Raises ApiError 404."""
-        shelf = self._shelf(tenant, id, None)
-        shelf.remove(id)
-        if not shelf.entries:
-            del self._shelves[tenant]
-
     def tell(self, query: ResponseQuery) -> StoredResponse | None:
-        """Return a response of the tenant; None if this gateway has none."""
-        try:
-            found = self.get(query.tenant, query.id)
-        except ApiError:
+        """Return a response of the tenant, which `forgets` deletes; None if this gateway has none."""
+        shelf = self._shelves.get(query.tenant)
+        if shelf is None or (found := shelf.entries.get(query.id)) is None:
             return None
+        shelf.entries.move_to_end(query.id)
         if query.forgets:
-            self.delete(query.tenant, query.id)
+            shelf.remove(query.id)
+        if not shelf.entries:
+            del self._shelves[query.tenant]
         return found
 
     def num_bytes(self, tenant: str) -> int:
         """Return the memory of a tenant's responses."""
         shelf = self._shelves.get(tenant)
         return 0 if shelf is None else shelf.num_bytes
-
-    def _shelf(self, tenant: str, id: str, param: str | None) -> _Shelf:
-        shelf = self._shelves.get(tenant)
-        if shelf is None or id not in shelf.entries:
-            raise _missing(id, param)
-        return shelf
 
 
 def _missing(id: str, param: str | None) -> ApiError:

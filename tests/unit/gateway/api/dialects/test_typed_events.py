@@ -8,7 +8,7 @@ import pytest
 
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import Dialect
-from baton.gateway.api.dialects.response_store import AskedResponse, ResponseStore
+from baton.gateway.api.dialects.response_store import AskedResponse, ResponseQuery, ResponseStore
 from baton.gateway.api.dialects.typed_events import MessageFormat, ResponsesFormat
 from baton.gateway.api.errors import ApiError
 from baton.gateway.text.answer_reader import ToolCallDelta
@@ -112,7 +112,8 @@ def test_events_of_a_response_add_up_to_its_items() -> None:
 def test_response_is_stored_before_its_last_event_is_written() -> None:
     made = Made("responses", items=b'[{"role":"user"}]')
     final = made.stream(DELTAS)[-1]["response"]
-    kept = made.store.get(calls.TENANT.name, final["id"])
+    kept = made.store.tell(ResponseQuery(calls.TENANT.name, final["id"]))
+    assert kept is not None
     assert json.loads(kept.response) == final
     assert json.loads(kept.conversation) == [{"role": "user"}, *final["output"]]
 
