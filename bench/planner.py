@@ -5,8 +5,10 @@ python -m baton.bench.planner [--trace FILE ...] [--only NAME ...] [--seed 0] [-
 Each trace runs through bench/elastic.py under each policy, with the time model of a 70B model on eight A800.
 A worker is paid for from its order to its end, start-up included. `static` is the smallest fixed layout that
 meets the objectives. `threshold` scales each role by its use as a horizontal pod autoscaler does, at the
-best of four thresholds. `oracle` knows all arrivals: it orders workers ahead of need, and keeps one through
-a gap that is shorter than its start-up. Traces of files are superposed on themselves so that they need about
+best of four thresholds. `reactive` knows the work of each minute that has passed exactly, and nothing of the
+next: the best of several margins, and of times for which it keeps workers. What it misses no policy without a
+forecast can meet. `oracle` knows all arrivals: it orders workers ahead of need, and keeps one through a gap
+that is shorter than its start-up. Traces of files are superposed on themselves so that they need about
 ten workers. `disturbed`: metrics that are lost for ten minutes, an operator who scales, and an objective out
 of reach.
 """
@@ -14,7 +16,7 @@ of reach.
 import math
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,9 @@ MAX_WORKERS: Final = 64
 MACHINE: Final = Machine()
 ROOM: Final = Room()
 THRESHOLDS: Final = (0.5, 0.6, 0.7, 0.8)
+MARGINS: Final = (1.0, 1.15, 1.3)  # workers over the work that is known
+KEPT_S: Final = (300.0, 1800.0, math.inf)  # for which workers are kept that were needed
+KNOWN_S: Final = 60.0  # the work of each such time is known when it has passed
 DISTURBED_S: Final = (3600.0, 4200.0)  # without metrics; an operator scales just before
 STABLE_S: Final = 300.0  # the time for which a pod autoscaler keeps the most that it has wanted
 
@@ -208,21 +213,39 @@ def _least(is_enough: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def oracle(workload: Workload) -> tuple[tuple[int, int], Result]:
-    """Return the first layout of the cheapest schedule found in hindsight, and its course."""
-    best: tuple[tuple[int, int], Result] | None = None
-    for bin_s in (60.0, 120.0, 300.0):
-        found = _schedule(workload, bin_s)
-        if best is None or found[1].worker_h < best[1].worker_h:
-            best = found
-    assert best is not None
-    return best
+def best_of(results: Iterable[Result]) -> Result:
+    """Return the cheapest result that attains the goal; the one that attains most where none does."""
+    return max(results, key=lambda result: (min(result.attainment, GOAL), -result.worker_h))
 
 
-def _schedule(workload: Workload, bin_s: float) -> tuple[tuple[int, int], Result]:
+def reactive(workload: Workload, begin: tuple[int, int]) -> Result:
+    """Return the course of the best policy that knows all that has come, and expects as much."""
+    work = _work(workload, KNOWN_S)
+
+    def run(margin: float, kept_s: float) -> Result:
+        def policy(now_s: float, fleet: ElasticFleet) -> tuple[int, int] | None:
+            end, kept = int((now_s + 1e-6) / KNOWN_S), int(min(now_s, kept_s) / KNOWN_S)
+            if not kept:
+                return None
+            prefill, decode = (max(1, math.ceil(each[end - kept : end].max() * margin)) for each in work)
+            return prefill, decode
+
+        return simulate(workload, begin, policy)
+
+    return best_of(run(margin, kept_s) for margin in MARGINS for kept_s in KEPT_S)
+
+
+def oracle(workload: Workload) -> Result:
+    """Return the course of the cheapest schedule found in hindsight."""
+    return min(
+        (_scheduled(workload, bin_s) for bin_s in (60.0, 120.0, 300.0)), key=lambda result: result.worker_h
+    )
+
+
+def _scheduled(workload: Workload, bin_s: float) -> Result:
     prefill, decode = _work(workload, bin_s)
 
-    def run(prefill_room: float, decode_room: float) -> tuple[tuple[int, int], Result]:
+    def run(prefill_room: float, decode_room: float) -> Result:
         steps = [
             _closed(np.maximum(1, np.ceil(work * room)).astype(int), round(workload.startup_s / bin_s))
             for work, room in ((prefill, prefill_room), (decode, decode_room))
@@ -236,7 +259,7 @@ def _schedule(workload: Workload, bin_s: float) -> tuple[tuple[int, int], Result
         result = simulate(workload, begin, policy, startup_s=0.0)
         num_started = sum(int(np.maximum(0, np.diff(each)).sum()) for each in steps)
         started_h = num_started * workload.startup_s / 3600
-        return begin, result._replace(worker_h=result.worker_h + started_h)
+        return result._replace(worker_h=result.worker_h + started_h)
 
     def least(run_at: Callable[[float], Result], goal: float) -> float:
         low, high = 0.8, 3.0
@@ -245,8 +268,8 @@ def _schedule(workload: Workload, bin_s: float) -> tuple[tuple[int, int], Result
             low, high = (low, middle) if run_at(middle).attainment >= goal else (middle, high)
         return high
 
-    decode_room = least(lambda room: run(4.0, room)[1], GOAL + 0.3 * (1 - GOAL))
-    prefill_room = least(lambda room: run(room, decode_room)[1], GOAL)
+    decode_room = least(lambda room: run(4.0, room), GOAL + 0.3 * (1 - GOAL))
+    prefill_room = least(lambda room: run(room, decode_room), GOAL)
     return run(prefill_room, decode_room)
 
 
@@ -398,13 +421,15 @@ def measure(options: Namespace, report: Report) -> None:
 def workload_rows(workload: Workload) -> Iterator[Row]:
     """Yield the worker-hours and the attainment of one workload under each policy, with the bars."""
     begin, fixed = static(workload)
-    _, best = oracle(workload)
-    scaled = max(
-        (simulate(workload, begin, Threshold(each)) for each in THRESHOLDS),
-        key=lambda result: (min(result.attainment, GOAL), -result.worker_h),
-    )
+    best = oracle(workload)
     planned = simulate(workload, begin, Planned(workload))
-    for name, result in (("oracle", best), ("static", fixed), ("threshold", scaled), ("planner", planned)):
+    for name, result in (
+        ("oracle", best),
+        ("static", fixed),
+        ("threshold", best_of(simulate(workload, begin, Threshold(each)) for each in THRESHOLDS)),
+        ("reactive", reactive(workload, begin)),
+        ("planner", planned),
+    ):
         is_planner, is_late = name == "planner", workload.startup_s > 120 or "diurnal" in workload.name
         yield Row(f"{workload.name}, {name}, worker-hours", result.worker_h, "h")
         bar = (0.97 if is_late else GOAL) if is_planner else None
