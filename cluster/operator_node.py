@@ -26,15 +26,16 @@ from baton.messages.operations import (
     Flip,
     FoundRequests,
     GatewayStatus,
-    HeadAway,
     Migrate,
     Migrated,
+    PlanSummary,
     RecordingPart,
     RecordingQuery,
     RestartWorker,
     Scale,
     Status,
     StatusQuery,
+    SupervisorReport,
     Undrain,
     WatchWorkers,
     WorkerRemoved,
@@ -148,6 +149,7 @@ class Operator:
         self.hello = Hello(process=Kind.OPERATOR, id=secrets.token_hex(16))
         self._addresses = routers
         self._dial = dial
+        self._report = SupervisorReport()
         self._routers: dict[Peer, deque[Answer]] = {}  # router -> its unanswered questions, in order
         self._is_connected = asyncio.Event()  # to at least one router
         self._has_all = asyncio.Event()
@@ -218,10 +220,15 @@ class Operator:
             raise ConfigError(f"{worker} is a {role} worker")
         await self._ask(Flip(worker=worker, role=role))
 
-    def tell_head_away(self, seconds: float) -> None:
-        """Tell all connected routers the seconds since Ray's head last answered; 0: the head answers."""
+    def tell(self, *, head_away_s: float | None = None, plans: tuple[PlanSummary, ...] | None = None) -> None:
+        """Tell all connected routers what has changed of a SupervisorReport."""
+        before = self._report
+        self._report = SupervisorReport(
+            head_away_s=before.head_away_s if head_away_s is None else min(head_away_s, MAX_SECONDS),
+            plans=before.plans if plans is None else plans,
+        )
         for router in self._routers:
-            router.send(HeadAway(seconds=min(seconds, MAX_SECONDS)))
+            router.send(self._report)
 
     async def undrain(self, worker: str) -> None:
         """Call a drained worker back. ConfigError: no `baton serve` supervises the worker."""

@@ -7,6 +7,7 @@ written. With `apply` the workers that a plan orders are ordered from the cluste
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
@@ -17,12 +18,13 @@ from baton.clock import Clock
 from baton.config.cluster import ServeConfig
 from baton.config.environment import cache_directory
 from baton.errors import BatonError, ConfigError, PeerGone
-from baton.messages.operations import Status
+from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS
+from baton.messages.operations import MAX_PLANS, PlanSummary, Status
 from baton.messages.status import StreamCounts
 from baton.messages.workers import WorkerRole
 from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, ProductionRehearser, QueueModel, Room, linear
-from baton.planner.planner import Figures, Planner, ScalingPlan
+from baton.planner.planner import Action, Figures, Planner, ScalingPlan, Score
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import FittedTimes, TimeModel, Validity
 
@@ -60,6 +62,10 @@ class Routers(Protocol):
 
     async def flip(self, worker: str, role: WorkerRole) -> None:
         """Have a worker take another role."""
+        ...
+
+    def tell(self, *, plans: tuple[PlanSummary, ...]) -> None:
+        """Tell all routers the latest plans, the latest first."""
         ...
 
 
@@ -127,6 +133,8 @@ class Planning:
         self._routers = routers
         self._workers = workers
         self._log = log
+        self._latest: deque[ScalingPlan] = deque(maxlen=MAX_PLANS)  # the latest first
+        self._came: deque[Score] = deque(maxlen=2 * MAX_PLANS)
 
     async def keep_planning(self) -> None:
         """Plan every `interval_s` seconds until cancelled."""
@@ -142,6 +150,9 @@ class Planning:
         figures = await self._figures()
         plan = await asyncio.to_thread(self._planner.plan, self._clock.now_s(), figures)
         self._log.write(plan)
+        self._latest.appendleft(plan)
+        self._came.extend(plan.scores)
+        self._routers.tell(plans=tuple(self._summaries()))
         if plan.target.name == figures.ordered.name:
             return plan
         logger.warning("planner, %s: %s", plan.decision_id, plan.reason)
@@ -152,6 +163,20 @@ class Planning:
                 logger.error("planner, %s: cannot be carried out: %s", plan.decision_id, error)
         self._planner.carried_out(self._layout())
         return plan
+
+    def _summaries(self) -> Iterator[PlanSummary]:
+        came = {score.decision_id: score.attainment for score in self._came}
+        for plan in self._latest:
+            yield PlanSummary(
+                id=plan.decision_id,
+                before_s=min(self._latest[0].at_s - plan.at_s, MAX_SECONDS),
+                outcome=plan.outcome,
+                workers=plan.target.name,
+                actions=", ".join(map(_in_words, plan.actions)),
+                reason=plan.reason[:MAX_REASON_CHARS],
+                predicted=None if plan.prediction is None else min(1.0, plan.prediction.attainment),
+                came=came.get(plan.decision_id),
+            )
 
     async def _apply(self, plan: ScalingPlan) -> None:
         """Flip workers, then add and remove the others."""
@@ -188,6 +213,11 @@ class Planning:
             num_queued=status.queue.num_queued,
             num_planners=max(1, status.num_watchers),
         )
+
+
+def _in_words(action: Action) -> str:
+    number = f"{action.number:.0%}" if action.number < 1 else f"{action.number:g}"
+    return " ".join(filter(None, (action.kind.replace("_", " "), number, action.role)))
 
 
 def _counts(status: Status) -> Iterator[tuple[str, dict[Stream, StreamCounts]]]:

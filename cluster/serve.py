@@ -203,7 +203,7 @@ class Cluster:
             elif was_away_s and not away_s:
                 logger.warning("Ray's head answers again, after %.0f s", was_away_s)
             if away_s or was_away_s:
-                operator.tell_head_away(away_s)
+                operator.tell(head_away_s=away_s)
             was_away_s = away_s
             await asyncio.sleep(HEAD_LOOK_S)
 

@@ -41,11 +41,11 @@ from baton.messages.operations import (
     MAX_PART_BYTES,
     Drain,
     Flip,
-    HeadAway,
     RecordingPart,
     RecordingQuery,
     RestartWorker,
     Scale,
+    SupervisorReport,
     Undrain,
     WatchWorkers,
 )
@@ -195,7 +195,7 @@ Record: TypeAlias = (
     | Measured
     | Drain
     | WatchWorkers
-    | HeadAway
+    | SupervisorReport
     | Undrain
     | RestartWorker
     | Scale

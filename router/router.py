@@ -52,7 +52,6 @@ from baton.messages.operations import (
     Flip,
     FoundRequests,
     GatewayReport,
-    HeadAway,
     Migrate,
     Migrated,
     RecordingQuery,
@@ -60,6 +59,7 @@ from baton.messages.operations import (
     Scale,
     Status,
     StatusQuery,
+    SupervisorReport,
     Undrain,
     WatchWorkers,
     WorkerRemoved,
@@ -170,7 +170,7 @@ class Router:
         self.max_index_pages, self.pages_per_slice = max_index_pages, pages_per_slice
         self._gateways: dict[str, GatewayPeer] = {}
         # Operators that start workers -> seconds since Ray's head became unreachable.
-        self._watchers: dict[Peer, float] = {}
+        self._watchers: dict[Peer, SupervisorReport] = {}
         self._askers: dict[str, Peer] = {}  # connected processes that have asked gateways, by id
         capacity = Capacity(self.members, self.in_flight, decoders_compute=policy.weighs_local_prefill)
         self.admission_queue = AdmissionQueue(clock, self.members, capacity, self.cluster_state.model)
@@ -301,10 +301,10 @@ class Router:
         elif isinstance(message, RecordingQuery):
             peer.send(no_recording() if self.recording is None else self.recording.part(message))
         elif isinstance(message, WatchWorkers):
-            self._watchers[peer] = 0.0
+            self._watchers[peer] = SupervisorReport()
             peer.send(self._list_members())
-        elif isinstance(message, HeadAway) and peer in self._watchers:
-            self._watchers[peer] = message.seconds
+        elif isinstance(message, SupervisorReport) and peer in self._watchers:
+            self._watchers[peer] = message
         elif isinstance(message, (Undrain, RestartWorker, Scale)):
             for watcher in self._watchers:
                 watcher.send(message)
@@ -343,7 +343,8 @@ class Router:
             num_ready=self.members.num_ready(tuple(each.reached for each in self._gateways.values())),
             num_attempts=self.in_flight.num_own,
             num_watchers=len(self._watchers),
-            head_away_s=max(self._watchers.values(), default=0.0),
+            head_away_s=max((each.head_away_s for each in self._watchers.values()), default=0.0),
+            plans=next((each.plans for each in self._watchers.values() if each.plans), ()),
             routers=(self._own_status(),),
         )
         return fitted(status)

@@ -47,7 +47,7 @@ AnyMessage: TypeAlias = (
     | operations.WatchWorkers
     | operations.WorkerRemoved
     | operations.Undrain
-    | operations.HeadAway
+    | operations.SupervisorReport
     | operations.RestartWorker
     | operations.Scale
     | operations.Flip

@@ -22,6 +22,8 @@ from baton.messages.workers import Address, WorkerRole, WorkerStatus
 
 MAX_GATEWAYS: Final = 1024
 MAX_PART_BYTES: Final = 2**19  # of a recording, in one message
+MAX_PLANS: Final = 32  # of the planner, in a status
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 MAX_TENANTS_TOLD: Final = 64  # in the status of one gateway
 Refusals: TypeAlias = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=64)]
 
@@ -129,13 +131,27 @@ class GatewayReport(Message, frozen=True):
     status: GatewayStatus
 
 
-class HeadAway(Message, frozen=True):
-    """Watching operator to router, every second: how long Ray's head has not answered.
+class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the latest plans of the planner, for operators. Shares are of the requests."""
 
-    0: the head answers again. Running workers go on; workers that end are not started again meanwhile.
+    id: Name
+    before_s: Seconds  # the latest plan
+    outcome: Name
+    workers: Name  # of both roles, that the plan wants
+    actions: Reason = ""
+    reason: Reason = ""
+    predicted: Share | None = None  # that meet the objectives
+    came: Share | None = None  # that met them; None: not known yet
+
+
+class SupervisorReport(Message, frozen=True):
+    """Watching operator to router, when one of these figures has changed.
+
+    While Ray's head does not answer, running workers go on, and workers that end are not started again.
     """
 
-    seconds: Seconds
+    head_away_s: Seconds = 0.0  # since Ray's head last answered; 0: the head answers
+    plans: Annotated[tuple[PlanSummary, ...], Meta(max_length=MAX_PLANS)] = ()  # the latest first
 
 
 class StatusQuery(Message, frozen=True):
@@ -154,6 +170,7 @@ class Status(Message, frozen=True):
     routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # the sender, or all
     # Since Ray's head last answered `baton serve`; no process can be started meanwhile. 0: the head answers.
     head_away_s: Seconds = 0.0
+    plans: Annotated[tuple[PlanSummary, ...], Meta(max_length=MAX_PLANS)] = ()  # the latest first
     # Left out for lack of room: the number of "workers", and of workers without "counters", times and pairs.
     left_out: Annotated[dict[Annotated[str, Meta(max_length=16)], Count], Meta(max_length=8)] = msgspec.field(
         default_factory=dict

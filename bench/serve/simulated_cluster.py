@@ -23,7 +23,7 @@ from baton.gateway.streams.routers import Explained, FoundTimelines
 from baton.gateway.streams.timeline import RequestMarks, WorkerMarks
 from baton.messages.bounds import short_id
 from baton.messages.control import Decision, Routed, Weighed
-from baton.messages.operations import FindRequests, GatewayStatus, Status
+from baton.messages.operations import FindRequests, GatewayStatus, PlanSummary, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Address, Load, PrefillTimes, Worker, WorkerRole, WorkerStatus, WorkerTimes
 from baton.request import FinishReason, Request, TokenEvent
@@ -38,6 +38,19 @@ STEP_S: Final = 5.0  # of the history
 PROMPT_S: Final = 0.06  # of a made-up answer
 TOKEN_S: Final = 0.004
 TENANTS: Final = ("acme", "globex", "initech", "<b>umbrella</b>")  # the last one must be shown as it is
+PLANS: Final = tuple(
+    PlanSummary(
+        id=f"plan-{number}",
+        before_s=30.0 * (8 - number),
+        outcome="change" if number == 8 else "keep",
+        workers="4P8D" if number == 8 else "3P7D",
+        actions="add 1 prefill, add 1 decode" if number == 8 else "",
+        reason="3P7D becomes 4P8D, the cheapest that meets the objectives" if number == 8 else "",
+        predicted=0.9971,
+        came=0.9925 if number < 4 else None,
+    )
+    for number in range(8, 0, -1)
+)
 TERMS: Final = ("queue_s", "pull_s", "compute_s", "handoff_s", "join_s", "decode_delay_s", "queue_delay_s")
 NOWHERE: Final = Address("127.0.0.1", 1)  # no router is asked
 KEY: Final = b"k" * 32
@@ -169,6 +182,7 @@ class SimulatedCluster:
             num_gateways=1,
             gateways=(GatewayStatus(id=GATEWAY, node="node-000", pid=311, num_open=metrics.num_open),),
             routers=tuple(self._router(index, level) for index in range(2)),
+            plans=PLANS,
         )
 
     def _router(self, index: int, level: OverloadLevel) -> RouterStatus:

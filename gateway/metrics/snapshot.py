@@ -14,7 +14,7 @@ import msgspec
 import baton
 from baton.gateway.metrics.metrics import MAX_TENANTS, FirstTokenTimes, Metrics, TenantCounts, TokenTimes
 from baton.messages.bounds import short_id
-from baton.messages.operations import GatewayStatus, Status
+from baton.messages.operations import GatewayStatus, PlanSummary, Status
 from baton.messages.status import Histogram, RouterStatus, TenantStatus
 from baton.messages.workers import Load, WorkerStatus
 
@@ -132,6 +132,7 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     tenants: list[TenantRow]
     routers: list[RouterRow]
     gateways: list[GatewayRow]
+    plans: tuple[PlanSummary, ...] = ()  # of the planner, the latest first
     left_out: dict[str, int] = {}  # for lack of room in the routers' status
 
 
@@ -230,6 +231,7 @@ class ReadingWindow:
             tenants=list(_tenants(queue.tenants, gateways)),
             routers=list(map(self._router, status.routers)),
             gateways=list(self._gateway_rows(gateways)),
+            plans=status.plans,
             left_out=status.left_out,
         )
 

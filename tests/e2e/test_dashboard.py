@@ -103,6 +103,7 @@ def test_tiles_and_lists_show_the_cluster(page: Any) -> None:
         ("Tenants", 4),
         ("Gateways", 1),
         ("Routers", 2),
+        ("Plans", 8),
     ):
         page.get_by_role("tab", name=name).click()
         panel = page.get_by_role("tabpanel", name=name)
@@ -149,11 +150,22 @@ def test_worker_opens_and_closes_by_keyboard(page: Any) -> None:
 
 
 def test_lists_open_by_number_and_by_arrow(page: Any) -> None:
-    page.keyboard.press("5")
-    assert page.get_by_role("tab", name="Routers").get_attribute("aria-selected") == "true"
-    page.get_by_role("tab", name="Routers").focus()
+    page.keyboard.press("6")
+    assert page.get_by_role("tab", name="Plans").get_attribute("aria-selected") == "true"
+    page.get_by_role("tab", name="Plans").focus()
     page.keyboard.press("ArrowRight")
     assert page.get_by_role("tab", name="Workers").get_attribute("aria-selected") == "true"
+
+
+def test_plans_show_what_was_predicted_and_what_came(page: Any) -> None:
+    page.keyboard.press("6")
+    rows = page.locator("#panel-plans tbody tr[aria-rowindex]")
+    rows.nth(7).wait_for()
+    texts = rows.all_inner_texts()
+    assert all(each in texts[0] for each in ("plan-8", "4P8D", "add 1 prefill, add 1 decode", "99.7%", "-"))
+    assert "99.3%" in texts[-1] and "210 s" in texts[-1]
+    rows.first.get_by_role("button").click()
+    assert "the cheapest that meets the objectives" in page.locator("#details").inner_text()
 
 
 def test_columns_sort(page: Any) -> None:
@@ -248,7 +260,7 @@ def test_axe_finds_no_violation(open_page: OpenPage, scheme: str, options: dict[
     assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 21, 26)"}[scheme]
     checker = axe.Axe()
     found = {}
-    for number, name in enumerate(("workers", "tenants", "requests", "gateways", "routers"), 1):
+    for number, name in enumerate(("workers", "tenants", "requests", "gateways", "routers", "plans"), 1):
         page.keyboard.press(str(number))
         rows = page.locator(f"#panel-{name} tbody tr[aria-rowindex] button")
         rows.first.wait_for()

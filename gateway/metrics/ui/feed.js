@@ -38,6 +38,7 @@
  * @property {{status: any, counts: any}[]} tenants
  * @property {any[]} routers
  * @property {any[]} gateways
+ * @property {any[]} plans of the planner, the latest first
  * @property {Object<string, number>} left_out
  */
 

@@ -8,7 +8,7 @@ import { seconds } from "./format.js";
 import { RequestList } from "./requests.js";
 import { Table } from "./table.js";
 import { showRequest } from "./timeline.js";
-import { CHARTS, GATEWAY_COLUMNS, ROUTER_COLUMNS, TENANT_COLUMNS, tiles, WORKER_COLUMNS } from "./views.js";
+import { CHARTS, GATEWAY_COLUMNS, PLAN_COLUMNS, ROUTER_COLUMNS, TENANT_COLUMNS, tiles, WORKER_COLUMNS } from "./views.js";
 
 /** @type {import("./feed.js").Snapshot|null} */
 let latest = null;
@@ -44,6 +44,7 @@ const lists = {
     (host) => new Table(host, "Gateways", GATEWAY_COLUMNS, (row) => row.name, openGateway),
   ),
   routers: list("Routers", (host) => new Table(host, "Routers", ROUTER_COLUMNS, (row) => row.id, openRouter)),
+  plans: list("Plans", (host) => new Table(host, "Plans", PLAN_COLUMNS, (row) => row.id, openPlan)),
 };
 const map = new ClusterMap(byId("map"), {
   worker: openWorker,
@@ -113,6 +114,10 @@ function openRouter({ id }) {
   showFields(details, latest, `Router ${id.slice(0, 8)}`, (snapshot) =>
     snapshot.routers.find((each) => each.id === id),
   );
+}
+
+function openPlan({ id }) {
+  showFields(details, latest, `Plan ${id}`, (snapshot) => snapshot.plans.find((each) => each.id === id));
 }
 
 function tell(points, snapshot) {

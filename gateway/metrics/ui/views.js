@@ -217,6 +217,20 @@ export const ROUTER_COLUMNS = [
   { name: "Redis", text: (row) => row.redis, order: (row) => row.redis },
 ];
 
+const attained = (value) => (value === null ? "-" : `${(100 * value).toFixed(1)}%`);
+
+/** @type {import("./table.js").Column[]} */
+export const PLAN_COLUMNS = [
+  { name: "plan", text: (row) => row.id, order: (row) => row.before_s, width: 7 },
+  { ...number("before the latest", (row) => row.before_s, seconds), width: 9 },
+  { name: "outcome", text: (row) => row.outcome, order: (row) => row.outcome, width: 6 },
+  { name: "workers", text: (row) => row.workers, order: (row) => row.workers, width: 6 },
+  { name: "actions", text: (row) => row.actions || "-", order: (row) => row.actions, width: 14 },
+  { ...number("predicted", (row) => row.predicted, attained), width: 6 },
+  { ...number("came", (row) => row.came, attained), width: 5 },
+  { name: "reason", text: (row) => row.reason, order: (row) => row.reason, width: 30 },
+];
+
 /** Draw the pages of a worker by state. */
 export function drawPages(cell, row) {
   if (!cell.firstChild)

@@ -12,7 +12,7 @@ from baton.cluster.planning import PlanLog, Planning, read_plans
 from baton.config.cluster import ServeConfig
 from baton.config.planner import PlannerConfig
 from baton.errors import ConfigError, PeerGone
-from baton.messages.operations import GatewayStatus, Status
+from baton.messages.operations import GatewayStatus, PlanSummary, Status
 from baton.messages.status import StreamCounts, cell_of
 from baton.messages.workers import WorkerRole
 from baton.planner.layouts import linear
@@ -25,6 +25,10 @@ class FakeRouters:
     def __init__(self) -> None:
         self.num = 0
         self.is_gone = False
+        self.told: tuple[PlanSummary, ...] = ()
+
+    def tell(self, *, plans: tuple[PlanSummary, ...]) -> None:
+        self.told = plans
 
     async def status(self) -> Status:
         if self.is_gone:
@@ -113,6 +117,10 @@ def test_plans_are_written_and_applied_if_asked_for(tmp_path: Path, mode: str, i
     assert plans[0].outcome == "hold"
     assert plans[-1].target.num_workers > 2
     assert bool(workers.scaled) is is_applied
+    assert [each.id for each in routers.told] == [each.decision_id for each in reversed(plans)]
+    assert any(each.actions.startswith("add ") for each in routers.told)
+    scored = {score.decision_id: score.attainment for plan in plans for score in plan.scores}
+    assert {each.id: each.came for each in routers.told if each.id in scored} == scored
 
 
 def test_routers_that_do_not_answer_hold(tmp_path: Path) -> None:

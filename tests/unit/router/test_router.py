@@ -28,10 +28,10 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayReport,
     GatewayStatus,
-    HeadAway,
     RestartWorker,
     Status,
     StatusQuery,
+    SupervisorReport,
     Undrain,
     WatchWorkers,
     WorkerRemoved,
@@ -136,11 +136,11 @@ def test_status_tells_how_long_the_head_of_ray_is_away() -> None:
         asking.say(StatusQuery())
         return asking.only(Status).head_away_s
 
-    watching.say(HeadAway(seconds=4.5))
+    watching.say(SupervisorReport(head_away_s=4.5))
     assert away_s() == 4.5
-    watching.say(HeadAway(seconds=0.0))
+    watching.say(SupervisorReport(head_away_s=0.0))
     assert away_s() == 0.0
-    watching.say(HeadAway(seconds=4.5))
+    watching.say(SupervisorReport(head_away_s=4.5))
     watching.leave()
     assert away_s() == 0.0
 

@@ -20,15 +20,16 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayReport,
     GatewayStatus,
-    HeadAway,
     Migrate,
     Migrated,
+    PlanSummary,
     RecordingPart,
     RecordingQuery,
     RestartWorker,
     Scale,
     Status,
     StatusQuery,
+    SupervisorReport,
     Undrain,
     WatchWorkers,
     WorkerRemoved,
@@ -54,6 +55,8 @@ from tests.node_peers import a_worker
 
 ID, OTHER_ID = "a" * 32, "b" * 32
 TIMES = WorkerTimes(arrived_s=7.0, started_s=7.5, prompt_s=0.25)
+
+A_PLAN = PlanSummary(id="plan-1", before_s=0.0, outcome="keep", workers="1P1D", predicted=0.99)
 
 
 def worker(**changes: Any) -> Worker:
@@ -125,7 +128,9 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         WatchWorkers(),
         WorkerRemoved(worker=ID, name="decode-0", reason="it was silent for 3 s", is_hung=False),
         Undrain(worker="decode-0"),
-        HeadAway(seconds=4.0),
+        SupervisorReport(
+            head_away_s=4, plans=(PlanSummary(id="p", before_s=0, outcome="keep", workers="1P1D"),)
+        ),
         GatewayReport(status=GatewayStatus(id=ID, node="host", pid=7, num_open=2, num_refused=1)),
         RestartWorker(worker="decode-0"),
         Flip(worker="decode-0", role=WorkerRole.PREFILL),
