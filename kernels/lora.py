@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels import native
+from baton.kernels.huge_pages import HugeArena
 from baton.kernels.linear import LinearWeight, linear, pack_linear
 
-LANES: Final = 16  # of csrc/lora.c
+PANEL: Final = 64  # outputs, as in csrc/lora.c
 NO_ADAPTER: Final = -1
 
 
@@ -53,23 +54,28 @@ class LowRankWeights:
         """dtype: of the inputs. Without adapters at first."""
         self.num_outputs, self.num_inputs, self.dtype = num_outputs, num_inputs, dtype
         self._is_native = device.type == "cpu" and native.handles(dtype)
-        # slot -> A, and the transpose of B in whole vectors
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pairs: dict[int, tuple[Tensor, ...]] = {}  # slot -> A, and B in panels: [N / PANEL, R, PANEL]
         self._packed: dict[int, tuple[LinearWeight, LinearWeight]] = {}  # in place of these, elsewhere
         self._addresses = np.zeros((2, 0), np.int64)  # of the pairs; 0: none
         self._ranks = np.zeros(0, np.int32)
 
-    def put(self, slot: int, a_RK: Tensor, b_NR: Tensor) -> None:
-        """Keep the weights of a slot, in place of those that it had. fp32; the scale is a part of B."""
+    def put(self, slot: int, a_RK: Tensor, b_NR: Tensor, memory: HugeArena) -> None:
+        """Keep the weights of a slot, in place of those that it had. The scale is a part of B.
+
+        memory: of the adapter; many adapters are read faster from huge pages.
+        """
         if not self._is_native:
-            self._packed[slot] = pack_linear(a_RK.to(self.dtype)), pack_linear(b_NR.contiguous())
+            self._packed[slot] = pack_linear(a_RK.to(self.dtype)), pack_linear(b_NR.float().contiguous())
             return
         if slot >= len(self._ranks):
             more = slot + 1 - len(self._ranks)
             self._addresses = np.pad(self._addresses, ((0, 0), (0, more)))
             self._ranks = np.pad(self._ranks, (0, more))
-        padding = -self.num_outputs % LANES
-        pair = a_RK.contiguous(), functional.pad(b_NR.T, (0, padding)).contiguous()
+        padded_NR = functional.pad(b_NR, (0, 0, 0, -self.num_outputs % PANEL))
+        panels = padded_NR.unflatten(0, (-1, PANEL)).transpose(1, 2)
+        pair = tuple(
+            memory.empty(each.numel(), self.dtype).view(each.shape).copy_(each) for each in (a_RK, panels)
+        )
         self._pairs[slot] = pair
         self._addresses[:, slot] = [each.data_ptr() for each in pair]
         self._ranks[slot] = len(a_RK)
@@ -127,7 +133,7 @@ class LowRankWeights:
         if not self._pairs:
             return
         slots_T = self._known(rows)
-        native.function("baton_lora_expand", "pnppppnnnn")(
+        native.function("baton_lora_expand", "pnppppnnnni")(
             hidden_TR.data_ptr(),
             hidden_TR.stride(0),
             slots_T.ctypes.data,
@@ -138,6 +144,7 @@ class LowRankWeights:
             len(y_TN),
             self.num_outputs,
             rows.max_rank,
+            native.DTYPE_CODES[self.dtype],
         )
 
     def _known(self, rows: AdapterRows) -> NDArray[np.int32]:

@@ -1,15 +1,16 @@
 """An engine to measure: a Llama of any shape with dummy weights, and a runner that records its steps."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 from torch import Tensor
 
+from baton.adapters import Adapter
 from baton.clock import SystemClock
 from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine
@@ -96,16 +97,22 @@ def num_head_parameters(shape: LlamaShape | ModelConfig) -> int:
     return shape.vocab_size * shape.hidden_size
 
 
-def request_of(prompt: Sequence[int], sampling: SamplingParams) -> Request:
+def request_of(prompt: Sequence[int], sampling: SamplingParams, adapter: Adapter | None = None) -> Request:
     """Return a request with an id of its own."""
-    return Request(request_id=f"bench-{next(_numbers)}", token_ids=TokenIds.of(prompt), sampling=sampling)
+    name, token_ids = f"bench-{next(_numbers)}", TokenIds.of(prompt)
+    return Request(request_id=name, token_ids=token_ids, sampling=sampling, adapter=adapter)
 
 
-def generate(engine: Engine, prompts: Sequence[Sequence[int]], num_new_tokens: Sequence[int]) -> int:
+def generate(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    num_new_tokens: Sequence[int],
+    adapters: Iterable[Adapter | None] = repeat(None),
+) -> int:
     """Run greedy requests of these prompts and answer lengths to the end; return the tokens generated."""
-    for prompt, num_tokens in zip(prompts, num_new_tokens, strict=True):
+    for prompt, num_tokens, adapter in zip(prompts, num_new_tokens, adapters, strict=False):
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        engine.add(request_of(prompt, sampling))
+        engine.add(request_of(prompt, sampling, adapter))
     num_generated = 0
     while engine.has_work():
         num_generated += len(engine.step())

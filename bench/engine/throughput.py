@@ -10,22 +10,31 @@ With --quantization the work is another: decode steps with weights of 8 or 4 bit
 dtype, in batches of 1, 8 and 32, in processor time. Set OMP_NUM_THREADS=1, since threads that wait take time.
 
     python -m baton.bench.engine.throughput MODEL --quantization int8 --quantization int4 [--rounds 5]
+
+With --lora N a batch of N is decoded with an adapter for each request, with one adapter, and with none, in
+the same way.
+
+    python -m baton.bench.engine.throughput MODEL --lora 32 [--rounds 5]
 """
 
+import json
 import re
 import shlex
 import subprocess
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product, repeat
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 from typing import Final, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 
+from baton.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, read_adapter
 from baton.bench.engine.replica import generate, num_head_parameters, num_layer_parameters
 from baton.bench.machine import matmul_peak_tflops, read_bandwidth_gbps
 from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
@@ -54,6 +63,8 @@ DECODE_BARS: Final[dict[int, dict[str, float]]] = {
     8: {"int8": 1.4, "int4": 1.6},
     32: {"int8": 1.1, "int4": 1.0},
 }
+LORA_RANK: Final = 8  # PEFT's default
+LORA_BAR: Final = 0.85  # decoding with an adapter for each request over one adapter, at least
 DECODED_PROMPT: Final = 8
 DECODED_TOKENS: Final = 24
 CPU: Final = torch.device("cpu")
@@ -174,11 +185,11 @@ def rows_of(figures: dict[str, list[float]], limit: Limit, num_tokens: int) -> l
     return rows
 
 
-def decode_rate(engine: Engine, batch: int) -> float:
-    """Return the tokens that a second of processor time decodes."""
+def decode_rate(engine: Engine, batch: int, adapters: Iterable[Adapter | None] = repeat(None)) -> float:
+    """Return the tokens that a second of processor time decodes. adapters: of the requests."""
     prompts = [[1 + index] * DECODED_PROMPT for index in range(batch)]
     started_s = process_time()
-    num_tokens = generate(engine, prompts, [DECODED_TOKENS] * batch)
+    num_tokens = generate(engine, prompts, [DECODED_TOKENS] * batch, adapters)
     return num_tokens / (process_time() - started_s)
 
 
@@ -204,6 +215,40 @@ def quantised_rows(
     return rows
 
 
+def write_adapter(folder: Path, engine: Engine, seed: int) -> Adapter:
+    """Write an adapter with random weights for all projections of the engine's model."""
+    folder.mkdir()
+    random, tensors = torch.Generator().manual_seed(seed), {}
+    assert engine.runner.adapters is not None
+    for name, projection in engine.runner.adapters.projections.items():
+        outputs, inputs = projection.shape
+        for part, shape in (("A", (LORA_RANK, inputs)), ("B", (outputs, LORA_RANK))):
+            tensors[f"{name}.lora_{part}.weight"] = torch.randn(shape, generator=random) / inputs
+    save_file(tensors, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": 1}))
+    return Adapter(str(folder), read_adapter(str(folder)).digest)
+
+
+def lora_rows(engine: Engine, num_adapters: int, num_rounds: int, report: Report) -> list[Row]:
+    """Decode a batch with as many adapters as requests, with one, and with none, in turns."""
+    rates: defaultdict[str, list[float]] = defaultdict(list)
+    with TemporaryDirectory() as folder:
+        adapters = [write_adapter(Path(folder) / str(i), engine, i) for i in range(num_adapters)]
+        many, one = f"{num_adapters} adapters", "1 adapter"
+        kinds: dict[str, list[Adapter | None]] = {
+            many: [*adapters],
+            one: [adapters[0]] * num_adapters,
+            "no adapter": [None] * num_adapters,
+        }
+        for turn in range(num_rounds + 1):  # the first is no part of the figures
+            report.tell(f"round {turn} of {num_rounds}")
+            for name in in_turns(kinds, turn):
+                rates[name].append(decode_rate(engine, num_adapters, kinds[name]))
+    quotients = [many_rate / one_rate for many_rate, one_rate in zip(rates[many], rates[one], strict=True)]
+    rows = [Row(name, median(rates[name][1:]), "tok/s", note=f"batch {num_adapters}") for name in kinds]
+    return [*rows, at_least(f"{many} / {one}", median(quotients[1:]), "x", LORA_BAR)]
+
+
 @suite(
     "engine",
     "Engine throughput",
@@ -211,6 +256,7 @@ def quantised_rows(
     option("--dtype", "auto"),
     option("--rival", [], action="append", metavar="NAME=COMMAND"),
     option("--quantization", [], action="append", choices=("int8", "fp8", "int4")),
+    option("--lora", 0, "adapters in a batch; 0: no such run"),
     option("--rounds", 5, "of Baton and every rival"),
     option("--pairs", 40, "runs with and without the prefix cache"),
 )
@@ -223,11 +269,20 @@ def measure(options: Namespace, report: Report) -> None:
         "scheduler": {"max_num_seqs": NUM_REQUESTS, "max_num_batched_tokens": MAX_BATCHED_TOKENS},
     }
 
-    def load_quantised(method: str | None) -> Engine:
+    def load_with(**more: object) -> Engine:
         load_format = "auto" if weight_files(Path(str(settings["model"]))) else "dummy"
         cache = {"kv_cache_memory_bytes": KV_BYTES}
-        config = {**settings, "quantization": method, "load_format": load_format, "cache": cache}
-        return load_engine(engine_config(config))
+        return load_engine(engine_config({**settings, "load_format": load_format, "cache": cache, **more}))
+
+    def load_quantised(method: str | None) -> Engine:
+        return load_with(quantization=method)
+
+    if options.lora:
+        with process.freeze_gc():
+            engine = load_with(enable_lora=True, max_loras=options.lora)
+            report.rows += lora_rows(engine, options.lora, options.rounds, report)
+            engine.close()
+        return
 
     if options.quantization:
         with process.freeze_gc():

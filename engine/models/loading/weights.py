@@ -324,13 +324,13 @@ class AdaptedProjection(NamedTuple):
     weights: LowRankWeights
     adapters: "Adapters"
 
-    def put(self, slot: int, a_RK: Tensor, b_NR: Tensor) -> None:
-        """Keep this rank's part of an adapter, which is given whole."""
+    def put(self, slot: int, a_RK: Tensor, b_NR: Tensor, memory: HugeArena) -> None:
+        """Keep this rank's part of an adapter, which is given whole, in the adapter's memory."""
         if self.dim == 0:
             b_NR = self.change(b_NR[self.start : self.stop])
         else:
             a_RK = a_RK[:, self.start : self.stop]
-        self.weights.put(slot, a_RK, b_NR)
+        self.weights.put(slot, a_RK, b_NR, memory)
 
 
 class Adapters:
@@ -354,9 +354,10 @@ class Adapters:
         pairs = self._read(files)
         for projection in self.projections.values():
             projection.weights.remove(slot)
+        memory = HugeArena()
         for name, (a_RK, b_NR) in pairs.items():
-            projection = self.projections[name]
-            projection.put(slot, a_RK.to(self._device), (b_NR * files.config.scale).to(self._device))
+            scaled_NR = (b_NR * files.config.scale).to(self._device)
+            self.projections[name].put(slot, a_RK.to(self._device), scaled_NR, memory)
         self._ranks[slot] = files.config.rank
 
     @contextmanager
