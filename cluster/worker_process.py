@@ -206,7 +206,7 @@ class HostedWorker:
             max_model_len=engine.max_model_len,
             tensor_parallel_size=config.engine.tensor_parallel_size,
             kv_dtype=engine.runner.layout.kv_dtype,
-            num_host_pages=len(engine.runner.pool.host),
+            num_host_pages=engine.scheduler.cache.host.num_places,
             node=node_name(),
             pid=os.getpid(),
         )

@@ -209,7 +209,12 @@ class DecodeWorker(WorkerNode):
             num_waiting=load.num_waiting + len(self._admission),
             num_incoming=self._endpoint.num_open,
             num_tokens=self._running.num_tokens,
-            counters={**self._endpoint.counts(), **self._prefixes.counters, **self.counters},
+            counters={
+                **load.counters,
+                **self._endpoint.counts(),
+                **self._prefixes.counters,
+                **self.counters,
+            },
         )
 
     # The loop.

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import time
 from collections.abc import Callable, Iterable, Set
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from baton.adapters import Adapter
 from baton.clock import Clock, SystemClock
 from baton.config.engine import EngineConfig, RankSidecar, SpeculativeConfig
 from baton.config.environment import cache_directory, prepare_nccl
+from baton.engine.cache.disk_tier import DiskTier, open_store
 from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.models.loading.checkpoint import fingerprint
@@ -27,7 +29,14 @@ from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ModelConfig, check_split, read_model_config
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, load_logits_processor
-from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, choose_device, choose_dtype
+from baton.engine.runner.model_runner import (
+    KvPool,
+    ModelRunner,
+    ZerosOnCpu,
+    choose_device,
+    choose_dtype,
+    page_bytes,
+)
 from baton.engine.runner.sampler import Draws, Sampler
 from baton.engine.runner.step_inputs import StepArrays, StepBuilder, encode
 from baton.engine.runner.structured_output import StructuredOutputMask
@@ -47,7 +56,8 @@ from baton.pages import PageKeys
 from baton.request import FilledPages, Request, StepOutput
 
 logger = logging.getLogger(__name__)
-COMPILE_POLL_S: Final = 0.001  # between looks at grammars that are being compiled
+HELD_POLL_S: Final = 0.001  # between looks at grammars that are being compiled and pages that are being read
+FLUSH_S: Final = 5.0  # for the pages that only the device has, at the end
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
 
 
@@ -135,11 +145,23 @@ class Engine(Replica):
         self._sampler.warm_up(model_config.vocab_size)
         if config.speculative is not None:
             scheduler.drafter = self._make_drafter(config.speculative, draft_model)
+        if config.cache.kv_disk_path is not None:
+            cache.host.disk = self._open_disk(Path(config.cache.kv_disk_path))
+
+    def _open_disk(self, root: Path) -> DiskTier:
+        runner, host = self.runner, self.scheduler.cache.host
+        if runner.tp.size > 1:
+            raise ConfigError("cache.kv_disk_path: replicas of several ranks have no disk tier yet")
+        identity = msgspec.json.encode((self.fingerprint, runner.layout))
+        max_bytes = runner.config.cache.kv_disk_bytes
+        store = open_store(root, identity, runner.layout.page_bytes, max_bytes)
+        return DiskTier(store, page_bytes(runner.pool.host), runner.steps.has_passed, host.is_current)
 
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
         layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
         self._busy_since_s = self._in_flight = None
+        self._loading: list[Sequence] = []  # wait for pages from the disk
         self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(self.max_model_len))
         processors = (*LOGITS_PROCESSORS.values(), *self._outside_processors, self._form_mask)
         self._sampler = Sampler(self.runner.device, processors)
@@ -158,6 +180,9 @@ class Engine(Replica):
         sequences = self._add(request, filled, keeps_pages, self.runner.model_config.eos_token_ids)
         for sequence in sequences:
             self._form_mask.prepare(sequence)
+            if filled is None and self.scheduler.cache.prefetch(sequence):
+                sequence.is_held = True
+                self._loading.append(sequence)
         return sequences
 
     def check(self, request: Request) -> None:
@@ -208,12 +233,13 @@ class Engine(Replica):
         """
         began_s = perf_counter()
         self.scheduler.rates = self._meter.rates
-        if self._form_mask.held:
-            self._form_mask.release()
+        self.scheduler.cache.poll()
+        if self._form_mask.held or self._loading:
+            self._release_held()
         plan = self.scheduler.plan()
         self.wait_s = plan.wait_s
-        if self._form_mask.held and not plan.scheduled:
-            self.wait_s = COMPILE_POLL_S
+        if (self._form_mask.held or self._loading) and not plan.scheduled:
+            self.wait_s = HELD_POLL_S
         batch = self.scheduler.apply(plan)
         meter = self._step_meter
         if batch.is_empty:
@@ -239,6 +265,18 @@ class Engine(Replica):
         if meter.is_sampled:
             meter.end()
         return outputs
+
+    def _release_held(self) -> None:
+        """Let sequences be admitted whose grammars are compiled and whose pages have come from the disk."""
+        for sequence in self._loading:
+            sequence.is_held = False
+        self._form_mask.release()
+        host = self.scheduler.cache.host
+        self._loading = [
+            each for each in self._loading if each.finish_reason is None and host.is_loading(each.page_keys)
+        ]
+        for sequence in self._loading:
+            sequence.is_held = True
 
     def _collect(self) -> list[StepOutput]:
         """Wait for the tokens of the step in flight, if any, and commit them."""
@@ -278,7 +316,7 @@ class Engine(Replica):
         return outputs + [last_output(sequence, BAD_LOGITS) for sequence in failed] if failed else outputs
 
     def load(self) -> Load:
-        counts = self._form_mask.counts
+        counts, disk = self._form_mask.counts, self.scheduler.cache.host.disk
         return msgspec.structs.replace(
             super().load(),
             num_masks=counts.num_masks,
@@ -286,10 +324,14 @@ class Engine(Replica):
             num_compiled_forms=counts.num_compiled,
             compile_us=round(1e6 * counts.compile_s),
             num_failed_forms=counts.num_failed,
+            counters={} if disk is None else disk.counts(),
         )
 
     def close(self) -> None:
-        """Stop the other ranks and wait until they have ended."""
+        """Write what the disk tier lacks, within FLUSH_S; stop the other ranks and wait until they have
+        ended.
+        """
+        self._close_disk()
         tp_workers, self._tp_workers = self._tp_workers, None
         if tp_workers is None:
             return
@@ -299,6 +341,19 @@ class Engine(Replica):
         with suppress(WorkerLost):  # a rank that has ended already needs no command
             self.runner.tp.send_command(STOP_COMMAND)
         tp_workers.close()
+
+    def _close_disk(self) -> None:
+        cache = self.scheduler.cache
+        disk, cache.host.disk = cache.host.disk, None
+        if disk is None:
+            return
+        disk.stop()
+        if self._why_lost is None:
+            device = self.runner.pool.device
+            known = cache.known_pages().items()
+            pages = ((key, page_bytes(device[page : page + 1].cpu())[0]) for key, page in known)
+            disk.put(pages, time.monotonic() + FLUSH_S)
+        disk.close()
 
     def _abort(self, request_id: str, choice: int | None) -> list[Sequence]:
         ended = super()._abort(request_id, choice)

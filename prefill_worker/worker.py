@@ -75,14 +75,15 @@ class PrefillWorker(WorkerNode):
         return tuple(job.key for job in self._jobs.values())
 
     def load(self) -> Load:
+        load = self._reports.with_times(self._engine.load())
         return msgspec.structs.replace(
-            self._reports.with_times(self._engine.load()),
+            load,
             pairs=self._endpoint.pairs(self._links, self._peer_registry.members),
             num_outgoing=self._endpoint.num_open,
             num_tokens=self._num_tokens,
             kv_bytes=self._kv_bytes,
             kv_bytes_to=dict(self._kv_bytes_to),
-            counters={**self._endpoint.counts(), **self._prefixes.counters},
+            counters={**load.counters, **self._endpoint.counts(), **self._prefixes.counters},
         )
 
     # The loop.

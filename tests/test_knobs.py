@@ -26,6 +26,8 @@ KNOBS: dict[str, Any] = {
     "cache.kv_cache_memory_bytes": None,
     "cache.gpu_memory_utilization": 0.9,
     "cache.host_cache_memory_bytes": 0,
+    "cache.kv_disk_path": None,
+    "cache.kv_disk_bytes": 8 * 2**30,
     "cache.enable_prefix_caching": True,
     "scheduler.max_num_seqs": 64,
     "scheduler.max_num_batched_tokens": 2048,

@@ -55,11 +55,21 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     # Bytes of host memory KV pages swap to; 0: preempted KV is recomputed.
     host_cache_memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    # The directory of KV pages that outlive host memory and the process; None: there is no disk tier.
+    kv_disk_path: str | None = None
+    kv_disk_bytes: Annotated[int, Meta(ge=1)] = 8 * 2**30  # of files there, for each worker
     enable_prefix_caching: bool = True  # reuse KV pages of equal prompt prefixes
 
     def __post_init__(self) -> None:
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"cache.page_size: expected a power of two, got {self.page_size}")
+        if self.kv_disk_path is not None and not (
+            self.host_cache_memory_bytes and self.enable_prefix_caching
+        ):
+            raise ConfigError(
+                "cache.kv_disk_path: pages on disk pass through host memory, and the prefix cache finds "
+                "them: set cache.host_cache_memory_bytes and cache.enable_prefix_caching"
+            )
 
 
 DEFAULT_SHORTEST_MATCH: Final = 3

@@ -56,10 +56,12 @@ FLAGS: Final = {
     "engine.cache.page_size": "--block-size --page-size",
     "engine.cache.kv_cache_memory_bytes": "--kv-cache-memory --kv-cache-memory-bytes",
     "engine.cache.host_cache_memory_bytes": "--host-cache-memory",
+    "engine.cache.kv_disk_bytes": "--kv-disk-size",
 }
 # The last part of a key -> the placeholder of its value in the help, where the type does not tell it.
 METAVARS: Final = {
     "host": "ADDRESS",
+    "kv_disk_path": "DIRECTORY",
     "ray_address": "ADDRESS",
     "redis": "URL",
     "chat_template": "FILE",

@@ -13,7 +13,10 @@ at the same time would break this, so the second one releases its copy and share
 therefore prefix-closed. A lease released front to back can cut a chain; `_forget` then forgets the pages
 after the cut too.
 
-`HostTier` keeps the pages outside the device: evicted known pages, and the pages of swapped-out sequences.
+`HostTier` keeps the pages outside the device: evicted known pages, and the pages of swapped-out sequences. A
+`DiskTier` below it, if there is one, has copies of them. Routers see both as one tier: a page on disk has a
+number beyond the host pages. `prefetch` brings the pages of a waiting sequence from the disk to the host,
+where `match` finds them; `poll` takes the reports of the disk.
 """
 
 from collections import defaultdict
@@ -21,6 +24,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Ordered
 from typing import Final, NamedTuple
 
+from baton.engine.cache.disk_tier import DiskTier, Loaded
 from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.scheduler.sequence import PageCopy, Sequence
 from baton.errors import IntegrityError
@@ -63,13 +67,14 @@ class ChangedKeys:
 class HostTier:
     """The ledger of `num_pages` pages of host memory; 0 turns the tier off.
 
-    A host page is in one of five states:
+    A host page is in one of six states:
 
     - free;
     - cached: the contents of one evicted device page, found by its key; `FairLru` says which page goes first;
     - pinned: cached contents that are about to return to the device;
     - swapped: owned by one preempted sequence;
-    - leaving: its last reader is the batch that runs now.
+    - leaving: its last reader is the batch that runs now;
+    - loading: the disk tier writes the contents of a key to it.
 
     The ledger moves no bytes: `take_copies` gives the collected copies to the batch, which runs all copies to
     the host before all copies to the device. A batch must therefore not write a host page that the batch
@@ -80,11 +85,16 @@ class HostTier:
         self.num_pages = num_pages
         self.changed = ChangedKeys()  # shared with the prefix cache; the tier notes the keys that it drops
         self.cached: FairLru[bytes] = FairLru()  # keys
+        self.disk: DiskTier | None = None
+        self._generation = [0] * num_pages  # of each page, grows when it gets other contents
+        self._loading: dict[bytes, tuple[int, Group]] = {}  # key -> (host page, group)
         self.clear()
 
     def clear(self) -> None:
-        """Drop all pages and all copies."""
-        self._free = list(range(self.num_pages - 1, -1, -1))
+        """Drop all pages and all copies. Loads go on: their contents do not depend on any step."""
+        loading = {page for page, _ in self._loading.values()}
+        self._free = [page for page in range(self.num_pages - 1, -1, -1) if page not in loading]
+        self._stored: list[bytes] = []  # keys of pages that the disk tier has not been offered
         self.cached.clear()
         self._cached: dict[bytes, tuple[int, Group]] = {}  # key -> (host page, group)
         self._pinned: dict[bytes, int] = {}
@@ -133,6 +143,8 @@ class HostTier:
             self._cached[key] = host_page, group
             self.cached.add(key, group)
             self._to_host[host_page] = device_page
+            if self.disk is not None:
+                self._stored.append(key)
 
     def pin(self, key: bytes) -> None:
         """Keep a cached page until it is fetched. Idempotent."""
@@ -149,6 +161,70 @@ class HostTier:
             host_page = self._uncache(key) if key in self._cached else self._pinned.pop(key)
             self._to_host.pop(host_page, None)
             self._free.append(host_page)
+
+    # Pages on disk.
+
+    def place_of(self, key: bytes) -> int | None:
+        """The number of the host page with this key, or a number beyond all host pages if it is only on
+        disk.
+        """
+        page = self.page_of(key)
+        if page is None and self.disk is not None and key in self.disk.places:
+            page = self.num_pages + self.disk.places[key]
+        return page
+
+    @property
+    def num_places(self) -> int:
+        """Pages that fit on the host and on disk."""
+        return self.num_pages + (0 if self.disk is None else self.disk.num_places)
+
+    def is_loading(self, keys: Ordered[bytes]) -> bool:
+        """True while a page with one of these keys comes from the disk."""
+        return bool(self._loading) and any(key in self._loading for key in keys)
+
+    def load(self, keys: Ordered[bytes], group: Group, mark: int) -> None:
+        """Order the pages on disk from the start of a chain, as far as there is room; `end_load` follows.
+
+        mark: after which no launched step uses a host page that is free now.
+        """
+        if self.disk is None:
+            return
+        for key in keys:
+            if key in self._cached:
+                group_there = self._cached[key][1]
+                self.cached.remove(key, group_there)
+                self.cached.add(key, group_there)  # the newest: room is not made of the chain itself
+            elif key not in self and key not in self._loading:
+                if key not in self.disk.places or not self.num_available:
+                    return
+                host_page = self._take_page()
+                self._to_host.pop(host_page, None)
+                self._loading[key] = host_page, group
+                self.disk.load(key, host_page, mark)
+
+    def end_load(self, key: bytes, *, is_wanted: bool) -> None:
+        """Cache a page that was read. is_wanted: the contents are valid, and not on the device."""
+        host_page, group = self._loading.pop(key)
+        if is_wanted and key not in self:
+            self._cached[key] = host_page, group
+            self.cached.add(key, group)
+        else:
+            self._free.append(host_page)
+
+    def offer(self, mark: int) -> None:
+        """Give the disk tier the pages that were stored in steps before `mark`."""
+        if self.disk is not None:
+            stored, self._stored = self._stored, []
+            for key in stored:
+                host_page = self._cached[key][0] if key in self._cached else None
+                if host_page in self._to_host:  # no step has been given the copy
+                    self._stored.append(key)
+                elif host_page is not None:
+                    self.disk.write(key, host_page, self._generation[host_page], mark)
+
+    def is_current(self, host_page: int, generation: int) -> bool:
+        """True when the page has had no other contents since. From any thread."""
+        return self._generation[host_page] == generation
 
     # Pages of preempted sequences.
 
@@ -182,6 +258,7 @@ class HostTier:
             *self._leaving,
             *(page for page, _ in self._cached.values()),
             *self._pinned.values(),
+            *(page for page, _ in self._loading.values()),
         ]
         for host_pages in self._swapped.values():
             places += host_pages
@@ -190,12 +267,15 @@ class HostTier:
 
     def _take_page(self) -> int:
         if self._free:
-            return self._free.pop()
-        key = self.cached.next_out()
-        if key is None:
-            raise IntegrityError("no host page is left although room was promised")
-        self.changed.note(key)
-        return self._uncache(key)
+            host_page = self._free.pop()
+        else:
+            key = self.cached.next_out()
+            if key is None:
+                raise IntegrityError("no host page is left although room was promised")
+            self.changed.note(key)
+            host_page = self._uncache(key)
+        self._generation[host_page] += 1
+        return host_page
 
     def _uncache(self, key: bytes) -> int:
         """Remove a key from the cached pages; return its host page."""
@@ -225,7 +305,7 @@ class PageChanges(NamedTuple):
 
     is_snapshot: bool  # the lists are complete: a key that they lack is not known
     device: list[PageChange]
-    host: list[PageChange]
+    host: list[PageChange]  # and on disk: see `HostTier.place_of`
 
 
 class PrefixMatch(NamedTuple):
@@ -314,12 +394,39 @@ class PrefixCache:
 
     def take_changes(self, *, is_snapshot: bool = False) -> PageChanges:
         """Return the changes since the last call; all pages with is_snapshot or after too many changes."""
+        self.poll()
         changed = self.changed.take()
         if changed is None or is_snapshot:
             device = [self._device_change(key) for key in self._page_of]
-            return PageChanges(True, device, [self._host_change(key) for key in self.host.known_keys()])
+            outside = [*self.host.known_keys(), *self._only_on_disk()]
+            return PageChanges(True, device, [self._host_change(key) for key in outside])
         host = [self._host_change(key) for key in changed] if self.host.num_pages else []
         return PageChanges(False, [self._device_change(key) for key in changed], host)
+
+    def prefetch(self, sequence: Sequence) -> bool:
+        """Order the pages on disk that continue the known prefix of a sequence; True while some are to
+        come.
+        """
+        if self.host.disk is None or sequence.needs_prompt_logprobs:
+            return False
+        keys = sequence.page_keys[: (sequence.num_tokens - 1) // self.pool.page_size]
+        self.host.load(keys[len(self._known_pages(keys)) :], sequence.cache_group, self.pool.launched)
+        return self.host.is_loading(keys)
+
+    def poll(self) -> None:
+        """Take the reports of the disk tier, and offer it the pages of the steps that were launched."""
+        if self.host.disk is None:
+            return
+        for report in self.host.disk.take_reports():
+            if isinstance(report, Loaded):
+                is_wanted = report.is_valid and report.key not in self._page_of
+                self.host.end_load(report.key, is_wanted=is_wanted)
+            self.changed.note(report.key)
+        self.host.offer(self.pool.launched)
+
+    def known_pages(self) -> dict[bytes, int]:
+        """The device page of each known key."""
+        return dict(self._page_of)
 
     def set_weight(self, group: Group, weight: float) -> None:
         """Set the eviction weight of the pages of this group."""
@@ -389,8 +496,12 @@ class PrefixCache:
         return PageChange(key, page, 0 if page == NOWHERE else self.pool.generation(page))
 
     def _host_change(self, key: bytes) -> PageChange:
-        page = self.host.page_of(key)
+        page = None if key in self._page_of else self.host.place_of(key)
         return PageChange(key, NOWHERE if page is None else page, 0)
+
+    def _only_on_disk(self) -> list[bytes]:
+        places = self.host.disk.places if self.host.disk is not None else ()
+        return [key for key in places if key not in self.host and key not in self._page_of]
 
     def _known_pages(self, keys: list[bytes]) -> list[int]:
         pages: list[int] = []

@@ -16,9 +16,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.adapters import Adapter, read_adapter
@@ -94,6 +96,11 @@ class KvPool:
             self.host[host_page].copy_(self.device[device_page], non_blocking=True)
         for device_page, host_page in to_device:
             self.device[device_page].copy_(self.host[host_page], non_blocking=True)
+
+
+def page_bytes(pages: Tensor) -> NDArray[np.uint8]:
+    """The same memory as bytes, [num_pages, page_bytes]. The pages are contiguous and not on a GPU."""
+    return cast(NDArray[np.uint8], pages.view(torch.uint8).reshape(len(pages), -1).numpy())
 
 
 # The size of the pool.

@@ -67,7 +67,10 @@ def load_draft_model(config: EngineConfig, target: ModelConfig) -> ModelRunner |
     num_pages = min(num_pages, config.scheduler.max_num_seqs * layout.num_pages(most))
     num_pages = max(num_pages, layout.num_pages(most))
     cache = msgspec.structs.replace(
-        config.cache, kv_cache_memory_bytes=num_pages * layout.page_bytes, host_cache_memory_bytes=0
+        config.cache,
+        kv_cache_memory_bytes=num_pages * layout.page_bytes,
+        host_cache_memory_bytes=0,
+        kv_disk_path=None,
     )
     runner = ModelRunner(msgspec.structs.replace(config, cache=cache), model, TensorParallel())
     runner.load()

@@ -1,0 +1,426 @@
+"""Keeps KV pages in files, so that prefixes outlive host memory and the process.
+
+The life of a page on disk:
+
+1. A page that has come to the host tier is written behind, by the thread of the tier. A page that leaves
+   host memory before its turn is not written.
+2. A request whose prefix continues on disk has these pages read back to the host tier while it waits. The
+   step loop only gives orders and takes reports: it never waits for a disk.
+3. A full store drops the segment that was used least recently, as a whole.
+4. A process that starts claims the first free directory of its model, reads the index of every segment
+   there, and has the pages again.
+
+A file is never trusted: a record whose checksum differs is forgotten, and its page is computed again. An
+error of the file system turns the tier off.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from struct import Struct
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+HostPages: TypeAlias = NDArray[np.uint8]  # [num_host_pages, page_bytes]
+
+_BLOCK: Final = 4096  # data starts at multiples
+_SEGMENT_BYTES: Final = 64 * 2**20  # of an ordinary segment
+_LEAST_SEGMENTS: Final = 4
+_VERSION: Final = b"baton-kv-1"
+_HEAD: Final = Struct("<10sxxxxxxQ32s")  # version, serial, checksum of both with the identity of the pages
+_ENTRY: Final = Struct("<16s32s16s")  # key, checksum of the page, checksum of the entry
+_POLL_S: Final = 0.001
+MAX_QUEUED_WRITES: Final = 4096  # later pages are not written
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """One open file. Slots [0, num_written) have records."""
+
+    place: int  # which of the store's files
+    serial: int  # grows from segment to segment
+    fd: int
+    used: int  # the latest use; grows
+    num_written: int = 0
+    keys: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # key -> (slot, checksum of the page)
+
+
+class DiskStore:
+    """Pages of equal size in a directory of segment files, at most `max_bytes` in all. Not thread-safe.
+
+    A segment has a head, an index entry for each slot, and the pages. A record is written page first, then
+    entry. Every checksum covers `identity`, the key and the place of the record, so that no record of other
+    pages is accepted. Methods raise OSError as the file system does.
+    """
+
+    def __init__(self, directory: Path, identity: bytes, page_bytes: int, max_bytes: int) -> None:
+        """identity: names model, element type and layout. ConfigError when max_bytes holds too few pages."""
+        self.page_bytes = page_bytes
+        self.num_damaged = 0  # records that did not have the contents that were written
+        self._identity = blake2b(identity, digest_size=32).digest()
+        self._stride = -(-page_bytes // _BLOCK) * _BLOCK
+        segment_bytes = min(_SEGMENT_BYTES, max_bytes // _LEAST_SEGMENTS)
+        self.num_slots = (segment_bytes - 2 * _BLOCK) // (self._stride + _ENTRY.size)
+        if self.num_slots < 1:
+            least = _LEAST_SEGMENTS * (self._stride + _ENTRY.size + 2 * _BLOCK)
+            raise ConfigError(
+                f"cache.kv_disk_bytes: pages of {page_bytes:,} bytes need {least:,}, got {max_bytes:,}"
+            )
+        self._data = _BLOCK + -(-self.num_slots * _ENTRY.size // _BLOCK) * _BLOCK  # where the pages start
+        self.num_segments = max_bytes // (self._data + self.num_slots * self._stride)
+        self._directory = directory
+        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._segments: dict[int, _Segment] = {}  # place -> segment
+        self._where: dict[bytes, _Segment] = {}
+        for segment in sorted(self._found(), key=lambda each: each.serial):
+            segment.used = segment.serial
+            self._segments[segment.place] = segment
+            self._where.update(dict.fromkeys(segment.keys, segment))
+        self._serials = count(max((each.serial for each in self._segments.values()), default=0) + 1)
+        self._active: _Segment | None = None
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._where
+
+    def places(self) -> Iterator[tuple[bytes, int]]:
+        """Every key with its place: a number below `num_places` that no other key has now."""
+        return ((key, self.place_of(key)) for key in self._where)
+
+    @property
+    def num_places(self) -> int:
+        return self.num_segments * self.num_slots
+
+    def place_of(self, key: bytes) -> int:
+        """The place of a key that is here."""
+        segment = self._where[key]
+        return segment.place * self.num_slots + segment.keys[key][0]
+
+    def put(self, key: bytes, page: HostPages) -> list[bytes]:
+        """Append a page, [page_bytes], unless its key is here; return the keys that were dropped for it."""
+        if key in self._where:
+            return []
+        dropped: list[bytes] = []
+        segment = self._active
+        if segment is None or segment.num_written == self.num_slots:
+            dropped = self._drop_oldest()
+            segment = self._active = self._create()
+        slot = segment.num_written
+        segment.num_written += 1  # also after an error: the slot may be torn
+        checksum = self._hash(b"page", key, page)
+        _write(segment.fd, page.data, self._data + slot * self._stride)
+        entry = key + checksum
+        check = self._hash(b"entry", _place(segment.serial, slot) + entry)[:16]
+        _write(segment.fd, entry + check, _BLOCK + slot * _ENTRY.size)
+        segment.keys[key] = slot, checksum
+        segment.used = next(self._serials)
+        self._where[key] = segment
+        return dropped
+
+    def read_into(self, key: bytes, page: HostPages) -> bool:
+        """Read a page into `page`, [page_bytes]. False, with anything in `page`, if it is absent or
+        damaged: it is forgotten then.
+        """
+        segment = self._where.get(key)
+        if segment is None:
+            return False
+        slot, checksum = segment.keys[key]
+        segment.used = next(self._serials)
+        num_read = os.preadv(segment.fd, [page.data], self._data + slot * self._stride)
+        if num_read == self.page_bytes and self._hash(b"page", key, page) == checksum:
+            return True
+        self.num_damaged += 1
+        del segment.keys[key], self._where[key]
+        return False
+
+    def read_ahead(self, keys: Iterable[bytes]) -> None:
+        """Tell the system that these pages will be read."""
+        for key in keys:
+            segment = self._where.get(key)
+            if segment is not None:
+                start = self._data + segment.keys[key][0] * self._stride
+                os.posix_fadvise(segment.fd, start, self.page_bytes, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        for segment in self._segments.values():
+            os.close(segment.fd)
+        self._segments.clear()
+        self._where.clear()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _hash(self, kind: bytes, about: bytes, page: HostPages | None = None) -> bytes:
+        found = blake2b(about, digest_size=32, key=self._identity, person=b"baton-" + kind)
+        if page is not None:
+            found.update(page.data)
+        return found.digest()
+
+    def _path(self, place: int) -> Path:
+        return self._directory / f"segment-{place:05d}.kv"
+
+    def _found(self) -> Iterator[_Segment]:
+        """Open the segments in the directory, and remove files that are no segments of these pages."""
+        for path in sorted(self._directory.glob("segment-*.kv")):
+            number = path.stem.removeprefix("segment-")
+            place = int(number) if number.isascii() and number.isdigit() else self.num_segments
+            segment = self._opened(place) if place < self.num_segments and path == self._path(place) else None
+            if segment is None:
+                path.unlink()
+            else:
+                yield segment
+
+    def _opened(self, place: int) -> _Segment | None:
+        fd = os.open(self._path(place), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        head = os.pread(fd, _HEAD.size, 0)
+        serial = _HEAD.unpack(head)[1] if len(head) == _HEAD.size else 0
+        if head != self._head(serial):
+            os.close(fd)
+            return None
+        segment = _Segment(place, serial, fd, serial, self.num_slots)
+        index = os.pread(fd, self.num_slots * _ENTRY.size, _BLOCK)
+        whole = index[: len(index) // _ENTRY.size * _ENTRY.size]
+        for slot, (key, checksum, check) in enumerate(_ENTRY.iter_unpack(whole)):
+            if check == self._hash(b"entry", _place(serial, slot) + key + checksum)[:16]:
+                segment.keys[key] = slot, checksum
+        return segment
+
+    def _head(self, serial: int) -> bytes:
+        sizes = np.array([self.page_bytes, self.num_slots], "<u8").tobytes()
+        return _HEAD.pack(_VERSION, serial, self._hash(b"head", _VERSION + _place(serial, 0) + sizes))
+
+    def _create(self) -> _Segment:
+        place = next(each for each in range(self.num_segments) if each not in self._segments)
+        serial = next(self._serials)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        segment = _Segment(place, serial, os.open(self._path(place), flags, 0o600), serial)
+        self._segments[place] = segment
+        _write(segment.fd, self._head(serial), 0)
+        return segment
+
+    def _drop_oldest(self) -> list[bytes]:
+        """Remove the segment that was used least recently if there is no place for another."""
+        if len(self._segments) < self.num_segments:
+            return []
+        oldest = min(self._segments.values(), key=lambda each: each.used)
+        del self._segments[oldest.place]
+        os.close(oldest.fd)
+        self._path(oldest.place).unlink()
+        dropped = [key for key in oldest.keys if self._where[key] is oldest]
+        for key in dropped:
+            del self._where[key]
+        return dropped
+
+
+def _place(serial: int, slot: int) -> bytes:
+    return serial.to_bytes(8, "little") + slot.to_bytes(8, "little")
+
+
+def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
+    given = memoryview(data)
+    if os.pwrite(fd, given, offset) != len(given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def open_store(root: Path, identity: bytes, page_bytes: int, max_bytes: int) -> DiskStore:
+    """Open the first directory below `root` of these pages that no other process has.
+
+    A process that starts again gets the directory that it had, or one of a worker with the same model.
+    ConfigError when the directory cannot be used.
+    """
+    name = blake2b(identity, digest_size=8).hexdigest()
+    try:
+        for number in count():
+            directory = root / f"{name}-{number}"
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                return DiskStore(directory, identity, page_bytes, max_bytes)
+            except BlockingIOError:  # another process has the lock
+                continue
+    except OSError as error:
+        raise ConfigError(f"cache.kv_disk_path: {root} cannot be used: {error}") from error
+    raise AssertionError("count() does not end")
+
+
+class Written(NamedTuple):
+    """A key that is on disk from now on; NOWHERE: not any more."""
+
+    key: bytes
+    place: int
+
+
+class Loaded(NamedTuple):
+    """A load that has ended. is_valid: the host page has the contents of the key."""
+
+    key: bytes
+    is_valid: bool
+
+
+NOT_ON_DISK: Final = -1
+
+
+class DiskTier:
+    """The disk below a host tier: a ledger for the thread of the steps, and a thread that reads and writes.
+
+    `places` changes in `take_reports` alone, so the ledger is a little behind the files.
+    """
+
+    def __init__(
+        self,
+        store: DiskStore,
+        host_pages: HostPages,
+        has_passed: Callable[[int], bool],
+        is_current: Callable[[int, int], bool],
+    ) -> None:
+        """has_passed: see `StepMarks`. is_current(page, generation): a host page has had no other contents
+        since.
+        """
+        self.num_places = store.num_places
+        self.places: dict[bytes, int] = dict(store.places())
+        self.num_read = 0
+        self.num_written = 0
+        self.num_failed = 0  # errors of the file system; the first one turns the tier off
+        self._store = store
+        self._host_pages = host_pages
+        self._has_passed, self._is_current = has_passed, is_current
+        self._buffer = np.empty(store.page_bytes, np.uint8)
+        self._loads: deque[tuple[bytes, int, int]] = deque()  # key, host page, mark
+        self._writes: deque[tuple[bytes, int, int, int]] = deque()  # key, host page, generation, mark
+        self._reports: deque[Written | Loaded] = deque()
+        self._wakes = threading.Event()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
+        self._thread.start()
+
+    def counts(self) -> dict[str, int]:
+        """The counters of a worker's load; `disk_errors` above 0 says that the tier is off."""
+        return {
+            "disk_pages_read": self.num_read,
+            "disk_pages_written": self.num_written,
+            "disk_pages_damaged": self._store.num_damaged,
+            "disk_errors": self.num_failed,
+        }
+
+    def load(self, key: bytes, host_page: int, mark: int) -> None:
+        """Read a page into a host page that nobody else uses once `mark` has passed; a Loaded report
+        follows.
+        """
+        self._loads.append((key, host_page, mark))
+        self._wakes.set()
+
+    def write(self, key: bytes, host_page: int, generation: int, mark: int) -> None:
+        """Write a host page that has its contents once `mark` has passed, unless it is taken before."""
+        if key not in self.places and not self.num_failed and len(self._writes) < MAX_QUEUED_WRITES:
+            self._writes.append((key, host_page, generation, mark))
+            self._wakes.set()
+
+    def take_reports(self) -> list[Written | Loaded]:
+        """What has happened since the last call, with `places` brought up to it."""
+        reports = [self._reports.popleft() for _ in range(len(self._reports))]
+        for report in reports:
+            if isinstance(report, Loaded):
+                continue
+            if report.place == NOT_ON_DISK:
+                self.places.pop(report.key, None)
+            else:
+                self.places[report.key] = report.place
+        return reports
+
+    def put(self, pages: Iterable[tuple[bytes, HostPages]], until_s: float) -> None:
+        """Write pages in the calling thread, after `close`'s thread has ended, until time.monotonic() is
+        until_s.
+        """
+        try:
+            for key, page in pages:
+                if self.num_failed or time.monotonic() > until_s:
+                    return
+                self._store.put(key, page)
+        except OSError as error:
+            self._fail(error)
+
+    def stop(self) -> None:
+        """End the thread; the orders that it has not begun are lost."""
+        self._is_closing = True
+        self._wakes.set()
+        self._thread.join()
+
+    def close(self) -> None:
+        """End the thread and close the files. Idempotent."""
+        self.stop()
+        self._store.close()
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._wakes.wait()
+            self._wakes.clear()
+            try:
+                self._work()
+            except Exception as error:  # a request must not wait for a thread that has ended
+                self._fail(error)
+                self._end_loads()
+
+    def _work(self) -> None:
+        """Carry out the orders, loads first."""
+        while (self._loads or self._writes) and not self._is_closing:
+            if self.num_failed:
+                self._end_loads()
+                self._writes.clear()
+            elif self._loads:
+                self._load_all()
+            else:
+                self._write_one(*self._writes.popleft())
+
+    def _load_all(self) -> None:
+        self._store.read_ahead([key for key, _, _ in list(self._loads)])
+        while self._loads and not self._is_closing:
+            key, host_page, mark = self._loads[0]  # stays there during an error
+            self._wait(mark)
+            is_valid = self._store.read_into(key, self._host_pages[host_page])
+            self._loads.popleft()
+            self.num_read += is_valid
+            if not is_valid:
+                self._reports.append(Written(key, NOT_ON_DISK))
+            self._reports.append(Loaded(key, is_valid))
+
+    def _write_one(self, key: bytes, host_page: int, generation: int, mark: int) -> None:
+        if key in self._store:
+            return
+        self._wait(mark)
+        np.copyto(self._buffer, self._host_pages[host_page])
+        if not self._is_current(host_page, generation):
+            return  # the page was taken for other contents, perhaps during the copy
+        for dropped in self._store.put(key, self._buffer):
+            self._reports.append(Written(dropped, NOT_ON_DISK))
+        self.num_written += 1
+        self._reports.append(Written(key, self._store.place_of(key)))
+
+    def _wait(self, mark: int) -> None:
+        while not self._has_passed(mark) and not self._is_closing:
+            time.sleep(_POLL_S)
+
+    def _end_loads(self) -> None:
+        while self._loads:
+            self._reports.append(Loaded(self._loads.popleft()[0], False))
+
+    def _fail(self, error: Exception) -> None:
+        """Turn the tier off: nothing is on disk from now on."""
+        self.num_failed += 1
+        logger.error("the disk tier of KV pages is off until the worker starts again: %s", error)
+        for key, _ in list(self._store.places()):
+            self._reports.append(Written(key, NOT_ON_DISK))

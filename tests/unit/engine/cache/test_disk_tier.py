@@ -1,0 +1,239 @@
+"""Pages on disk against a dictionary, over restarts, damage, kills and errors of the file system."""
+
+import multiprocessing
+import os
+import random
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.engine.cache.disk_tier import DiskStore, DiskTier, HostPages, Loaded, open_store
+from baton.errors import ConfigError
+
+PAGE_BYTES: Final = 5000
+MAX_BYTES: Final = 4 * (3 * (8192 + 64) + 8192)  # four segments of three pages
+KEYS: Final = [bytes([number]) * 16 for number in range(24)]
+
+
+def page_of(key: bytes, version: int = 0) -> HostPages:
+    return np.frombuffer(random.Random(f"{key.hex()} {version}").randbytes(PAGE_BYTES), np.uint8)
+
+
+def store_in(root: Path, identity: bytes = b"a model", max_bytes: int = MAX_BYTES) -> DiskStore:
+    return open_store(root, identity, PAGE_BYTES, max_bytes)
+
+
+def read(store: DiskStore, key: bytes) -> bytes | None:
+    page = np.empty(PAGE_BYTES, np.uint8)
+    return page.tobytes() if store.read_into(key, page) else None
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("*/segment-*.kv"))
+
+
+class StoreAgainstDictionary(RuleBasedStateMachine):
+    """A store may forget pages that were damaged, and nothing else; what it returns is what was put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = TemporaryDirectory()
+        self.store = store_in(Path(self.root.name))
+        self.pages: dict[bytes, bytes] = {}
+        self.is_damaged = False
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.root.cleanup()
+
+    @rule(key=st.sampled_from(KEYS), version=st.integers(0, 2))
+    def put(self, key: bytes, version: int) -> None:
+        is_new = key not in self.store
+        page = page_of(key, version)
+        for dropped in self.store.put(key, page):
+            del self.pages[dropped]
+        if is_new:
+            self.pages[key] = page.tobytes()
+
+    @rule(key=st.sampled_from(KEYS))
+    def read(self, key: bytes) -> None:
+        found = read(self.store, key)
+        if found is None and self.is_damaged:
+            self.pages.pop(key, None)
+        assert found == self.pages.get(key)
+
+    @rule()
+    def restart(self) -> None:
+        self.store.close()
+        self.store = store_in(Path(self.root.name))
+        if self.is_damaged:
+            self.pages = {key: page for key, page in self.pages.items() if key in self.store}
+
+    @precondition(lambda self: self.pages)
+    @rule(place=st.integers(0, 2**20), bit=st.integers(0, 7), cuts=st.booleans(), data=st.data())
+    def damage(self, place: int, bit: int, cuts: bool, data: st.DataObject) -> None:
+        path = data.draw(st.sampled_from(segments(Path(self.root.name))))
+        content = bytearray(path.read_bytes())
+        if content:
+            content[place % len(content)] ^= 1 << bit
+            with path.open("r+b") as file:
+                file.write(content)
+                file.truncate(place % len(content) if cuts else len(content))
+        self.is_damaged = True
+
+    @invariant()
+    def holds_the_same_keys(self) -> None:
+        places = dict(self.store.places())
+        assert places.keys() == self.pages.keys()
+        assert len(set(places.values())) == len(places)
+        assert all(0 <= place < self.store.num_places for place in places.values())
+        assert sum(path.stat().st_size for path in segments(Path(self.root.name))) <= MAX_BYTES
+
+
+TestStoreAgainstDictionary = StoreAgainstDictionary.TestCase
+TestStoreAgainstDictionary.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_least_recently_used_segment_is_dropped_first(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for key in KEYS[:12]:
+        store.put(key, page_of(key))
+    assert read(store, KEYS[0]) is not None
+    assert store.put(KEYS[12], page_of(KEYS[12])) == KEYS[3:6]
+    store.close()
+
+
+def test_pages_of_another_identity_or_size_are_not_accepted(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    store.put(KEYS[0], page_of(KEYS[0]))
+    store.close()
+    (directory,) = tmp_path.iterdir()
+    for identity, page_bytes in ((b"another", PAGE_BYTES), (b"a model", PAGE_BYTES - 1)):
+        (tmp_path / f"copy-{page_bytes}-{identity.hex()}").mkdir()
+        copied = tmp_path / f"copy-{page_bytes}-{identity.hex()}"
+        (copied / "segment-00000.kv").write_bytes((directory / "segment-00000.kv").read_bytes())
+        other = DiskStore(copied, identity, page_bytes, MAX_BYTES)
+        assert KEYS[0] not in other
+        other.close()
+
+
+def test_files_are_the_owners_alone_and_two_processes_have_two_directories(tmp_path: Path) -> None:
+    first, second = store_in(tmp_path), store_in(tmp_path)
+    first.put(KEYS[0], page_of(KEYS[0]))
+    assert KEYS[0] not in second and len(list(tmp_path.iterdir())) == 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*/*")} == {0o600}
+    first.close()
+    second.close()
+
+
+def test_directory_that_cannot_be_used_and_too_small_a_size_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    with pytest.raises(ConfigError, match="kv_disk_path: .* cannot be used"):
+        store_in(tmp_path / "a file")
+    with pytest.raises(ConfigError, match="kv_disk_bytes: pages of 5,000 bytes need"):
+        store_in(tmp_path, max_bytes=8192)
+
+
+def _write_without_end(root: Path) -> None:
+    store = store_in(root, max_bytes=2**22)
+    while True:
+        for key in (number.to_bytes(16, "little") for number in range(2000)):
+            store.put(key, page_of(key))
+
+
+def test_killed_writer_leaves_only_whole_pages(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writer = context.Process(target=_write_without_end, args=(tmp_path,), daemon=True)
+    writer.start()
+    deadline = threading.Event()
+    while not (segments(tmp_path) and segments(tmp_path)[0].stat().st_size > 40 * PAGE_BYTES):
+        assert writer.is_alive()
+        deadline.wait(0.01)
+    os.kill(writer.pid or 0, signal.SIGKILL)
+    writer.join()
+    store = store_in(tmp_path, max_bytes=2**22)
+    keys = [key for key, _ in store.places()]
+    assert keys and all(read(store, key) == page_of(key).tobytes() for key in keys)
+    assert not store.num_damaged
+    store.close()
+
+
+# The tier.
+
+
+class Host:
+    """Host pages, all current until `taken` says otherwise."""
+
+    def __init__(self, root: Path) -> None:
+        self.pages = np.zeros((8, PAGE_BYTES), np.uint8)
+        self.taken: set[int] = set()
+        self.passed = 10**9
+        self.store = store_in(root)
+        self.tier = DiskTier(
+            self.store, self.pages, lambda mark: mark <= self.passed, lambda page, _: page not in self.taken
+        )
+
+    def wait(self, *, loads: int = 0, writes: int = 0) -> list[Loaded]:
+        loaded: list[Loaded] = []
+        pause = threading.Event()
+        while len(loaded) < loads or len(self.tier.places) < writes:
+            loaded += [report for report in self.tier.take_reports() if isinstance(report, Loaded)]
+            pause.wait(0.002)
+        return loaded
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    host.tier.close()
+
+
+def test_written_page_is_read_back(host: Host) -> None:
+    host.pages[1] = page_of(KEYS[1])
+    host.tier.write(KEYS[1], 1, 0, 0)
+    host.wait(writes=1)
+    host.tier.load(KEYS[1], 5, 0)
+    assert host.wait(loads=1) == [Loaded(KEYS[1], True)]
+    assert (host.pages[5] == host.pages[1]).all()
+
+
+def test_page_that_was_taken_is_not_written(host: Host) -> None:
+    host.taken.add(1)
+    host.tier.write(KEYS[1], 1, 0, 0)
+    host.tier.write(KEYS[2], 2, 0, 0)
+    host.wait(writes=1)
+    assert host.tier.places.keys() == {KEYS[2]}
+
+
+def test_absent_page_ends_its_load(host: Host) -> None:
+    host.tier.load(KEYS[7], 5, 0)
+    assert host.wait(loads=1) == [Loaded(KEYS[7], False)]
+
+
+def test_error_of_the_file_system_turns_the_tier_off(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    host.pages[1] = page_of(KEYS[1])
+    host.tier.write(KEYS[1], 1, 0, 0)
+    host.wait(writes=1)
+    full = os.open("/dev/full", os.O_RDWR)
+    for segment in host.store._segments.values():
+        os.dup2(full, segment.fd)
+    os.close(full)
+    host.tier.write(KEYS[2], 2, 0, 0)
+    while not host.tier.num_failed:
+        threading.Event().wait(0.002)
+    host.tier.load(KEYS[1], 5, 0)
+    assert host.wait(loads=1) == [Loaded(KEYS[1], False)]
+    while host.tier.places:
+        host.tier.take_reports()
+    assert host.tier.num_failed == 1 and "disk tier of KV pages is off" in caplog.text

@@ -1,0 +1,107 @@
+"""Prefixes that a new engine finds on the disk of the one before."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from baton.engine.engine import Engine
+from baton.request import StepOutput
+from tests.tiny_models import VOCAB_SIZE, add, generate, tiny_engine, token_ids
+
+PAGE_BYTES: Final = 4 * 512
+PROMPT: Final = [(5 * i + i * i) % VOCAB_SIZE for i in range(49)]
+OTHERS: Final = [[(7 * i + i * i + n) % VOCAB_SIZE for i in range(80)] for n in range(6)]
+
+
+def engine_in(root: Path, *, num_host_pages: int = 24, **settings: Any) -> Engine:
+    cache = {
+        "kv_cache_memory_bytes": 24 * PAGE_BYTES,
+        "host_cache_memory_bytes": num_host_pages * PAGE_BYTES,
+        "kv_disk_path": str(root / "kv"),
+        "kv_disk_bytes": 2**22,
+    }
+    return tiny_engine(root / "model", cache={**cache, **settings})
+
+
+def num_cached(outputs: list[StepOutput]) -> int:
+    return outputs[-1].num_cached_tokens
+
+
+def read_of(engine: Engine) -> int:
+    return engine.load().counters["disk_pages_read"]
+
+
+def test_engine_that_starts_again_continues_from_the_disk_with_the_same_tokens(tmp_path: Path) -> None:
+    first = engine_in(tmp_path)
+    expected = generate(first, PROMPT)
+    assert num_cached(expected) == 0
+    first.close()
+    second = engine_in(tmp_path)
+    told = {change.key for change in second.take_page_changes().host}
+    assert told.issuperset(second.page_keys(PROMPT[:48], b"", 4))
+    again = generate(second, PROMPT)
+    assert token_ids(again) == token_ids(expected)
+    assert num_cached(again) == 48 and read_of(second) == 12
+    second.scheduler.check_integrity()
+    second.close()
+
+
+def test_damaged_page_costs_a_recompute_and_no_token(tmp_path: Path) -> None:
+    first = engine_in(tmp_path)
+    expected = token_ids(generate(first, PROMPT))
+    first.close()
+    for path in (tmp_path / "kv").glob("*/segment-*.kv"):
+        content = bytearray(path.read_bytes())
+        for at in range(8192, len(content), 4096):
+            content[at] ^= 1
+        path.write_bytes(content)
+    second = engine_in(tmp_path)
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and not num_cached(again)
+    assert second.load().counters["disk_pages_damaged"]
+    second.scheduler.check_integrity()
+    second.close()
+
+
+def test_pages_that_left_the_host_come_back_from_the_disk(tmp_path: Path) -> None:
+    engine = engine_in(tmp_path)
+    expected = token_ids(generate(engine, PROMPT))
+    host, disk = engine.scheduler.cache.host, engine.scheduler.cache.host.disk
+    assert disk is not None
+    keys = engine.page_keys(PROMPT[:48], b"", 4)
+    engine.scheduler.cache.make_room(24)  # the next step copies all pages to the host
+    for prompt in OTHERS:
+        generate(engine, prompt)
+        while not disk.places.keys() >= set(keys):  # all are in the host tier until the disk has them
+            engine.take_page_changes()
+    assert not any(key in host for key in keys)
+    again = generate(engine, PROMPT)
+    assert token_ids(again) == expected and num_cached(again) == 48
+    engine.scheduler.check_integrity()
+    engine.close()
+
+
+def test_aborted_and_lost_sequences_leave_no_host_page_behind(tmp_path: Path) -> None:
+    first = engine_in(tmp_path)
+    generate(first, PROMPT)
+    first.close()
+    second = engine_in(tmp_path)
+    add(second, "gone", PROMPT)
+    second.abort("gone")
+    second.scheduler.check_integrity()
+    second.scheduler.lose([])
+    second.scheduler.check_integrity()
+    again = generate(second, PROMPT)
+    assert num_cached(again) == 48
+    second.scheduler.check_integrity()
+    second.close()
+
+
+def test_salts_do_not_share_pages_on_disk(tmp_path: Path) -> None:
+    first = engine_in(tmp_path)
+    generate(first, PROMPT)
+    first.close()
+    second = engine_in(tmp_path)
+    assert set(second.page_keys(PROMPT, b"another tenant", 4)).isdisjoint(
+        change.key for change in second.take_page_changes().host
+    )
+    second.close()
