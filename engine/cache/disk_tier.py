@@ -85,7 +85,11 @@ class DiskStore:
         self.num_segments = max_bytes // (self._data + self.num_slots * self._stride)
         self._directory = directory
         self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise
         self._segments: dict[int, _Segment] = {}  # place -> segment
         self._where: dict[bytes, _Segment] = {}
         for segment in sorted(self._found(), key=lambda each: each.serial):
