@@ -5,7 +5,6 @@ all tokens before the page and the tokens in it. Equal keys therefore mean equal
 secret the key of a prompt cannot be computed. Python's `hash()` has none of these properties.
 """
 
-import struct
 from collections.abc import Sequence
 from copy import copy
 from hashlib import blake2b
@@ -15,32 +14,10 @@ from typing import Final
 import msgspec
 
 from baton.errors import ConfigError
+from baton.tenants import PUBLIC_SALT, split_salt
 from baton.token_ids import TOKEN_ID_BYTES, pack
 
 KEY_BYTES = 16
-_PUBLIC = b"baton public:"  # the start of a salt with public tokens; their number follows, as u32
-
-
-def with_public(salt: bytes, num_tokens: int) -> bytes:
-    """Return the salt of a prompt that begins with `num_tokens` public tokens.
-
-    All tenants share the full pages of public tokens; later pages are the tenant's own.
-    """
-    return _PUBLIC + struct.pack("<I", num_tokens) + salt if num_tokens else salt
-
-
-def without_public(salt: bytes) -> bytes:
-    """Return the tenant's own salt in a salt of `with_public`."""
-    return _split(salt)[1]
-
-
-def _split(salt: bytes) -> tuple[int, bytes]:
-    """Return the number of public tokens and the tenant's own salt."""
-    start = len(_PUBLIC)
-    if not salt.startswith(_PUBLIC) or len(salt) < start + 4:
-        return 0, salt
-    (num_tokens,) = struct.unpack_from("<I", salt, start)
-    return num_tokens, salt[start + 4 :]
 
 
 class PageKeys:
@@ -74,10 +51,10 @@ class PageKeys:
             return
         if end > len(token_ids):
             raise ValueError(f"{len(token_ids)} tokens do not fill {num_pages} pages of {size}")
-        num_public_tokens, salt = _split(salt)
+        num_public_tokens, salt = split_salt(salt)
         first_private = num_public_tokens // size
-        # No tenant's salt leads to the public root: `_split` reads this salt as one without public tokens.
-        parent = keys[-1] if keys else self.root(_PUBLIC + bytes(4) if first_private else salt)
+        # No tenant's salt leads to the public root: `split_salt` finds no public tokens in this salt.
+        parent = keys[-1] if keys else self.root(PUBLIC_SALT + bytes(4) if first_private else salt)
         packed, page_bytes = pack(token_ids[start:end]), size * TOKEN_ID_BYTES
         for offset in range(0, len(packed), page_bytes):
             if len(keys) == first_private and keys:

@@ -14,8 +14,7 @@ from baton.adapters import Adapter
 from baton.errors import InvalidRequest
 from baton.messages.bounds import Attempt, Count, Id
 from baton.messages.workers import WorkerTimes
-from baton.pages import without_public
-from baton.tenants import SchedulingKey, Sla
+from baton.tenants import SchedulingKey, Sla, without_public
 from baton.token_ids import TokenIds
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]

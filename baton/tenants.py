@@ -7,6 +7,7 @@ policy from the next request on. Where the keys of two requests of one tenant di
 The defaults are those of a cluster without tenants: one tenant, one class, no limits.
 """
 
+import struct
 from enum import StrEnum
 from typing import Annotated, Final, TypeAlias
 
@@ -17,6 +18,7 @@ MAX_CLASSES: Final = 16
 BURST_S: Final = 10.0  # of tokens_per_s, where burst_tokens is not given
 ONLY_CLASS: Final = "default"  # of a file without classes
 OF_FREE: Final = 4  # one tenant may hold this many times the free slots
+PUBLIC_SALT: Final = b"baton public:"  # the start of a salt with public tokens; their number follows, as u32
 
 Milliseconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400_000)]
 Weight: TypeAlias = Annotated[float, Meta(ge=1e-6, le=1e6)]  # finite, also in sums of ratios
@@ -132,3 +134,28 @@ class TenantPolicy(Value, frozen=True):
             quotas=self.quotas,
             degradation=self.degradation,
         )
+
+
+# The salt of a tenant's KV pages.
+
+
+def with_public(salt: bytes, num_tokens: int) -> bytes:
+    """Return the salt of a prompt that begins with `num_tokens` public tokens.
+
+    All tenants share the full pages of public tokens; later pages are the tenant's own.
+    """
+    return PUBLIC_SALT + struct.pack("<I", num_tokens) + salt if num_tokens else salt
+
+
+def without_public(salt: bytes) -> bytes:
+    """Return the tenant's own salt in a salt of `with_public`."""
+    return split_salt(salt)[1]
+
+
+def split_salt(salt: bytes) -> tuple[int, bytes]:
+    """Return the number of public tokens and the tenant's own salt."""
+    start = len(PUBLIC_SALT)
+    if not salt.startswith(PUBLIC_SALT) or len(salt) < start + 4:
+        return 0, salt
+    (num_tokens,) = struct.unpack_from("<I", salt, start)
+    return num_tokens, salt[start + 4 :]

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from baton.adapters import Adapter
 from baton.errors import IntegrityError, InvalidRequest
 from baton.fair_queue import DecayedShares, Share
-from baton.pages import without_public
 from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.tenants import without_public
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
 PageCopy: TypeAlias = tuple[int, int]  # (device_page, host_page), in either direction

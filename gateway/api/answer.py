@@ -31,8 +31,8 @@ from baton.gateway.streams.timeline import RequestMarks
 from baton.gateway.text.answer_parsing import choice_reader
 from baton.gateway.text.answer_reader import Parts, ToolCallDelta
 from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
-from baton.pages import with_public
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from baton.tenants import with_public
 
 OPENING_S: Final = 0.001  # opening choices may hold the event loop for this long
 

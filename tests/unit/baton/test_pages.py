@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.kernels import store_kv
-from baton.pages import KEY_BYTES, SCALE_BYTES, PageKeys, PageLayout, with_public, without_public
+from baton.pages import KEY_BYTES, SCALE_BYTES, PageKeys, PageLayout
+from baton.tenants import with_public, without_public
 
 TOKENS = list(range(100, 120))
 

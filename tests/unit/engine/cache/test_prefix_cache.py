@@ -7,8 +7,9 @@ from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.cache.prefix_cache import NOWHERE, ChangedKeys, HostTier, PageChanges, PrefixCache
 from baton.engine.scheduler.sequence import Sequence
 from baton.errors import IntegrityError
-from baton.pages import PageKeys, with_public
+from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
+from baton.tenants import with_public
 from baton.token_ids import TokenIds
 
 PAGE_SIZE = 4
