@@ -17,6 +17,7 @@ FILES: Final = frozenset(
         "http_messages",
         "http_openai",
         "http_responses",
+        "lora",
         "nginx",
     ]
 )

@@ -1,9 +1,10 @@
-"""LoRA adapters through a served cluster: a prefill worker, a decode worker and two gateways."""
+"""LoRA adapters through the shared cluster: a prefill worker, two decode workers and two gateways."""
 
 import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,8 +18,7 @@ from baton.engine.engine import load_engine
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.lora_adapters import save_adapter
-from tests.served import ROOT, Served, served
-from tests.shared_clusters import SERVE
+from tests.served import ROOT, Served
 from tests.tiny_models import run_to_end, token_ids
 from tests.waiting import wait_for
 
@@ -38,10 +38,15 @@ def adapters(folder: Path) -> dict[str, Adapter]:
 
 
 @pytest.fixture(scope="module")
-def cluster(adapters: dict[str, Adapter]) -> Iterator[Served]:
-    options = ("--gateways", "2", "--enable-lora", "--lora-modules", f"one={adapters['one'].path}")
-    with served(*SERVE, *options) as started:
-        yield started
+def cluster(redundant_cluster: Served) -> Served:
+    return redundant_cluster
+
+
+@pytest.fixture(scope="module")
+def one(cluster: Served, adapters: dict[str, Adapter]) -> Iterator[str]:
+    """The name of an adapter that is loaded for all tests."""
+    with loaded(cluster, "one", adapters["one"]) as name:
+        yield name
 
 
 @pytest.fixture(scope="module")
@@ -90,22 +95,26 @@ def models(cluster: Served) -> dict[str, str | None]:
         return {each.id: each.model_extra["parent"] for each in client.models.list()}  # type: ignore[index]
 
 
+@contextmanager
+def loaded(cluster: Served, name: str, adapter: Adapter) -> Iterator[str]:
+    answer = load(cluster, name, adapter.path)
+    assert answer == (200, f"Success: LoRA adapter '{name}' added successfully.")
+    wait_for(lambda: all(name in models(cluster) for _ in range(8)), interval_s=0.1)  # at both gateways
+    yield name
+    call(cluster, "/unload_lora_adapter", lora_name=name)
+
+
 @pytest.fixture
 def two(cluster: Served, adapters: dict[str, Adapter]) -> Iterator[str]:
     """The name of an adapter that is loaded for one test."""
-    assert load(cluster, "two", adapters["two"].path) == (
-        200,
-        "Success: LoRA adapter 'two' added successfully.",
-    )
-    wait_for(lambda: all("two" in models(cluster) for _ in range(8)), interval_s=0.1)  # at both gateways
-    yield "two"
-    call(cluster, "/unload_lora_adapter", lora_name="two")
+    with loaded(cluster, "two", adapters["two"]) as name:
+        yield name
 
 
 def test_models_are_mixed_through_both_gateways(
-    cluster: Served, two: str, expected: dict[str, list[int | None]]
+    cluster: Served, one: str, two: str, expected: dict[str, list[int | None]]
 ) -> None:
-    assert models(cluster) == {"tiny": None, "one": "tiny", two: "tiny"}
+    assert models(cluster) == {"tiny": None, one: "tiny", two: "tiny"}
     got: list[tuple[str, Sequence[int]]] = []
     names = [*expected] * 4
     threads = [Thread(target=lambda name=name: got.append((name, complete(cluster, name)))) for name in names]
@@ -174,13 +183,13 @@ def test_adapter_that_does_not_fit_is_refused_by_name(
     assert "bad" not in models(cluster)
 
 
-def test_damaged_missing_and_doubled_adapters_are_refused(cluster: Served, tmp_path: Path) -> None:
+def test_damaged_missing_and_doubled_adapters_are_refused(cluster: Served, one: str, tmp_path: Path) -> None:
     save_adapter(TINY, tmp_path)
     (tmp_path / WEIGHTS_FILE).write_bytes((tmp_path / WEIGHTS_FILE).read_bytes()[:-8])
     status, text = load(cluster, "bad", tmp_path)
     assert status == 400 and "safetensors" in text, text
     assert load(cluster, "bad", tmp_path / "missing")[0] == 404
-    for name in ("one", "tiny"):
+    for name in (one, "tiny"):
         status, text = load(cluster, name, tmp_path)
         assert status == 400 and "already been loaded" in text
     assert call(cluster, "/load_lora_adapter", lora_name="bad")[0] == 400

@@ -84,7 +84,9 @@ def test_mixture_of_adapters_changes_no_token(model_directory: Directory, tmp_pa
     assert len({tuple(tokens) for tokens in expected[-4:]}) == 4, "adapters change nothing"
 
 
-@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "tp", [(1, 2), *(pytest.param(tp, marks=pytest.mark.slow) for tp in ((1, 1), (2, 1)))], ids=str
+)
 def test_adapters_give_the_tokens_of_one_engine(
     tp: tuple[int, int], model_directory: Directory, tmp_path: Path
 ) -> None:

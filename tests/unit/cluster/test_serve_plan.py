@@ -25,6 +25,7 @@ from baton.config.loader import build
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError, ModelError
 from baton.messages.workers import Address, WorkerRole
+from tests.lora_adapters import save_adapter
 from tests.unit.cluster.model_directories import with_config_alone, with_pickled_weights, without_weights
 
 ROUTER = Address("127.0.0.1", 7000)
@@ -231,3 +232,16 @@ def test_form_of_prompts_follows_from_the_model_files(tmp_path: Path) -> None:
     assert speech_of(tmp_path) == "chat"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": None}))
     assert speech_of(tmp_path) == "text"
+
+
+def test_adapters_are_checked_before_any_process_starts(tmp_path: Path) -> None:
+    adapter = save_adapter(resolve_model("tiny"), tmp_path / "a", rank=16)
+    modules = {"lora_modules": (f"sql={adapter.path}",)}
+    check_model(config(engine={"enable_lora": True}, gateway=modules))
+    with pytest.raises(ConfigError, match="--enable-lora"):
+        check_model(config(gateway=modules))
+    with pytest.raises(ModelError, match="--max-lora-rank"):
+        check_model(config(engine={"enable_lora": True, "max_lora_rank": 8}, gateway=modules))
+    for wrong in ("sql", "=path", "sql="):
+        with pytest.raises(ConfigError, match="name=path"):
+            check_model(config(engine={"enable_lora": True}, gateway={"lora_modules": (wrong,)}))
