@@ -49,8 +49,8 @@ from baton.engine.speculation.draft_model import ModelDrafter, load_draft_model
 from baton.engine.speculation.lookup import lookup_drafter
 from baton.errors import ConfigError, InvalidRequest, ModelError, WorkerLost
 from baton.kernels import native
-from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.lora import NO_ADAPTER
+from baton.kernels.native import huge_zeros
 from baton.messages.workers import Load
 from baton.pages import PageKeys
 from baton.request import FilledPages, Request, StepOutput

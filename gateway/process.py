@@ -93,7 +93,7 @@ class GatewayProcess:
             peers=self._peers,
             tracer=self._tracer,
         )
-        self._adapters = ServedAdapters(model, self._peers, clock)
+        self._adapters = ServedAdapters(model.name, model.adapters, service, self._peers, clock)
         exporter = Exporter(
             self.metrics, service, self._peers, model=model.name, vllm_names=config.vllm_metric_names
         )

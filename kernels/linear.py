@@ -21,7 +21,6 @@ from torch.nn import functional
 from baton.kernels import native
 from baton.kernels.attention_tile import has_large_shared_memory, owner_of_block
 from baton.kernels.gated import SILU, Activation, constants, gated, gated_product
-from baton.kernels.huge_pages import HugeArena
 from baton.kernels.quantised import (
     PANEL,
     QuantisedMatrix,
@@ -59,7 +58,7 @@ class LinearWeight:
 
 
 def pack_linear(
-    weight_NK: Tensor, memory: HugeArena | None = None, *, batch_invariant: bool = True
+    weight_NK: Tensor, memory: native.HugeArena | None = None, *, batch_invariant: bool = True
 ) -> LinearWeight:
     """Lay the weight out for its device. A packed weight is a copy: the original may be freed.
 
@@ -79,7 +78,7 @@ def pack_linear(
         return plain
     weight_NK = weight_NK.contiguous()
     num_units = num_inputs // unit_elements
-    packed = (memory or HugeArena()).empty(-(-num_outputs // PANEL) * PANEL * num_units, torch.int32)
+    packed = (memory or native.HugeArena()).empty(-(-num_outputs // PANEL) * PANEL * num_units, torch.int32)
     pack = native.function("baton_pack_linear", "pnpnn")
     pack(weight_NK.data_ptr(), num_units, packed.data_ptr(), num_outputs, num_units)
     return LinearWeight(packed, num_outputs, num_inputs, weight_NK.dtype, is_packed=True)
@@ -154,7 +153,11 @@ def linear_reference(
 
 
 def pack_quantised(
-    matrix: QuantisedMatrix, dtype: torch.dtype, memory: HugeArena | None = None, *, num_splits: int = 1
+    matrix: QuantisedMatrix,
+    dtype: torch.dtype,
+    memory: native.HugeArena | None = None,
+    *,
+    num_splits: int = 1,
 ) -> LinearWeight:
     """Lay out a weight of 8 or 4 bits on a CPU for inputs of `dtype`.
 
@@ -170,7 +173,7 @@ def pack_quantised(
     )
     if not native.handles(dtype):
         return plain
-    arena = memory or HugeArena()
+    arena = memory or native.HugeArena()
     packed = panels(matrix, lambda num_bytes: arena.empty(num_bytes, torch.int8))
     return replace(plain, data=packed, is_packed=True, format=matrix.format, matrix=None)
 

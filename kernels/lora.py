@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels import native
-from baton.kernels.huge_pages import HugeArena
 from baton.kernels.linear import LinearWeight, linear, pack_linear
 
 PANEL: Final = 64  # outputs, as in csrc/lora.c
@@ -59,7 +58,7 @@ class LowRankWeights:
         self._addresses = np.zeros((2, 0), np.int64)  # of the pairs; 0: none
         self._ranks = np.zeros(0, np.int32)
 
-    def put(self, slot: int, a_RK: Tensor, b_NR: Tensor, memory: HugeArena) -> None:
+    def put(self, slot: int, a_RK: Tensor, b_NR: Tensor, memory: native.HugeArena) -> None:
         """Keep the weights of a slot, in place of those that it had. The scale is a part of B.
 
         memory: of the adapter; many adapters are read faster from huge pages.

@@ -7,23 +7,28 @@ no compiler every op falls back to its plain torch reference, several times slow
 A library runs with all rights of the process that loads it. Only a regular file that this user or root owns,
 and that no other user may write, is loaded; any other file is replaced by a new build. The same holds for the
 folder: write access of other users is removed if the folder is this user's, and refused otherwise.
+
+Large tensors of the CPU path lie in pages of 2 MiB: reads miss the address cache far less often.
 """
 
 import ctypes
 import hashlib
 import logging
+import math
+import mmap
 import os
 import platform
 import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 _builds_folder: Path | None = None
@@ -31,6 +36,8 @@ _builds_folder: Path | None = None
 M_TRIM_THRESHOLD: Final = -1  # of malloc.h
 M_MMAP_THRESHOLD: Final = -3
 KEPT_BYTES: Final = 2**28
+CHUNK_BYTES: Final = 2**26  # of memory in huge pages
+ALIGNMENT: Final = 64  # bytes, a cache line
 COMPILING: Final = "compiling-"  # how the folder of a build begins; `baton serve` looks for it
 SOURCES: Final = Path(__file__).resolve().parent / "csrc"
 FLAGS: Final = (
@@ -194,3 +201,38 @@ def _cpu_features() -> str:
         return platform.processor()
     lines = cpuinfo.read_text(errors="replace").splitlines()
     return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+# Memory in huge pages.
+
+
+def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros of `shape`, in huge pages where the system grants them; untouched parts take no memory."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the tensor
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+class HugeArena:
+    """Memory for many tensors that live and die together, small ones too: weights.
+
+    Each tensor keeps its chunk alive. Untouched parts of a chunk take no memory.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._num_used = 0
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A tensor [num_elements] with arbitrary contents."""
+        num_bytes = num_elements * dtype.itemsize
+        if self._num_used + num_bytes > len(self._chunk):
+            self._chunk = huge_zeros((max(CHUNK_BYTES, num_bytes),), torch.uint8)
+            self._num_used = 0
+        piece = self._chunk[self._num_used : self._num_used + num_bytes]
+        self._num_used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return piece.view(dtype)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from baton.bench.processes import Child
 from baton.engine.cache.page_pool import PagePool
-from baton.kernels.huge_pages import huge_zeros
-from baton.kernels.native import TORCH_DTYPES
+from baton.kernels.native import TORCH_DTYPES, huge_zeros
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import (

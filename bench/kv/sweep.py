@@ -37,7 +37,7 @@ from baton.bench.kv.ends import TRANSPORTS, Ends, layout_of, moving_s
 from baton.bench.processes import HOST, Child
 from baton.bench.report import Plot, Row, at_least
 from baton.errors import ConfigError
-from baton.kernels.huge_pages import huge_zeros
+from baton.kernels.native import huge_zeros
 from baton.kernels.pages import copy_runs
 from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer

@@ -56,8 +56,7 @@ from baton.engine.runner.step_inputs import (
 from baton.engine.scheduler.sequence import PageCopy
 from baton.errors import ConfigError, ModelError
 from baton.kernels.decoder_stack import LayerGroups, OnLayers
-from baton.kernels.huge_pages import huge_zeros
-from baton.kernels.native import TORCH_DTYPES
+from baton.kernels.native import TORCH_DTYPES, huge_zeros
 from baton.pages import PageLayout
 
 # (shape, dtype) -> zeros for a CPU pool, in memory of the caller's choice

@@ -23,7 +23,6 @@ from msgspec import Meta
 from baton.adapters import Adapter, AdapterPath, NamedAdapter, read_adapter
 from baton.clock import Clock
 from baton.errors import BatonError, ModelError, Overloaded, WorkerLost
-from baton.gateway.api.body_reader import ServedModel
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
@@ -287,23 +286,36 @@ class AdapterList(msgspec.Struct, frozen=True):
 
 
 class ServedAdapters:
-    """The adapters of the gateways behind one port; each of them has all, in `ServedModel.adapters`."""
+    """The adapters of the gateways behind one port; each of them has all."""
 
-    def __init__(self, model: ServedModel, peers: PeerGateways, clock: Clock) -> None:
-        """Those of the model are served from the start. Made before `peers` listens."""
+    def __init__(
+        self,
+        model: str,
+        adapters: dict[str, NamedAdapter],
+        service: Service,
+        peers: PeerGateways,
+        clock: Clock,
+    ) -> None:
+        """model: its name. adapters: by name, those from the start; later ones are added here.
+
+        Made before `peers` listens.
+        """
         self._model = model
+        self._adapters = adapters
+        self._service = service
         self._clock = clock
         self._tell = peers.answer(AdapterChange, AdapterList, self._take)
 
     async def join(self) -> None:
         """Serve the adapters of the other gateways, if there are any, in place of those from the start."""
         for reply in await self._tell(AdapterChange()):
-            self._model.adapters = {each.name: each for each in reply.adapters}
+            self._adapters.clear()
+            self._adapters.update({each.name: each for each in reply.adapters})
 
     async def load(self, asked: LoadAdapter) -> None:
         """Serve an adapter, once a worker has computed a token with it. Raises ApiError and BatonError."""
         name, folder = asked.lora_name, Path(asked.lora_path)
-        if name == self._model.name or (name in self._model.adapters and not asked.load_inplace):
+        if name == self._model or (name in self._adapters and not asked.load_inplace):
             raise invalid(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
         try:
             if not folder.is_dir():
@@ -322,14 +334,14 @@ class ServedAdapters:
             arrival_s=self._clock.now_s(),
         )
         try:
-            await _run_once(self._model.service, request, FIRST_REQUEST_S)
+            await _run_once(self._service, request, FIRST_REQUEST_S)
         except TimeoutError:
             raise WorkerLost(f"no worker answered within {FIRST_REQUEST_S:g} s") from None
         await self._change(AdapterChange(loaded=NamedAdapter(name, adapter, int(time.time()))))
 
     async def unload(self, asked: UnloadAdapter) -> None:
         """Serve an adapter no more; its running requests go on. Raises ApiError 404."""
-        if asked.lora_name not in self._model.adapters:
+        if asked.lora_name not in self._adapters:
             message = f"The lora adapter '{asked.lora_name}' cannot be found."
             raise ApiError(404, message, code="not_found", param="lora_name")
         await self._change(AdapterChange(unloaded=asked.lora_name))
@@ -340,11 +352,11 @@ class ServedAdapters:
 
     def _take(self, change: AdapterChange) -> AdapterList:
         """Make another gateway's change, or this one's; return what is served then."""
-        adapters = {name: each for name, each in self._model.adapters.items() if name != change.unloaded}
+        if change.unloaded is not None:
+            self._adapters.pop(change.unloaded, None)
         if change.loaded is not None:
-            adapters[change.loaded.name] = change.loaded
-        self._model.adapters = adapters
-        return AdapterList(tuple(adapters.values()))
+            self._adapters[change.loaded.name] = change.loaded
+        return AdapterList(tuple(self._adapters.values()))
 
 
 def add_adapter_routes(app: FastAPI, adapters: ServedAdapters) -> None:

@@ -26,7 +26,7 @@ import logging
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
@@ -211,7 +211,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     created_s: int  # start of serving, in seconds since 1970
     defaults: SamplingParams = SamplingParams(max_tokens=None)  # max_tokens caps every answer
     known_length: int | None = None  # the last known context length of the workers
-    adapters: Mapping[str, NamedAdapter] = {}  # by name; replaced, never changed
+    adapters: dict[str, NamedAdapter] = msgspec.field(default_factory=dict)  # by name
 
     @property
     def fingerprint(self) -> str:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.errors import ConfigError, TransferFailed
-from baton.kernels.huge_pages import huge_zeros
+from baton.kernels.native import huge_zeros
 from baton.kernels.pages import copy_pages, copy_runs
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 

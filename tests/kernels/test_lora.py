@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels.huge_pages import HugeArena
 from baton.kernels.lora import NO_ADAPTER, AdapterRows, LowRankWeights
+from baton.kernels.native import HugeArena
 
 NUM_INPUTS, NUM_OUTPUTS = 70, 83  # no multiple of a vector or a panel
 RANKS = {0: 1, 1: 6, 3: 16}  # slot 2 has no weights for this projection

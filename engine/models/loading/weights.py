@@ -27,9 +27,9 @@ from baton.engine.models.loading.quantised_weights import (
 from baton.engine.models.parallel import TensorParallel
 from baton.errors import ConfigError, ModelError
 from baton.kernels.experts import ExpertWeights
-from baton.kernels.huge_pages import HugeArena
 from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
 from baton.kernels.lora import AdapterRows, LowRankWeights
+from baton.kernels.native import HugeArena
 from baton.kernels.quantised import Method, QuantisedMatrix, join_rows, quantise
 
 Shape: TypeAlias = tuple[int, ...]

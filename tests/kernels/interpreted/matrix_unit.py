@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.cache.page_pool import StepMarks
-from baton.kernels.huge_pages import huge_zeros
+from baton.kernels.native import huge_zeros
 
 
 def use(patch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from baton.kernels.huge_pages import CHUNK_BYTES, HugeArena, huge_zeros
+from baton.kernels.native import CHUNK_BYTES, HugeArena, huge_zeros
 
 
 def test_zeros_have_their_shape_and_can_be_written() -> None:
