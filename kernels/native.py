@@ -12,6 +12,7 @@ Large tensors of the CPU path lie in pages of 2 MiB: reads miss the address cach
 """
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import math
@@ -22,7 +23,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -134,10 +137,25 @@ def _built_library(compiler: str) -> Path:
         digest.update(part.encode())
     for source in (*sources, *sorted(SOURCES.glob("*.h"))):
         digest.update(source.read_bytes())
-    target = _cache_folder() / f"kernels-{digest.hexdigest()}.so"
+    folder = _cache_folder()
+    target = folder / f"kernels-{digest.hexdigest()}.so"
     if not _is_trusted_file(target):
-        _compile(compiler, sources, target)
+        with _locked(folder):  # one process builds, the others wait for the library
+            if not _is_trusted_file(target):
+                _compile(compiler, sources, target)
     return target
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder; hold none on a file system without locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_trusted_file(path: Path) -> bool:
@@ -146,15 +164,7 @@ def _is_trusted_file(path: Path) -> bool:
         status = path.lstat()
     except FileNotFoundError:
         return False
-    if stat.S_ISREG(status.st_mode) and _is_only_ours(status):
-        return True
-    logger.warning(
-        "%s is not loaded: it belongs to user %d, mode %s; it is built anew",
-        path,
-        status.st_uid,
-        stat.filemode(status.st_mode),
-    )
-    return False
+    return stat.S_ISREG(status.st_mode) and _is_only_ours(status)
 
 
 def _is_only_ours(status: os.stat_result) -> bool:
@@ -163,15 +173,33 @@ def _is_only_ours(status: os.stat_result) -> bool:
 
 
 def _compile(compiler: str, sources: list[Path], target: Path) -> None:
+    """Compile the sources, as many at once as there are cores."""
+    if os.path.lexists(target):
+        status = target.lstat()
+        owner, mode = status.st_uid, stat.filemode(status.st_mode)
+        logger.warning(
+            "%s is not loaded: it belongs to user %d, mode %s; it is built anew", target, owner, mode
+        )
     with tempfile.TemporaryDirectory(prefix=COMPILING, dir=target.parent) as folder:
+        objects = {each: f"{folder}/{each.stem}.o" for each in sources}
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            compiling = [
+                threads.submit(_run, [compiler, *FLAGS, "-c", str(source), "-o", compiled])
+                for source, compiled in objects.items()
+            ]
+            for each in compiling:
+                each.result()
         built = Path(folder) / target.name
-        command = [compiler, *FLAGS, *map(str, sources), "-o", str(built), "-lm"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        if result.returncode:
-            raise subprocess.SubprocessError(f"{compiler} failed: {result.stderr.strip()[-300:]}")
+        _run([compiler, *FLAGS, *objects.values(), "-o", str(built), "-lm"])
         built.chmod(stat.S_IRWXU)  # a lenient umask would have others write it
-        os.replace(built, target)  # whole or not at all, whichever process comes first
+        os.replace(built, target)  # whole or not at all
     logger.info("native kernels compiled", extra={"path": str(target)})
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if result.returncode:
+        raise subprocess.SubprocessError(f"{command[0]} failed: {result.stderr.strip()[-300:]}")
 
 
 def keep_builds_in(folder: Path) -> None:

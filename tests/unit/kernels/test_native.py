@@ -186,7 +186,12 @@ def test_missing_library_costs_speed_only_and_one_warning(
     assert not list(folder.glob("compiling-*")), "no temporary folder is left behind"
 
 
-def test_processes_that_build_at_once_all_load_a_whole_library(home: Path) -> None:
+def test_one_of_the_processes_that_start_at_once_builds_for_all(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = home / "links"
+    script = f'case "$*" in *-lm) echo >> {links};; esac; sleep 0.2; exec {COMPILER} "$@"'
+    put_compiler(home, monkeypatch, script)
     script = f"""
 import sys
 from pathlib import Path
@@ -216,6 +221,7 @@ assert native.library().number() == 1
         process.communicate(timeout=60)
     assert [process.returncode for process in processes] == [0, 0]
     assert len(built(home)) == 1, "no temporary folder is left behind"
+    assert links.read_text() == "\n"
 
 
 FALLBACK = """
