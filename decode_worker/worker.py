@@ -59,7 +59,7 @@ MAX_PREPARED_S: Final = 10.0  # likewise a TakeOver
 class EarlyResults:
     """Results of prefill workers that arrived before the Dispatch of their attempt.
 
-    A prompt whose Dispatch does not come is cancelled at its prefill worker, where it holds pages.
+    A prompt without a Dispatch is cancelled at its prefill worker, where it holds pages.
     """
 
     def __init__(self, clock: Clock, peer_registry: PeerRegistry) -> None:

@@ -57,6 +57,7 @@ from baton.request import FilledPages, Request, StepOutput
 
 logger = logging.getLogger(__name__)
 HELD_POLL_S: Final = 0.001  # between looks at grammars that are being compiled and pages that are being read
+MAX_LOAD_S: Final = 5.0  # for which a request waits for the disk, before its prompt is computed
 FLUSH_S: Final = 5.0  # for the pages that only the device has, at the end
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
 
@@ -161,7 +162,7 @@ class Engine(Replica):
         """Reset everything that is remembered from step to step."""
         layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
         self._busy_since_s = self._in_flight = None
-        self._loading: list[Sequence] = []  # wait for pages from the disk
+        self._loading: dict[Sequence, float] = {}  # waits for pages from the disk -> since when
         self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(self.max_model_len))
         processors = (*LOGITS_PROCESSORS.values(), *self._outside_processors, self._form_mask)
         self._sampler = Sampler(self.runner.device, processors)
@@ -182,7 +183,7 @@ class Engine(Replica):
             self._form_mask.prepare(sequence)
             if filled is None and self.scheduler.cache.prefetch(sequence):
                 sequence.is_held = True
-                self._loading.append(sequence)
+                self._loading[sequence] = perf_counter()
         return sequences
 
     def check(self, request: Request) -> None:
@@ -267,14 +268,20 @@ class Engine(Replica):
         return outputs
 
     def _release_held(self) -> None:
-        """Let sequences be admitted whose grammars are compiled and whose pages have come from the disk."""
+        """Let sequences be admitted once their grammars are compiled and their pages are read from the disk.
+
+        A disk that hangs holds no request for longer than MAX_LOAD_S.
+        """
+        earliest_s = perf_counter() - MAX_LOAD_S
         for sequence in self._loading:
             sequence.is_held = False
         self._form_mask.release()
         host = self.scheduler.cache.host
-        self._loading = [
-            each for each in self._loading if each.finish_reason is None and host.is_loading(each.page_keys)
-        ]
+        self._loading = {
+            each: since_s
+            for each, since_s in self._loading.items()
+            if each.finish_reason is None and since_s > earliest_s and host.is_loading(each.page_keys)
+        }
         for sequence in self._loading:
             sequence.is_held = True
 

@@ -442,7 +442,7 @@ class Planner:
         return plan
 
     def _scores(self, now_s: float) -> Iterator[Score]:
-        """Yield the scores of plans whose window has passed."""
+        """Yield the score of each plan after the end of its window."""
         history = self._history
         _, rates, _ = history.matrix()
         while self._pending and self._pending[0].due_s <= now_s:

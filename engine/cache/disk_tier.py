@@ -4,13 +4,13 @@ The life of a page on disk:
 
 1. A page that has come to the host tier is written behind, by the thread of the tier. A page that leaves
    host memory before its turn is not written.
-2. A request whose prefix continues on disk has these pages read back to the host tier while it waits. The
+2. Pages on disk that continue a request's prefix are read back to the host tier while it waits. The
    step loop only gives orders and takes reports: it never waits for a disk.
 3. A full store drops the segment that was used least recently, as a whole.
 4. A process that starts claims the first free directory of its model, reads the index of every segment
    there, and has the pages again.
 
-A file is never trusted: a record whose checksum differs is forgotten, and its page is computed again. An
+A file is never trusted: a record with a wrong checksum is forgotten, and its page is computed again. An
 error of the file system turns the tier off.
 """
 
@@ -263,7 +263,7 @@ def open_store(root: Path, identity: bytes, page_bytes: int, max_bytes: int) -> 
 
 
 class Written(NamedTuple):
-    """A key that is on disk from now on; NOWHERE: not any more."""
+    """The place of a key on disk from now on; NOT_ON_DISK: its record is gone."""
 
     key: bytes
     place: int
@@ -322,9 +322,7 @@ class DiskTier:
         }
 
     def load(self, key: bytes, host_page: int, mark: int) -> None:
-        """Read a page into a host page that nobody else uses once `mark` has passed; a Loaded report
-        follows.
-        """
+        """Read a page into a host page, which is free once `mark` has passed. A Loaded report follows."""
         self._loads.append((key, host_page, mark))
         self._wakes.set()
 
@@ -335,7 +333,7 @@ class DiskTier:
             self._wakes.set()
 
     def take_reports(self) -> list[Written | Loaded]:
-        """What has happened since the last call, with `places` brought up to it."""
+        """Return the events since the last call; `places` is as after them."""
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
         for report in reports:
             if isinstance(report, Loaded):

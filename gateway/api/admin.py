@@ -273,7 +273,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True):
 
 
 class AdapterChange(msgspec.Struct, frozen=True):
-    """What one gateway tells the others behind its port; without a change it asks for their adapters."""
+    """A message to the other gateways behind the port; without a change it asks for their adapters."""
 
     loaded: NamedAdapter | None = None
     unloaded: str | None = None

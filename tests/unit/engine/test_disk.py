@@ -1,8 +1,12 @@
 """Prefixes that a new engine finds on the disk of the one before."""
 
+import threading
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
+
+from baton.engine.cache.disk_tier import DiskStore
 from baton.engine.engine import Engine
 from baton.request import StepOutput
 from tests.tiny_models import VOCAB_SIZE, add, generate, tiny_engine, token_ids
@@ -93,6 +97,25 @@ def test_aborted_and_lost_sequences_leave_no_host_page_behind(tmp_path: Path) ->
     again = generate(second, PROMPT)
     assert num_cached(again) == 48
     second.scheduler.check_integrity()
+    second.close()
+
+
+def test_disk_that_hangs_costs_a_recompute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = engine_in(tmp_path)
+    expected = token_ids(generate(first, PROMPT))
+    first.close()
+    goes_on, read = threading.Event(), DiskStore.read_into
+
+    def hang(store: DiskStore, key: bytes, page: Any) -> bool:
+        return goes_on.wait(60) and read(store, key, page)
+
+    monkeypatch.setattr(DiskStore, "read_into", hang)
+    monkeypatch.setattr("baton.engine.engine.MAX_LOAD_S", 0.05)
+    second = engine_in(tmp_path)
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and not num_cached(again)
+    second.scheduler.check_integrity()
+    goes_on.set()
     second.close()
 
 
