@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,22 @@ def test_every_process_is_restarted_under_load_and_no_answer_is_lost() -> None:
     assert counts["answered"] > NUM_CLIENTS
     # The kernel resets connections that a gateway has not accepted yet; their clients try again.
     assert (counts["lost"], counts["wrong"], counts["resumed"], counts["refused"]) == (0, 0, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_restarted_worker_continues_prompts_from_its_disk(tmp_path: Path) -> None:
+    options = ("--prefill", "0", "--host-cache-memory", "16MiB", "--kv-disk-path", str(tmp_path))
+    body = {"prompt": "the sun and the moon and a star; " * 20, "max_tokens": 20, "temperature": 0}
+
+    def ask(cluster: Served) -> tuple[str, int]:
+        status, answer = cluster.post("/v1/completions", body)
+        assert status == 200, answer
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with served("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", *options) as cluster:
+        text, num_cached = ask(cluster)
+        assert num_cached == 0
+        _, num_known = ask(cluster)
+        assert "decode-0 serves again" in cluster.baton("restart", "decode-0", "--port", str(cluster.port))
+        assert ask(cluster) == (text, num_known) and num_known
