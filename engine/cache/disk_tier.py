@@ -150,6 +150,7 @@ class DiskStore:
             return True
         self.num_damaged += 1
         del segment.keys[key], self._where[key]
+        _write(segment.fd, bytes(_ENTRY.size), _BLOCK + slot * _ENTRY.size)  # also for the next process
         return False
 
     def read_ahead(self, keys: Iterable[bytes]) -> None:
