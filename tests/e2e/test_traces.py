@@ -130,7 +130,7 @@ def test_explain_shows_the_waterfall_under_the_decision(cluster: Served) -> None
     _, answer = cluster.post("/v1/completions", {"prompt": PROMPT + "x", "max_tokens": 8})
     told = cluster.baton("explain", answer["id"], "--port", str(cluster.port))
     decision, _, waterfall = told.partition("answered in ")
-    assert "prefill-0" in decision and "transfer_exposed" in waterfall
+    assert "prefill-0" in decision and "prefill_computing" in waterfall
     assert "unaccounted" in waterfall and "100.0%" in waterfall
 
 

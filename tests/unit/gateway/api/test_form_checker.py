@@ -101,8 +101,10 @@ async def test_hostile_forms_are_refused_or_compiled_within_two_seconds() -> Non
         for name, fields in HOSTILE.items():
             took_s, why = await seconds(checker, "", fields)
             assert len(why) < 1000, name
-            if took_s >= 2.0:  # a busy machine: as much processor time takes as long there
-                assert took_s < 4 * busy_s(MAX_CPU_S), name
+            if took_s >= 2.0:  # on a busy machine, where as much processor time takes as long meanwhile
+                again = seconds(checker, "another", fields)
+                (took_s, _), busy = await asyncio.gather(again, asyncio.to_thread(busy_s, MAX_CPU_S))
+                assert took_s < max(2.0, 4 * busy), name
         assert "more than 250 ms" in (await seconds(checker, "", SLOW))[1]
 
 
