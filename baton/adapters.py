@@ -22,6 +22,7 @@ WEIGHTS_FILE: Final = "adapter_model.safetensors"
 TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DIGEST_BYTES: Final = 32
 MAX_RANK: Final = 512
+MAX_ALPHA: Final = 1e6
 MAX_FILE_BYTES: Final = 4 * 2**30
 # Keys of the config that change the weights in a way that no kernel here computes, when they are set.
 UNSUPPORTED: Final = (
@@ -94,7 +95,11 @@ def read_adapter(path: str, max_rank: int = MAX_RANK) -> AdapterFiles:
     of up to `max_rank`.
     """
     folder = Path(path)
-    if (folder / "adapter_model.bin").exists() and not (folder / WEIGHTS_FILE).exists():
+    try:
+        is_pickle = (folder / "adapter_model.bin").exists() and not (folder / WEIGHTS_FILE).exists()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}: cannot be read: {error}") from None
+    if is_pickle:
         raise ModelError(f"{folder}: adapter_model.bin is a pickle, which is never read: save safetensors")
     raw_config, weights = _read(folder / CONFIG_FILE), _read(folder / WEIGHTS_FILE)
     try:
@@ -136,6 +141,6 @@ def _read_config(keys: Mapping[str, Any], source: str, max_rank: int) -> Adapter
     rank, alpha = keys.get("r"), keys.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= max_rank:
         raise ModelError(f"{source}: 'r' should be 1 to {max_rank} (--max-lora-rank), got {rank!r}")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
         raise ModelError(f"{source}: 'lora_alpha' should be a number, got {alpha!r}")
     return AdapterConfig(rank, alpha / (math.sqrt(rank) if keys.get("use_rslora") else rank))

@@ -393,7 +393,8 @@ class DiskTier:
         self._store.read_ahead([key for key, _, _ in list(self._loads)])
         while self._loads and not self._is_closing:
             key, host_page, mark = self._loads[0]  # stays there during an error
-            self._wait(mark)
+            if not self._wait(mark):
+                return
             is_valid = self._store.read_into(key, self._host_pages[host_page])
             self._loads.popleft()
             self.num_read += is_valid
@@ -404,7 +405,8 @@ class DiskTier:
     def _write_one(self, key: bytes, host_page: int, generation: int, mark: int) -> None:
         if key in self._store:
             return
-        self._wait(mark)
+        if not self._wait(mark):
+            return
         np.copyto(self._buffer, self._host_pages[host_page])
         if not self._is_current(host_page, generation):
             return  # the page was taken for other contents, perhaps during the copy
@@ -413,9 +415,13 @@ class DiskTier:
         self.num_written += 1
         self._reports.append(Written(key, self._store.place_of(key)))
 
-    def _wait(self, mark: int) -> None:
-        while not self._has_passed(mark) and not self._is_closing:
+    def _wait(self, mark: int) -> bool:
+        """Wait until the mark has passed; return False when the tier is closing before."""
+        while not self._has_passed(mark):
+            if self._is_closing:
+                return False
             time.sleep(_POLL_S)
+        return True
 
     def _end_loads(self) -> None:
         while self._loads:

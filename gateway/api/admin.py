@@ -322,7 +322,7 @@ class ServedAdapters:
                 message = f"there is no folder {str(folder)!r}"
                 raise ApiError(404, message, code="not_found", param="lora_path")
             files = await asyncio.to_thread(read_adapter, str(folder.resolve()))
-        except (ModelError, ValueError) as error:  # ValueError: a null byte in the path
+        except (ModelError, OSError, ValueError) as error:  # ValueError: a null byte in the path
             raise invalid(str(error), param="lora_path") from None
         adapter = Adapter(files.path, files.digest)
         request = Request(

@@ -183,7 +183,7 @@ class Inference:
         sla, scheduling_key = read_objectives(scope, tenant)
         arrival_s = self._clock.now_s()
         received_s = min(scope.get("extensions", {}).get(RECEIVED_S, arrival_s), arrival_s)
-        policy, adapters = self._read_policy(tenant), self._model.adapters
+        policy, adapters = self._read_policy(tenant), dict(self._model.adapters)  # of one moment
         history = await self._history(data, tenant.name) if kind == "response" else b""
         read = await self._model.bodies.read(kind, data, policy, tenant.name, history)
         del data, history
