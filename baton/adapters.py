@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.errors import ConfigError, ModelError
-from baton.messages.bounds import MAX_NAME_CHARS, Name
+from baton.errors import ConfigError, ModelError, shown
+from baton.messages.bounds import MAX_NAME_CHARS
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
@@ -23,7 +23,7 @@ TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 DIGEST_BYTES: Final = 32
 MAX_RANK: Final = 512
 MAX_ALPHA: Final = 1e6
-MAX_FILE_BYTES: Final = 4 * 2**30
+MAX_FILE_BYTES: Final = 2**31  # a message between ranks holds them
 # Keys of the config that change the weights in a way that no kernel here computes, when they are set.
 UNSUPPORTED: Final = (
     "use_dora",
@@ -52,10 +52,10 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return blake2b(self.digest + salt, digest_size=DIGEST_BYTES, person=b"baton-adapter").digest()
 
 
-class NamedAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NamedAdapter(NamedTuple):
     """An adapter as requests name it, beside the model."""
 
-    name: Name
+    name: str
     adapter: Adapter
     created_s: int  # when it was loaded, in seconds since 1970
 
@@ -142,5 +142,7 @@ def _read_config(keys: Mapping[str, Any], source: str, max_rank: int) -> Adapter
     if type(rank) is not int or not 1 <= rank <= max_rank:
         raise ModelError(f"{source}: 'r' should be 1 to {max_rank} (--max-lora-rank), got {rank!r}")
     if not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
-        raise ModelError(f"{source}: 'lora_alpha' should be a number, got {alpha!r}")
+        raise ModelError(
+            f"{source}: 'lora_alpha' should be a number up to {MAX_ALPHA:,.0f}, got {shown(alpha)}"
+        )
     return AdapterConfig(rank, alpha / (math.sqrt(rank) if keys.get("use_rslora") else rank))

@@ -1,5 +1,6 @@
 """One model replica on this machine's devices: `load_engine` makes an Engine, which is a `Replica`."""
 
+import itertools
 import logging
 import os
 import random
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.adapters import Adapter
+from baton.adapters import Adapter, AdapterFiles
 from baton.clock import Clock, SystemClock
 from baton.config.engine import EngineConfig, RankSidecar, SpeculativeConfig
 from baton.config.environment import cache_directory, prepare_nccl
@@ -270,9 +271,8 @@ class Engine(Replica):
     def _release_held(self) -> None:
         """Let sequences be admitted once their grammars are compiled and their pages are read from the disk.
 
-        A disk that hangs holds no request for longer than MAX_LOAD_S.
+        After MAX_LOAD_S the disk hangs: it holds no request until it has read or written a page.
         """
-        earliest_s = perf_counter() - MAX_LOAD_S
         for sequence in self._loading:
             sequence.is_held = False
         self._form_mask.release()
@@ -280,8 +280,12 @@ class Engine(Replica):
         self._loading = {
             each: since_s
             for each, since_s in self._loading.items()
-            if each.finish_reason is None and since_s > earliest_s and host.is_loading(each.page_keys)
+            if each.finish_reason is None and host.is_loading(each.page_keys)
         }
+        if self._loading and perf_counter() - min(self._loading.values()) > MAX_LOAD_S:
+            if host.disk is not None:
+                host.disk.is_stalled = True
+            self._loading = {}
         for sequence in self._loading:
             sequence.is_held = True
 
@@ -354,8 +358,7 @@ class Engine(Replica):
         disk, cache.host.disk = cache.host.disk, None
         if disk is None:
             return
-        disk.stop()
-        if self._why_lost is None:
+        if disk.stop() and self._why_lost is None:
             device = self.runner.pool.device
             known = cache.known_pages().items()
             pages = ((key, page_bytes(device[page : page + 1].cpu())[0]) for key, page in known)
@@ -431,39 +434,42 @@ class Engine(Replica):
 
 
 class AdapterSlots:
-    """The slots of a replica's adapters. Rank 0 places an adapter at once, other ranks before the next step.
+    """The slots of a replica's adapters. Rank 0 changes a slot at once, other ranks before the next step.
 
-    An adapter without a live sequence leaves its slot when another one needs the slot. While all have some,
-    there are more slots, so that no request waits for one.
+    Up to `max_loras` slots have adapters, the latest ones that requests asked for. While more adapters have
+    live sequences there are more slots, so that no request waits for one.
     """
 
-    def __init__(self, runner: ModelRunner, max_idle: int) -> None:
+    def __init__(self, runner: ModelRunner, max_loras: int) -> None:
         self._runner = runner
-        self._max_idle = max_idle
+        self._max_loras = max_loras
         self._slots: dict[bytes, int] = {}  # digest -> slot, the least recently asked for first
-        self._placed: list[tuple[int, str, bytes]] = []  # since the last step
+        self._changed: list[tuple[int, AdapterFiles | None]] = []  # since the last step
 
     def place(self, adapter: Adapter, live: Set[bytes]) -> None:
         """Have the adapter in a slot. live: digests of those with sequences. Raises InvalidRequest."""
-        slot = self._slots.get(adapter.digest)
+        slot = self._slots.pop(adapter.digest, None)
         if slot is None:
-            idle = [digest for digest in self._slots if digest not in live]
-            is_full = len(self._slots) >= self._max_idle and idle
-            slot = self._slots[idle[0]] if is_full else self._free_slot()
+            slot = next(each for each in itertools.count() if each not in self._slots.values())
             try:
-                self._runner.place_adapter(slot, adapter)
-            except ModelError as error:
+                self._note(slot, self._runner.place_adapter(slot, adapter))
+            except (ModelError, MemoryError, RuntimeError) as error:  # RuntimeError: torch has no memory
                 raise InvalidRequest(f"the adapter cannot be used: {error}") from None
-            if is_full:
-                del self._slots[idle[0]]
-            self._placed.append((slot, *msgspec.structs.astuple(adapter)))
-        self._slots.pop(adapter.digest, None)
+        idle = [digest for digest in self._slots if digest not in live]
         self._slots[adapter.digest] = slot
+        for digest in idle[: max(0, len(self._slots) - self._max_loras)]:
+            freed = self._slots.pop(digest)
+            self._runner.free_adapter(freed)
+            self._note(freed, None)
+
+    def _note(self, slot: int, files: AdapterFiles | None) -> None:
+        if self._runner.tp.size > 1:
+            self._changed.append((slot, files))
 
     def with_adapters(self, arrays: StepArrays, batch: Batch) -> StepArrays:
         """The step with the slot of each token, and with the adapters that other ranks lack."""
-        placed, self._placed = tuple(self._placed), []
-        arrays = arrays._replace(adapters=placed)
+        changed, self._changed = tuple(self._changed), []
+        arrays = arrays._replace(adapters=changed)
         adapters = [sequence.adapter for sequence in batch.sequences]
         if not any(adapters):
             return arrays
@@ -472,10 +478,6 @@ class AdapterSlots:
         rows = np.repeat(np.array(slots, np.int32), batch.lengths)
         slots_T[: len(rows)] = rows
         return arrays._replace(adapter_slots=slots_T)
-
-    def _free_slot(self) -> int:
-        taken = set(self._slots.values())
-        return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
 
 class _Step(NamedTuple):

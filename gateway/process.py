@@ -124,7 +124,8 @@ class GatewayProcess:
         self._address = address = Address(*await self._server.start())
         if self._config.shares_port:
             self._peers.listen(address)
-            await self._adapters.join()
+            await self._adapters.exchange()
+            self._tasks.append(asyncio.create_task(self._adapters.keep_exchanging()))
         self._tasks.append(asyncio.create_task(self.feed.keep_reading()))
         if self._watch is not None:
             self._tasks.append(asyncio.create_task(self._watch.keep_looking()))

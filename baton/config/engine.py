@@ -136,7 +136,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Logits processors from outside the tree, package.module:Class each. See docs/extending.md.
     logits_processors: tuple[str, ...] = ()
     enable_lora: bool = False  # serve LoRA adapters beside the model
-    # Adapters that a worker keeps in memory while they have no request; others are read again when needed.
+    # Adapters that a worker keeps in memory; more while more have requests. Others are read when needed.
     max_loras: Annotated[int, Meta(ge=1, le=1024)] = 8
     max_lora_rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 16  # the highest rank of an adapter
     # Speculative decoding on workers that decode, such as {"method": "ngram"}; None: off.

@@ -45,6 +45,7 @@ _VERSION: Final = b"baton-kv-1"
 _HEAD: Final = Struct("<10sxxxxxxQ32s")  # version, serial, checksum of both with the identity of the pages
 _ENTRY: Final = Struct("<16s32s16s")  # key, checksum of the page, checksum of the entry
 _POLL_S: Final = 0.001
+STOP_S: Final = 5.0  # for the order that the thread is at
 MAX_QUEUED_WRITES: Final = 4096  # later pages are not written
 
 
@@ -84,20 +85,20 @@ class DiskStore:
         self._data = _BLOCK + -(-self.num_slots * _ENTRY.size // _BLOCK) * _BLOCK  # where the pages start
         self.num_segments = max_bytes // (self._data + self.num_slots * self._stride)
         self._directory = directory
+        self._segments: dict[int, _Segment] = {}  # place -> segment
+        self._lost: set[int] = set()  # places of files that cannot be used
+        self._where: dict[bytes, _Segment] = {}
+        self._active: _Segment | None = None  # gets the next page
         self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
+            for segment in sorted(self._found(), key=lambda each: each.serial):
+                self._segments[segment.place] = self._active = segment
+                self._where.update(dict.fromkeys(segment.keys, segment))
+        except BaseException:
+            self.close()
             raise
-        self._segments: dict[int, _Segment] = {}  # place -> segment
-        self._where: dict[bytes, _Segment] = {}
-        for segment in sorted(self._found(), key=lambda each: each.serial):
-            segment.used = segment.serial
-            self._segments[segment.place] = segment
-            self._where.update(dict.fromkeys(segment.keys, segment))
-        self._serials = count(max((each.serial for each in self._segments.values()), default=0) + 1)
-        self._active: _Segment | None = None
+        self._serials = count(0 if self._active is None else self._active.serial + 1)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._where
@@ -185,25 +186,37 @@ class DiskStore:
         for path in sorted(self._directory.glob("segment-*.kv")):
             number = path.stem.removeprefix("segment-")
             place = int(number) if number.isascii() and number.isdigit() else self.num_segments
-            segment = self._opened(place) if place < self.num_segments and path == self._path(place) else None
-            if segment is None:
-                path.unlink()
-            else:
+            is_ours = place < self.num_segments and path == self._path(place)
+            try:
+                segment = self._opened(place) if is_ours else None
+                if segment is None:
+                    path.unlink()
+            except OSError as error:
+                logger.warning("the disk tier of KV pages does without %s: %s", path, error)
+                if is_ours:
+                    self._lost.add(place)
+                continue
+            if segment is not None:
                 yield segment
 
     def _opened(self, place: int) -> _Segment | None:
         fd = os.open(self._path(place), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        head = os.pread(fd, _HEAD.size, 0)
+        try:
+            head = os.pread(fd, _HEAD.size, 0)
+            index = os.pread(fd, self.num_slots * _ENTRY.size, _BLOCK)
+        except OSError:
+            os.close(fd)
+            raise
         serial = _HEAD.unpack(head)[1] if len(head) == _HEAD.size else 0
         if head != self._head(serial):
             os.close(fd)
             return None
-        segment = _Segment(place, serial, fd, serial, self.num_slots)
-        index = os.pread(fd, self.num_slots * _ENTRY.size, _BLOCK)
+        segment = _Segment(place, serial, fd, serial)
         whole = index[: len(index) // _ENTRY.size * _ENTRY.size]
         for slot, (key, checksum, check) in enumerate(_ENTRY.iter_unpack(whole)):
             if check == self._hash(b"entry", _place(serial, slot) + key + checksum)[:16]:
                 segment.keys[key] = slot, checksum
+                segment.num_written = slot + 1  # later slots have no record, or a torn one
         return segment
 
     def _head(self, serial: int) -> bytes:
@@ -211,7 +224,8 @@ class DiskStore:
         return _HEAD.pack(_VERSION, serial, self._hash(b"head", _VERSION + _place(serial, 0) + sizes))
 
     def _create(self) -> _Segment:
-        place = next(each for each in range(self.num_segments) if each not in self._segments)
+        taken = self._lost | self._segments.keys()
+        place = next(each for each in range(self.num_segments) if each not in taken)
         serial = next(self._serials)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         segment = _Segment(place, serial, os.open(self._path(place), flags, 0o600), serial)
@@ -221,8 +235,10 @@ class DiskStore:
 
     def _drop_oldest(self) -> list[bytes]:
         """Remove the segment that was used least recently if there is no place for another."""
-        if len(self._segments) < self.num_segments:
+        if len(self._segments) + len(self._lost) < self.num_segments:
             return []
+        if not self._segments:
+            raise OSError(errno.ENOSPC, "no file of the directory can be used")
         oldest = min(self._segments.values(), key=lambda each: each.used)
         del self._segments[oldest.place]
         os.close(oldest.fd)
@@ -301,6 +317,7 @@ class DiskTier:
         self.num_read = 0
         self.num_written = 0
         self.num_failed = 0  # errors of the file system; the first one turns the tier off
+        self.is_stalled = False  # a load took too long, and no order has ended since
         self._store = store
         self._host_pages = host_pages
         self._has_passed, self._is_current = has_passed, is_current
@@ -336,6 +353,7 @@ class DiskTier:
     def take_reports(self) -> list[Written | Loaded]:
         """Return the events since the last call; `places` is as after them."""
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
+        self.is_stalled = self.is_stalled and not reports
         for report in reports:
             if isinstance(report, Loaded):
                 continue
@@ -357,16 +375,17 @@ class DiskTier:
         except OSError as error:
             self._fail(error)
 
-    def stop(self) -> None:
-        """End the thread; the orders that it has not begun are lost."""
+    def stop(self) -> bool:
+        """End the thread; the orders that it has not begun are lost. Return False for a disk that hangs."""
         self._is_closing = True
         self._wakes.set()
-        self._thread.join()
+        self._thread.join(STOP_S)
+        return not self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread and close the files. Idempotent."""
-        self.stop()
-        self._store.close()
+        """End the thread and close the files, unless the disk hangs. Idempotent."""
+        if self.stop():
+            self._store.close()
 
     def _run(self) -> None:
         while not self._is_closing:

@@ -187,7 +187,7 @@ class HostTier:
 
         mark: after which no launched step uses a host page that is free now.
         """
-        if self.disk is None:
+        if self.disk is None or self.disk.is_stalled:
             return
         for key in keys:
             if key in self._cached:
@@ -405,9 +405,9 @@ class PrefixCache:
 
     def prefetch(self, sequence: Sequence) -> bool:
         """Order the pages on disk that continue the known prefix of a sequence; True while some are to
-        come.
+        come from a disk that does not hang.
         """
-        if self.host.disk is None or sequence.needs_prompt_logprobs:
+        if self.host.disk is None or self.host.disk.is_stalled or sequence.needs_prompt_logprobs:
             return False
         keys = sequence.page_keys[: (sequence.num_tokens - 1) // self.pool.page_size]
         self.host.load(keys[len(self._known_pages(keys)) :], sequence.cache_group, self.pool.launched)

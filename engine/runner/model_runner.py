@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.adapters import Adapter, read_adapter
+from baton.adapters import Adapter, AdapterFiles, read_adapter
 from baton.config.engine import CacheConfig, EngineConfig
 from baton.engine.cache.page_pool import ALWAYS_PASSED, mark_of
 from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
@@ -347,8 +347,9 @@ class ModelRunner:
         be behind: their marks say how far they are.
         last_tokens_R: on rank 0, int64, the tokens that the last step sampled, if the step refers to them.
         """
-        for slot, path, digest in arrays.adapters if self.tp.rank else ():  # rank 0 has placed them
-            self.place_adapter(slot, Adapter(path, digest))
+        if self.adapters is not None and self.tp.rank:
+            for slot, files in arrays.adapters:
+                self.adapters.put(slot, files)
         num_tokens = arrays.num_last_tokens
         last_tokens_R = self._share_tokens(num_tokens, last_tokens_R) if num_tokens else None
         groups = None
@@ -362,8 +363,8 @@ class ModelRunner:
             self.steps.make(mark_of(arrays.step))
 
     @torch.inference_mode()
-    def place_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Read this rank's part of an adapter into a slot.
+    def place_adapter(self, slot: int, adapter: Adapter) -> AdapterFiles:
+        """Read an adapter, place this rank's part in a slot, and return the files for the other ranks.
 
         Raises ModelError, and changes nothing, when there are no adapters here, when the files are not those
         of the digest, and when the weights do not fit the model.
@@ -374,6 +375,12 @@ class ModelRunner:
         if files.digest != adapter.digest:
             raise ModelError(f"{adapter.path}: the files have changed since the adapter was loaded")
         self.adapters.put(slot, files)
+        return files
+
+    def free_adapter(self, slot: int) -> None:
+        """Forget this rank's part of the adapter in a slot."""
+        if self.adapters is not None:
+            self.adapters.put(slot, None)
 
     def _share_tokens(self, num_tokens: int, tokens_R: Tensor | None) -> Tensor:
         """Rank 0 samples; return its tokens on every rank."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.adapters import AdapterConfig, AdapterFiles
 from baton.engine.scheduler.sequence import Batch, Int64s, PageCopy, Sequence
 from baton.kernels.ragged_attention import RaggedBatch
 
@@ -49,7 +50,8 @@ class StepArrays(NamedTuple):
     num_last_tokens: int = 0
     num_layer_groups: int = 0  # groups of layers to report as they are written; 0: none
     adapter_slots: Int32s = NO_SLOTS  # the adapter of each token, see `AdapterRows`; empty: none has one
-    adapters: tuple[tuple[int, str, bytes], ...] = ()  # to place before the step: slot, path, digest
+    # Slots that change before the step; None: the slot is free from now on. Rank 0 has changed its own.
+    adapters: tuple[tuple[int, AdapterFiles | None], ...] = ()
 
 
 def encode(arrays: StepArrays) -> bytes:
@@ -64,8 +66,15 @@ def decode(message: bytes) -> StepArrays:
     num_pages = len(arrays.page_table) // max(1, num_seqs)  # a step may have copies and no sequence
     return arrays._replace(
         page_table=arrays.page_table.reshape(num_seqs, num_pages),
-        adapters=tuple((slot, path, digest) for slot, path, digest in arrays.adapters),
+        adapters=tuple((slot, _adapter_files(fields)) for slot, fields in arrays.adapters),
     )
+
+
+def _adapter_files(fields: Any) -> AdapterFiles | None:
+    if fields is None:
+        return None
+    path, config, weights, digest = fields
+    return AdapterFiles(path, AdapterConfig(*config), weights, digest)
 
 
 _ENCODER = msgspec.msgpack.Encoder(

@@ -27,7 +27,7 @@ from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.routers import Explained
-from baton.messages.bounds import MAX_NAME_CHARS
+from baton.messages.bounds import MAX_NAME_CHARS, Name
 from baton.messages.control import Decision
 from baton.messages.operations import FindRequests
 from baton.messages.timeline import RequestTimeline
@@ -256,6 +256,8 @@ class _ProbeSink:
 # LoRA adapters, which are loaded and unloaded while the server runs, as in vLLM.
 
 FIRST_REQUEST_S: Final = 60.0  # for a worker to read an adapter and answer
+EXCHANGE_S: Final = 5.0  # between two exchanges of changes with the other gateways
+UNLOADED_NS: Final = 3600 * 10**9  # for which a gateway remembers that an adapter was unloaded
 
 
 class LoadAdapter(msgspec.Struct, frozen=True):
@@ -273,20 +275,30 @@ class UnloadAdapter(msgspec.Struct, frozen=True):
 
 
 class AdapterChange(msgspec.Struct, frozen=True):
-    """A message to the other gateways behind the port; without a change it asks for their adapters."""
+    """The latest change of a name."""
 
-    loaded: NamedAdapter | None = None
-    unloaded: str | None = None
+    name: Name
+    adapter: Adapter | None  # None: it was unloaded
+    at_ns: int = 0  # in nanoseconds since 1970; 0: from the start
+
+    @property
+    def order(self) -> tuple[int, bytes]:
+        """The later of two changes has the greater order, at every gateway."""
+        return self.at_ns, b"" if self.adapter is None else self.adapter.digest
 
 
-class AdapterList(msgspec.Struct, frozen=True):
-    """The adapters that a gateway serves."""
+class AdapterChanges(msgspec.Struct, frozen=True):
+    """The latest changes that a gateway knows of."""
 
-    adapters: tuple[NamedAdapter, ...]
+    changes: tuple[AdapterChange, ...]
 
 
 class ServedAdapters:
-    """The adapters of the gateways behind one port; each of them has all."""
+    """The adapters of the gateways behind one port.
+
+    Each gateway keeps the latest change of every name, and exchanges its list with the others after a change
+    and every EXCHANGE_S: a gateway that was busy, or that started again, has the changes of the others then.
+    """
 
     def __init__(
         self,
@@ -296,27 +308,33 @@ class ServedAdapters:
         peers: PeerGateways,
         clock: Clock,
     ) -> None:
-        """model: its name. adapters: by name, those from the start; later ones are added here.
+        """model: its name. adapters: those that are served, by name; changes are made there.
 
         Made before `peers` listens.
         """
         self._model = model
-        self._adapters = adapters
+        self._served = adapters
+        self._latest = {name: AdapterChange(name, each.adapter) for name, each in adapters.items()}
         self._service = service
         self._clock = clock
-        self._tell = peers.answer(AdapterChange, AdapterList, self._take)
+        self._tell = peers.answer(AdapterChanges, AdapterChanges, self._take)
 
-    async def join(self) -> None:
-        """Serve the adapters of the other gateways, if there are any, in place of those from the start."""
-        for reply in await self._tell(AdapterChange()):
-            self._adapters.clear()
-            self._adapters.update({each.name: each for each in reply.adapters})
+    async def keep_exchanging(self) -> None:
+        """Exchange changes with the other gateways until cancelled."""
+        while True:
+            await asyncio.sleep(EXCHANGE_S)
+            if self._latest:
+                await self.exchange()
+
+    async def exchange(self) -> None:
+        """Take the changes of the other gateways, and let them take those of this one."""
+        for reply in await self._tell(self._list()):
+            self._take(reply)
 
     async def load(self, asked: LoadAdapter) -> None:
         """Serve an adapter, once a worker has computed a token with it. Raises ApiError and BatonError."""
         name, folder = asked.lora_name, Path(asked.lora_path)
-        if name == self._model or (name in self._adapters and not asked.load_inplace):
-            raise invalid(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
+        self._check_free(asked)
         try:
             if not folder.is_dir():
                 message = f"there is no folder {str(folder)!r}"
@@ -337,26 +355,52 @@ class ServedAdapters:
             await _run_once(self._service, request, FIRST_REQUEST_S)
         except TimeoutError:
             raise WorkerLost(f"no worker answered within {FIRST_REQUEST_S:g} s") from None
-        await self._change(AdapterChange(loaded=NamedAdapter(name, adapter, int(time.time()))))
+        self._check_free(asked)
+        await self._change(name, adapter)
 
     async def unload(self, asked: UnloadAdapter) -> None:
         """Serve an adapter no more; its running requests go on. Raises ApiError 404."""
-        if asked.lora_name not in self._adapters:
+        if asked.lora_name not in self._served:
             message = f"The lora adapter '{asked.lora_name}' cannot be found."
             raise ApiError(404, message, code="not_found", param="lora_name")
-        await self._change(AdapterChange(unloaded=asked.lora_name))
+        await self._change(asked.lora_name, None)
 
-    async def _change(self, change: AdapterChange) -> None:
-        self._take(change)
-        await self._tell(change)
+    def _check_free(self, asked: LoadAdapter) -> None:
+        """ApiError unless the name may be given to an adapter."""
+        name = asked.lora_name
+        if name == self._model or (name in self._served and not asked.load_inplace):
+            raise invalid(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
 
-    def _take(self, change: AdapterChange) -> AdapterList:
-        """Make another gateway's change, or this one's; return what is served then."""
-        if change.unloaded is not None:
-            self._adapters.pop(change.unloaded, None)
-        if change.loaded is not None:
-            self._adapters[change.loaded.name] = change.loaded
-        return AdapterList(tuple(self._adapters.values()))
+    async def _change(self, name: str, adapter: Adapter | None) -> None:
+        before = self._latest.get(name)
+        at_ns = max(time.time_ns(), 0 if before is None else before.at_ns + 1)
+        self._note(AdapterChange(name, adapter, at_ns))
+        await self.exchange()
+
+    def _take(self, theirs: AdapterChanges) -> AdapterChanges:
+        """Note the later changes of another gateway; return what is known then."""
+        for each in theirs.changes:
+            known = self._latest.get(each.name)
+            if known is None or known.order < each.order:
+                self._note(each)
+        return self._list()
+
+    def _note(self, change: AdapterChange) -> None:
+        self._latest[change.name] = change
+        if change.adapter is None:
+            self._served.pop(change.name, None)
+        else:
+            self._served[change.name] = NamedAdapter(change.name, change.adapter, change.at_ns // 10**9)
+
+    def _list(self) -> AdapterChanges:
+        """The latest changes; forget adapters that were unloaded long ago."""
+        oldest_ns = time.time_ns() - UNLOADED_NS
+        self._latest = {
+            name: each
+            for name, each in self._latest.items()
+            if each.adapter is not None or each.at_ns > oldest_ns
+        }
+        return AdapterChanges(tuple(self._latest.values()))
 
 
 def add_adapter_routes(app: FastAPI, adapters: ServedAdapters) -> None:

@@ -1,9 +1,12 @@
 """LoRA adapters through the shared cluster: a prefill worker, two decode workers and two gateways."""
 
+import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -15,10 +18,13 @@ import pytest
 from baton.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter
 from baton.config.engine import engine_config
 from baton.engine.engine import load_engine
+from baton.gateway.api.body_reader import BodyReader
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.lora_adapters import save_adapter
+from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served import ROOT, Served
+from tests.served_gateway import ServedGateway
 from tests.tiny_models import run_to_end, token_ids
 from tests.waiting import wait_for
 
@@ -193,3 +199,32 @@ def test_damaged_missing_and_doubled_adapters_are_refused(cluster: Served, one: 
         status, text = load(cluster, name, tmp_path)
         assert status == 400 and "already been loaded" in text
     assert call(cluster, "/load_lora_adapter", lora_name="bad")[0] == 400
+
+
+def test_adapter_that_is_unloaded_while_a_body_is_read_still_answers_it(
+    adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, is_reading, goes_on = list[Adapter | None](), threading.Event(), threading.Event()
+    read = BodyReader.read
+
+    async def read_slowly(reader: BodyReader, *arguments: Any) -> Any:
+        found = await read(reader, *arguments)
+        is_reading.set()
+        await asyncio.to_thread(goes_on.wait, 30)
+        return found
+
+    def play(service: ScriptedService, request: Request) -> None:
+        asked.append(request.adapter)
+        answer_at_once([5])(service, request)
+
+    with ServedGateway(lambda: ScriptedService(play)) as gateway, ThreadPoolExecutor(1) as threads:
+        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+        load = {"lora_name": "one", "lora_path": adapters["one"].path}
+        client.post("/load_lora_adapter", body=load, cast_to=str)
+        monkeypatch.setattr(BodyReader, "read", read_slowly)
+        answer = threads.submit(client.completions.create, model="one", prompt=PROMPT, max_tokens=1)
+        assert is_reading.wait(30)
+        client.post("/unload_lora_adapter", body={"lora_name": "one"}, cast_to=str)
+        goes_on.set()
+        assert answer.result().model == "one"
+        assert asked == [adapters["one"]] * 2

@@ -1,6 +1,7 @@
 """LoRA adapters give the tokens of merged weights, in any mixture and on every topology."""
 
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -111,3 +112,38 @@ def test_adapter_is_refused_when_its_files_have_changed(model_directory: Directo
                 made.check(asked(refused, [1, 2]))
     with engine(model) as bare, pytest.raises(InvalidRequest, match="--enable-lora"):
         bare.check(asked(adapter, [1, 2]))
+
+
+def test_other_ranks_need_no_files_of_an_adapter_that_was_accepted(
+    model_directory: Directory, tmp_path: Path
+) -> None:
+    model = model_directory(MODEL)
+    adapter, tokens = save_adapter(model, tmp_path / "adapter"), prompts()[0]
+    with engine(model, **LORA) as oracle:
+        expected = alone(oracle, [asked(each, tokens) for each in (None, adapter)])
+    with engine(model, **LORA, tensor_parallel_size=2) as made:
+        made.check(asked(adapter, tokens))
+        shutil.rmtree(adapter.path)
+        assert alone(made, [asked(each, tokens) for each in (None, adapter)]) == expected
+
+
+def test_idle_adapters_leave_memory(model_directory: Directory, tmp_path: Path) -> None:
+    model = model_directory("llama2")
+    adapters = [save_adapter(model, tmp_path / str(seed), seed=seed, rank=1) for seed in range(5)]
+    with engine(model, **LORA) as made:
+        for adapter in adapters:
+            made.add(asked(adapter, [1, 2, 3]))
+        run_to_end(made)
+        alone(made, [asked(adapters[0], [1, 2, 3])])
+        for adapter in adapters:
+            shutil.rmtree(adapter.path)
+        kept = [each for each in adapters if _is_accepted(made, each)]
+    assert len(kept) == LORA["max_loras"] and adapters[0] in kept
+
+
+def _is_accepted(made: Engine, adapter: Adapter) -> bool:
+    try:
+        made.check(asked(adapter, [1, 2, 3]))
+    except InvalidRequest:
+        return False
+    return True

@@ -346,14 +346,16 @@ class Adapters:
         self._device = device
         self._ranks: dict[int, int] = {}  # slot -> rank
 
-    def put(self, slot: int, files: AdapterFiles) -> None:
-        """Place an adapter in a slot, in place of the one there.
+    def put(self, slot: int, files: AdapterFiles | None) -> None:
+        """Place an adapter in a slot, in place of the one there. None: leave the slot free.
 
         Raises ModelError, and changes nothing, for weights that do not fit the model.
         """
-        pairs = self._read(files)
+        pairs = {} if files is None else self._read(files)
         for projection in self.projections.values():
             projection.weights.remove(slot)
+        if files is None:
+            return
         memory = HugeArena()
         for name, (a_RK, b_NR) in pairs.items():
             scaled_NR = (b_NR * files.config.scale).to(self._device)

@@ -30,29 +30,33 @@ def num_cached(outputs: list[StepOutput]) -> int:
     return outputs[-1].num_cached_tokens
 
 
+def computed_before(root: Path) -> list[int | None]:
+    """Return the tokens of PROMPT, of an engine that has ended and left the pages on the disk."""
+    engine = engine_in(root)
+    outputs = generate(engine, PROMPT)
+    engine.close()
+    assert num_cached(outputs) == 0
+    return token_ids(outputs)
+
+
 def read_of(engine: Engine) -> int:
     return engine.load().counters["disk_pages_read"]
 
 
 def test_engine_that_starts_again_continues_from_the_disk_with_the_same_tokens(tmp_path: Path) -> None:
-    first = engine_in(tmp_path)
-    expected = generate(first, PROMPT)
-    assert num_cached(expected) == 0
-    first.close()
+    expected = computed_before(tmp_path)
     second = engine_in(tmp_path)
     told = {change.key for change in second.take_page_changes().host}
     assert told.issuperset(second.page_keys(PROMPT[:48], b"", 4))
     again = generate(second, PROMPT)
-    assert token_ids(again) == token_ids(expected)
+    assert token_ids(again) == expected
     assert num_cached(again) == 48 and read_of(second) == 12
     second.scheduler.check_integrity()
     second.close()
 
 
 def test_damaged_page_costs_a_recompute_and_no_token(tmp_path: Path) -> None:
-    first = engine_in(tmp_path)
-    expected = token_ids(generate(first, PROMPT))
-    first.close()
+    expected = computed_before(tmp_path)
     for path in (tmp_path / "kv").glob("*/segment-*.kv"):
         content = bytearray(path.read_bytes())
         for at in range(8192, len(content), 4096):
@@ -85,9 +89,7 @@ def test_pages_that_left_the_host_come_back_from_the_disk(tmp_path: Path) -> Non
 
 
 def test_aborted_and_lost_sequences_leave_no_host_page_behind(tmp_path: Path) -> None:
-    first = engine_in(tmp_path)
-    generate(first, PROMPT)
-    first.close()
+    computed_before(tmp_path)
     second = engine_in(tmp_path)
     add(second, "gone", PROMPT)
     second.abort("gone")
@@ -101,9 +103,7 @@ def test_aborted_and_lost_sequences_leave_no_host_page_behind(tmp_path: Path) ->
 
 
 def test_disk_that_hangs_costs_a_recompute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = engine_in(tmp_path)
-    expected = token_ids(generate(first, PROMPT))
-    first.close()
+    expected = computed_before(tmp_path)
     goes_on, read = threading.Event(), DiskStore.read_into
 
     def hang(store: DiskStore, key: bytes, page: Any) -> bool:
@@ -111,18 +111,21 @@ def test_disk_that_hangs_costs_a_recompute(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(DiskStore, "read_into", hang)
     monkeypatch.setattr("baton.engine.engine.MAX_LOAD_S", 0.05)
+    monkeypatch.setattr("baton.engine.cache.disk_tier.STOP_S", 0.05)
     second = engine_in(tmp_path)
     again = generate(second, PROMPT)
     assert token_ids(again) == expected and not num_cached(again)
     second.scheduler.check_integrity()
-    goes_on.set()
+    monkeypatch.setattr("baton.engine.engine.MAX_LOAD_S", 1000.0)
+    second.scheduler.lose([])  # the device and the host forget
+    again = generate(second, PROMPT)  # does not wait again
+    assert token_ids(again) == expected and not num_cached(again)
     second.close()
+    goes_on.set()
 
 
 def test_salts_do_not_share_pages_on_disk(tmp_path: Path) -> None:
-    first = engine_in(tmp_path)
-    generate(first, PROMPT)
-    first.close()
+    computed_before(tmp_path)
     second = engine_in(tmp_path)
     assert set(second.page_keys(PROMPT, b"another tenant", 4)).isdisjoint(
         change.key for change in second.take_page_changes().host

@@ -136,6 +136,34 @@ def test_files_are_the_owners_alone_and_two_processes_have_two_directories(tmp_p
     second.close()
 
 
+def test_file_that_cannot_be_opened_costs_its_place_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_in(tmp_path)
+    store.put(KEYS[0], page_of(KEYS[0]))
+    store.close()
+    (segments(tmp_path)[0].parent / "segment-00001.kv").mkdir()
+    store = store_in(tmp_path)
+    assert "segment-00001.kv" in caplog.text
+    for number in range(4 * store.num_places):
+        key = number.to_bytes(16, "big")
+        store.put(key, page_of(key))
+        assert read(store, key) == page_of(key).tobytes()
+    assert len(list(store.places())) <= store.num_places - store.num_slots
+    store.close()
+
+
+def test_store_that_opens_again_goes_on_in_its_latest_segment(tmp_path: Path) -> None:
+    for key in KEYS[:3]:
+        store = store_in(tmp_path)
+        store.put(key, page_of(key))
+        store.close()
+    store = store_in(tmp_path)
+    assert len(segments(tmp_path)) == 1
+    assert [read(store, key) for key in KEYS[:3]] == [page_of(key).tobytes() for key in KEYS[:3]]
+    store.close()
+
+
 def test_directory_that_cannot_be_used_and_too_small_a_size_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     with pytest.raises(ConfigError, match="kv_disk_path: .* cannot be used"):
@@ -206,6 +234,16 @@ def test_written_page_is_read_back(host: Host) -> None:
     host.tier.load(KEYS[1], 5, 0)
     assert host.wait(loads=1) == [Loaded(KEYS[1], True)]
     assert (host.pages[5] == host.pages[1]).all()
+
+
+def test_page_of_a_step_that_runs_is_not_written_at_the_end(host: Host, tmp_path: Path) -> None:
+    host.tier.write(KEYS[1], 1, 0, host.passed + 1)
+    host.tier.write(KEYS[2], 2, 0, 0)
+    host.tier.load(KEYS[3], 3, host.passed + 1)
+    host.tier.close()
+    store = store_in(tmp_path)
+    assert not dict(store.places()).keys() & {KEYS[1]}
+    store.close()
 
 
 def test_page_that_was_taken_is_not_written(host: Host) -> None:

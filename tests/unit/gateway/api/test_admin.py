@@ -1,6 +1,10 @@
 """Routes of operators, without the auth middleware; tests/e2e/test_http_access.py tests the middleware."""
 
 import asyncio
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -8,15 +12,28 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
+from baton.adapters import CONFIG_FILE, WEIGHTS_FILE, NamedAdapter
 from baton.clock import ManualClock
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
-from baton.gateway.api.admin import FRESH_S, PROVED_S, Canary, Explain, add_admin_routes
-from baton.gateway.api.errors import as_api_error
+from baton.gateway.api.admin import (
+    FRESH_S,
+    PROVED_S,
+    Canary,
+    Explain,
+    LoadAdapter,
+    ServedAdapters,
+    UnloadAdapter,
+    add_admin_routes,
+)
+from baton.gateway.api.errors import ApiError, as_api_error
+from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.routers import Explained, FoundTimelines
+from baton.messages.bounds import Kind
 from baton.messages.control import Decision, Weighed
 from baton.messages.operations import FindRequests
 from baton.messages.timeline import RequestTimeline, TimelinePart
-from baton.messages.workers import PrefillTimes, WorkerRole
+from baton.messages.workers import Address, PrefillTimes, WorkerRole
+from baton.rpc.auth import KeyRing
 from tests.event_loop import on_loop
 from tests.node_peers import id_of
 from tests.scripted_service import ScriptedService, answer_at_once, worker
@@ -305,3 +322,81 @@ async def test_timeline_that_no_gateway_has_is_not_found() -> None:
 @on_loop
 async def test_query_that_is_not_known_is_refused(query: str) -> None:
     assert (await TwoGateways([], []).get(f"/admin/requests?{query}"))[0] == 400
+
+
+# Adapters of the gateways behind one port.
+
+
+class Gateway:
+    """The adapters of one gateway, whose workers take any."""
+
+    def __init__(self, peers: PeerGateways) -> None:
+        self.served: dict[str, NamedAdapter] = {}
+        self.adapters = ServedAdapters(
+            "tiny", self.served, ScriptedService(answer_at_once([1])), peers, ManualClock()
+        )
+        self.peers = peers
+
+    @property
+    def paths(self) -> dict[str, str]:
+        return {name: each.adapter.path for name, each in self.served.items()}
+
+
+@contextmanager
+def two_gateways() -> Iterator[tuple[Gateway, Gateway]]:
+    key = secrets.token_bytes(32)
+    ring = KeyRing.of(key, Kind.GATEWAY)
+    gateways = Gateway(PeerGateways(ring)), Gateway(PeerGateways(ring))
+    for each in gateways:
+        each.peers.listen(Address("127.0.0.1", int.from_bytes(key[:2], "big") + 1))
+    try:
+        yield gateways
+    finally:
+        for each in gateways:
+            each.peers.close()
+
+
+def adapter_in(folder: Path, *, alpha: int = 1) -> LoadAdapter:
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": alpha}
+    (folder / CONFIG_FILE).write_text(msgspec.json.encode(config).decode())
+    (folder / WEIGHTS_FILE).write_bytes(b"")
+    return LoadAdapter("one", str(folder), load_inplace=True)
+
+
+@on_loop
+async def test_gateways_that_load_at_once_serve_the_same_adapter(tmp_path: Path) -> None:
+    asked = [adapter_in(tmp_path / name, alpha=alpha) for alpha, name in enumerate("ab", 1)]
+    with two_gateways() as (first, second):
+        for _ in range(4):
+            await asyncio.gather(first.adapters.load(asked[0]), second.adapters.load(asked[1]))
+            await first.adapters.exchange()
+            assert first.paths == second.paths and len(first.paths) == 1
+
+
+@on_loop
+async def test_gateway_that_missed_changes_has_them_after_an_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_gateways() as (first, second):
+        await first.adapters.load(adapter_in(tmp_path))
+        assert first.paths == second.paths == {"one": str(tmp_path)}
+        with monkeypatch.context() as away:
+            away.setattr(first.peers, "_names", lambda: ())
+            await first.adapters.unload(UnloadAdapter("one"))
+        assert not first.paths and second.paths
+        await second.adapters.exchange()
+        assert not second.paths
+        await second.adapters.load(adapter_in(tmp_path))
+        assert first.paths == second.paths == {"one": str(tmp_path)}
+
+
+@on_loop
+async def test_adapter_is_loaded_once_unless_it_is_replaced(tmp_path: Path) -> None:
+    with two_gateways() as (first, second):
+        await first.adapters.load(adapter_in(tmp_path))
+        again = msgspec.structs.replace(adapter_in(tmp_path), load_inplace=False)
+        with pytest.raises(ApiError, match="already been loaded"):
+            await second.adapters.load(again)
+        with pytest.raises(ApiError, match="too long"):
+            await first.adapters.load(LoadAdapter("two", "/" + "a" * 300))
