@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final
@@ -250,8 +251,11 @@ class Host:
                 sock, _ = self._grants.accept()
             except OSError:
                 return  # closed
-            with sock:
-                source, transfer, num_units, deadline_s, num_groups = json.loads(sock.recv(1024))
+            with sock, suppress(ConnectionError):  # a source may be killed at any moment
+                asked = sock.recv(1024)
+                if not asked:
+                    continue
+                source, transfer, num_units, deadline_s, num_groups = json.loads(asked)
                 try:
                     self.grant(source, transfer, num_units, deadline_s, num_layer_groups=num_groups)
                     sock.send(b"granted")
