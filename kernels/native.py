@@ -46,6 +46,7 @@ SOURCES: Final = Path(__file__).resolve().parent / "csrc"
 FLAGS: Final = (
     "-O3",
     "-march=native",
+    "-ffp-contract=off",
     "-std=gnu11",
     "-fvisibility=hidden",
     "-shared",

@@ -19,7 +19,7 @@ from baton.kernels.prefill_attention import prefill_attention_reference, prefill
 from baton.kernels.store_kv import row_format
 from baton.kernels.triton_import import runs_triton
 
-LANES: Final = 16  # of the C kernel's vectors
+LANES: Final = 16  # a multiple of the lanes of any CPU
 MAX_GROUP: Final = 16  # query heads a kv head, and
 MAX_HEAD_DIM: Final = 256  # head size that the C kernel has room for
 

@@ -6,8 +6,9 @@ alternate, so other work on the machine disturbs all alike.
 
     python -m baton.bench.engine.throughput MODEL [--rival NAME=COMMAND ...] [--rounds 5] [--pairs 40]
 
-With --quantization the work is another: decode steps with weights of 8 or 4 bits beside those in the model's
-dtype, in batches of 1, 8 and 32, in processor time. Set OMP_NUM_THREADS=1, since threads that wait take time.
+With --quantization beside rivals, Baton does the same work with weights of 8 or 4 bits. With --quantization
+alone the work is another: decode steps with quantised weights beside those in the model's dtype, in batches
+of 1, 8 and 32, in processor time. Set OMP_NUM_THREADS=1 then, since threads that wait take time.
 
     python -m baton.bench.engine.throughput MODEL --quantization int8 --quantization int4 [--rounds 5]
 
@@ -55,7 +56,13 @@ MAX_BATCHED_TOKENS: Final = 512
 KV_BYTES: Final = 2**27  # a cache that is full after three runs: evicting is part of its price
 NUM_WARMUP_PAIRS: Final = 4
 # Baton's throughput over a rival's, at least.
-BARS: Final = {"vllm": 1.3, "transformers-cb": 3.0, "transformers-padded": 2.5, "openvino": 1.1}
+BARS: Final = {
+    "vllm": 1.3,
+    "transformers-cb": 3.0,
+    "transformers-padded": 2.5,
+    "openvino": 1.1,
+    "llama.cpp": 1.1,
+}
 PLAIN: Final = "plain"
 # Batch -> decoding with quantised weights over plain ones, at least.
 DECODE_BARS: Final[dict[int, dict[str, float]]] = {
@@ -63,6 +70,8 @@ DECODE_BARS: Final[dict[int, dict[str, float]]] = {
     8: {"int8": 1.4, "int4": 1.6},
     32: {"int8": 1.1, "int4": 1.0},
 }
+BITS: Final = {"int8": 8, "fp8": 8, "int4": 4}  # of a weight, without its share of a scale
+SUMMED_AS_INTEGERS: Final = ("int8", "int4")  # VNNI and AMX multiply them twice as fast as bf16
 LORA_RANK: Final = 8  # PEFT's default
 LORA_BAR: Final = 0.85  # decoding with an adapter for each request over one adapter, at least
 DECODED_PROMPT: Final = 8
@@ -109,11 +118,11 @@ class StepClock:
     def _wrap(self, owner: object, name: str, part: str) -> None:
         inner: Callable[..., object] = getattr(owner, name)
 
-        def timed(*args: object) -> object:
+        def timed(*args: object, **named: object) -> object:
             if name == "execute" and isinstance(args[0], StepArrays):
                 self.steps.append(args[0])
             started_s = perf_counter()
-            result = inner(*args)
+            result = inner(*args, **named)
             self.seconds[part] += perf_counter() - started_s
             return result
 
@@ -128,12 +137,17 @@ class Limit(NamedTuple):
     seconds: float
 
 
-def measure_limit(model: ModelConfig, steps: list[StepArrays]) -> Limit:
-    """Add up, over the steps, the larger of the time to read the weights and the time to multiply."""
+def measure_limit(model: ModelConfig, steps: list[StepArrays], method: str | None = None) -> Limit:
+    """Add up, over the steps, the larger of the time to read the weights and the time to multiply.
+
+    method: of quantised weights. Integers count as twice as fast as the model's dtype, which is measured.
+    """
     dtype = TORCH_DTYPES[model.dtype]
     read_gbps, matmul_tflops = read_bandwidth_gbps(CPU), matmul_peak_tflops(CPU, dtype)
+    matmul_tflops *= 2 if method in SUMMED_AS_INTEGERS else 1
     layers, head = num_layer_parameters(model), num_head_parameters(model)
-    read_s = (layers + head) * DTYPE_BYTES[model.dtype] / read_gbps / 1e9
+    weight_bytes = DTYPE_BYTES[model.dtype] if method is None else BITS[method] / 8
+    read_s = (layers + head) * weight_bytes / read_gbps / 1e9
     multiply_s = [
         2 * (layers * len(s.token_ids) + head * len(s.logit_rows)) / matmul_tflops / 1e12 for s in steps
     ]
@@ -284,14 +298,16 @@ def measure(options: Namespace, report: Report) -> None:
             engine.close()
         return
 
-    if options.quantization:
+    if options.quantization and not rivals:
         with process.freeze_gc():
             report.rows += quantised_rows(load_quantised, options.quantization, options.rounds, report)
         return
 
+    method: str | None = next(iter(options.quantization), None)
+
     def load(prefix_caching: bool) -> Engine:
         cache = {"enable_prefix_caching": prefix_caching, "kv_cache_memory_bytes": KV_BYTES}
-        return load_engine(engine_config({**settings, "cache": cache}))
+        return load_with(cache=cache, quantization=method)
 
     engine = load(False)
     jobs = random_jobs(NUM_REQUESTS, 0, vocab_size=engine.vocab_size)
@@ -306,7 +322,8 @@ def measure(options: Namespace, report: Report) -> None:
                 figures[name].append(rival_tokens_per_s(command))
         clock = StepClock(engine)
         parts = clock.shares(run_jobs(engine, jobs))
-    report.rows += rows_of(figures, measure_limit(engine.runner.model_config, clock.steps), num_tokens)
+    limit = measure_limit(engine.runner.model_config, clock.steps, method)
+    report.rows += rows_of(figures, limit, num_tokens)
     total_s = sum(parts.values())
     report.rows += [
         Row(f"  {name}", 100 * seconds / total_s, "% of a run") for name, seconds in sorted(parts.items())

@@ -403,7 +403,7 @@ async def _overheads(cluster: WatchedCluster, model: TimeModel) -> Overheads:
         for at, (num_input, num_output) in enumerate(lengths)
     ]
     predicted = rehearse_each(trace, Layout.parse("1P1D"), model, RehearsalSettings(mode="full"))
-    ttft_s = median(each.ttft_s for each in measured.samples) - median(predicted.ttft_ms) / 1e3
+    ttft_s = median(each.ttft_s for each in measured.samples) - median(predicted.ttft_ms.tolist()) / 1e3
     later = [
         (each.num_tokens - 1, each.e2el_s - each.ttft_s - num_ms / 1e3)
         for each, num_ms in zip(measured.samples, predicted.e2el_ms - predicted.ttft_ms, strict=True)

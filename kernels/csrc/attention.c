@@ -46,11 +46,11 @@ INLINE int64_t first_key(const struct attention *p, int64_t position) {
     return p->window > 0 ? MAX(0, position - p->window + 1) : 0;
 }
 
-// Where 16 keys of the next turn lie, perhaps: a hint, nothing is read there.
+// Where a run of keys of the next turn lies, perhaps: a hint, nothing is read there.
 INLINE const char *run_ahead(const struct attention *p, const struct turn *turn, int64_t h, int half) {
     const struct tile *t = turn->next_tile;
     int64_t kv_head = MIN(t->first_head + h, p->num_kv_heads - 1);
-    return key_pointer(p, t, kv_head, MIN(turn->next_block + half * LANES, last_position(t)));
+    return key_pointer(p, t, kv_head, MIN(turn->next_block + half * RUN, last_position(t)));
 }
 
 // `num_rows` rows of codes from `first` on -> elements. Fetches as many bytes at `ahead` as it reads.
@@ -67,18 +67,18 @@ INLINE void decode_run(
     }
 }
 
-// The 16 keys (or values, `part` bytes further on) of the turn's half as 16 consecutive rows of elements: in place
+// The RUN keys (or values, `part` bytes further on) of the turn's half as consecutive rows of elements: in place
 // where one page holds them all, else copied to `spare`, and decoded. Rows past the tile's last query are zeros:
 // what lies there is somebody's past. Decoding fetches what the same half of the next turn reads.
 INLINE const char *find_run(
     const struct attention *p, const struct tile *t, const struct turn *turn, int64_t h, int half, ptrdiff_t part,
-    int is_bf16, char spare[LANES * MAX_HEAD_DIM * 4]) {
-    const int64_t kv_head = t->first_head + h, first = turn->block + half * LANES;
-    const int64_t num_rows = MAX(0, MIN(LANES, last_position(t) - first + 1));
-    if (p->row_format == PLAIN_ROWS && p->page_shift >= 4 && num_rows == LANES && p->padded_dim == p->head_dim)
+    int is_bf16, char spare[RUN * MAX_HEAD_DIM * 4]) {
+    const int64_t kv_head = t->first_head + h, first = turn->block + half * RUN;
+    const int64_t num_rows = MAX(0, MIN(RUN, last_position(t) - first + 1));
+    if (p->row_format == PLAIN_ROWS && p->page_shift >= 4 && num_rows == RUN && p->padded_dim == p->head_dim)
         return key_pointer(p, t, kv_head, first) + part;
     const int64_t element_bytes = is_bf16 ? 2 : 4, out_bytes = p->padded_dim * element_bytes;
-    if (num_rows < LANES || p->padded_dim != p->head_dim) memset(spare, 0, LANES * out_bytes);
+    if (num_rows < RUN || p->padded_dim != p->head_dim) memset(spare, 0, RUN * out_bytes);
     if (num_rows == 0) return spare;
     const char *ahead = run_ahead(p, turn, h, half) + part;
     if (p->row_format == INT8_ROWS) decode_run(p, t, kv_head, first, part, num_rows, is_bf16, ahead, spare, INT8_ROWS);
@@ -91,13 +91,13 @@ INLINE const char *find_run(
 
 // What a tile works in; one per thread, on its stack. Row h * (rows of a head) + r is row r of KV head h.
 struct workspace {
-    _Alignas(64) uint32_t units[HALVES][MAX_HEAD_DIM][LANES];
+    _Alignas(64) uint32_t units[KEYS][MAX_HEAD_DIM][LANES];
     _Alignas(64) uint32_t values[BLOCK * MAX_HEAD_DIM];
-    _Alignas(64) char spare[LANES * MAX_HEAD_DIM * 4];
+    _Alignas(64) char spare[RUN * MAX_HEAD_DIM * 4];
     _Alignas(64) char padded_query[MAX_ROWS][MAX_HEAD_DIM * 4];
     _Alignas(64) float out[MAX_ROWS][MAX_HEAD_DIM];
     const uint32_t *query[MAX_ROWS];
-    f32x16 scores[MAX_ROWS][HALVES];  // of the block; then its probabilities
+    f32s scores[MAX_ROWS][KEYS];  // of the block; then its probabilities
     struct softmax state;
     float rescale[MAX_ROWS];
 };
@@ -138,22 +138,21 @@ INLINE void score_block(
     const int64_t num_units = p->padded_dim * element_bytes / 4, group = p->num_heads / p->num_kv_heads;
     const int64_t block = turn->block, num_rows = t->num_queries * group;
     const char *ahead = lines_ahead(p, w, turn, h, 0, 0);
-    for (int half = 0; half < HALVES; half++) {
+    for (int half = 0; half < 2; half++) {
         const char *keys = find_run(p, t, turn, h, half, 0, products != FLOATS, w->spare);
-        transpose_keys(keys, num_units, ahead + half * num_units / 2 * 64, w->units[half]);
+        transpose_keys(keys, num_units, ahead + half * num_units / 2 * 64, w->units + half * RUN / LANES);
     }
     const uint32_t *const *query = w->query + h * num_rows;
-    f32x16(*scores)[HALVES] = w->scores + h * num_rows;
+    f32s(*scores)[KEYS] = w->scores + h * num_rows;
     ahead = lines_ahead(p, w, turn, h, 1, 0);
-    IN_FOURS(r, n, turn->first_row, turn->last_row,
-             score_rows(query + r, w->units, num_units, p->scale, ahead, scores + r, n, products))
+    IN_GROUPS(r, n, turn->first_row, turn->last_row,
+              score_rows(query + r, w->units, num_units, p->scale, ahead, scores + r, n, products))
     for (int64_t r = turn->first_row; r < turn->last_row; r++) {
         int64_t position = t->first_position + r / group, low = first_key(p, position);
         if (p->softcap > 0)
-            for (int half = 0; half < HALVES; half++) scores[r][half] = soft_cap(scores[r][half], p->softcap);
+            for (int v = 0; v < KEYS; v++) scores[r][v] = soft_cap(scores[r][v], p->softcap);
         if (block >= low && block + BLOCK <= position + 1) continue;
-        for (int half = 0; half < HALVES; half++)
-            scores[r][half] = mask_keys(scores[r][half], block + half * LANES, low, position);
+        for (int v = 0; v < KEYS; v++) scores[r][v] = mask_keys(scores[r][v], block + v * LANES, low, position);
     }
 }
 
@@ -164,15 +163,15 @@ INLINE void add_block(
     const int64_t head_dim = p->padded_dim, num_units = head_dim * element_bytes / 4;
     const int64_t num_rows = t->num_queries * (p->num_heads / p->num_kv_heads);
     const char *ahead = lines_ahead(p, w, turn, h, 0, p->value_stride);
-    for (int half = 0; half < HALVES; half++) {
+    for (int half = 0; half < 2; half++) {
         const char *run = find_run(p, t, turn, h, half, p->value_stride, products != FLOATS, w->spare);
-        uint32_t *values = w->values + half * LANES * num_units;
+        uint32_t *values = w->values + half * RUN * num_units;
         if (products != FLOATS) pair_values((const bf16 *)run, head_dim, ahead + half * num_units / 2 * 64, values);
-        else memcpy(values, run, LANES * head_dim * 4);
+        else memcpy(values, run, RUN * head_dim * 4);
     }
     ahead = lines_ahead(p, w, turn, h, 1, p->value_stride);
-    IN_FOURS(r, n, h * num_rows + turn->first_row, h * num_rows + turn->last_row,
-             add_values(w->out + r, w->scores + r, w->rescale + r, w->values, ahead, head_dim, n, products))
+    IN_GROUPS(r, n, h * num_rows + turn->first_row, h * num_rows + turn->last_row,
+              add_values(w->out + r, w->scores + r, w->rescale + r, w->values, ahead, head_dim, n, products))
 }
 
 // `wide` may be where the query is.
@@ -186,7 +185,7 @@ INLINE const char *widen_query(char *wide, const bf16 *query, int64_t padded_dim
 INLINE void begin_tile(const struct attention *p, const struct tile *t, struct workspace *w, const enum products products) {
     const int element_bytes = bytes_of(products);
     const int64_t group = p->num_heads / p->num_kv_heads, num_rows = t->num_queries * group;
-    w->state = (struct softmax){.maximum = splat(-1e30f)};  // finite, so that no difference is NaN
+    w->state = (struct softmax){all_rows(-1e30f), all_rows(0)};  // finite, so that no difference is NaN
     for (int64_t h = 0; h < t->num_heads; h++) {
         for (int64_t r = 0; r < num_rows; r++) {
             int64_t row = h * num_rows + r;
@@ -199,8 +198,8 @@ INLINE void begin_tile(const struct attention *p, const struct tile *t, struct w
             w->query[row] = (const uint32_t *)query;
             memset(w->out[row], 0, p->padded_dim * sizeof(float));
             if (p->sinks) {
-                w->state.maximum = set_lane(w->state.maximum, row, p->sinks[head_of(t, group, h, r)]);
-                w->state.sum = set_lane(w->state.sum, row, 1.0f);
+                set_row(&w->state.maximum, row, p->sinks[head_of(t, group, h, r)]);
+                set_row(&w->state.sum, row, 1.0f);
             }
         }
     }
@@ -208,9 +207,11 @@ INLINE void begin_tile(const struct attention *p, const struct tile *t, struct w
 
 INLINE void end_tile(const struct attention *p, const struct tile *t, struct workspace *w, const int is_bf16) {
     const int64_t group = p->num_heads / p->num_kv_heads, num_rows = t->num_queries * group;
+    float sums[MAX_ROWS];
+    memcpy(sums, &w->state.sum, sizeof sums);
     for (int64_t h = 0; h < t->num_heads; h++)
         for (int64_t r = 0; r < num_rows; r++) {
-            const float *out = w->out[h * num_rows + r], sum = w->state.sum[h * num_rows + r];
+            const float *out = w->out[h * num_rows + r], sum = sums[h * num_rows + r];
             float inverse = sum > 0 ? 1.0f / sum : 0.0f;
             int64_t row = (token_of(t, group, r) * p->num_heads + head_of(t, group, h, r)) * p->head_dim, d = 0;
             for (; d + LANES <= p->head_dim; d += LANES)

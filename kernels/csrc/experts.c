@@ -60,13 +60,13 @@ INLINE int64_t next_best(const float *logits, const char *taken, int64_t num_exp
 
 // The sum of exp(logit - highest) over all experts.
 INLINE float sum_exponentials(const float *logits, float highest, int64_t num_experts) {
-    f32x16 sum = {0};
-    for (int64_t i = 0; i < num_experts; i += LANES) {
-        float lanes[LANES];
-        for (int64_t j = 0; j < LANES; j++) lanes[j] = i + j < num_experts ? logits[i + j] - highest : -INFINITY;
-        sum += exp_lanes(load_f32(lanes));
+    f32s sums[VECTORS] = {{0}};
+    for (int64_t i = 0; i < num_experts; i += CHAINS) {
+        float chains[CHAINS];
+        for (int64_t j = 0; j < CHAINS; j++) chains[j] = i + j < num_experts ? logits[i + j] - highest : -INFINITY;
+        for (int v = 0; v < VECTORS; v++) sums[v] += exp_lanes(load_f32(chains + v * LANES));
     }
-    return sum_lanes(sum);
+    return sum_chains(sums);
 }
 
 static void route_tokens(const void *context, int64_t begin, int64_t end, int thread) {
@@ -113,20 +113,20 @@ struct combining {
     char *y;
 };
 
-INLINE f32x16 load_some(const char *x, int64_t index, int64_t num_lanes, const int is_bf16) {
+INLINE f32s load_some(const char *x, int64_t index, int64_t num_lanes, const int is_bf16) {
     if (num_lanes == LANES) return load_lanes(x, index, is_bf16);
     float lanes[LANES] = {0};
     for (int64_t i = 0; i < num_lanes; i++) lanes[i] = load_one(x, index + i, is_bf16);
     return load_f32(lanes);
 }
 
-// The sum of a token's rows of one part, 16 columns.
-INLINE f32x16 sum_rows(const struct combining *c, const int64_t *row_of, const float *weights, int split, int64_t i, int64_t num_lanes) {
+// The sum of a token's rows of one part, a vector of columns.
+INLINE f32s sum_rows(const struct combining *c, const int64_t *row_of, const float *weights, int split, int64_t i, int64_t num_lanes) {
     int64_t width = c->experts->down[0].num_columns;
-    f32x16 sum = {0};
+    f32s sum = {0};
     for (int64_t j = 0; j < c->experts->top_k; j++) {
         const char *row = (const char *)(c->routing->plan->down + (split * c->num_rows + row_of[j]) * width);
-        sum = sum + splat(weights[j]) * load_some(row, i, num_lanes, 0);
+        sum = multiply_add(splat(weights[j]), load_some(row, i, num_lanes, 0), sum);
     }
     return sum;
 }
@@ -139,12 +139,12 @@ static void combine_tokens(const void *context, int64_t begin, int64_t end, int 
     for (int64_t t = begin; t < end; t++) {
         const int64_t *row_of = c->routing->plan->row_of + t * e->top_k;
         const float *weights = c->routing->plan->weights + t * e->top_k;
-        f32x16 gate = {0};
+        f32s gate = {0};
         if (c->shared) gate = splat(1.0f) / (splat(1.0f) + exp_lanes(-splat(c->routing->logits[t * c->routing->stride + e->num_experts])));
         for (int64_t i = 0; i < width; i += LANES) {
             int64_t num_lanes = MIN(width - i, LANES);
-            f32x16 total = sum_rows(c, row_of, weights, 0, i, num_lanes);
-            if (c->shared) total = total + gate * load_some(c->shared, t * width + i, num_lanes, e->dtype == BF16);
+            f32s total = sum_rows(c, row_of, weights, 0, i, num_lanes);
+            if (c->shared) total = multiply_add(gate, load_some(c->shared, t * width + i, num_lanes, e->dtype == BF16), total);
             if (e->splits == 2) total = total + sum_rows(c, row_of, weights, 1, i, num_lanes);
             char *y = c->y + t * y_bytes;
             if (num_lanes == LANES) store_lanes(y, i, total, e->y_dtype == BF16);

@@ -2,24 +2,24 @@
 #include "ops.h"
 
 // exp_lanes stops at 88, where the quotient would no longer vanish for a huge negative gate.
-INLINE f32x16 silu_lanes(f32x16 gate) {
-    f32x16 silu = gate / (splat(1.0f) + exp_lanes(-gate));
+INLINE f32s silu_lanes(f32s gate) {
+    f32s silu = gate / (splat(1.0f) + exp_lanes(-gate));
     return select_lanes(gate < splat(-88.0f), splat(0.0f), silu);
 }
 
 // The approximation by tanh: x * (1 + tanh(z)) / 2 is x * sigmoid(2 z).
-INLINE f32x16 gelu_lanes(f32x16 gate) {
-    f32x16 z2 = splat(1.5957691216057308f) * (gate + splat(0.044715f) * gate * gate * gate);
-    f32x16 gelu = gate / (splat(1.0f) + exp_lanes(-z2));
+INLINE f32s gelu_lanes(f32s gate) {
+    f32s z2 = splat(1.5957691216057308f) * (gate + splat(0.044715f) * gate * gate * gate);
+    f32s gelu = gate / (splat(1.0f) + exp_lanes(-z2));
     return select_lanes(z2 < splat(-88.0f), splat(0.0f), gelu);
 }
 
-INLINE f32x16 clamp_lanes(f32x16 x, float low, float high) {
+INLINE f32s clamp_lanes(f32s x, float low, float high) {
     x = select_lanes(x < splat(low), splat(low), x);
     return select_lanes(x > splat(high), splat(high), x);
 }
 
-INLINE f32x16 gated_lanes(f32x16 gate, f32x16 up, const struct activation *a, const int is_bf16) {
+INLINE f32s gated_lanes(f32s gate, f32s up, const struct activation *a, const int is_bf16) {
     if (a->kind == CLAMPED_SWIGLU) {
         gate = clamp_lanes(gate, -INFINITY, a->limit);
         return silu_lanes(gate * splat(a->alpha)) / splat(a->alpha) * (clamp_lanes(up, -a->limit, a->limit) + splat(1.0f));
@@ -31,12 +31,12 @@ INLINE void gated_row(
     const char *gate_up, char *y, int64_t width, const struct activation *a, const int has_up, const int is_bf16) {
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) {
-        f32x16 gate = load_lanes(gate_up, i, is_bf16), up = has_up ? load_lanes(gate_up, width + i, is_bf16) : splat(1.0f);
+        f32s gate = load_lanes(gate_up, i, is_bf16), up = has_up ? load_lanes(gate_up, width + i, is_bf16) : splat(1.0f);
         store_lanes(y, i, gated_lanes(gate, up, a, is_bf16), is_bf16);
     }
     for (; i < width; i++) {
-        f32x16 gate = splat(load_one(gate_up, i, is_bf16));
-        f32x16 up = splat(has_up ? load_one(gate_up, width + i, is_bf16) : 1.0f);
+        f32s gate = splat(load_one(gate_up, i, is_bf16));
+        f32s up = splat(has_up ? load_one(gate_up, width + i, is_bf16) : 1.0f);
         store_one(y, i, gated_lanes(gate, up, a, is_bf16)[0], is_bf16);
     }
 }

@@ -12,37 +12,37 @@ enum row_format { PLAIN_ROWS, INT8_ROWS, FP8_ROWS };
 
 #define SCALE_BYTES 2
 
-typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef int8_t i8s __attribute__((vector_size(LANES)));
 
 INLINE int64_t row_bytes_of(int64_t head_dim, int is_bf16, enum row_format format) {
     return format == PLAIN_ROWS ? head_dim * (is_bf16 ? 2 : 4) : head_dim + SCALE_BYTES;
 }
 
 // Rounded to nearest even; |values| are at most 448, give or take an ulp.
-INLINE i32x16 to_fp8(f32x16 values) {
-    i32x16 sign = (i32x16)values >> 24 & 128, bits = (i32x16)values & 0x7fffffff;
-    i32x16 normal = (bits + 0x7ffff + (bits >> 20 & 1) - (120 << 23)) >> 20;
+INLINE i32s to_fp8(f32s values) {
+    i32s sign = (i32s)values >> 24 & 128, bits = (i32s)values & 0x7fffffff;
+    i32s normal = (bits + 0x7ffff + (bits >> 20 & 1) - (120 << 23)) >> 20;
     // Below 2^-6 codes are 2^-9 apart, as are floats from 2^14 on.
-    i32x16 denormal = (i32x16)((f32x16)bits + splat(16384.0f)) - (i32x16)splat(16384.0f);
-    i32x16 is_normal = bits >= 121 << 23;
+    i32s denormal = (i32s)((f32s)bits + splat(16384.0f)) - (i32s)splat(16384.0f);
+    i32s is_normal = bits >= 121 << 23;
     return sign | (is_normal & normal) | (~is_normal & denormal);
 }
 
-INLINE i32x16 to_int8(f32x16 values) {
+INLINE i32s to_int8(f32s values) {
     // Adding 1.5 * 2^23 rounds to the nearest integer.
-    return (i32x16)(values + splat(12582912.0f)) - (i32x16)splat(12582912.0f);
+    return (i32s)(values + splat(12582912.0f)) - (i32s)splat(12582912.0f);
 }
 
-INLINE i8x16 low_bytes(i32x16 lanes) {
+INLINE i8s low_bytes(i32s lanes) {
 #if defined(__AVX512F__)
-    return (i8x16)_mm512_cvtepi32_epi8((__m512i)lanes);
+    return (i8s)_mm512_cvtepi32_epi8((__m512i)lanes);
 #else
-    return __builtin_convertvector(lanes, i8x16);
+    return __builtin_convertvector(lanes, i8s);
 #endif
 }
 
-INLINE f32x16 row_lanes(const char *x, int64_t d, int64_t head_dim, int is_bf16) {
-    f32x16 lanes = {0};
+INLINE f32s row_lanes(const char *x, int64_t d, int64_t head_dim, int is_bf16) {
+    f32s lanes = {0};
     if (d + LANES <= head_dim) return load_lanes(x, d, is_bf16);
     for (int64_t i = 0; d + i < head_dim; i++) lanes[i] = load_one(x, d + i, is_bf16);
     return lanes;
@@ -51,10 +51,10 @@ INLINE f32x16 row_lanes(const char *x, int64_t d, int64_t head_dim, int is_bf16)
 // The largest element gets the largest code: the scale is rounded up. A row with an element that is not finite
 // decodes to NaN.
 INLINE bf16 scale_of(const char *x, int64_t head_dim, int is_bf16, enum row_format format) {
-    i32x16 largest = {0};
+    i32s largest = {0};
     for (int64_t d = 0; d < head_dim; d += LANES) {
-        i32x16 bits = (i32x16)row_lanes(x, d, head_dim, is_bf16) & 0x7fffffff;  // ordered as the values, NaN last
-        i32x16 is_larger = bits > largest;
+        i32s bits = (i32s)row_lanes(x, d, head_dim, is_bf16) & 0x7fffffff;  // ordered as the values, NaN last
+        i32s is_larger = bits > largest;
         largest = (is_larger & bits) | (~is_larger & largest);
     }
     int32_t most = 0;
@@ -73,19 +73,21 @@ INLINE void encode_row(const char *x, int64_t head_dim, int is_bf16, enum row_fo
     memcpy(row + head_dim, &stored, SCALE_BYTES);
     if (!(scale > 0)) scale = INFINITY;  // all codes are 0
     for (int64_t d = 0; d < head_dim; d += LANES) {
-        f32x16 values = row_lanes(x, d, head_dim, is_bf16) / splat(scale);
-        i8x16 codes = low_bytes(format == INT8_ROWS ? to_int8(values) : to_fp8(values));
+        f32s values = row_lanes(x, d, head_dim, is_bf16) / splat(scale);
+        i8s codes = low_bytes(format == INT8_ROWS ? to_int8(values) : to_fp8(values));
         memcpy(row + d, &codes, MIN(LANES, head_dim - d));
     }
 }
 
-INLINE f32x16 load_int8(const char *codes) {
+INLINE f32s load_int8(const char *codes) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+    return (f32s)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+#elif LANES == 8
+    return (f32s)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
 #else
-    i8x16 bytes;
+    i8s bytes;
     memcpy(&bytes, codes, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, i32x16), f32x16);
+    return __builtin_convertvector(__builtin_convertvector(bytes, i32s), f32s);
 #endif
 }
 
@@ -94,10 +96,10 @@ INLINE void decode_row(
     const char *row, int64_t head_dim, int64_t padded_dim, int is_bf16, enum row_format format, char *out) {
     bf16 stored;
     memcpy(&stored, row + head_dim, SCALE_BYTES);
-    f32x16 scale = splat(bf16_to_f32(stored) * (format == FP8_ROWS ? 256.0f : 1.0f));
+    f32s scale = splat(bf16_to_f32(stored) * (format == FP8_ROWS ? 256.0f : 1.0f));
     for (int64_t d = 0; d < padded_dim; d += LANES) {
         char last[LANES] = {0};
-        if (d + LANES > head_dim) memcpy(last, row + d, head_dim - d);
+        if (d + LANES > head_dim) memcpy(last, row + d, MAX(0, head_dim - d));
         const char *codes = d + LANES > head_dim ? last : row + d;
         store_lanes(out, d, (format == INT8_ROWS ? load_int8(codes) : load_fp8(codes)) * scale, is_bf16);
     }

@@ -33,16 +33,18 @@ INLINE const char *panel_weights(const struct linear *p, int64_t panel) { return
 // While a tile is multiplied, the panel at `ahead` comes into the cache.
 INLINE void tile_rows(
     const struct linear *p, int64_t row, int64_t panel, const char *ahead, const int rows, const enum products products) {
-    f32x16 total[ROWS][2];
+    f32s total[ROWS][COLUMNS];
     const uint32_t *x[ROWS];
     for (int r = 0; r < rows; r++) x[r] = (const uint32_t *)(p->x + (row + r) * p->x_stride);
     const float *wide = (const float *)p->x + row * 2 * p->num_units;
     const char *weights = panel_weights(p, panel);
     int64_t part = p->num_units / p->splits;
     for (int split = 0; split < p->splits; split++) {
-        f32x16 acc[ROWS][2];
+        f32s acc[ROWS][COLUMNS];
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (f32x16){};
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; c++) acc[r][c] = (f32s){};
         int64_t end = split + 1 == p->splits ? p->num_units : (split + 1) * part;
         for (int64_t k = split * part; k < end; k++) {
             const char *b = weights + k * PANEL * 4;
@@ -51,33 +53,37 @@ INLINE void tile_rows(
                 __builtin_prefetch(ahead + k * PANEL * 4 + 64, 0, 2);
             }
             if (products == WIDE) {
-                struct wide left = widen(b), right = widen(b + 64);
+#pragma GCC unroll 4
+                for (int c = 0; c < COLUMNS; c += 2) {
+                    struct wide left = widen(b + c * 4 * LANES), right = widen(b + (c + 1) * 4 * LANES);
 #pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) {
-                    f32x16 factor = splat(wide[2 * k * rows + r]);
-                    acc[r][0] = acc[r][0] + factor * left.second;
-                    acc[r][1] = acc[r][1] + factor * right.second;
-                }
+                    for (int r = 0; r < rows; r++) {
+                        f32s factor = splat(wide[2 * k * rows + r]);
+                        acc[r][c] = multiply_add(factor, left.second, acc[r][c]);
+                        acc[r][c + 1] = multiply_add(factor, right.second, acc[r][c + 1]);
+                    }
 #pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) {
-                    f32x16 factor = splat(wide[(2 * k + 1) * rows + r]);
-                    acc[r][0] = acc[r][0] + factor * left.first;
-                    acc[r][1] = acc[r][1] + factor * right.first;
+                    for (int r = 0; r < rows; r++) {
+                        f32s factor = splat(wide[(2 * k + 1) * rows + r]);
+                        acc[r][c] = multiply_add(factor, left.first, acc[r][c]);
+                        acc[r][c + 1] = multiply_add(factor, right.first, acc[r][c + 1]);
+                    }
                 }
                 continue;
             }
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                acc[r][0] = dot_units(acc[r][0], x[r][k], b, products == PAIRS);
-                acc[r][1] = dot_units(acc[r][1], x[r][k], b + 64, products == PAIRS);
-            }
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+                for (int c = 0; c < COLUMNS; c++)
+                    acc[r][c] = dot_units(acc[r][c], x[r][k], b + c * 4 * LANES, products == PAIRS);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
-            for (int h = 0; h < 2; h++) total[r][h] = split ? total[r][h] + acc[r][h] : acc[r][h];
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; c++) total[r][c] = split ? total[r][c] + acc[r][c] : acc[r][c];
     }
     for (int r = 0; r < rows; r++)
-        for (int h = 0; h < 2; h++) store_sums(&p->out, row + r, panel * PANEL + h * LANES, total[r][h]);
+        for (int c = 0; c < COLUMNS; c++) store_sums(&p->out, row + r, panel * PANEL + c * LANES, total[r][c]);
 }
 
 INLINE void multiply_panel(const struct linear *p, int64_t block, int64_t panel, const enum products products) {

@@ -20,13 +20,13 @@
 
 #define UNIT 4                // inputs
 #define STEP 8                // inputs that are decoded at a time
-#define GROUPS 4              // that are summed at a time at most: with few rows one chain of sums waits for itself
+#define MAX_GROUPS 4          // that are summed at a time: with few rows one chain of sums waits for itself
 #define FEW_ROWS 3
 #define PART_WORK (1 << 19)   // multiplications worth a part of their own
 #define WIDENING_WORK 16      // multiplications that take as long as widening an element
 
-static const float INT4_VALUES[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-static const float MXFP4_VALUES[LANES] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+static const float INT4_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+static const float MXFP4_VALUES[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
 // At most ROW_BLOCK rows.
 struct linear_codes {
@@ -42,49 +42,61 @@ struct linear_codes {
 
 INLINE int bits_of(const enum weight_format format) { return format == INT8 || format == FP8 ? 8 : 4; }
 
-INLINE f32x16 look_up(f32x16 table, i32x16 index) {
+struct table {
+    f32s values[VECTORS];  // 16
+};
+
+INLINE f32s look_up(struct table table, i32s index) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+    return (f32s)_mm512_permutexvar_ps((__m512i)index, (__m512)table.values[0]);
+#elif LANES == 8
+    __m256 low = _mm256_permutevar8x32_ps((__m256)table.values[0], (__m256i)index);
+    __m256 high = _mm256_permutevar8x32_ps((__m256)table.values[1], (__m256i)index);
+    return (f32s)_mm256_blendv_ps(low, high, _mm256_castsi256_ps((__m256i)(index << 28)));
 #else
-    f32x16 found;
-    for (int i = 0; i < LANES; i++) found[i] = table[index[i] & 15];
+    f32s found;
+    for (int i = 0; i < LANES; i++) found[i] = table.values[(index[i] & 15) / LANES][index[i] % LANES];
     return found;
 #endif
 }
 
-// Half a panel's values in input `input_of(i)` of a step.
-INLINE f32x16 decode(const char *codes, int half, f32x16 table, int i, const enum weight_format format) {
-    i32x16 unit;
-    if (format == FP8) return load_fp8(codes + i * PANEL + half * LANES);
-    memcpy(&unit, codes + (format == INT8 ? i / UNIT * PANEL * UNIT : 0) + half * LANES * UNIT, sizeof unit);
-    if (format == INT8) return __builtin_convertvector(unit << (24 - 8 * (i % UNIT)) >> 24, f32x16);
+// The values of one vector of a panel in input `input_of(i)` of a step.
+INLINE f32s decode(const char *codes, int c, struct table table, int i, const enum weight_format format) {
+    i32s unit;
+    if (format == FP8) return load_fp8(codes + i * PANEL + c * LANES);
+    memcpy(&unit, codes + (format == INT8 ? i / UNIT * PANEL * UNIT : 0) + c * LANES * UNIT, sizeof unit);
+    if (format == INT8) return __builtin_convertvector(unit << (24 - 8 * (i % UNIT)) >> 24, f32s);
     return look_up(table, unit >> 4 * i);
 }
 
 INLINE int input_of(int i, const enum weight_format format) { return bits_of(format) == 8 ? i : i / 2 + i % 2 * UNIT; }
 
-// acc += one input's products, of half a panel.
+// acc += one input's products, of one vector of a panel.
 INLINE void add_input(
-    const char *codes, const float *inputs, f32x16 table, f32x16 zero, f32x16 acc[ROWS][2], int half, int i, const int rows,
-    const enum weight_format format) {
-    f32x16 value = decode(codes, half, table, i, format);
+    const char *codes, const float *inputs, struct table table, f32s zero, f32s acc[ROWS][COLUMNS], int c, int i,
+    const int rows, const enum weight_format format) {
+    f32s value = decode(codes, c, table, i, format);
     if (format == INT4_ZEROS) value = value - zero;
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) acc[r][half] = acc[r][half] + splat(inputs[input_of(i, format) * rows + r]) * value;
+    for (int r = 0; r < rows; r++) acc[r][c] = multiply_add(splat(inputs[input_of(i, format) * rows + r]), value, acc[r][c]);
 }
 
 // Some groups of a tile: part += each group's sums, scaled. Meanwhile the same groups of the panel at `ahead` are fetched.
 INLINE void add_groups(
-    const struct linear_codes *p, const char *weights, const char *ahead, const float *x, f32x16 part[ROWS][2], const int rows,
-    const int groups, const enum weight_format format) {
+    const struct linear_codes *p, const char *weights, const char *ahead, const float *x, f32s part[ROWS][COLUMNS],
+    const int rows, const int groups, const enum weight_format format) {
     const int prefetches = rows >= PREFETCH_ROWS || cpu_products.prefetches_few, step_bytes = STEP * PANEL * bits_of(format) / 8;
     int64_t code_bytes = p->group * PANEL * bits_of(format) / 8;
-    f32x16 acc[GROUPS][ROWS][2], scale[2], zero[GROUPS][2] = {{{0}}}, table = load_f32(p->table);
+    f32s acc[MAX_GROUPS][ROWS][COLUMNS], scale[COLUMNS], zero[MAX_GROUPS][COLUMNS] = {{{0}}};
+    struct table table;
+    memcpy(table.values, p->table, sizeof table.values);
 #pragma GCC unroll 4
     for (int g = 0; g < groups; g++) {
         if (format == INT4_ZEROS) memcpy(zero[g], weights + g * p->group_bytes + code_bytes + sizeof scale, sizeof scale);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) acc[g][r][0] = acc[g][r][1] = (f32x16){0};
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; c++) acc[g][r][c] = (f32s){0};
     }
     for (int64_t k = 0; k < p->group; k += STEP)
 #pragma GCC unroll 4
@@ -93,33 +105,34 @@ INLINE void add_groups(
             const float *inputs = x + (g * p->group + k) * rows;
             for (int i = 0; i < step_bytes && prefetches; i += 64) __builtin_prefetch(ahead + (codes - weights) + i, 0, 2);
             if (rows <= FEW_ROWS)
-#pragma GCC unroll 2
-                for (int h = 0; h < 2; h++)
 #pragma GCC unroll 8
-                    for (int i = 0; i < STEP; i++) add_input(codes, inputs, table, zero[g][h], acc[g], h, i, rows, format);
+                for (int c = 0; c < COLUMNS; c++)
+#pragma GCC unroll 8
+                    for (int i = 0; i < STEP; i++) add_input(codes, inputs, table, zero[g][c], acc[g], c, i, rows, format);
             else  // the same sums in less code, which takes a third of the time to compile
 #pragma GCC unroll 1
                 for (int i = 0; i < STEP; i++)
-#pragma GCC unroll 2
-                    for (int h = 0; h < 2; h++) add_input(codes, inputs, table, zero[g][h], acc[g], h, i, rows, format);
+#pragma GCC unroll 8
+                    for (int c = 0; c < COLUMNS; c++) add_input(codes, inputs, table, zero[g][c], acc[g], c, i, rows, format);
         }
 #pragma GCC unroll 4
     for (int g = 0; g < groups; g++) {
         memcpy(scale, weights + g * p->group_bytes + code_bytes, sizeof scale);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
-            for (int h = 0; h < 2; h++) part[r][h] = part[r][h] + acc[g][r][h] * scale[h];
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; c++) part[r][c] = multiply_add(acc[g][r][c], scale[c], part[r][c]);
     }
 }
 
 INLINE void tile_rows(
     const struct linear_codes *p, int64_t row, int64_t panel, const char *ahead, const int rows, const enum weight_format format) {
-    const int groups = rows == 1 ? GROUPS : rows <= FEW_ROWS ? 2 : 1;
-    f32x16 total[ROWS][2];
+    const int groups = rows * COLUMNS <= 2 ? MAX_GROUPS : rows * COLUMNS <= 6 ? 2 : 1;
+    f32s total[ROWS][COLUMNS];
     const float *x = p->wide + row * p->num_inputs;
     const char *weights = p->packed + panel * p->num_groups * p->group_bytes;
     for (int split = 0; split < p->splits; split++) {
-        f32x16 part[ROWS][2] = {{{0}}};
+        f32s part[ROWS][COLUMNS] = {{{0}}};
         for (int64_t g = 0; g < p->num_groups / p->splits;) {
             int all = g + groups <= p->num_groups / p->splits, count = all ? groups : 1;
             if (all) add_groups(p, weights, ahead, x, part, rows, groups, format);
@@ -131,10 +144,11 @@ INLINE void tile_rows(
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
-            for (int h = 0; h < 2; h++) total[r][h] = split ? total[r][h] + part[r][h] : part[r][h];
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; c++) total[r][c] = split ? total[r][c] + part[r][c] : part[r][c];
     }
     for (int r = 0; r < rows; r++)
-        for (int h = 0; h < 2; h++) store_sums(&p->out, row + r, panel * PANEL + h * LANES, total[r][h]);
+        for (int c = 0; c < COLUMNS; c++) store_sums(&p->out, row + r, panel * PANEL + c * LANES, total[r][c]);
 }
 
 INLINE void multiply(const struct linear_codes *p, int64_t begin, int64_t end, const enum weight_format format) {

@@ -36,9 +36,17 @@ struct linear_rounded {
 };
 
 // acc += a . b, for each lane the products of four bytes of a, which are the same for all lanes, and four of b.
-INLINE i32x16 dot_bytes(i32x16 acc, uint32_t a, i32x16 b) {
+INLINE i32s dot_bytes(i32s acc, uint32_t a, i32s b) {
 #if defined(__AVX512VNNI__)
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32((int)a), (__m512i)b);
+    return (i32s)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32((int)a), (__m512i)b);
+#elif defined(__AVXVNNI__) && LANES == 8
+    return (i32s)_mm256_dpbusd_avx_epi32((__m256i)acc, _mm256_set1_epi32((int)a), (__m256i)b);
+#elif LANES == 8
+    // Even and odd bytes as 16 bits each: a sum of two products fits in 32.
+    __m256i bytes = (__m256i)b, all = _mm256_set1_epi32((int)a);
+    __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_and_si256(all, _mm256_set1_epi16(0xff)));
+    __m256i odd = _mm256_madd_epi16(_mm256_srai_epi16(bytes, 8), _mm256_srli_epi16(all, 8));
+    return acc + (i32s)even + (i32s)odd;
 #else
     for (int i = 0; i < UNIT; i++) acc += (b << (24 - 8 * i) >> 24) * (int32_t)(a >> 8 * i & 0xff);
     return acc;
@@ -48,8 +56,8 @@ INLINE i32x16 dot_bytes(i32x16 acc, uint32_t a, i32x16 b) {
 INLINE int64_t value_bytes(const struct linear_rounded *p) { return p->group * PANEL * p->bits / 8; }
 INLINE int64_t group_bytes(const struct linear_rounded *p) { return value_bytes(p) + 8 * PANEL; }
 
-// Sets the values of half a panel in as many units as share their bytes; returns their number.
-INLINE int load_units(const char *values, i32x16 units[2], const int bits) {
+// Sets the values of one vector of a panel in as many units as share their bytes; returns their number.
+INLINE int load_units(const char *values, i32s units[2], const int bits) {
     memcpy(units, values, sizeof *units);
     if (bits == 8) return 1;
     units[1] = units[0] & (int32_t)0xf0f0f0f0;
@@ -60,40 +68,45 @@ INLINE int load_units(const char *values, i32x16 units[2], const int bits) {
 // One group of a tile: part += the group's sums, scaled. Meanwhile the same group of the panel at `ahead` is fetched.
 INLINE void add_group(
     const struct linear_rounded *p, const char *weights, const char *ahead, const uint32_t *x, const float *x_scales,
-    f32x16 part[ROWS][2], const int rows, const int bits) {
+    f32s part[ROWS][COLUMNS], const int rows, const int bits) {
     const int prefetches = rows >= PREFETCH_ROWS || cpu_products.prefetches_few;
     const char *ends = weights + value_bytes(p);  // what follows the units
-    i32x16 acc[ROWS][2], start[2];
+    i32s acc[ROWS][COLUMNS], start[COLUMNS];
     memcpy(start, ends, sizeof start);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-        for (int h = 0; h < 2; h++) acc[r][h] = start[h];
-    for (int64_t offset = 0; offset < value_bytes(p); offset += PANEL * UNIT)
-        for (int h = 0; h < 2; h++) {
-            i32x16 units[2];
-            const int num_units = load_units(weights + offset + h * 64, units, bits);
-            if (prefetches) __builtin_prefetch(ahead + offset + h * 64, 0, 2);
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; c++) acc[r][c] = start[c];
+    for (int64_t offset = 0; offset < value_bytes(p); offset += PANEL * UNIT) {
+        for (int i = 0; i < PANEL * UNIT && prefetches; i += 64) __builtin_prefetch(ahead + offset + i, 0, 2);
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; c++) {
+            i32s units[2];
+            const int num_units = load_units(weights + offset + c * LANES * UNIT, units, bits);
             for (int u = 0; u < num_units; u++)
 #pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) acc[r][h] = dot_bytes(acc[r][h], x[u * rows + r], units[u]);
-            if (h) x += num_units * rows;
+                for (int r = 0; r < rows; r++) acc[r][c] = dot_bytes(acc[r][c], x[u * rows + r], units[u]);
         }
+        x += 8 / bits * rows;
+    }
     for (int i = 0; i < 4 && prefetches; i++) __builtin_prefetch(ahead + value_bytes(p) + i * 64, 0, 2);
-    f32x16 scale[2];
+    f32s scale[COLUMNS];
     memcpy(scale, ends + sizeof start, sizeof scale);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-        for (int h = 0; h < 2; h++)
-            part[r][h] += __builtin_convertvector(acc[r][h], f32x16) * (scale[h] * splat(x_scales[r]));
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; c++)
+            part[r][c] = multiply_add(
+                __builtin_convertvector(acc[r][c], f32s), scale[c] * splat(x_scales[r]), part[r][c]);
 }
 
 INLINE void tile_rows(const struct linear_rounded *p, int64_t row, int64_t panel, const char *ahead, const int rows, const int bits) {
-    f32x16 total[ROWS][2];
+    f32s total[ROWS][COLUMNS];
     const uint32_t *x = (const uint32_t *)(p->bytes + row * p->num_inputs);
     const float *x_scales = p->scales + row * p->num_groups;
     const char *weights = p->packed + panel * p->num_groups * group_bytes(p);
     for (int split = 0; split < p->splits; split++) {
-        f32x16 part[ROWS][2] = {{{0}}};
+        f32s part[ROWS][COLUMNS] = {{{0}}};
         for (int64_t g = 0; g < p->num_groups / p->splits; g++) {
             add_group(p, weights, ahead, x, x_scales, part, rows, bits);
             weights += group_bytes(p);
@@ -103,10 +116,11 @@ INLINE void tile_rows(const struct linear_rounded *p, int64_t row, int64_t panel
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
-            for (int h = 0; h < 2; h++) total[r][h] = split ? total[r][h] + part[r][h] : part[r][h];
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; c++) total[r][c] = split ? total[r][c] + part[r][c] : part[r][c];
     }
     for (int r = 0; r < rows; r++)
-        for (int h = 0; h < 2; h++) store_sums(&p->out, row + r, panel * PANEL + h * LANES, total[r][h]);
+        for (int c = 0; c < COLUMNS; c++) store_sums(&p->out, row + r, panel * PANEL + c * LANES, total[r][c]);
 }
 
 INLINE void multiply(const struct linear_rounded *p, int64_t begin, int64_t end, const int bits) {

@@ -20,16 +20,19 @@ struct lora {
 // h[r] += the products of x and line r of A, for LINES lines, or the last `rank`; each sum is a chain of its own.
 INLINE void add_dots(
     const char *x, const char *a, ptrdiff_t line_bytes, int64_t size, float *h, int rank, const int is_bf16) {
-    f32x16 sums[LINES] = {{0}};
+    f32s sums[LINES][VECTORS] = {{{0}}};
     const char *lines[LINES];
     for (int r = 0; r < LINES; r++) lines[r] = a + MIN(r, rank - 1) * line_bytes;
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        f32x16 v = load_lanes(x, i, is_bf16);
-        for (int r = 0; r < LINES; r++) sums[r] += v * load_lanes(lines[r], i, is_bf16);
-    }
+    for (; i + CHAINS <= size; i += CHAINS)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            f32s values = load_lanes(x, i + v * LANES, is_bf16);
+#pragma GCC unroll 4
+            for (int r = 0; r < LINES; r++) sums[r][v] = multiply_add(values, load_lanes(lines[r], i + v * LANES, is_bf16), sums[r][v]);
+        }
     for (int r = 0; r < MIN(LINES, rank); r++) {
-        float sum = sum_lanes(sums[r]);
+        float sum = sum_chains(sums[r]);
         for (int64_t j = i; j < size; j++) sum += load_one(x, j, is_bf16) * load_one(lines[r], j, is_bf16);
         h[r] += sum;
     }
@@ -68,11 +71,12 @@ EXPORT void baton_lora_shrink(
 
 // The first `size` outputs of a panel: y += the lines of B, weighed by h.
 INLINE void expand_panel(const float *h, const char *b, int rank, float *y, int64_t size, const int is_bf16) {
-    f32x16 sums[PANEL / LANES] = {{0}};
+    f32s sums[PANEL / LANES] = {{0}};
     float added[PANEL];
     for (int r = 0; r < rank; r++)
+#pragma GCC unroll 16
         for (int c = 0; c < PANEL / LANES; c++)
-            sums[c] += splat(h[r]) * load_lanes(b, r * PANEL + c * LANES, is_bf16);
+            sums[c] = multiply_add(splat(h[r]), load_lanes(b, r * PANEL + c * LANES, is_bf16), sums[c]);
     memcpy(added, sums, sizeof added);
     for (int64_t i = 0; i < size; i++) y[i] += added[i];
 }

@@ -4,7 +4,8 @@
 #include "simd.h"
 
 #define PANEL 32
-#define ROWS 12          // of a tile at most
+#define COLUMNS (PANEL / LANES)  // vectors of a panel
+#define ROWS (3 * REGISTERS / 4 / COLUMNS)  // of a tile at most: their sums fit in registers. 12, 3 or 1
 #define ROW_BLOCK 192    // rows whose x stays in L2 while the panels pass
 #define PREFETCH_ROWS 6  // with fewer rows memory is the limit, and only some CPUs gain by a prefetch
 
@@ -38,19 +39,18 @@ INLINE struct place place_of(int64_t num_rows, int64_t row) {
     return (struct place){begin, end - begin, row - begin};
 }
 
-// Runs `call` with n = rows, known to the compiler.
-#define WITH_ROWS(n, rows, call)                                                                                  \
-    switch (rows) {                                                                                               \
-        case 1: { enum { n = 1 }; call; } break;   case 2: { enum { n = 2 }; call; } break;                        \
-        case 3: { enum { n = 3 }; call; } break;   case 4: { enum { n = 4 }; call; } break;                        \
-        case 5: { enum { n = 5 }; call; } break;   case 6: { enum { n = 6 }; call; } break;                        \
-        case 7: { enum { n = 7 }; call; } break;   case 8: { enum { n = 8 }; call; } break;                        \
-        case 9: { enum { n = 9 }; call; } break;   case 10: { enum { n = 10 }; call; } break;                      \
-        case 11: { enum { n = 11 }; call; } break; case 12: { enum { n = 12 }; call; } break;                      \
+// Runs `call` with n = rows, known to the compiler; no code is made for more than ROWS.
+#define IF_ROWS(n, count, call) \
+    case count: { enum { n = count <= ROWS ? count : 1 }; if (count <= ROWS) { call; } } break;
+#define WITH_ROWS(n, rows, call)                                                          \
+    switch (rows) {                                                                       \
+        IF_ROWS(n, 1, call) IF_ROWS(n, 2, call) IF_ROWS(n, 3, call) IF_ROWS(n, 4, call)    \
+        IF_ROWS(n, 5, call) IF_ROWS(n, 6, call) IF_ROWS(n, 7, call) IF_ROWS(n, 8, call)    \
+        IF_ROWS(n, 9, call) IF_ROWS(n, 10, call) IF_ROWS(n, 11, call) IF_ROWS(n, 12, call) \
     }
 
-// Writes one row's 16 sums of half a panel.
-INLINE void store_sums(const struct output *out, int64_t row, int64_t column, f32x16 sum) {
+// Writes one row's sums of one vector of a panel.
+INLINE void store_sums(const struct output *out, int64_t row, int64_t column, f32s sum) {
     char *y = out->y + row * out->stride;
     int64_t width = MIN(out->num_columns - column, LANES);
     if (width <= 0) return;

@@ -12,7 +12,7 @@ struct cpu_products cpu_products = {.widen = 1, .prefetches_few = 1};
 #if defined(__AVX512BF16__)
 // Returns the seconds that many independent products take.
 INLINE double seconds_of(const enum products products) {
-    f32x16 acc[NUM_CHAINS], factor = splat(1.0f);
+    f32s acc[NUM_CHAINS], factor = splat(1.0f);
     for (int r = 0; r < NUM_CHAINS; r++) acc[r] = splat((float)r);
     struct timespec begin, end;
     clock_gettime(CLOCK_MONOTONIC, &begin);
@@ -20,7 +20,7 @@ INLINE double seconds_of(const enum products products) {
         __asm__ volatile("" : "+v"(factor));  // so that the compiler leaves no round out
 #pragma GCC unroll 12
         for (int r = 0; r < NUM_CHAINS; r++)
-            acc[r] = products == PAIRS ? dot_units(acc[r], 0x3f803f80u, &factor, 1) : acc[r] + factor * factor;
+            acc[r] = products == PAIRS ? dot_units(acc[r], 0x3f803f80u, &factor, 1) : multiply_add(factor, factor, acc[r]);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < NUM_CHAINS; r++) __asm__ volatile("" : : "v"(acc[r]));

@@ -17,28 +17,28 @@ extern struct cpu_products {
 } cpu_products;
 
 struct wide {
-    f32x16 first, second;  // elements of the pairs
+    f32s first, second;  // elements of the pairs
 };
 
 INLINE struct wide widen(const void *pairs) {
-    u32x16 bits;
+    u32s bits;
     memcpy(&bits, pairs, sizeof bits);
-    return (struct wide){(f32x16)(bits << 16), (f32x16)(bits & 0xffff0000u)};
+    return (struct wide){(f32s)(bits << 16), (f32s)(bits & 0xffff0000u)};
 }
 
 // acc += a . b, lane by lane. The product of the second elements of two pairs is added first.
-INLINE f32x16 dot_units(f32x16 acc, uint32_t a_unit, const void *b, int is_bf16) {
+INLINE f32s dot_units(f32s acc, uint32_t a_unit, const void *b, int is_bf16) {
     if (!is_bf16) {
         float a;
         memcpy(&a, &a_unit, sizeof a);
-        return acc + splat(a) * load_f32((const float *)b);
+        return multiply_add(splat(a), load_f32((const float *)b), acc);
     }
 #if defined(__AVX512BF16__)
-    return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a_unit), (__m512bh)_mm512_loadu_si512(b));
+    return (f32s)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a_unit), (__m512bh)_mm512_loadu_si512(b));
 #else
     struct wide pairs = widen(b);
-    acc += splat(bf16_to_f32((bf16)(a_unit >> 16))) * pairs.second;
-    return acc + splat(bf16_to_f32((bf16)a_unit)) * pairs.first;
+    acc = multiply_add(splat(bf16_to_f32((bf16)(a_unit >> 16))), pairs.second, acc);
+    return multiply_add(splat(bf16_to_f32((bf16)a_unit)), pairs.first, acc);
 #endif
 }
 
@@ -55,11 +55,11 @@ INLINE struct factor load_factor(const void *units, const enum products products
 }
 
 // acc += unit u of the row . factor. A row for WIDE has two floats a unit.
-INLINE f32x16 multiply_add(f32x16 acc, const void *row, int64_t u, struct factor factor, const enum products products) {
+INLINE f32s add_product(f32s acc, const void *row, int64_t u, struct factor factor, const enum products products) {
     if (products != WIDE) return dot_units(acc, ((const uint32_t *)row)[u], factor.units, products == PAIRS);
     const float *elements = (const float *)row + 2 * u;
-    acc = acc + splat(elements[1]) * factor.wide.second;
-    return acc + splat(elements[0]) * factor.wide.first;
+    acc = multiply_add(splat(elements[1]), factor.wide.second, acc);
+    return multiply_add(splat(elements[0]), factor.wide.first, acc);
 }
 
 #define FLUSH_DENORMALS 0x8040  // FTZ and DAZ in MXCSR
@@ -67,7 +67,7 @@ INLINE f32x16 multiply_add(f32x16 acc, const void *row, int64_t u, struct factor
 // Call both around products. The instruction for pairs always flushes denormals. With this mode all other operations
 // on bf16 flush them as well, so both ways give the same bits. end_products restores the mode.
 INLINE unsigned int begin_products(enum products products) {
-#if defined(__AVX512F__)
+#if defined(__SSE2__)
     unsigned int mode = _mm_getcsr();
     if (products != FLOATS) _mm_setcsr(mode | FLUSH_DENORMALS);
     return mode;
@@ -78,7 +78,7 @@ INLINE unsigned int begin_products(enum products products) {
 }
 
 INLINE void end_products(enum products products, unsigned int mode) {
-#if defined(__AVX512F__)
+#if defined(__SSE2__)
     if (products != FLOATS) _mm_setcsr(mode);
 #else
     (void)products;

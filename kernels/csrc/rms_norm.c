@@ -12,17 +12,19 @@ INLINE char *row_at(char *base, struct rows s, int64_t row, int64_t num_inner) {
 // y = round(x * rsqrt(mean(x^2) + eps)) * weight, rounded again: Hugging Face's order of rounding of most models. With a
 // weight of floats the product alone is rounded: that of the others.
 INLINE void norm_row(const char *x, const char *weight, char *y, int64_t width, float eps, const int is_bf16, const int weight_is_bf16) {
-    f32x16 squares = {0};
+    f32s squares[VECTORS] = {{0}};
     int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) {
-        f32x16 v = load_lanes(x, i, is_bf16);
-        squares += v * v;
-    }
-    float sum = sum_lanes(squares);
+    for (; i + CHAINS <= width; i += CHAINS)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            f32s values = load_lanes(x, i + v * LANES, is_bf16);
+            squares[v] = multiply_add(values, values, squares[v]);
+        }
+    float sum = sum_chains(squares);
     for (int64_t j = i; j < width; j++) sum += load_one(x, j, is_bf16) * load_one(x, j, is_bf16);
     float inverse = 1.0f / sqrtf(sum / (float)width + eps);
     for (i = 0; i + LANES <= width; i += LANES) {
-        f32x16 scaled = round_to(load_lanes(x, i, is_bf16) * splat(inverse), weight_is_bf16);
+        f32s scaled = round_to(load_lanes(x, i, is_bf16) * splat(inverse), weight_is_bf16);
         store_lanes(y, i, scaled * load_lanes(weight, i, weight_is_bf16), is_bf16);
     }
     for (; i < width; i++) {

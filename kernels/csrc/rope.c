@@ -4,8 +4,8 @@
 INLINE void rotate_head(char *x, const float *cos, const float *sin, int64_t half, const int is_bf16) {
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES) {
-        f32x16 c = load_f32(cos + i), s = load_f32(sin + i);
-        f32x16 a = load_lanes(x, i, is_bf16), b = load_lanes(x, half + i, is_bf16);
+        f32s c = load_f32(cos + i), s = load_f32(sin + i);
+        f32s a = load_lanes(x, i, is_bf16), b = load_lanes(x, half + i, is_bf16);
         store_lanes(x, i, a * c - b * s, is_bf16);
         store_lanes(x, half + i, b * c + a * s, is_bf16);
     }

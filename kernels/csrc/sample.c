@@ -29,32 +29,32 @@ INLINE uint32_t order_key(float value) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-INLINE u32x16 order_keys(f32x16 value) {
-    u32x16 bits = (u32x16)(value + splat(0.0f));
-    u32x16 negative = (u32x16)((i32x16)bits < 0);
+INLINE u32s order_keys(f32s value) {
+    u32s bits = (u32s)(value + splat(0.0f));
+    u32s negative = (u32s)((i32s)bits < 0);
     return bits ^ (negative | 0x80000000u);
 }
 
 // The first of the largest; NOT_A_TOKEN if any is not a number.
 static int64_t argmax(const float *x, int64_t size) {
-    f32x16 best = splat(-INFINITY);
-    i32x16 nan = {0};
+    f32s best = splat(-INFINITY);
+    i32s nan = {0};
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
-        f32x16 v = load_f32(x + i);
+        f32s v = load_f32(x + i);
         nan |= v != v;
         best = select_lanes(v > best, v, best);
     }
     float maximum = max_lanes(best);
-    int has_nan = max_lanes((f32x16)(nan & 0x3f800000)) > 0;  // all ones where it is: 1.0f there
+    int has_nan = max_lanes((f32s)(nan & 0x3f800000)) > 0;  // all ones where it is: 1.0f there
     for (; i < size; i++) {
         has_nan |= x[i] != x[i];
         maximum = MAX(maximum, x[i]);
     }
     if (has_nan) return NOT_A_TOKEN;
     for (i = 0; i + LANES <= size; i += LANES) {
-        i32x16 equal = load_f32(x + i) == splat(maximum);
-        if (max_lanes((f32x16)(equal & 0x3f800000)) > 0) break;  // all ones where equal: 1.0f there
+        i32s equal = load_f32(x + i) == splat(maximum);
+        if (max_lanes((f32s)(equal & 0x3f800000)) > 0) break;  // all ones where equal: 1.0f there
     }
     for (; i < size; i++)
         if (x[i] == maximum) return i;
@@ -63,13 +63,15 @@ static int64_t argmax(const float *x, int64_t size) {
 
 // Sum of weight (or the count where weight is null) over {v : key(x[v]) >= key}.
 static float mass_from(const float *x, const float *weight, uint32_t key, int64_t size) {
-    f32x16 sum = {0};
+    f32s sums[VECTORS] = {{0}};
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        i32x16 kept = (i32x16)(order_keys(load_f32(x + i)) >= (key - (u32x16){}));
-        sum += select_lanes(kept, weight ? load_f32(weight + i) : splat(1.0f), splat(0.0f));
-    }
-    float total = sum_lanes(sum);
+    for (; i + CHAINS <= size; i += CHAINS)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            i32s kept = (i32s)(order_keys(load_f32(x + i + v * LANES)) >= (key - (u32s){}));
+            sums[v] += select_lanes(kept, weight ? load_f32(weight + i + v * LANES) : splat(1.0f), splat(0.0f));
+        }
+    float total = sum_chains(sums);
     for (; i < size; i++)
         if (order_key(x[i]) >= key) total += weight ? weight[i] : 1.0f;
     return total;

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.bench import machine
 from baton.bench.engine import throughput as bench
 from baton.config.engine import EngineConfig
 from tests.tiny_models import write_config
@@ -40,3 +41,27 @@ def test_quantised_engines_are_compared_with_the_plain_one(
     names = ["plain", "int4", "int4 / plain"]
     assert [row["name"] for row in rows] == [f"{name}, batch {batch}" for batch in (1, 3) for name in names]
     assert all(row["value"] > 0 for row in rows)
+
+
+def test_throughput_beside_a_rival_is_of_the_same_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "NUM_REQUESTS", 2)
+    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
+    monkeypatch.setitem(machine.BUFFER_BYTES, "cpu", 2**20)
+    options = [
+        "--quantization",
+        "int8",
+        "--rival",
+        "openvino=echo out tok/s 1",
+        "--rounds",
+        "1",
+        "--pairs",
+        "0",
+    ]
+    bench.measure.main(None, ["tiny", *options, "--output", str(tmp_path)])
+    rows = {row["name"]: row for row in json.loads((tmp_path / "engine.json").read_text())["rows"]}
+    assert rows["Baton / openvino"]["value"] == rows["Baton"]["value"] > 1
+    assert rows["Baton / limit"]["value"] > 0
+    parts = [row["value"] for name, row in rows.items() if name.startswith("  ")]
+    assert sum(parts) == pytest.approx(100)
