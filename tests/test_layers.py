@@ -81,7 +81,7 @@ ONLY_IN: Final = {
     "torch": {"kernels", "engine", "kvtransfer", "prefill_worker", "decode_worker", "bench"},
     "transformers": {"bench"},
     "triton": {"kernels"},
-    "xxhash": {"kvtransfer"},
+    "xxhash": {"engine", "kvtransfer"},
 }
 # Reading any of these can run code that the bytes carry.
 NOWHERE: Final = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}

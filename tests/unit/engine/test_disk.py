@@ -1,6 +1,7 @@
 """Prefixes that a new engine finds on the disk of the one before."""
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -104,12 +105,13 @@ def test_aborted_and_lost_sequences_leave_no_host_page_behind(tmp_path: Path) ->
 
 def test_disk_that_hangs_costs_a_recompute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = computed_before(tmp_path)
-    goes_on, read = threading.Event(), DiskStore.read_into
+    goes_on, read = threading.Event(), DiskStore.read
 
-    def hang(store: DiskStore, key: bytes, page: Any) -> bool:
-        return goes_on.wait(60) and read(store, key, page)
+    def hang(store: DiskStore, pages: Any) -> Iterator[tuple[bytes, bool]]:
+        goes_on.wait(60)
+        yield from read(store, pages)
 
-    monkeypatch.setattr(DiskStore, "read_into", hang)
+    monkeypatch.setattr(DiskStore, "read", hang)
     monkeypatch.setattr("baton.engine.engine.MAX_LOAD_S", 0.05)
     monkeypatch.setattr("baton.engine.cache.disk_tier.STOP_S", 0.05)
     second = engine_in(tmp_path)

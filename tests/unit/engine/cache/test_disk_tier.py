@@ -34,8 +34,12 @@ def store_in(root: Path, identity: bytes = b"a model", max_bytes: int = MAX_BYTE
 
 
 def read(store: DiskStore, key: bytes) -> bytes | None:
-    page = np.empty(PAGE_BYTES, np.uint8)
-    return page.tobytes() if store.read_into(key, page) else None
+    return read_all(store, [key])[key]
+
+
+def read_all(store: DiskStore, keys: list[bytes]) -> dict[bytes, bytes | None]:
+    pages = {key: np.empty(PAGE_BYTES, np.uint8) for key in keys}
+    return {key: pages[key].tobytes() if is_valid else None for key, is_valid in store.read(pages)}
 
 
 def segments(root: Path) -> list[Path]:
@@ -170,6 +174,39 @@ def test_directory_that_cannot_be_used_and_too_small_a_size_are_refused(tmp_path
         store_in(tmp_path / "a file")
     with pytest.raises(ConfigError, match="kv_disk_bytes: pages of 5,000 bytes need"):
         store_in(tmp_path, max_bytes=8192)
+
+
+def test_pages_are_read_in_the_order_of_the_files_and_adjacent_ones_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, reads, preadv = store_in(tmp_path), list[int](), os.preadv
+
+    def count(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append(sum(buffer.nbytes for buffer in buffers))
+        return preadv(fd, buffers, offset)
+
+    for key in KEYS[:8]:  # segments of three pages
+        store.put(key, page_of(key))
+    monkeypatch.setattr(os, "preadv", count)
+    asked = [KEYS[each] for each in (7, 0, 20, 5, 1, 3, 4)]
+    found = read_all(store, asked)
+    assert found == {key: None if key == KEYS[20] else page_of(key).tobytes() for key in asked}
+    assert list(found) == [KEYS[each] for each in (20, 0, 1, 3, 4, 5, 7)]
+    assert reads == [2 * 8192, 3 * 8192, 8192]
+    store.close()
+
+
+def test_damage_in_a_read_costs_the_damaged_pages_alone(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for key in KEYS[:3]:
+        store.put(key, page_of(key))
+    path = segments(tmp_path)[0]
+    content = bytearray(path.read_bytes())
+    content[-PAGE_BYTES - 8192] ^= 1  # the first byte of the second page
+    path.write_bytes(content[:-1])
+    assert read_all(store, KEYS[:3]) == {KEYS[0]: page_of(KEYS[0]).tobytes(), KEYS[1]: None, KEYS[2]: None}
+    assert store.num_damaged == 2 and [key for key, _ in store.places()] == [KEYS[0]]
+    store.close()
 
 
 def _write_without_end(root: Path) -> None:
