@@ -321,6 +321,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0 of choice 0 only
     error: str | None = None  # with FinishReason.ERROR
+    is_invalid: bool = False  # with an error: another replica would fail likewise
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

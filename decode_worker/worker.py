@@ -49,7 +49,7 @@ from baton.messages.control import (
 from baton.messages.workers import REMOTE_PREFILLS, Load
 from baton.request import AttemptKey, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports
+from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports, failure_of
 
 PrefillResult: TypeAlias = Prefilled | PrefillFailed
 MAX_EARLY_S: Final = 10.0  # a Dispatch that is later than this comes over a link that is given up
@@ -139,7 +139,7 @@ class RunningAttempts:
     def _emit(self, output: StepOutput) -> Ending | None:
         attempt = self._attempts[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
-            return Ending(attempt, Failure.ERROR, "the model's output for it could not be sampled")
+            return Ending(attempt, *failure_of(output))
         times = None
         if attempt.timer.is_running:
             now_s, began_s = self._reports.clock.now_s(), self._reports.step_began_s

@@ -1,22 +1,19 @@
 """One model replica on this machine's devices: `load_engine` makes an Engine, which is a `Replica`."""
 
-import itertools
 import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
-from baton.adapters import Adapter, AdapterFiles
 from baton.clock import Clock, SystemClock
 from baton.config.engine import EngineConfig, RankSidecar, SpeculativeConfig
 from baton.config.environment import cache_directory, prepare_nccl
@@ -29,6 +26,7 @@ from baton.engine.models.model import attention_mlp_crossover, parameter_bytes
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ModelConfig, check_split, read_model_config
 from baton.engine.replica import LayerWatch, Replica, last_output
+from baton.engine.runner.adapter_slots import AdapterSlots
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, load_logits_processor
 from baton.engine.runner.model_runner import (
     KvPool,
@@ -50,7 +48,6 @@ from baton.engine.speculation.draft_model import ModelDrafter, load_draft_model
 from baton.engine.speculation.lookup import lookup_drafter
 from baton.errors import ConfigError, InvalidRequest, ModelError, WorkerLost
 from baton.kernels import native
-from baton.kernels.lora import NO_ADAPTER
 from baton.kernels.native import huge_zeros
 from baton.messages.workers import Load
 from baton.pages import PageKeys
@@ -141,7 +138,7 @@ class Engine(Replica):
         self._num_steps = 0
         directory, self._eos_token_ids = Path(config.model), model_config.eos_token_ids
         self._form_mask = StructuredOutputMask(directory, model_config.vocab_size, self._eos_token_ids)
-        self._adapters = AdapterSlots(runner, config.max_loras)
+        self._adapters = AdapterSlots(runner, config.max_loras, config.num_cpu_loras)
         self._outside_processors = [*map(load_logits_processor, config.logits_processors)]
         self._start_steps()
         self._sampler.warm_up(model_config.vocab_size)
@@ -164,6 +161,7 @@ class Engine(Replica):
         layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
         self._busy_since_s = self._in_flight = None
         self._loading: dict[Sequence, float] = {}  # waits for pages from the disk -> since when
+        self._adapters.held = []
         self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(self.max_model_len))
         processors = (*LOGITS_PROCESSORS.values(), *self._outside_processors, self._form_mask)
         self._sampler = Sampler(self.runner.device, processors)
@@ -182,6 +180,8 @@ class Engine(Replica):
         sequences = self._add(request, filled, keeps_pages, self.runner.model_config.eos_token_ids)
         for sequence in sequences:
             self._form_mask.prepare(sequence)
+            if request.adapter is not None:
+                self._adapters.hold(sequence)
             if filled is None and self.scheduler.cache.prefetch(sequence):
                 sequence.is_held = True
                 self._loading[sequence] = perf_counter()
@@ -190,8 +190,7 @@ class Engine(Replica):
     def check(self, request: Request) -> None:
         super().check(request)
         if request.adapter is not None:
-            live = (sequence.adapter for sequence in self.scheduler.sequences())
-            self._adapters.place(request.adapter, {each.digest for each in live if each is not None})
+            self._adapters.check(request.adapter)
         sampling = request.sampling
         if sampling.structured_outputs is not None:
             self._form_mask.check()
@@ -216,7 +215,8 @@ class Engine(Replica):
         self._expire()
         sequences = self.scheduler.sequences()
         try:
-            return self._step(watch)
+            refused = self._place_adapters() if self._adapters.held else []
+            return refused + self._step(watch)
         except BaseException as error:
             self.scheduler.lose([sequence.key for sequence in sequences])
             self._finish_drafting(sequences)
@@ -236,11 +236,11 @@ class Engine(Replica):
         began_s = perf_counter()
         self.scheduler.rates = self._meter.rates
         self.scheduler.cache.poll()
-        if self._form_mask.held or self._loading:
+        if self._is_holding:
             self._release_held()
         plan = self.scheduler.plan()
         self.wait_s = plan.wait_s
-        if (self._form_mask.held or self._loading) and not plan.scheduled:
+        if self._is_holding and not plan.scheduled:
             self.wait_s = HELD_POLL_S
         batch = self.scheduler.apply(plan)
         meter = self._step_meter
@@ -268,8 +268,21 @@ class Engine(Replica):
             meter.end()
         return outputs
 
+    def _place_adapters(self) -> list[StepOutput]:
+        """Place adapters whose files have been read; return the last outputs of sequences that cannot run."""
+        live = {each.adapter.digest for each in self.scheduler.sequences() if each.adapter is not None}
+        failed = self._adapters.place_held(live)
+        for sequence, _ in failed:
+            self.scheduler.fail(sequence)
+        return [last_output(sequence, why, is_invalid=True) for sequence, why in failed]
+
+    @property
+    def _is_holding(self) -> bool:
+        return bool(self._form_mask.held or self._loading or self._adapters.held)
+
     def _release_held(self) -> None:
-        """Let sequences be admitted once their grammars are compiled and their pages are read from the disk.
+        """Let sequences be admitted once their grammars are compiled and their pages are read from the disk,
+        unless they wait for an adapter.
 
         After MAX_LOAD_S the disk hangs: it holds no request until it has read or written a page.
         """
@@ -286,7 +299,7 @@ class Engine(Replica):
             if host.disk is not None:
                 host.disk.is_stalled = True
             self._loading = {}
-        for sequence in self._loading:
+        for sequence in (*self._loading, *self._adapters.held):
             sequence.is_held = True
 
     def _collect(self) -> list[StepOutput]:
@@ -328,6 +341,9 @@ class Engine(Replica):
 
     def load(self) -> Load:
         counts, disk = self._form_mask.counts, self.scheduler.cache.host.disk
+        counters = {} if disk is None else disk.counts()
+        if self.runner.adapters is not None:
+            counters["lora_reads"] = self._adapters.num_reads
         return msgspec.structs.replace(
             super().load(),
             num_masks=counts.num_masks,
@@ -335,7 +351,7 @@ class Engine(Replica):
             num_compiled_forms=counts.num_compiled,
             compile_us=round(1e6 * counts.compile_s),
             num_failed_forms=counts.num_failed,
-            counters={} if disk is None else disk.counts(),
+            counters=counters,
         )
 
     def close(self) -> None:
@@ -343,6 +359,7 @@ class Engine(Replica):
         ended.
         """
         self._close_disk()
+        self._adapters.close()
         tp_workers, self._tp_workers = self._tp_workers, None
         if tp_workers is None:
             return
@@ -431,53 +448,6 @@ class Engine(Replica):
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
         return perf_counter() - started_s
-
-
-class AdapterSlots:
-    """The slots of a replica's adapters. Rank 0 changes a slot at once, other ranks before the next step.
-
-    Up to `max_loras` slots have adapters, the latest ones that requests asked for. While more adapters have
-    live sequences there are more slots, so that no request waits for one.
-    """
-
-    def __init__(self, runner: ModelRunner, max_loras: int) -> None:
-        self._runner = runner
-        self._max_loras = max_loras
-        self._slots: dict[bytes, int] = {}  # digest -> slot, the least recently asked for first
-        self._changed: list[tuple[int, AdapterFiles | None]] = []  # since the last step
-
-    def place(self, adapter: Adapter, live: Set[bytes]) -> None:
-        """Have the adapter in a slot. live: digests of those with sequences. Raises InvalidRequest."""
-        slot = self._slots.pop(adapter.digest, None)
-        if slot is None:
-            slot = next(each for each in itertools.count() if each not in self._slots.values())
-            try:
-                self._note(slot, self._runner.place_adapter(slot, adapter))
-            except (ModelError, MemoryError, RuntimeError) as error:  # RuntimeError: torch has no memory
-                raise InvalidRequest(f"the adapter cannot be used: {error}") from None
-        idle = [digest for digest in self._slots if digest not in live]
-        self._slots[adapter.digest] = slot
-        for digest in idle[: max(0, len(self._slots) - self._max_loras)]:
-            freed = self._slots.pop(digest)
-            self._runner.free_adapter(freed)
-            self._note(freed, None)
-
-    def _note(self, slot: int, files: AdapterFiles | None) -> None:
-        if self._runner.tp.size > 1:
-            self._changed.append((slot, files))
-
-    def with_adapters(self, arrays: StepArrays, batch: Batch) -> StepArrays:
-        """The step with the slot of each token, and with the adapters that other ranks lack."""
-        changed, self._changed = tuple(self._changed), []
-        arrays = arrays._replace(adapters=changed)
-        adapters = [sequence.adapter for sequence in batch.sequences]
-        if not any(adapters):
-            return arrays
-        slots = [NO_ADAPTER if each is None else self._slots[each.digest] for each in adapters]
-        slots_T = np.full(len(arrays.token_ids), NO_ADAPTER, np.int32)  # padding has none
-        rows = np.repeat(np.array(slots, np.int32), batch.lengths)
-        slots_T[: len(rows)] = rows
-        return arrays._replace(adapter_slots=slots_T)
 
 
 class _Step(NamedTuple):

@@ -313,7 +313,7 @@ class Replica(ABC):
         self.pages.expire(self._clock.now_s())
 
 
-def last_output(sequence: Sequence, error: str | None = None) -> StepOutput:
+def last_output(sequence: Sequence, error: str | None = None, *, is_invalid: bool = False) -> StepOutput:
     """The last output of a sequence that has ended without another token."""
     return StepOutput(
         request_id=sequence.request_id,
@@ -323,6 +323,7 @@ def last_output(sequence: Sequence, error: str | None = None) -> StepOutput:
         finish_reason=sequence.finish_reason,
         num_cached_tokens=sequence.num_cached_tokens,
         error=error,
+        is_invalid=is_invalid,
     )
 
 

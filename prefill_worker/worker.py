@@ -32,7 +32,14 @@ from baton.messages.workers import MAX_DESTINATIONS, Load
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage
 from baton.request import AttemptKey, FilledPages, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.worker_node import EndedAttempts, PromptTimer, WorkerNode, WorkerReports, check_one_choice
+from baton.rpc.worker_node import (
+    EndedAttempts,
+    PromptTimer,
+    WorkerNode,
+    WorkerReports,
+    check_one_choice,
+    failure_of,
+)
 
 MAX_GRANT_WAIT_S: Final = 30.0  # of a computed prompt, for its decode worker to have free pages
 # Of a grant, for the router's order: the router may have died before sending it.
@@ -229,7 +236,7 @@ class PrefillWorker(WorkerNode):
         """
         job = self._by_engine_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
-            self._fail(job, Failure.ERROR, "the model's output for it could not be sampled")
+            self._fail(job, *failure_of(output))
             return None
         reason = job.finish_reason(output.finish_reason, self._engine.max_model_len)
         computed = job.timer.computed(output, self._clock.now_s(), self._reports.step_began_s)

@@ -37,6 +37,7 @@ KNOBS: dict[str, Any] = {
     "scheduler.async_scheduling": None,
     "enable_lora": False,
     "max_loras": 8,
+    "max_cpu_loras": None,
     "max_lora_rank": 16,
     "logits_processors": (),
     "speculative": None,

@@ -136,8 +136,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Logits processors from outside the tree, package.module:Class each. See docs/extending.md.
     logits_processors: tuple[str, ...] = ()
     enable_lora: bool = False  # serve LoRA adapters beside the model
-    # Adapters that a worker keeps in memory; more while more have requests. Others are read when needed.
+    # Adapters that a worker computes with; more while more have requests.
     max_loras: Annotated[int, Meta(ge=1, le=1024)] = 8
+    # Adapters whose files a worker keeps in host memory; others are read again. None: as max_loras.
+    max_cpu_loras: Annotated[int, Meta(ge=1, le=1024)] | None = None
     max_lora_rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 16  # the highest rank of an adapter
     # Speculative decoding on workers that decode, such as {"method": "ngram"}; None: off.
     speculative: SpeculativeConfig | None = None
@@ -148,6 +150,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "scheduler.async_scheduling: with speculative decoding, a step is planned from the tokens of "
                 "the step before"
             )
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """The adapters whose files a worker keeps in host memory."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
 
 EngineSettingsT = TypeVar("EngineSettingsT", bound=EngineSettings)

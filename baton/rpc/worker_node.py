@@ -22,9 +22,17 @@ import msgspec
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest
-from baton.messages.bounds import MAX_EVENTS
+from baton.messages.bounds import MAX_EVENTS, MAX_REASON_CHARS
 from baton.messages.codec import AnyMessage
-from baton.messages.control import Heartbeat, KvEventBatch, KvEventsWanted, Measured, Members, Pressure
+from baton.messages.control import (
+    Failure,
+    Heartbeat,
+    KvEventBatch,
+    KvEventsWanted,
+    Measured,
+    Members,
+    Pressure,
+)
 from baton.messages.operations import Drain, Flip
 from baton.messages.status import OverloadLevel, Times, snapshot
 from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerRole, WorkerTimes
@@ -315,6 +323,13 @@ def check_one_choice(request: Request) -> None:
     """Raise InvalidRequest for a request of several choices: each choice is an attempt of its own."""
     if request.sampling.n != 1:
         raise InvalidRequest(f"an attempt has one choice, got n {request.sampling.n}")
+
+
+def failure_of(output: StepOutput) -> tuple[Failure, str]:
+    """The failure of an attempt with this last output, which has an error, and the reason."""
+    if output.is_invalid:
+        return Failure.INVALID, (output.error or "")[:MAX_REASON_CHARS]
+    return Failure.ERROR, "the model's output for it could not be sampled"
 
 
 class PageLinks(Protocol):

@@ -29,6 +29,7 @@ from baton.engine.cache.page_pool import ALWAYS_PASSED, mark_of
 from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
 from baton.engine.models.loading.weights import (
     Adapters,
+    AdapterTensors,
     Checkpoint,
     Parameters,
     Progress,
@@ -349,7 +350,7 @@ class ModelRunner:
         """
         if self.adapters is not None and self.tp.rank:
             for slot, files in arrays.adapters:
-                self.adapters.put(slot, files)
+                self.adapters.put(slot, None if files is None else self.adapters.read(files))
         num_tokens = arrays.num_last_tokens
         last_tokens_R = self._share_tokens(num_tokens, last_tokens_R) if num_tokens else None
         groups = None
@@ -363,24 +364,23 @@ class ModelRunner:
             self.steps.make(mark_of(arrays.step))
 
     @torch.inference_mode()
-    def place_adapter(self, slot: int, adapter: Adapter) -> AdapterFiles:
-        """Read an adapter, place this rank's part in a slot, and return the files for the other ranks.
+    def read_adapter(self, adapter: Adapter) -> tuple[AdapterFiles, AdapterTensors]:
+        """Read and check an adapter, from any thread; the files are for the other ranks, if there are any.
 
-        Raises ModelError, and changes nothing, when there are no adapters here, when the files are not those
-        of the digest, and when the weights do not fit the model.
+        Raises ModelError when the files are not those of the digest, or do not fit the model.
         """
-        if self.adapters is None:
-            raise ModelError("LoRA adapters need --enable-lora")
+        assert self.adapters is not None
         files = read_adapter(adapter.path, self.config.max_lora_rank)
         if files.digest != adapter.digest:
             raise ModelError(f"{adapter.path}: the files have changed since the adapter was loaded")
-        self.adapters.put(slot, files)
-        return files
+        tensors = self.adapters.read(files)
+        return (files if self.tp.size > 1 else files._replace(weights=b"")), tensors
 
-    def free_adapter(self, slot: int) -> None:
-        """Forget this rank's part of the adapter in a slot."""
+    @torch.inference_mode()
+    def put_adapter(self, slot: int, tensors: AdapterTensors | None) -> None:
+        """Place this rank's part of an adapter in a slot; None: leave the slot free."""
         if self.adapters is not None:
-            self.adapters.put(slot, None)
+            self.adapters.put(slot, tensors)
 
     def _share_tokens(self, num_tokens: int, tokens_R: Tensor | None) -> Tensor:
         """Rank 0 samples; return its tokens on every rank."""

@@ -128,7 +128,7 @@ class Sequence:
     cache_salt: bytes = b""
     adapter: Adapter | None = None
     keeps_pages: bool = False  # the pages outlive a sequence that ends normally, until `release_kept`
-    is_held: bool = False  # True: the scheduler does not admit it yet, because its grammar compiles
+    is_held: bool = False  # True: the scheduler does not admit it yet; see `Engine._release_held`
 
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None

@@ -2,6 +2,7 @@
 
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -10,10 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from baton.adapters import Adapter
+from baton.adapters import Adapter, AdapterFiles, read_adapter
 from baton.engine.engine import Engine
 from baton.errors import InvalidRequest
-from baton.request import Request
+from baton.request import Request, StepOutput
 from baton.token_ids import TokenIds
 from tests.cluster_threads import Cluster
 from tests.lora_adapters import save_adapter, save_merged
@@ -108,8 +109,14 @@ def test_adapter_is_refused_when_its_files_have_changed(model_directory: Directo
     gone = Adapter(str(tmp_path / "gone"), adapter.digest)
     with engine(model, **LORA) as made:
         for refused, why in ((adapter, "have changed"), (gone, "no such file")):
+            made.add(asked(refused, [1, 2]))
+            (output,) = run_to_end(made)
+            assert output.is_invalid and why in (output.error or "")
+            made.check(asked(refused, [1, 2]))  # the files are read again
+            wait_for_reads(made, made.load().counters["lora_reads"] + 1)
             with pytest.raises(InvalidRequest, match=why):
                 made.check(asked(refused, [1, 2]))
+        made.scheduler.check_integrity()
     with engine(model) as bare, pytest.raises(InvalidRequest, match="--enable-lora"):
         bare.check(asked(adapter, [1, 2]))
 
@@ -123,6 +130,7 @@ def test_other_ranks_need_no_files_of_an_adapter_that_was_accepted(
         expected = alone(oracle, [asked(each, tokens) for each in (None, adapter)])
     with engine(model, **LORA, tensor_parallel_size=2) as made:
         made.check(asked(adapter, tokens))
+        wait_for_reads(made, 1)
         shutil.rmtree(adapter.path)
         assert alone(made, [asked(each, tokens) for each in (None, adapter)]) == expected
 
@@ -130,20 +138,78 @@ def test_other_ranks_need_no_files_of_an_adapter_that_was_accepted(
 def test_idle_adapters_leave_memory(model_directory: Directory, tmp_path: Path) -> None:
     model = model_directory("llama2")
     adapters = [save_adapter(model, tmp_path / str(seed), seed=seed, rank=1) for seed in range(5)]
-    with engine(model, **LORA) as made:
+    with engine(model, **LORA, max_cpu_loras=1) as made:
         for adapter in adapters:
             made.add(asked(adapter, [1, 2, 3]))
         run_to_end(made)
         alone(made, [asked(adapters[0], [1, 2, 3])])
         for adapter in adapters:
             shutil.rmtree(adapter.path)
-        kept = [each for each in adapters if _is_accepted(made, each)]
-    assert len(kept) == LORA["max_loras"] and adapters[0] in kept
+        answers = alone(made, [asked(each, [1, 2, 3]) for each in adapters])
+    kept = [adapter for adapter, tokens in zip(adapters, answers, strict=True) if tokens != [None]]
+    assert LORA["max_loras"] <= len(kept) <= LORA["max_loras"] + 1 and adapters[0] in kept
 
 
-def _is_accepted(made: Engine, adapter: Adapter) -> bool:
-    try:
-        made.check(asked(adapter, [1, 2, 3]))
-    except InvalidRequest:
-        return False
-    return True
+def test_waiting_requests_of_many_adapters_have_each_adapter_read_once(
+    model_directory: Directory, tmp_path: Path
+) -> None:
+    model = model_directory("llama2")
+    adapters = [save_adapter(model, tmp_path / str(seed), seed=seed, rank=1) for seed in range(6)]
+    with engine(model, **LORA, max_cpu_loras=3) as made:
+        requests = [asked(adapter, tokens) for tokens in prompts()[:3] for adapter in adapters]
+        for _ in range(3):  # a decode worker checks requests long before they start
+            for request in requests:
+                made.check(request)
+        wait_for_reads(made, 3)
+        for request in requests:
+            made.add(request)
+        outputs = run_to_end(made)
+        assert made.load().counters["lora_reads"] == len(adapters)
+        expected = alone(made, requests)
+    assert [
+        token_ids([out for out in outputs if out.request_id == each.request_id]) for each in requests
+    ] == expected
+
+
+def test_other_requests_go_on_while_an_adapter_is_read(
+    model_directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, goes_on = model_directory("llama2"), threading.Event()
+    adapter, tokens = save_adapter(model, tmp_path / "adapter"), prompts()[0]
+
+    def read_late(path: str, max_rank: int) -> AdapterFiles:
+        goes_on.wait(60)
+        return read_adapter(path, max_rank)
+
+    monkeypatch.setattr("baton.engine.runner.model_runner.read_adapter", read_late)
+    with engine(model, **LORA) as made:
+        made.add(asked(adapter, tokens))
+        other = asked(None, tokens)
+        made.add(other)
+        outputs = list[StepOutput]()
+        while not outputs or outputs[-1].finish_reason is None:
+            outputs += made.step()
+        assert {each.request_id for each in outputs} == {other.request_id}
+        goes_on.set()
+        assert len(run_to_end(made)) == SAMPLING.max_tokens
+        made.scheduler.check_integrity()
+
+
+def test_request_that_ends_before_its_adapter_is_read_leaves_nothing(
+    model_directory: Directory, tmp_path: Path
+) -> None:
+    model = model_directory("llama2")
+    adapter, tokens = save_adapter(model, tmp_path / "adapter"), prompts()[0]
+    with engine(model, **LORA) as made:
+        gone = asked(adapter, tokens)
+        made.add(gone)
+        made.abort(gone.request_id)
+        assert not made.has_work() and not run_to_end(made)
+        assert len(alone(made, [asked(adapter, tokens)])[0]) == SAMPLING.max_tokens
+        made.scheduler.check_integrity()
+
+
+def wait_for_reads(made: Engine, num_reads: int) -> None:
+    pause = threading.Event()
+    while made.load().counters["lora_reads"] < num_reads:
+        pause.wait(0.002)

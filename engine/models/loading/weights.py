@@ -333,6 +333,14 @@ class AdaptedProjection(NamedTuple):
         self.weights.put(slot, a_RK, b_NR, memory)
 
 
+class AdapterTensors(NamedTuple):
+    """The weights of an adapter that fit the model: of each projection A [R, K] and B [N, R], fp32."""
+
+    rank: int
+    scale: float  # of B @ A
+    pairs: dict[str, tuple[Tensor, Tensor]]  # by the name of the projection
+
+
 class Adapters:
     """The adapters in the slots of one rank, and the slots of the rows of the running step.
 
@@ -346,21 +354,17 @@ class Adapters:
         self._device = device
         self._ranks: dict[int, int] = {}  # slot -> rank
 
-    def put(self, slot: int, files: AdapterFiles | None) -> None:
-        """Place an adapter in a slot, in place of the one there. None: leave the slot free.
-
-        Raises ModelError, and changes nothing, for weights that do not fit the model.
-        """
-        pairs = {} if files is None else self._read(files)
+    def put(self, slot: int, tensors: AdapterTensors | None) -> None:
+        """Place an adapter in a slot, in place of the one there. None: leave the slot free."""
         for projection in self.projections.values():
             projection.weights.remove(slot)
-        if files is None:
+        if tensors is None:
             return
         memory = HugeArena()
-        for name, (a_RK, b_NR) in pairs.items():
-            scaled_NR = (b_NR * files.config.scale).to(self._device)
+        for name, (a_RK, b_NR) in tensors.pairs.items():
+            scaled_NR = (b_NR * tensors.scale).to(self._device)
             self.projections[name].put(slot, a_RK.to(self._device), scaled_NR, memory)
-        self._ranks[slot] = files.config.rank
+        self._ranks[slot] = tensors.rank
 
     @contextmanager
     def step(self, slots_T: NDArray[np.int32], logit_rows: NDArray[np.int64]) -> Iterator[None]:
@@ -374,8 +378,8 @@ class Adapters:
         finally:
             self.rows = self.logit_rows = None
 
-    def _read(self, files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
-        """Name of a projection -> (A, B), fp32."""
+    def read(self, files: AdapterFiles) -> AdapterTensors:
+        """Read the weights of an adapter, from any thread. Raises ModelError if they do not fit the model."""
         try:
             tensors = load(files.weights)
         except (SafetensorError, ValueError, KeyError) as error:
@@ -392,7 +396,8 @@ class Adapters:
         for module, parts in found.items():
             if len(parts) < 2:
                 raise ModelError(f"{files.path}: {module!r} should have lora_A and lora_B")
-        return {module: (parts["A"], parts["B"]) for module, parts in found.items()}
+        pairs = {module: (parts["A"], parts["B"]) for module, parts in found.items()}
+        return AdapterTensors(files.config.rank, files.config.scale, pairs)
 
     @staticmethod
     def _check(files: AdapterFiles, name: str, tensor: Tensor, shape: tuple[int, int], *, is_a: bool) -> None:

@@ -35,7 +35,7 @@ ENGINE_FLAGS = """
 --host-cache-memory --kv-disk-path --kv-disk-size
 --enable-prefix-caching --no-enable-prefix-caching --batch-invariant --no-batch-invariant --quantization
 --async-scheduling --no-async-scheduling --speculative-config --stream-priority
---enable-lora --no-enable-lora --max-loras --max-lora-rank
+--enable-lora --no-enable-lora --max-loras --max-cpu-loras --max-lora-rank
 --logits-processor --logits-processors
 """
 GENERATE_FLAGS = """
