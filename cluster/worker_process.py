@@ -169,7 +169,7 @@ class HostedWorker:
             agents=agents,
             steps=self.engine.runner.steps,
         )
-        endpoint.pin = self.engine.pin
+        endpoint.pin, endpoint.fetch = self.engine.pin, self.engine.load_pages
         return endpoint
 
     def _make_node(self, thread: RpcThread) -> PrefillWorker | DecodeWorker:

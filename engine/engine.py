@@ -49,7 +49,7 @@ from baton.engine.speculation.lookup import lookup_drafter
 from baton.errors import ConfigError, InvalidRequest, ModelError, WorkerLost
 from baton.kernels import native
 from baton.kernels.native import huge_zeros
-from baton.messages.workers import Load
+from baton.messages.workers import Load, Tier
 from baton.pages import PageKeys
 from baton.request import FilledPages, Request, StepOutput
 
@@ -352,7 +352,15 @@ class Engine(Replica):
             compile_us=round(1e6 * counts.compile_s),
             num_failed_forms=counts.num_failed,
             counters=counters,
+            tier_token_ns=self._tier_token_ns(),
         )
+
+    def _tier_token_ns(self) -> dict[Tier, int]:
+        host_s, disk = self._meter.swap_s_per_page, self.scheduler.cache.host.disk
+        if host_s is None:
+            return {}
+        page_s = {Tier.HOST: host_s} if disk is None else {Tier.HOST: host_s, Tier.DISK: host_s + disk.page_s}
+        return {tier: round(1e9 * each / self.pages.page_size) for tier, each in page_s.items()}
 
     def close(self) -> None:
         """Write what the disk tier lacks, within FLUSH_S; stop the other ranks and wait until they have
@@ -476,11 +484,12 @@ class PreemptionMeter:
         self.rates: PreemptionRates | None = None
         self._recompute_s_per_token: float | None = None
         self._num_seen = 0
-        self._swap_s_per_page = _time_swap(pool) if len(pool.host) else None
+        # One page, one way; None: there are no host pages.
+        self.swap_s_per_page = _time_swap(pool) if len(pool.host) else None
 
     def observe(self, batch: Batch, step_s: float) -> None:
         """Learn the cost of a recomputed token from a step that computed prompts in `step_s` seconds."""
-        if self._swap_s_per_page is None:
+        if self.swap_s_per_page is None:
             return
         if sum(chunk.num_tokens for chunk in batch.prompt_chunks) < MIN_PREFILL_TOKENS:
             return
@@ -490,7 +499,7 @@ class PreemptionMeter:
         cost_s = step_s / batch.num_tokens
         mean_s = self._recompute_s_per_token
         self._recompute_s_per_token = cost_s if mean_s is None else mean_s + WEIGHT * (cost_s - mean_s)
-        self.rates = PreemptionRates(self._recompute_s_per_token, self._swap_s_per_page)
+        self.rates = PreemptionRates(self._recompute_s_per_token, self.swap_s_per_page)
 
 
 def _time_swap(pool: KvPool) -> float:

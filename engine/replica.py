@@ -5,7 +5,7 @@ devices; the simulator adds a model of numbers.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ordered
 from time import perf_counter
 from typing import Final, NamedTuple, Protocol
@@ -245,6 +245,13 @@ class Replica(ABC):
         if copies:
             self._copy_to_device(tuple(copies), pages, reader)
         return pages
+
+    def load_pages(self, keys: Ordered[bytes]) -> Callable[[], bool] | None:
+        """Order the pages with these keys that are only on disk, so that `pin` finds them on the host.
+
+        None when none is to come; else a function that says whether some are still to come.
+        """
+        return self.scheduler.cache.load(keys)
 
     def take_page_changes(self, *, is_snapshot: bool = False) -> PageChanges:
         """Prefix-cache changes since the last call; with is_snapshot, the whole cache."""

@@ -9,7 +9,8 @@ The life of a transfer, in the calls of the two workers:
 3. Both workers call `poll` in their loops. `poll` does all the work that touches the ledger and returns the
    transfers that ended.
 4. `pull` is the alternative to `grant`: the destination requests pages that a peer already holds. The peer's
-   `pin` finds the pages by their keys.
+   `pin` finds the pages by their keys; a pull of pages that lie on disk waits, before it begins, until
+   `fetch` has them.
 
 `PageEndpoint` is independent of sockets and device memory; the simulator adds simulated links and ranks.
 `KvEndpoint` adds sockets, rank executors and remote ranks. Its threads move bytes, read sockets and compute
@@ -43,7 +44,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 from torch import Tensor
@@ -68,6 +69,7 @@ from baton.kvtransfer.protocol.messages import (
     ID_BYTES,
     NO_DIGESTS,
     PROTOCOL,
+    Abort,
     AnyMessage,
     EndpointHello,
     Grant,
@@ -98,6 +100,11 @@ from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 from baton.rpc.connection import Call, DroppedPeers
 
 TICK_S: Final = 0.25  # between two checks of leases and heartbeats
+FETCH_POLL_S: Final = 0.002  # between two looks at pages that come from a disk
+MAX_FETCH_S: Final = 4.0  # then a pull begins without them, and is refused
+# Orders pages with these keys that lie on disk. None: nothing has to come; else a function that says whether
+# some are still to come.
+Fetch: TypeAlias = Callable[[Sequence[bytes]], Callable[[], bool] | None]
 
 
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,6 +188,15 @@ class OpenTransfer:
     link: Link
 
 
+class FetchingPull(NamedTuple):
+    """A peer's pull that has not begun, because pages come from a disk."""
+
+    link: Link
+    request: PullRequest
+    is_coming: Callable[[], bool]
+    until_s: float
+
+
 class PageEndpoint(ABC):
     """The transfers of one replica; see the steps above.
 
@@ -198,11 +214,13 @@ class PageEndpoint(ABC):
     ) -> None:
         self.settings = settings
         self.incarnation = incarnation
-        self.pin: Pin = pin_nothing  # a worker that lets peers pull its pages replaces it
+        self.pin: Pin = pin_nothing  # a worker that lets peers pull its pages replaces both
+        self.fetch: Fetch = lambda _: None
         self._ledger = ledger
         self._clock = clock
         self._ranks = ranks
         self._transfers: dict[bytes, OpenTransfer] = {}
+        self._fetches: dict[bytes, FetchingPull] = {}  # by transfer
         self._epochs = count(1)
         self._next_tick_s = 0.0
         self._ended: list[TransferEnded] = []
@@ -240,14 +258,16 @@ class PageEndpoint(ABC):
 
     @property
     def num_open(self) -> int:
-        """Return the number of transfers that hold local pages, as source or as destination."""
-        return len(self._transfers)
+        """Return the number of transfers that hold local pages, or will, as source or as destination."""
+        return len(self._transfers) + len(self._fetches)
 
     # Calls of the worker.
 
     def poll(self) -> list[TransferEnded]:
         """Process received events and due timers without blocking; return the newly ended transfers."""
         self._make_posted_calls()
+        if self._fetches:
+            self._begin_fetched()
         if self._clock.now_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.now_s() + TICK_S
             self._tick()
@@ -346,7 +366,12 @@ class PageEndpoint(ABC):
         if isinstance(message, Grant | PullRequest):
             self._requested(link, message)
             return
-        opened = self._transfers.get(getattr(message, "transfer", b""))
+        transfer = getattr(message, "transfer", b"")
+        opened, fetching = self._transfers.get(transfer), self._fetches.get(transfer)
+        if fetching is not None and fetching.link.hello.incarnation == link.hello.incarnation:
+            if not isinstance(message, Abort):
+                return
+            del self._fetches[transfer]
         # Messages come over any link of the process that the transfer began with.
         if opened is not None and opened.link.hello.incarnation == link.hello.incarnation:
             self._receive(opened, message)
@@ -363,6 +388,7 @@ class PageEndpoint(ABC):
         self._perform(opened, actions)
 
     def _on_link_lost(self, link: Link) -> None:
+        self._fetches = {each: pull for each, pull in self._fetches.items() if pull.link is not link}
         for opened in self._open_transfers():
             if opened.link is link:
                 self._perform(opened, opened.handoff.peer_lost())
@@ -439,8 +465,23 @@ class PageEndpoint(ABC):
                     request.num_layer_groups,
                 )
             )
+        elif (is_coming := self.fetch(request.keys)) is not None:
+            until_s = self._clock.now_s() + min(MAX_FETCH_S, request.deadline_ms / 1000)
+            self._fetches[request.transfer] = FetchingPull(link, request, is_coming, until_s)
+            return
+        self._begin_source(link, request, context)
+
+    def _begin_source(self, link: Link, request: TransferRequest, context: HandoffContext) -> None:
         handoff = SourceHandoff(request, context, self.incarnation, self.pin)
         self._begin(link, handoff, handoff.begin)
+
+    def _begin_fetched(self) -> None:
+        """Begin the pulls whose pages have come from the disk, or do not come."""
+        now_s = self._clock.now_s()
+        for transfer, (link, request, is_coming, until_s) in list(self._fetches.items()):
+            if not is_coming() or now_s >= until_s:
+                del self._fetches[transfer]
+                self._begin_source(link, request, self._checked_context(link, request))
 
     def _checked_context(self, link: Link, request: TransferRequest) -> HandoffContext:
         """Return the context of the transfer that the peer requests. Raises ProtocolError for an illegal
@@ -510,7 +551,8 @@ class PageEndpoint(ABC):
 
     def _is_known(self, transfer: bytes) -> bool:
         """Return True when the id belongs to an open transfer or to pages that a source may still write."""
-        return transfer in self._transfers or transfer in self._ranks.registrations
+        is_open = transfer in self._transfers or transfer in self._fetches
+        return is_open or transfer in self._ranks.registrations
 
     def _open_transfers(self) -> list[OpenTransfer]:
         """Return a copy of all open transfers."""
@@ -625,7 +667,10 @@ class KvEndpoint(PageEndpoint):
         self._inbox.put(call)
 
     def wait(self, timeout_s: float) -> None:
-        """Block until the inbox has a call, and make the call; return after `timeout_s` at the latest."""
+        """Block until the inbox has a call, and make the call; return after `timeout_s` at the latest, and
+        soon while a pull waits for a disk.
+        """
+        timeout_s = min(timeout_s, FETCH_POLL_S) if self._fetches else timeout_s
         with contextlib.suppress(Empty):
             self._inbox.get(timeout=timeout_s)()
 

@@ -453,6 +453,7 @@ class Router:
         match message:
             case Heartbeat():
                 self.members.beat(member, message)
+                self.cluster_state.model.learn_tiers(member.id, message.load.tier_token_ns)
                 self._dispatcher.worker_beat(member, message)
             case Alive():
                 self.members.hear(member, message)

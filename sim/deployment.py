@@ -262,7 +262,7 @@ class SimWorker:
         self.endpoint = SimEndpoint(
             process, self.engine.pages, self.engine.memory, context.network, context.random, context.recorder
         )
-        self.endpoint.pin = self.engine.pin
+        self.endpoint.pin, self.endpoint.fetch = self.engine.pin, self.engine.load_pages
         self._context = context
         self._kv_address = context.new_address()
         context.endpoints[self._kv_address] = self.endpoint

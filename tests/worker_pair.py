@@ -96,7 +96,7 @@ class Host:
             timing=Timing(lease_s=3.0, heartbeat_s=0.5),
         )
         self.endpoint = HoldingEndpoint(endpoint_settings, pool, ledger, shared=self._shared)
-        self.endpoint.pin = self.engine.pin
+        self.endpoint.pin, self.endpoint.fetch = self.engine.pin, self.engine.load_pages
         worker = Worker(
             id=PREFILL if role is WorkerRole.PREFILL else DECODE,
             name=f"{role.value}-0",
@@ -156,15 +156,18 @@ class WorkerPair:
         num_pages: tuple[int, int] = (96, 96),
         transport: str = "auto",
         num_host_pages: int = 0,
+        decode_disk: Path | None = None,
         **settings: Any,
     ) -> None:
-        """The pairs of numbers are of the prefill and of the decode worker."""
+        """The pairs of numbers are of the prefill and of the decode worker. decode_disk: of its disk tier."""
         self.post = Post()
         self.said: dict[str, list[AnyMessage]] = {ROUTER.id: [], GATEWAY.id: []}
         caches = [
             {"cache": _cache(size, count, num_host_pages)}
             for size, count in zip(page_sizes, num_pages, strict=True)
         ]
+        if decode_disk is not None:
+            caches[1]["cache"] |= {"kv_disk_path": str(decode_disk), "kv_disk_bytes": 2**22}
         self.prefill = self._prefill_host(directory, transport, settings | caches[0])
         self.decode = Host(WorkerRole.DECODE, directory, transport, settings | caches[1])
         peer_registry = self.decode.peer_registry(WorkerRole.PREFILL)
@@ -322,7 +325,7 @@ def prefill_of(request: Request, transfer: bytes) -> Prefill:
     return Prefill(request=request, gateway=GATEWAY.id, decode=DECODE, transfer=transfer)
 
 
-def _cache(page_size: int, num_pages: int, num_host_pages: int) -> dict[str, int]:
+def _cache(page_size: int, num_pages: int, num_host_pages: int) -> dict[str, Any]:
     page_bytes = page_size * _TOKEN_BYTES
     return {
         "page_size": page_size,

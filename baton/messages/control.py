@@ -26,7 +26,7 @@ integer has a bound in its type, so it is refused while it is decoded. Times are
 """
 
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -322,13 +322,17 @@ class Alive(Message, frozen=True):
     step: RunningStep
 
 
+ON_DISK: Final = 1  # as the generation of a page of the host tier
+
+
 class KvEventBatch(Message, frozen=True):
     """Worker to router: which pages others can find at it now, one change after another.
 
     Change i is about the page named `keys[16 * i : 16 * i + 16]` (see baton/pages.py): it is in page
     `pages[i]` of that generation, or nowhere any more where `pages[i]` is -1. Changes are numbered from 0 in
     each life of a worker, `first` is this message's first number: a gap means that some were lost.
-    `is_snapshot`: before these there is nothing, in any tier.
+    `is_snapshot`: before these there is nothing, in any tier. A disk is part of the host tier here, with
+    generation ON_DISK in place of 0.
     """
 
     first: Count

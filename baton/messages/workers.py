@@ -74,6 +74,14 @@ class PairTransport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         return self.transport != self.best
 
 
+class Tier(StrEnum):
+    """The memory in which a worker keeps a page."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker's own count of its load, for operators and for a router that has just started."""
 
@@ -98,19 +106,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # Of these, by decode worker, the latest last; a worker that was left out starts again from 0.
     kv_bytes_to: Annotated[dict[Id, Count], Meta(max_length=MAX_DESTINATIONS)] = {}
     num_padded_tokens: Count = 0  # computed beside those of `step_tokens`, for nothing
+    # Nanoseconds to bring the KV of a token to the device, from each tier below; as the worker has measured.
+    tier_token_ns: dict[Tier, Count] = {}
     step_tokens: Sizes = msgspec.field(default_factory=Sizes)  # of each step, without padding
     times: TimesByName = {}
     pairs: Annotated[tuple[PairTransport, ...], Meta(max_length=MAX_PAIRS)] = ()
     # Transports, fall-backs, dropped peers. The worker names its counters and gauges itself.
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
     gauges: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=64)] = {}
-
-
-class Tier(StrEnum):
-    """The memory in which a worker keeps a page."""
-
-    DEVICE = "device"
-    HOST = "host"
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -52,6 +52,8 @@ _BATCH_BYTES: Final = 64 * 2**20  # of pages that are put in the order of the fi
 _POLL_S: Final = 0.001
 STOP_S: Final = 5.0  # for the order that the thread is at
 MAX_QUEUED_WRITES: Final = 4096  # later pages are not written
+FIRST_BYTES_PER_S: Final = 1e9  # that a disk is assumed to read before it has been measured
+NEWEST_SHARE: Final = 0.25  # weight of the latest batch in the measured time
 _MOST_PAGES_A_READ: Final = 256  # a read has two buffers a page; Linux takes 1024
 
 
@@ -354,6 +356,7 @@ class DiskTier:
         self.num_read = 0
         self.num_written = 0
         self.num_failed = 0  # errors of the file system; the first one turns the tier off
+        self.page_s = store.page_bytes / FIRST_BYTES_PER_S  # to read a page
         self.is_stalled = False  # a load took too long, and no order has ended since
         self._store = store
         self._host_pages = host_pages
@@ -450,7 +453,8 @@ class DiskTier:
         while self._loads and not self._is_closing:
             if not self._wait(self._loads[0][2]):
                 return
-            for key, is_valid in self._store.read(self._take_batch()):
+            began_s, batch = time.monotonic(), self._take_batch()
+            for key, is_valid in self._store.read(batch):
                 if self._is_closing:
                     return
                 del self._batch[key]
@@ -458,6 +462,7 @@ class DiskTier:
                 if not is_valid:
                     self._reports.append(Written(key, NOT_ON_DISK))
                 self._reports.append(Loaded(key, is_valid))
+            self.page_s += NEWEST_SHARE * ((time.monotonic() - began_s) / len(batch) - self.page_s)
 
     def _take_batch(self) -> Mapping[bytes, HostPages]:
         """The first loads whose marks have passed, which are then in `_batch` until they end."""

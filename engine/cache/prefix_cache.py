@@ -20,7 +20,7 @@ where `match` finds them; `poll` takes the reports of the disk.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Ordered
 from typing import Final, NamedTuple
 
@@ -29,6 +29,7 @@ from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.scheduler.sequence import PageCopy, Sequence
 from baton.errors import IntegrityError
 from baton.fair_queue import FairLru, Group
+from baton.messages.control import ON_DISK
 from baton.pages import PageKeys
 
 MAX_CHANGED_KEYS: Final = 1 << 16  # some eight megabytes
@@ -293,7 +294,10 @@ _NO_PAGE: Final = -1
 
 
 class PageChange(NamedTuple):
-    """The page of a key in one tier. `page` NOWHERE: not in this tier. Host pages have generation 0."""
+    """The page of a key in one tier. `page` NOWHERE: not in this tier.
+
+    Host pages have generation 0, pages on disk have generation ON_DISK.
+    """
 
     key: bytes
     page: int
@@ -413,6 +417,23 @@ class PrefixCache:
         self.host.load(keys[len(self._known_pages(keys)) :], sequence.cache_group, self.pool.launched)
         return self.host.is_loading(keys)
 
+    def load(self, keys: Ordered[bytes]) -> Callable[[], bool] | None:
+        """Order the pages of a chain that are only on disk, for a peer.
+
+        None when no page is to come; else a function that says whether some are still to come.
+        """
+        if self.host.disk is None:
+            return None
+        self.poll()
+        outside = [key for key in keys if key not in self._page_of]
+        self.host.load(outside, b"", self.pool.launched)
+
+        def is_coming() -> bool:
+            self.poll()
+            return self.host.is_loading(outside)
+
+        return is_coming if self.host.is_loading(outside) else None
+
     def poll(self) -> None:
         """Take the reports of the disk tier, and offer it the pages of the steps that were launched."""
         if self.host.disk is None:
@@ -497,7 +518,9 @@ class PrefixCache:
 
     def _host_change(self, key: bytes) -> PageChange:
         page = None if key in self._page_of else self.host.place_of(key)
-        return PageChange(key, NOWHERE if page is None else page, 0)
+        if page is None:
+            return PageChange(key, NOWHERE, 0)
+        return PageChange(key, page, 0 if page < self.host.num_pages else ON_DISK)
 
     def _only_on_disk(self) -> list[bytes]:
         places = self.host.disk.places if self.host.disk is not None else ()

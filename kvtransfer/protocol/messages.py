@@ -33,7 +33,7 @@ NO_DIGESTS: Final = b""  # the key of a transfer without digests
 MAX_DURATION_MS: Final = 24 * 3600 * 1000
 
 ID_BYTES: Final = 16
-ON_HOST: Final = 0  # as a wanted generation: the page is in host memory, and only its key finds it
+ON_HOST: Final = 0  # as a wanted generation: the page is in host memory or on disk, and only its key finds it
 
 TransferId: TypeAlias = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Incarnation: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -129,7 +129,7 @@ class PullRequest(OfTransfer, frozen=True):
     num_units: NumUnits
     holder: Incarnation  # the process that holds the pages; a restarted process has other pages
     wanted_pages: PulledPages
-    wanted_generations: PulledGenerations  # ON_HOST for pages in host memory
+    wanted_generations: PulledGenerations  # ON_HOST for pages in host memory or on disk
     wanted_keys: Keys  # identify the tokens of each page, see baton/pages.py
     pages: PulledPages
     generations: PulledGenerations
@@ -139,6 +139,12 @@ class PullRequest(OfTransfer, frozen=True):
     def num_layer_groups(self) -> int:
         """See Grant: all layers of the wanted pages are computed."""
         return 1
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The key of each wanted page."""
+        joined = self.wanted_keys
+        return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
 
 
 class WantedPage(NamedTuple):

@@ -73,7 +73,6 @@ from baton.kvtransfer.ranks.messages import (
     StopShard,
     UnitsHashed,
 )
-from baton.pages import KEY_BYTES
 
 
 class SourceShard:
@@ -379,8 +378,7 @@ class SourceHandoff(Handoff):
 
     def _find(self, pull: PullRequest, owner: Owner) -> Sequence[int] | str:
         """Return the pages, which the owner then uses, or the reason why the pull is refused."""
-        keys = pull.wanted_keys
-        pages = self._pin([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)], owner)
+        pages = self._pin(pull.keys, owner)
         if pages is None:
             return "a wanted page is not cached here, or there is no room to copy it from the host"
         for page, wanted, generation in zip(pages, pull.wanted_pages, pull.wanted_generations, strict=True):

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.clock import Clock
-from baton.messages.control import KvEventBatch
+from baton.messages.control import ON_DISK, KvEventBatch
 from baton.messages.workers import Tier, Worker
 from baton.pages import KEY_BYTES
 from baton.router.index.table import (
@@ -61,7 +61,8 @@ def with_zeros(halves: bytes) -> bytes:
     return whole.tobytes()
 
 
-Values: TypeAlias = NDArray[np.uint64]  # bit 63: in the host tier; 32 to 62: page id; 0 to 31: generation
+# bit 63: in the host tier, or on disk; 32 to 62: page id; 0 to 31: generation
+Values: TypeAlias = NDArray[np.uint64]
 
 HOST_BIT: Final = np.uint64(1 << 63)
 EXPECTED: Final = np.uint64((2**31 - 1) << 32)  # in place of the page id; the low bits number the expectation
@@ -88,6 +89,13 @@ class Located(NamedTuple):
     generations: tuple[int, ...]
 
 
+class Outside(NamedTuple):
+    """Pages that a worker holds below its device."""
+
+    num_on_host: int
+    num_on_disk: int
+
+
 class Holder:
     """The pages of one worker: their places by key, and when each page was last mentioned.
 
@@ -108,6 +116,7 @@ class Holder:
         self.limit = num_own_pages  # pages that are kept here
         self.next_number: int | None = None  # of the worker's next event; None: its pages are unknown
         self.is_asked = False  # for all of its pages
+        self.has_outside = False  # some page has been below the device
         self._seed = seed
         self._table = self._new_table(_LEAST_KEYS)
 
@@ -136,6 +145,7 @@ class Holder:
         """Add pages, or move pages to another place."""
         cells, new = self._cells_for(keys)
         self._write(cells, values, stamp)
+        self.has_outside = self.has_outside or bool(values.max() >= HOST_BIT)
         return Change(keys[new[cells[new] >= 0]], self._shrink())
 
     def remove(self, keys: Keys, *, on_host: bool) -> Change:
@@ -171,6 +181,22 @@ class Holder:
         pages = (values & _PAGE_MASK) >> _PAGE_SHIFT
         generations = np.where(values >= HOST_BIT, 0, values.astype(np.uint32))
         return Located(tuple(pages.tolist()), tuple(generations.tolist()))
+
+    def outside(self, keys: Keys) -> Outside:
+        """The pages of a prompt that are below the device.
+
+        Pages on the device are prefix-closed: where the last page is there, all are.
+        """
+        if not self.has_outside or not keys.size or self._num_outside(keys[-1:]) == (0, 0):
+            return Outside(0, 0)
+        return self._num_outside(keys)
+
+    def _num_outside(self, keys: Keys) -> Outside:
+        cells = self._table.find(keys)
+        values = self._table.values[cells[cells >= 0]]
+        values = values[values >= HOST_BIT]
+        num_on_disk = int(np.count_nonzero(values.astype(np.uint32) == ON_DISK))
+        return Outside(values.size - num_on_disk, num_on_disk)
 
     def _cells_for(self, keys: Keys) -> tuple[Cells, Cells]:
         """The cells of all keys, -1 for a rare key without room, and the rows of new keys."""
@@ -445,6 +471,13 @@ class PrefixIndex:
         """The places of the first of these pages that the worker has reported."""
         holder = self._holders.get(worker_id)
         return Located((), ()) if holder is None else holder.locate(keys_of(keys))
+
+    def outside(self, worker_id: str, keys: bytes, num_pages: int) -> Outside:
+        """Which of the first `num_pages` of these pages the worker has below its device."""
+        holder = self._holders.get(worker_id)
+        if holder is None or not holder.has_outside:
+            return Outside(0, 0)
+        return holder.outside(keys_of(keys[: num_pages * KEY_BYTES]))
 
     def expect(self, worker_id: str, keys: bytes, ttl_s: float) -> None:
         """Expect the pages of a dispatched prompt at a worker for `ttl_s`, and keep its held ones longer.

@@ -29,7 +29,9 @@ class CostTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The parts of a pair's cost, in seconds."""
 
     queue_s: float = 0.0  # behind other prompts
-    pull_s: float = 0.0  # of a prefix from a peer, as far as the queue does not hide it
+    # Of a prefix from a peer, or from the worker's own host memory and disk, as far as the queue does not
+    # hide it.
+    pull_s: float = 0.0
     compute_s: float = 0.0
     handoff_s: float = 0.0
     join_s: float = 0.0
@@ -55,6 +57,7 @@ class PrefillCandidate(msgspec.Struct, frozen=True, gc=False):
     num_held_tokens: int  # of the prompt, in its prefix cache
     coefficients: Coefficients  # of its prefill time
     page_format: PageFormat = ("", "")
+    load_s: float = 0.0  # to bring the held tokens to its device from host memory and disk
 
 
 class PullCandidate(msgspec.Struct, frozen=True, gc=False):
@@ -64,6 +67,7 @@ class PullCandidate(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     pull_s: Callable[[str, int], float]  # (pulling worker, number of tokens) -> seconds
     page_format: PageFormat = ("", "")
+    load_s: float = 0.0  # before that, to bring the tokens to its device
 
 
 class DecodeCandidate(msgspec.Struct, frozen=True, gc=False):
@@ -168,25 +172,27 @@ def prompt_costs(
         num_there = min(source.num_tokens, last)
         num_left = num_tokens - num_there
         num_pairs = num_left * (num_tokens - 0.5 * num_left)
-        offers.append((source.worker, source.page_format, num_there, num_left, num_pairs, source.pull_s))
+        offer = (source.worker, source.page_format, num_there, num_left, num_pairs, source.pull_s)
+        offers.append((*offer, source.load_s))
     costs = []
     for prefill in prefills:
         worker, wait_s, num_held = prefill.worker, prefill.wait_s, prefill.num_held_tokens
         fixed_s, token_s, pair_s = prefill.coefficients
         held = num_held if num_held < last else last
-        num_new, pull_s, pulled_from = num_tokens - held, 0.0, ""
+        num_new, pulled_from = num_tokens - held, ""
+        pull_s = prefill.load_s - wait_s if prefill.load_s > wait_s else 0.0
         compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
         # Prompts that arrive before this one is done wait that much longer.
         queue_delay_s = compute_s * (wait_s + compute_s) * arrival_rate
-        least_s = compute_s + queue_delay_s
-        for holder, page_format, num_there, num_left, num_pairs, pull_s_of in offers:
+        least_s = pull_s + compute_s + queue_delay_s
+        for holder, page_format, num_there, num_left, num_pairs, pull_s_of, load_s in offers:
             if num_there <= num_held or holder == worker or page_format != prefill.page_format:
                 continue
             left_s = fixed_s + num_left * token_s + num_pairs * pair_s
             left_queue_delay_s = left_s * (wait_s + left_s) * arrival_rate
             if left_s + left_queue_delay_s >= least_s:
                 continue  # however fast the pull is
-            shown_s = pull_s_of(worker, num_there - num_held) - wait_s
+            shown_s = load_s + pull_s_of(worker, num_there - num_held) - wait_s
             if shown_s < 0.0:
                 shown_s = 0.0
             if shown_s + left_s + left_queue_delay_s < least_s:

@@ -136,12 +136,12 @@ class PromptScorer:
         held = [each.num_held_tokens for each in prefills]
         least = min(held)  # a worker that holds no more has nothing to pull
         able = [each for each, num in zip(prefills, held, strict=True) if num > least]
-        most = [(self._num_located(each), each.worker, each.page_format) for each in able]
+        most = [(self._num_located(each), each.worker, each.page_format, each.load_s) for each in able]
         most.sort(reverse=True)
         pulls_from = self._context.model.pulls_from
         return [
-            PullCandidate(worker, num, pulls_from(worker), page_format)
-            for num, worker, page_format in most[:MAX_SOURCES]
+            PullCandidate(worker, num, pulls_from(worker), page_format, load_s)
+            for num, worker, page_format, load_s in most[:MAX_SOURCES]
             if num
         ]
 
@@ -157,6 +157,7 @@ class PromptScorer:
     def _score(self, views: Sequence[WorkerView]) -> list[tuple[PrefillCandidate, WorkerInFlight, Speeds]]:
         # Calls are inlined here and in `decode_candidates`: both loop over all workers that are compared.
         account_of, speeds_of = self._context.in_flight.account, self._context.model.of
+        tier_token_s = self._context.model.tier_token_s
         family, found = None, []
         for view in views:
             account, speeds = account_of(view.id), speeds_of(view.id)
@@ -167,10 +168,20 @@ class PromptScorer:
             wait_s = self._wait_s(account, num_held_tokens) if account.num_computing else 0.0
             if account.num_unknown and view.is_prefill:
                 wait_s += account.num_unknown * speeds.mean_compute_s
-            coefficients = speeds.prefill.coefficients
-            prefill = PrefillCandidate(view.id, wait_s, num_held_tokens, coefficients, view.page_format)
+            coefficients, load_s = speeds.prefill.coefficients, 0.0
+            if num_held_tokens and view.id in tier_token_s:
+                load_s = self._load_s(view, num_held_tokens // view.page_size)
+            prefill = PrefillCandidate(
+                view.id, wait_s, num_held_tokens, coefficients, view.page_format, load_s
+            )
             found.append((prefill, account, speeds))
         return found
+
+    def _load_s(self, view: WorkerView, num_pages: int) -> float:
+        """Seconds to bring the worker's pages of the prompt to its device from the tiers below."""
+        num_on_host, num_on_disk = self._context.index.outside(view.id, self.keys(view), num_pages)
+        host_s, disk_s = self._context.model.tier_token_s[view.id]
+        return view.page_size * (num_on_host * host_s + num_on_disk * disk_s)
 
     def _wait_s(self, account: WorkerInFlight, num_held_tokens: int) -> float:
         num_new_tokens = max(1, self.num_tokens - num_held_tokens)

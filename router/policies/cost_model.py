@@ -11,14 +11,14 @@ router/policies/candidates.py computes the cost of a pair of workers from these 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
 import numpy as np
 
 from baton.messages.control import Measured
-from baton.messages.workers import PrefillTimes, StepTimes
+from baton.messages.workers import PrefillTimes, StepTimes, Tier
 
 MAX_PAIRS: Final = 4096
 _FADE: Final = 0.999  # at each measurement, of a token's size that is not measured again
@@ -235,6 +235,8 @@ class CostModel:
         self._steps: dict[str, Fit] = {}  # kind of worker -> fit of its steps
         self._kinds: dict[str, str] = {}  # worker -> its kind; "" before it joins
         self._between_all = PairSpeeds(Fit(PULL_PRIOR), Fit(HANDOFF_PRIOR))
+        # worker -> seconds to bring a token to its device from host memory, and from a disk
+        self.tier_token_s: dict[str, tuple[float, float]] = {}
         self._workers: dict[str, Speeds] = {}  # workers with measurements
         self._untrained: dict[str, Speeds] = {}  # kind -> the start of its workers; made on demand
         self._pairs: OrderedDict[tuple[str, str], PairSpeeds] = OrderedDict()  # least recently measured first
@@ -256,6 +258,7 @@ class CostModel:
     def forget(self, worker_id: str) -> None:
         """Drop a worker that has left."""
         self._workers.pop(worker_id, None)
+        self.tier_token_s.pop(worker_id, None)
         kind = self._kinds.pop(worker_id, "")
         if kind and kind not in self._kinds.values():
             self._steps.pop(kind, None)
@@ -304,6 +307,12 @@ class CostModel:
         for pair in (own, self._between_all):
             pair.handoff.learn(times.exposed_s, 1.0, times.moved_bytes)
         own.handoff.settle()
+
+    def learn_tiers(self, worker_id: str, token_ns: Mapping[Tier, int]) -> None:
+        """The times that a worker has measured of its memory below the device."""
+        if token_ns:
+            host_ns, disk_ns = (token_ns.get(tier, 0) for tier in (Tier.HOST, Tier.DISK))
+            self.tier_token_s[worker_id] = 1e-9 * host_ns, 1e-9 * disk_ns
 
     def learn_size(self, num_bytes: int, num_tokens: int) -> None:
         """The pages of `num_tokens` have at least `num_bytes`; the destination may have held some already."""

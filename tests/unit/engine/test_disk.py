@@ -9,6 +9,7 @@ import pytest
 
 from baton.engine.cache.disk_tier import DiskStore
 from baton.engine.engine import Engine
+from baton.messages.workers import Tier
 from baton.request import StepOutput
 from tests.tiny_models import VOCAB_SIZE, add, generate, tiny_engine, token_ids
 
@@ -124,6 +125,25 @@ def test_disk_that_hangs_costs_a_recompute(tmp_path: Path, monkeypatch: pytest.M
     assert token_ids(again) == expected and not num_cached(again)
     second.close()
     goes_on.set()
+
+
+def test_peer_finds_the_pages_of_the_disk_on_the_host_after_they_were_loaded(tmp_path: Path) -> None:
+    computed_before(tmp_path)
+    second = engine_in(tmp_path)
+    keys = second.page_keys(PROMPT[:48], b"", 4)
+    assert second.pin(keys, "a peer") is None
+    is_coming, pause = second.load_pages(keys), threading.Event()
+    assert is_coming is not None
+    while is_coming():
+        pause.wait(0.001)
+    assert second.load_pages(keys) is None
+    pages = second.pin(keys, "a peer")
+    assert pages is not None and len(set(pages)) == 12
+    second.pages.release(pages, "a peer")
+    second.scheduler.check_integrity()
+    tier_ns = second.load().tier_token_ns
+    assert 0 < tier_ns[Tier.HOST] < tier_ns[Tier.DISK]
+    second.close()
 
 
 def test_salts_do_not_share_pages_on_disk(tmp_path: Path) -> None:

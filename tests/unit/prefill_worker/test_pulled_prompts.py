@@ -3,20 +3,22 @@
 The decode worker is the holder here: to pages it is one worker like another.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import pytest
 
+from baton.engine.cache.disk_tier import DiskStore
 from baton.engine.engine import Engine
 from baton.kvtransfer.protocol.messages import ON_HOST, Commit, PullRequest
 from baton.kvtransfer.protocol.source import pin_nothing
 from baton.messages.control import Members, PullSource
 from baton.messages.workers import WorkerRole
 from baton.request import Request
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import VOCAB_SIZE, generate, tiny_engine
 from tests.worker_pair import DECODE, ROUTER, Host, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request, answer_alone, answer_of, has_pulled, known_at, said
 
@@ -160,6 +162,58 @@ def test_pages_that_the_holder_keeps_on_its_host_are_pulled_too(make_pair: MakeP
     events = pair.heard(request)
     assert said(events) == answer_alone(alone, request)
     assert has_pulled(pair.prefill, pulls=1) and events[0].num_cached_tokens == 68
+
+
+@pytest.fixture
+def disk(tiny_model: Path, tmp_path: Path) -> Path:
+    """The directory in which an engine has left the pages of the prompt."""
+    cache = {"host_cache_memory_bytes": 96 * 2048, "kv_disk_path": str(tmp_path), "kv_disk_bytes": 2**22}
+    engine = tiny_engine(tiny_model, cache=cache)
+    generate(engine, list(PROMPT))
+    engine.close()
+    return tmp_path
+
+
+# The hint of the router: the holder has the pages below its device.
+ON_DISK: Final = PullSource(DECODE, 68, tuple(range(96, 113)), (ON_HOST,) * 17)
+
+
+def test_pages_that_the_holder_has_on_disk_alone_are_pulled_too(
+    make_pair: MakePair, alone: Engine, disk: Path
+) -> None:
+    pair = make_pair(num_host_pages=96, decode_disk=disk)
+    request = a_request(1, PROMPT)
+    begin(pair, request, ON_DISK)
+    pair.turns_until(lambda: pair.is_answered(request))
+    events = pair.heard(request)
+    assert said(events) == answer_alone(alone, request)
+    assert has_pulled(pair.prefill, pulls=1) and events[0].num_cached_tokens == 68
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_pull_does_not_wait_for_a_disk_that_hangs(
+    make_pair: MakePair, alone: Engine, disk: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    goes_on, read = threading.Event(), DiskStore.read
+
+    def hang(store: DiskStore, pages: Any) -> Iterator[tuple[bytes, bool]]:
+        goes_on.wait(60)
+        yield from read(store, pages)
+
+    monkeypatch.setattr(DiskStore, "read", hang)
+    monkeypatch.setattr("baton.kvtransfer.endpoint.MAX_FETCH_S", 60.0 if is_cancelled else 0.05)
+    pair = make_pair(num_host_pages=96, decode_disk=disk)
+    request = a_request(1, PROMPT)
+    begin(pair, request, ON_DISK)
+    pair.turns_until(lambda: bool(pair.decode.endpoint.num_open))
+    if is_cancelled:
+        pair.cancel(request)
+        pair.quiet_down()
+        assert not pair.heard(request)
+    else:
+        assert answer_of(pair, request) == answer_alone(alone, request)
+        assert has_pulled(pair.prefill, pulls_failed=1)
+    goes_on.set()
 
 
 def test_a_holder_that_cannot_bring_them_from_its_host_says_so(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.clock import ManualClock
-from baton.messages.control import KvEventBatch
+from baton.messages.control import ON_DISK, KvEventBatch
 from baton.messages.workers import Tier, Worker
 from baton.pages import KEY_BYTES
 from baton.router.index import prefix_index
@@ -344,3 +344,23 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndex: Any = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_pages_below_the_device_are_told_by_tier() -> None:
+    index = an_index(W0, W1)
+    index.apply(W0.id, stored(CHAIN[: 6 * KEY_BYTES]))
+    assert index.outside(W0.id, CHAIN, 6) == index.outside(W1.id, CHAIN, 0) == (0, 0)
+    tiers = (0,) * 5 + (ON_DISK,) * 9
+    outside = KvEventBatch(
+        first=6,
+        keys=CHAIN[6 * KEY_BYTES :],
+        pages=tuple(range(14)),
+        generations=tiers,
+        tier=Tier.HOST,
+    )
+    index.apply(W0.id, outside)
+    assert index.outside(W0.id, CHAIN, 20) == (5, 9)
+    assert index.outside(W0.id, CHAIN, 12) == (5, 1)
+    assert index.outside(W0.id, CHAIN, 6) == (0, 0)
+    assert index.locate(W0.id, CHAIN).generations == (3,) * 6 + (0,) * 14
+    assert held(index, W0.id) == 20

@@ -105,3 +105,29 @@ def test_longest_looks_at_held_tokens_only() -> None:
     assert longest(candidates, 0, nothing).prefill == "p"
     equals = [a_candidate(1.0, "p", 64, queue_s=0.5), a_candidate(1.0, "q", 64, queue_s=0.1)]
     assert longest(equals, 0, nothing).prefill == "q"
+
+
+def on_disk(worker: str, num_held: int, load_s: float, wait_s: float = 0.0) -> PrefillCandidate:
+    return PrefillCandidate(worker, wait_s, num_held, (0.01, 1e-3, 0.0), load_s=load_s)
+
+
+def test_prefix_below_the_device_costs_its_load_as_far_as_the_queue_does_not_hide_it() -> None:
+    idle, busy = cost_at(on_disk("p", 900, 0.3)), cost_at(on_disk("p", 900, 0.3, wait_s=0.2))
+    assert idle.total_s == pytest.approx(0.3 + compute_s(100, NUM_TOKENS))
+    assert busy.pull_s == pytest.approx(0.1) and busy.total_s == pytest.approx(0.2 + 0.1 + 0.11)
+    assert not idle.source and idle.num_held_tokens == 900
+
+
+def test_prefix_is_pulled_from_a_device_rather_than_read_from_a_slow_disk() -> None:
+    source = a_source("q", 900)
+    assert cost_at(on_disk("p", 800, 0.3), [source]).source == "q"
+    assert not cost_at(on_disk("p", 800, 0.01), [source]).source
+
+
+@pytest.mark.parametrize(("load_s", "is_pulled"), [(0.0, True), (0.3, True), (0.9, False)])
+def test_prefix_on_a_peers_disk_is_pulled_unless_computing_is_faster(load_s: float, is_pulled: bool) -> None:
+    source = PullCandidate("q", 900, lambda *_: 0.005, load_s=load_s)
+    cost = cost_at(a_prefill("p"), [source])
+    assert bool(cost.source) == is_pulled
+    expected_s = load_s + 0.005 + compute_s(100, NUM_TOKENS) if is_pulled else compute_s(1000, NUM_TOKENS)
+    assert cost.total_s == pytest.approx(expected_s)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple, replace
 
 from baton.clock import ManualClock
-from baton.messages.control import Heartbeat, KvEventBatch, Measured, Routed, Started
+from baton.messages.control import ON_DISK, Heartbeat, KvEventBatch, Measured, Routed, Started
 from baton.messages.workers import Load as WorkerLoad
-from baton.messages.workers import PrefillTimes, StepTimes, Worker, WorkerRole
+from baton.messages.workers import PrefillTimes, StepTimes, Tier, Worker, WorkerRole
 from baton.router.in_flight import InFlight, InFlightAttempt, LagOf, SchedulingClass
 from baton.router.index.prefix_index import Holdings, PrefixIndex
 from baton.router.membership import Member
@@ -519,3 +519,31 @@ def test_requests_of_one_prompt_spread_over_idle_decode_workers(seed: int, num_t
         c.clock.advance(0.01)
         c["g"].say(Started(attempts=((request.request_id, 0),)))
     assert min(chosen.values()) >= LEAST_SHARE * NUM_REQUESTS, chosen
+
+
+def test_worker_with_the_prompt_on_its_device_goes_before_one_that_reads_it_from_a_slow_disk() -> None:
+    world, router = World(Random(0), 0), cluster().router
+    for name in ("d0", "p0", "p1"):
+        worker = a_worker(name, num_pages=1000)
+        world.members.append(Member(worker, TestPeer.worker(router, worker), 0.0))
+        world.index.join(worker)
+    keys = world.keys.keys(family_of(worker), world.request)
+    num_pages = len(keys) // 16
+    for name, generation, tier in (("p0", ON_DISK, Tier.HOST), ("p1", 1, Tier.DEVICE)):
+        events = KvEventBatch(
+            first=0,
+            keys=keys,
+            pages=tuple(range(num_pages)),
+            generations=(generation,) * num_pages,
+            tier=tier,
+        )
+        world.index.apply(id_of(name), events)
+    world.model.learn_tiers(id_of("p0"), {Tier.HOST: 1_000, Tier.DISK: 100_000})
+    sides = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
+    choice = CostPolicy(world.context(Random(0))).choose(world.request, view_of(*sides))
+    assert choice.prefill == id_of("p1")
+    costs = {each.prefill: each.terms.pull_s for each in choice.candidates if not each.source}
+    assert costs[id_of("p0")] == pytest.approx(1e-4 * num_pages * worker.page_size)
+    assert costs[id_of("p1")] == 0
+    world.model.forget(id_of("p0"))
+    assert not world.model.tier_token_s
