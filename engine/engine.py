@@ -151,6 +151,11 @@ class Engine(Replica):
         runner, host = self.runner, self.scheduler.cache.host
         if runner.tp.size > 1:
             raise ConfigError("cache.kv_disk_path: replicas of several ranks have no disk tier yet")
+        if not host.num_pages:
+            raise ConfigError(
+                f"cache.kv_disk_path: pages on disk pass through host memory, which has no room for one of "
+                f"{runner.layout.page_bytes:,} bytes: set cache.host_cache_memory_bytes"
+            )
         identity = msgspec.json.encode((self.fingerprint, runner.layout))
         max_bytes = runner.config.cache.kv_disk_bytes
         store = open_store(root, identity, runner.layout.page_bytes, max_bytes)
@@ -177,12 +182,13 @@ class Engine(Replica):
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
             request = msgspec.structs.replace(request, sampling=sampling)
+        compute_token_s = None if self._meter.rates is None else self._meter.rates.recompute_s_per_token
         sequences = self._add(request, filled, keeps_pages, self.runner.model_config.eos_token_ids)
         for sequence in sequences:
             self._form_mask.prepare(sequence)
             if request.adapter is not None:
                 self._adapters.hold(sequence)
-            if filled is None and self.scheduler.cache.prefetch(sequence):
+            if filled is None and self.scheduler.cache.prefetch(sequence, compute_token_s):
                 sequence.is_held = True
                 self._loading[sequence] = perf_counter()
         return sequences
@@ -384,10 +390,12 @@ class Engine(Replica):
         if disk is None:
             return
         if disk.stop() and self._why_lost is None:
-            device = self.runner.pool.device
-            known = cache.known_pages().items()
-            pages = ((key, page_bytes(device[page : page + 1].cpu())[0]) for key, page in known)
-            disk.put(pages, time.monotonic() + FLUSH_S)
+            if self.runner.device.type == "cuda":
+                torch.cuda.synchronize(self.runner.device)
+            device, host = self.runner.pool.device, page_bytes(self.runner.pool.host)
+            until_s, known = time.monotonic() + FLUSH_S, cache.known_pages().items()
+            disk.put(((key, page_bytes(device[page : page + 1].cpu())[0]) for key, page in known), until_s)
+            disk.put(((key, host[page]) for key, page in cache.host.written_pages()), until_s)
         disk.close()
 
     def _abort(self, request_id: str, choice: int | None) -> list[Sequence]:

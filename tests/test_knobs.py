@@ -25,7 +25,7 @@ KNOBS: dict[str, Any] = {
     "cache.kv_cache_dtype": "auto",
     "cache.kv_cache_memory_bytes": None,
     "cache.gpu_memory_utilization": 0.9,
-    "cache.host_cache_memory_bytes": 0,
+    "cache.host_cache_memory_bytes": None,
     "cache.kv_disk_path": None,
     "cache.kv_disk_bytes": 8 * 2**30,
     "cache.enable_prefix_caching": True,

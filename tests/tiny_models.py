@@ -50,10 +50,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny_config(directory: Path, **settings: Any) -> EngineConfig:
-    """An engine on the CPU over the config in `directory`, which is written if it is not there."""
+    """An engine on the CPU over the config in `directory`, which is written if it is not there.
+
+    Without a host tier, unless the settings have one: what a preemption does is then no matter of speed.
+    """
     if not (directory / "config.json").exists():
         write_config(directory)
-    cache = {"page_size": 4, "kv_cache_memory_bytes": 2**20, **settings.pop("cache", {})}
+    cache = {"page_size": 4, "kv_cache_memory_bytes": 2**20, "host_cache_memory_bytes": 0}
+    cache |= settings.pop("cache", {})
     base = {"model": str(directory), "device": "cpu", "load_format": "dummy", "seed": 1}
     return engine_config({**base, "cache": cache, **settings})
 

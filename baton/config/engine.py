@@ -53,8 +53,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
     # Share of the device that weights, activations and KV pages may take.
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    # Bytes of host memory KV pages swap to; 0: preempted KV is recomputed.
-    host_cache_memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    # Bytes of host memory to which evicted and preempted KV pages go; 0: both are computed again. None: a
+    # sixteenth of the free memory, at most 8 GiB and as many pages as the device has.
+    host_cache_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
     # The directory of KV pages that outlive host memory and the process; None: there is no disk tier.
     kv_disk_path: str | None = None
     kv_disk_bytes: Annotated[int, Meta(ge=1)] = 8 * 2**30  # of files there, for each worker
@@ -64,11 +65,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"cache.page_size: expected a power of two, got {self.page_size}")
         if self.kv_disk_path is not None and not (
-            self.host_cache_memory_bytes and self.enable_prefix_caching
+            self.host_cache_memory_bytes != 0 and self.enable_prefix_caching
         ):
             raise ConfigError(
                 "cache.kv_disk_path: pages on disk pass through host memory, and the prefix cache finds "
-                "them: set cache.host_cache_memory_bytes and cache.enable_prefix_caching"
+                "them: leave cache.host_cache_memory_bytes and cache.enable_prefix_caching on"
             )
 
 

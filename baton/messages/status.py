@@ -7,7 +7,7 @@ The overload levels, from the lowest. Each level adds a measure to those of the 
     LOCAL_PREFILL  longer prompts are computed on their decode worker
     SMALL_CHUNKS   workers compute prompts in smaller chunks, so that running answers wait less
     MAKE_ROOM      workers preempt sequences of the lowest class; their KV is computed again later, or copied
-                   back from the host tier (cache.host_cache_memory_bytes, none by default)
+                   back from the host tier (cache.host_cache_memory_bytes)
     CLIP           answers get shorter, and alternatives fewer, where the tenant allows it
     SHED           waiting requests of the lowest class are refused, where the tenant allows it
 """

@@ -53,6 +53,7 @@ _POLL_S: Final = 0.001
 STOP_S: Final = 5.0  # for the order that the thread is at
 MAX_QUEUED_WRITES: Final = 4096  # later pages are not written
 FIRST_BYTES_PER_S: Final = 1e9  # that a disk is assumed to read before it has been measured
+RECOVERY: Final = 0.9  # of the measured time, for each request that computes its pages instead
 NEWEST_SHARE: Final = 0.25  # weight of the latest batch in the measured time
 _MOST_PAGES_A_READ: Final = 256  # a read has two buffers a page; Linux takes 1024
 
@@ -379,6 +380,16 @@ class DiskTier:
             "disk_pages_damaged": self._store.num_damaged,
             "disk_errors": self.num_failed,
         }
+
+    def pays(self, compute_page_s: float) -> bool:
+        """Return whether a page is read faster than it is computed.
+
+        A disk that was slow is believed to be a little faster each time that it is passed by.
+        """
+        if self.page_s <= compute_page_s:
+            return True
+        self.page_s *= RECOVERY
+        return False
 
     def load(self, key: bytes, host_page: int, mark: int) -> None:
         """Read a page into a host page, which is free once `mark` has passed. A Loaded report follows."""

@@ -22,6 +22,7 @@ where `match` finds them; `poll` takes the reports of the disk.
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Ordered
+from math import inf
 from typing import Final, NamedTuple
 
 from baton.engine.cache.disk_tier import DiskTier, Loaded
@@ -117,6 +118,10 @@ class HostTier:
     def known_keys(self) -> list[bytes]:
         """The keys of all cached and pinned pages."""
         return [*self._cached, *self._pinned]
+
+    def written_pages(self) -> list[tuple[bytes, int]]:
+        """The cached keys and their pages, without pages that no step has been given to copy."""
+        return [(key, page) for key, (page, _) in self._cached.items() if page not in self._to_host]
 
     def begin_step(self) -> None:
         """The copies taken before have run: free the host pages that they read."""
@@ -407,14 +412,20 @@ class PrefixCache:
         host = [self._host_change(key) for key in changed] if self.host.num_pages else []
         return PageChanges(False, [self._device_change(key) for key in changed], host)
 
-    def prefetch(self, sequence: Sequence) -> bool:
+    def prefetch(self, sequence: Sequence, compute_token_s: float | None = None) -> bool:
         """Order the pages on disk that continue the known prefix of a sequence; True while some are to
         come from a disk that does not hang.
+
+        compute_token_s: seconds to compute a token. Pages that are computed faster than read are not ordered.
         """
         if self.host.disk is None or self.host.disk.is_stalled or sequence.needs_prompt_logprobs:
             return False
         keys = sequence.page_keys[: (sequence.num_tokens - 1) // self.pool.page_size]
-        self.host.load(keys[len(self._known_pages(keys)) :], sequence.cache_group, self.pool.launched)
+        outside = keys[len(self._known_pages(keys)) :]
+        is_on_disk = next((key in self.host.disk.places for key in outside if key not in self.host), False)
+        page_s = inf if compute_token_s is None else compute_token_s * self.pool.page_size
+        if not is_on_disk or self.host.disk.pays(page_s):
+            self.host.load(outside, sequence.cache_group, self.pool.launched)
         return self.host.is_loading(keys)
 
     def load(self, keys: Ordered[bytes]) -> Callable[[], bool] | None:

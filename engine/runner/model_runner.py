@@ -110,6 +110,8 @@ CUDA_CONTEXT_BYTES: Final = (
     768 * 2**20
 )  # of a process, beyond the memory that torch reserves; a cautious guess
 MAX_CPU_SHARE: Final = 0.25  # of the available memory
+MAX_HOST_BYTES: Final = 8 * 2**30  # of host pages, without a setting
+MAX_HOST_SHARE: Final = 1 / 16  # of the available memory; each worker of a machine, and each rank, takes it
 
 
 def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device, graph_bytes: int = 0) -> int:
@@ -121,6 +123,18 @@ def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device, gr
     if given is None:
         given = max(0, _free_bytes(cache, device) - graph_bytes)
     return given // layout.page_bytes
+
+
+def count_host_pages(cache: CacheConfig, layout: PageLayout, num_pages: int) -> int:
+    """The number of host pages: those of the configured memory, or a part of the available memory.
+
+    num_pages: on the device. Without a setting the host has no more: a small pool, as of a test, has a small
+    host tier.
+    """
+    if cache.host_cache_memory_bytes is not None:
+        return cache.host_cache_memory_bytes // layout.page_bytes
+    num_bytes = min(MAX_HOST_BYTES, int(_available_bytes() * MAX_HOST_SHARE))
+    return min(num_pages, num_bytes // layout.page_bytes)
 
 
 def check_fits(cache: CacheConfig, num_pages: int, layout: PageLayout, max_model_len: int) -> None:
@@ -274,7 +288,7 @@ class ModelRunner:
         graph_bytes = self._prepare_gpu() if self.device.type == "cuda" else 0
         num_pages = self.tp.smallest(count_pages(cache, self.layout, self.device, graph_bytes))
         check_fits(cache, num_pages, self.layout, self.max_model_len)
-        num_host_pages = cache.host_cache_memory_bytes // self.layout.page_bytes
+        num_host_pages = self.tp.smallest(count_host_pages(cache, self.layout, num_pages))
         try:
             self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device, zeros_on_cpu)
         except (OSError, OverflowError, RuntimeError) as error:

@@ -18,6 +18,12 @@ PROMPT: Final = [(5 * i + i * i) % VOCAB_SIZE for i in range(49)]
 OTHERS: Final = [[(7 * i + i * i + n) % VOCAB_SIZE for i in range(80)] for n in range(6)]
 
 
+@pytest.fixture(autouse=True)
+def always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model computes about as fast as a busy machine reads."""
+    monkeypatch.setattr("baton.engine.cache.disk_tier.DiskTier.pays", lambda *_: True)
+
+
 def engine_in(root: Path, *, num_host_pages: int = 24, **settings: Any) -> Engine:
     cache = {
         "kv_cache_memory_bytes": 24 * PAGE_BYTES,
@@ -54,6 +60,18 @@ def test_engine_that_starts_again_continues_from_the_disk_with_the_same_tokens(t
     assert token_ids(again) == expected
     assert num_cached(again) == 48 and read_of(second) == 12
     second.scheduler.check_integrity()
+    second.close()
+
+
+def test_pages_that_are_on_the_host_at_the_end_are_written_too(tmp_path: Path) -> None:
+    first = engine_in(tmp_path)
+    expected = token_ids(generate(first, PROMPT))
+    first.scheduler.cache.make_room(24)
+    generate(first, OTHERS[0], max_tokens=1)  # its step copies the pages to the host
+    first.close()
+    second = engine_in(tmp_path)
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and num_cached(again) == 48
     second.close()
 
 

@@ -291,6 +291,15 @@ def test_page_that_was_taken_is_not_written(host: Host) -> None:
     assert host.tier.places.keys() == {KEYS[2]}
 
 
+def test_disk_that_reads_slower_than_pages_are_computed_is_passed_by_for_a_while(host: Host) -> None:
+    host.tier.page_s = 0.01
+    assert host.tier.pays(0.02) and host.tier.page_s == 0.01
+    num_passed = 0
+    while not host.tier.pays(0.005):
+        num_passed += 1
+    assert 2 < num_passed < 20
+
+
 def test_absent_page_ends_its_load(host: Host) -> None:
     host.tier.load(KEYS[7], 5, 0)
     assert host.wait(loads=1) == [Loaded(KEYS[7], False)]

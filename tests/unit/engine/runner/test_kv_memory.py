@@ -3,7 +3,7 @@ import torch
 
 from baton.config.engine import CacheConfig
 from baton.engine.runner import model_runner
-from baton.engine.runner.model_runner import DEFAULT_CPU_BYTES, check_fits, count_pages
+from baton.engine.runner.model_runner import DEFAULT_CPU_BYTES, check_fits, count_host_pages, count_pages
 from baton.errors import ConfigError
 from baton.pages import PageLayout
 
@@ -20,6 +20,20 @@ def test_pages_fill_the_memory_given_and_not_a_byte_more() -> None:
 def test_default_pool_takes_a_bounded_part_of_free_memory() -> None:
     num_pages = count_pages(CacheConfig(), LAYOUT, CPU)
     assert 0 < num_pages <= DEFAULT_CPU_BYTES // LAYOUT.page_bytes
+
+
+def test_default_host_tier_takes_a_small_part_of_free_memory_and_no_more_pages_than_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gib, cache = 2**30, CacheConfig()
+    for free_gib, expected_bytes in ((32, 2 * gib), (1024, 8 * gib), (0, 0)):
+        monkeypatch.setattr(model_runner, "_available_bytes", lambda: free_gib * gib)  # noqa: B023
+        assert count_host_pages(cache, LAYOUT, 2**40) == expected_bytes // LAYOUT.page_bytes
+    monkeypatch.setattr(model_runner, "_available_bytes", lambda: 32 * gib)
+    assert count_host_pages(cache, LAYOUT, 10) == 10
+    given = CacheConfig(host_cache_memory_bytes=20 * LAYOUT.page_bytes)
+    assert count_host_pages(given, LAYOUT, 10) == 20
+    assert count_host_pages(CacheConfig(host_cache_memory_bytes=0), LAYOUT, 10) == 0
 
 
 def test_one_sequence_of_the_longest_length_must_fit() -> None:
