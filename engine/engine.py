@@ -149,8 +149,6 @@ class Engine(Replica):
 
     def _open_disk(self, root: Path) -> DiskTier:
         runner, host = self.runner, self.scheduler.cache.host
-        if runner.tp.size > 1:
-            raise ConfigError("cache.kv_disk_path: replicas of several ranks have no disk tier yet")
         if not host.num_pages:
             raise ConfigError(
                 f"cache.kv_disk_path: pages on disk pass through host memory, which has no room for one of "
@@ -158,8 +156,11 @@ class Engine(Replica):
             )
         identity = msgspec.json.encode((self.fingerprint, runner.layout))
         max_bytes = runner.config.cache.kv_disk_bytes
-        store = open_store(root, identity, runner.layout.page_bytes, max_bytes)
-        return DiskTier(store, page_bytes(runner.pool.host), runner.steps.has_passed, host.is_current)
+        host_pools = [runner.pool.host]
+        if self._tp_workers is not None:
+            host_pools += self._tp_workers.host_pools(runner.pool.host)
+        store = open_store(root, identity, runner.tp.size * runner.layout.page_bytes, max_bytes)
+        return DiskTier(store, [*map(page_bytes, host_pools)], runner.steps.has_passed, host.is_current)
 
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
@@ -390,13 +391,28 @@ class Engine(Replica):
         if disk is None:
             return
         if disk.stop() and self._why_lost is None:
-            if self.runner.device.type == "cuda":
-                torch.cuda.synchronize(self.runner.device)
-            device, host = self.runner.pool.device, page_bytes(self.runner.pool.host)
-            until_s, known = time.monotonic() + FLUSH_S, cache.known_pages().items()
-            disk.put(((key, page_bytes(device[page : page + 1].cpu())[0]) for key, page in known), until_s)
-            disk.put(((key, host[page]) for key, page in cache.host.written_pages()), until_s)
+            with suppress(WorkerLost):
+                self._flush(disk)
         disk.close()
+
+    def _flush(self, disk: DiskTier) -> None:
+        """Write the pages of the host tier, then those of the device, which are copied over them."""
+        cache, until_s = self.scheduler.cache, time.monotonic() + FLUSH_S
+        self._wait_for_copies()
+        disk.put(cache.host.written_pages(), until_s)
+        known = [item for item in cache.known_pages().items() if item[0] not in disk.places]
+        for first in range(0, len(known), cache.host.num_pages):
+            if time.monotonic() > until_s:
+                return
+            part = known[first : first + cache.host.num_pages]
+            copies = tuple((page, host_page) for host_page, (_, page) in enumerate(part))
+            self._run(Batch(copies_to_host=copies), None)
+            self._wait_for_copies()
+            disk.put(((key, host_page) for host_page, (key, _) in enumerate(part)), until_s)
+
+    def _wait_for_copies(self) -> None:
+        if self.runner.device.type == "cuda":
+            torch.cuda.synchronize(self.runner.device)
 
     def _abort(self, request_id: str, choice: int | None) -> list[Sequence]:
         ended = super()._abort(request_id, choice)

@@ -67,7 +67,7 @@ def plain_rate(path: Path, memory: HostPages, flags: int = 0) -> float:
 def open_tier(folder: Path, host: HostPages) -> Iterator[DiskTier]:
     """Open the tier in the folder, over host pages that no step uses."""
     store = open_store(folder, b"bench", host.shape[1], 2 * READ_BYTES)
-    tier = DiskTier(store, host, lambda _: True, lambda *_: True)
+    tier = DiskTier(store, [host], lambda _: True, lambda *_: True)
     try:
         yield tier
     finally:
@@ -100,7 +100,7 @@ def read_rows(name: str, folder: Path, num_rounds: int, report: Report) -> list[
     host = content.reshape(-1, PAGE_BYTES[name]).copy()
     with open_tier(folder / "tier", host) as tier:
         tier.stop()
-        tier.put(((key_of(page), host[page]) for page in range(len(host))), float("inf"))
+        tier.put(((key_of(page), page) for page in range(len(host))), float("inf"))
     (folder / "plain").write_bytes(content)
 
     def plainly(flags: int = 0) -> float:

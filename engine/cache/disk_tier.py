@@ -14,6 +14,7 @@ The life of a page on disk:
 A file may be torn or damaged: a record with a wrong checksum is forgotten, and its page is computed again.
 The checksum of a page is XXH3-128, which keeps up with a disk on one core; a damaged page passes once in
 2^128. It proves no author: the files are their owner's alone. An error of the file system turns the tier off.
+docs/decisions/0040 says why one thread keeps the pages of all ranks of a replica.
 """
 
 import errno
@@ -39,7 +40,9 @@ from baton.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-HostPages: TypeAlias = NDArray[np.uint8]  # [num_host_pages, page_bytes]
+# The memory of one rank, [num_host_pages, page_bytes]: the bytes of a page are those of all ranks together.
+HostPages: TypeAlias = NDArray[np.uint8]
+PageParts: TypeAlias = Sequence[NDArray[np.uint8]]  # one page, the part of each rank
 
 _BLOCK: Final = 4096  # data starts at multiples
 _SEGMENT_BYTES: Final = 64 * 2**20  # of an ordinary segment
@@ -55,7 +58,7 @@ MAX_QUEUED_WRITES: Final = 4096  # later pages are not written
 FIRST_BYTES_PER_S: Final = 1e9  # that a disk is assumed to read before it has been measured
 RECOVERY: Final = 0.9  # of the measured time, for each request that computes its pages instead
 NEWEST_SHARE: Final = 0.25  # weight of the latest batch in the measured time
-_MOST_PAGES_A_READ: Final = 256  # a read has two buffers a page; Linux takes 1024
+_MOST_BUFFERS: Final = 1024  # that Linux takes in one read
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +76,7 @@ class _Segment:
 class DiskStore:
     """Pages of equal size in a directory of segment files, at most `max_bytes` in all. Not thread-safe.
 
+    A page has one part for each rank of a replica, so a page that is here is here for every rank.
     A segment has a head, an index entry for each slot, and the pages. A record is written page first, then
     entry. Every checksum covers `identity`, the key and the place of the record, so that no record of other
     pages is accepted. Methods raise OSError as the file system does.
@@ -127,8 +131,8 @@ class DiskStore:
         segment = self._where[key]
         return segment.place * self.num_slots + segment.keys[key][0]
 
-    def put(self, key: bytes, page: HostPages) -> list[bytes]:
-        """Append a page, [page_bytes], unless its key is here; return the keys that were dropped for it."""
+    def put(self, key: bytes, page: PageParts) -> list[bytes]:
+        """Append a page unless its key is here; return the keys that were dropped for it."""
         if key in self._where:
             return []
         dropped: list[bytes] = []
@@ -139,17 +143,17 @@ class DiskStore:
         slot = segment.num_written
         segment.num_written += 1  # also after an error: the slot may be torn
         checksum = self._checksum(key, page)
-        _write(segment.fd, page.data, self._data + slot * self._stride)
+        _write(segment.fd, [part.data for part in page], self._data + slot * self._stride)
         entry = key + checksum
         check = self._hash(b"entry", _place(segment.serial, slot) + entry)[:16]
-        _write(segment.fd, entry + check, _BLOCK + slot * _ENTRY.size)
+        _write(segment.fd, [entry + check], _BLOCK + slot * _ENTRY.size)
         segment.keys[key] = slot, checksum
         segment.used = next(self._serials)
         self._where[key] = segment
         return dropped
 
-    def read(self, pages: Mapping[bytes, HostPages]) -> Iterator[tuple[bytes, bool]]:
-        """Read pages, [page_bytes] each, in the order of the files; yield each key once its page was read.
+    def read(self, pages: Mapping[bytes, PageParts]) -> Iterator[tuple[bytes, bool]]:
+        """Read pages in the order of the files; yield each key once its page was read.
 
         False, with anything in the page, if it is absent or damaged: it is forgotten then.
         """
@@ -162,12 +166,13 @@ class DiskStore:
         for keys in runs:
             yield from self._read_run(keys, [pages[key] for key in keys])
 
-    def _runs(self, keys: Iterable[bytes]) -> list[list[bytes]]:
+    def _runs(self, pages: Mapping[bytes, PageParts]) -> list[list[bytes]]:
         """The keys that are here, in the order of the files, cut where a read ends."""
-        most = min(max(1, _READ_BYTES // self._stride), _MOST_PAGES_A_READ)
+        num_buffers = 1 + max(map(len, pages.values()), default=0)  # of a page, with the gap behind it
+        most = max(1, min(_READ_BYTES // self._stride, _MOST_BUFFERS // num_buffers))
         runs: list[list[bytes]] = []
         last = -2
-        for place, key in sorted((self.place_of(key), key) for key in keys if key in self._where):
+        for place, key in sorted((self.place_of(key), key) for key in pages if key in self._where):
             if place == last + 1 and place % self.num_slots and len(runs[-1]) < most:
                 runs[-1].append(key)
             else:
@@ -179,10 +184,11 @@ class DiskStore:
         """The offset and the bytes of adjacent pages."""
         return self._data + segment.keys[keys[0]][0] * self._stride, len(keys) * self._stride
 
-    def _read_run(self, keys: Sequence[bytes], pages: Sequence[HostPages]) -> list[tuple[bytes, bool]]:
+    def _read_run(self, keys: Sequence[bytes], pages: Sequence[PageParts]) -> list[tuple[bytes, bool]]:
         """Read adjacent pages at once."""
         segment = self._where[keys[0]]
-        buffers = [each.data for page in pages for each in ((page, self._gap) if len(self._gap) else (page,))]
+        gap = (self._gap,) if len(self._gap) else ()
+        buffers = [each.data for page in pages for each in (*page, *gap)]
         num_read = os.preadv(segment.fd, buffers, self._span(segment, keys)[0])
         found = []
         for number, (key, page) in enumerate(zip(keys, pages, strict=True)):
@@ -198,7 +204,7 @@ class DiskStore:
         self.num_damaged += 1
         slot, _ = segment.keys.pop(key)
         del self._where[key]
-        _write(segment.fd, bytes(_ENTRY.size), _BLOCK + slot * _ENTRY.size)
+        _write(segment.fd, [bytes(_ENTRY.size)], _BLOCK + slot * _ENTRY.size)
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -213,9 +219,10 @@ class DiskStore:
     def _hash(self, kind: bytes, about: bytes) -> bytes:
         return blake2b(about, digest_size=32, key=self._identity, person=b"baton-" + kind).digest()
 
-    def _checksum(self, key: bytes, page: HostPages) -> bytes:
+    def _checksum(self, key: bytes, page: PageParts) -> bytes:
         found = xxhash.xxh3_128(key, self._seed)
-        found.update(page.data)
+        for part in page:
+            found.update(part.data)
         return found.digest()
 
     def _path(self, place: int) -> Path:
@@ -270,7 +277,7 @@ class DiskStore:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         segment = _Segment(place, serial, os.open(self._path(place), flags, 0o600), serial)
         self._segments[place] = segment
-        _write(segment.fd, self._head(serial), 0)
+        _write(segment.fd, [self._head(serial)], 0)
         return segment
 
     def _drop_oldest(self) -> list[bytes]:
@@ -293,9 +300,8 @@ def _place(serial: int, slot: int) -> bytes:
     return serial.to_bytes(8, "little") + slot.to_bytes(8, "little")
 
 
-def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
-    given = memoryview(data)
-    if os.pwrite(fd, given, offset) != len(given):
+def _write(fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
+    if os.pwritev(fd, buffers, offset) != sum(map(len, buffers)):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -345,12 +351,13 @@ class DiskTier:
     def __init__(
         self,
         store: DiskStore,
-        host_pages: HostPages,
+        host_pages: Sequence[HostPages],
         has_passed: Callable[[int], bool],
         is_current: Callable[[int, int], bool],
     ) -> None:
-        """has_passed: see `StepMarks`. is_current(page, generation): a host page has had no other contents
-        since.
+        """host_pages: of each rank. has_passed: see `StepMarks`; of rank 0, whose steps end last.
+
+        is_current(page, generation): a host page has had no other contents since.
         """
         self.num_places = store.num_places
         self.places: dict[bytes, int] = dict(store.places())
@@ -362,9 +369,9 @@ class DiskTier:
         self._store = store
         self._host_pages = host_pages
         self._has_passed, self._is_current = has_passed, is_current
-        self._buffer = np.empty(store.page_bytes, np.uint8)
+        self._buffer = [np.empty(pages.shape[1], np.uint8) for pages in host_pages]
         self._loads: deque[tuple[bytes, int, int]] = deque()  # key, host page, mark
-        self._batch: dict[bytes, HostPages] = {}  # the loads that are being read
+        self._batch: dict[bytes, PageParts] = {}  # the loads that are being read
         self._writes: deque[tuple[bytes, int, int, int]] = deque()  # key, host page, generation, mark
         self._reports: deque[Written | Loaded] = deque()
         self._wakes = threading.Event()
@@ -415,15 +422,13 @@ class DiskTier:
                 self.places[report.key] = report.place
         return reports
 
-    def put(self, pages: Iterable[tuple[bytes, HostPages]], until_s: float) -> None:
-        """Write pages in the calling thread, after `close`'s thread has ended, until time.monotonic() is
-        until_s.
-        """
+    def put(self, pages: Iterable[tuple[bytes, int]], until_s: float) -> None:
+        """Write host pages in the calling thread, after `stop`, until time.monotonic() is until_s."""
         try:
-            for key, page in pages:
+            for key, host_page in pages:
                 if self.num_failed or time.monotonic() > until_s:
                     return
-                self._store.put(key, page)
+                self._store.put(key, self._parts(host_page))
         except OSError as error:
             self._fail(error)
 
@@ -475,12 +480,15 @@ class DiskTier:
                 self._reports.append(Loaded(key, is_valid))
             self.page_s += NEWEST_SHARE * ((time.monotonic() - began_s) / len(batch) - self.page_s)
 
-    def _take_batch(self) -> Mapping[bytes, HostPages]:
+    def _parts(self, host_page: int) -> PageParts:
+        return [pages[host_page] for pages in self._host_pages]
+
+    def _take_batch(self) -> Mapping[bytes, PageParts]:
         """The first loads whose marks have passed, which are then in `_batch` until they end."""
         most = max(1, _BATCH_BYTES // self._store.page_bytes)
         while self._loads and len(self._batch) < most and self._has_passed(self._loads[0][2]):
             key, host_page, _ = self._loads.popleft()
-            self._batch[key] = self._host_pages[host_page]
+            self._batch[key] = self._parts(host_page)
         return dict(self._batch)
 
     def _write_one(self, key: bytes, host_page: int, generation: int, mark: int) -> None:
@@ -488,7 +496,8 @@ class DiskTier:
             return
         if not self._wait(mark):
             return
-        np.copyto(self._buffer, self._host_pages[host_page])
+        for copied, part in zip(self._buffer, self._parts(host_page), strict=True):
+            np.copyto(copied, part)
         if not self._is_current(host_page, generation):
             return  # the page was taken for other contents, perhaps during the copy
         for dropped in self._store.put(key, self._buffer):

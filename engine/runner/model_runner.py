@@ -60,6 +60,8 @@ from baton.kernels.decoder_stack import LayerGroups, OnLayers
 from baton.kernels.native import TORCH_DTYPES, huge_zeros
 from baton.pages import PageLayout
 
+logger = logging.getLogger(__name__)
+
 # (shape, dtype) -> zeros for a CPU pool, in memory of the caller's choice
 ZerosOnCpu = Callable[[Ordered[int], torch.dtype], Tensor]
 
@@ -74,16 +76,22 @@ class KvPool:
         num_host_pages: int,
         device: torch.device,
         zeros_on_cpu: ZerosOnCpu = huge_zeros,
+        host_zeros: ZerosOnCpu | None = None,
     ) -> None:
+        """host_zeros: gives the memory of the host pages; None: memory of this process."""
         shape = (layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.row_elements)
         dtype = TORCH_DTYPES[layout.element_type]
         if device.type == "cpu":
             self.device: Tensor = zeros_on_cpu((num_pages, *shape), dtype)
         else:
             self.device = torch.zeros((num_pages, *shape), dtype=dtype, device=device)
-        self.host: Tensor = torch.zeros(
-            (num_host_pages, *shape), dtype=dtype, pin_memory=device.type == "cuda" and num_host_pages > 0
-        )
+        is_pinned = device.type == "cuda" and num_host_pages > 0
+        if host_zeros is None:
+            self.host: Tensor = torch.zeros((num_host_pages, *shape), dtype=dtype, pin_memory=is_pinned)
+        else:
+            self.host = host_zeros((num_host_pages, *shape), dtype)
+            if is_pinned:
+                _pin(self.host)
 
     @torch.inference_mode()
     def copy(self, to_host: Ordered[PageCopy], to_device: Ordered[PageCopy]) -> None:
@@ -96,6 +104,13 @@ class KvPool:
             self.host[host_page].copy_(self.device[device_page], non_blocking=True)
         for device_page, host_page in to_device:
             self.device[device_page].copy_(self.host[host_page], non_blocking=True)
+
+
+def _pin(memory: Tensor) -> None:
+    """Lock memory of any origin for copies from and to GPUs. Copies are slower where that is refused."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(status):
+        logger.warning("%s bytes of host pages cannot be pinned: %s", f"{memory.nbytes:,}", status)
 
 
 def page_bytes(pages: Tensor) -> NDArray[np.uint8]:
@@ -170,9 +185,6 @@ def _free_bytes(cache: CacheConfig, device: torch.device) -> int:
     peak = torch.cuda.max_memory_reserved(device)
     ours = int(total * cache.gpu_memory_utilization) - peak - CUDA_CONTEXT_BYTES
     return max(0, min(ours, free - (peak - torch.cuda.memory_reserved(device))))
-
-
-logger = logging.getLogger(__name__)
 
 
 # The rank.
@@ -279,8 +291,8 @@ class ModelRunner:
             raise ModelError(f"{num_bytes:,} bytes of weights cannot be placed: {error}") from error
 
     @torch.inference_mode()
-    def allocate(self, zeros_on_cpu: ZerosOnCpu = huge_zeros) -> None:
-        """Make the pool, on a CPU from `zeros_on_cpu`.
+    def allocate(self, zeros_on_cpu: ZerosOnCpu = huge_zeros, host_zeros: ZerosOnCpu | None = None) -> None:
+        """Make the pool, on a CPU from `zeros_on_cpu`; see `KvPool`.
 
         ConfigError when the pool cannot hold one sequence of the longest length.
         """
@@ -290,7 +302,7 @@ class ModelRunner:
         check_fits(cache, num_pages, self.layout, self.max_model_len)
         num_host_pages = self.tp.smallest(count_host_pages(cache, self.layout, num_pages))
         try:
-            self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device, zeros_on_cpu)
+            self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device, zeros_on_cpu, host_zeros)
         except (OSError, OverflowError, RuntimeError) as error:
             num_bytes = (num_pages + num_host_pages) * self.layout.page_bytes
             raise ConfigError(f"KV pages of {num_bytes:,} bytes cannot be allocated: {error}") from error

@@ -12,11 +12,15 @@
 The channel is a pipe of its own, so that nothing that the process prints is taken for an answer.
 """
 
+import math
+import mmap
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -85,6 +89,7 @@ class TpAssignment(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     rendezvous: str  # path of the file where the ranks find each other
     num_threads: int
+    host_fd: int = -1  # of the memory of its host pages, which rank 0 maps too; -1: memory of its own
     sidecar: RankSidecar | None = None
 
 
@@ -100,13 +105,14 @@ class _TpWorker:
 
     def __init__(self, assignment: TpAssignment) -> None:
         self.rank = assignment.rank
+        self.host_fd = assignment.host_fd
         self._reader, writer = Pipe(duplex=False)
         # A process group of its own: Ctrl-C in the terminal is for rank 0, which then sends STOP_COMMAND.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "baton.engine.runner.tp_worker", str(writer.fileno())],
             stdin=subprocess.PIPE,
             stdout=ERROR_OUTPUT,
-            pass_fds=(writer.fileno(),),
+            pass_fds=(writer.fileno(), *((self.host_fd,) if self.host_fd >= 0 else ())),
             cwd=_import_root(),
             process_group=0,
         )
@@ -146,6 +152,9 @@ class _TpWorker:
             self.process.kill()
             self.process.wait()
         self._reader.close()
+        if self.host_fd >= 0:
+            os.close(self.host_fd)
+            self.host_fd = -1
 
     def _error(self, answer: bytes) -> BatonError:
         failure = msgspec.json.decode(answer, type=TpWorkerFailure)
@@ -171,7 +180,12 @@ class TpWorkers:
         try:
             for rank in range(1, size):
                 assignment = TpAssignment(
-                    config=config, rank=rank, rendezvous=rendezvous, num_threads=share, sidecar=sidecar
+                    config=config,
+                    rank=rank,
+                    rendezvous=rendezvous,
+                    num_threads=share,
+                    host_fd=os.memfd_create("kv-host") if config.cache.kv_disk_path is not None else -1,
+                    sidecar=sidecar,
                 )
                 self._workers.append(_TpWorker(assignment))
             for worker in self._workers:
@@ -194,12 +208,25 @@ class TpWorkers:
                 raise
             raise failure from error
 
+    def host_pools(self, own: Tensor) -> list[Tensor]:
+        """The host pages of the other ranks, by rank, of a replica with a disk tier. own: rank 0's."""
+        return [shared_zeros(worker.host_fd, own.shape, own.dtype) for worker in self._workers]
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for the processes, which have received STOP_COMMAND; kill them after the timeout."""
         for worker in self._workers:
             worker.close(timeout_s)
         self._folder.cleanup()
         native.set_num_threads(self._num_threads)
+
+
+def shared_zeros(fd: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in the memory of `fd`, which every process that has it shares."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    os.ftruncate(fd, num_bytes)
+    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=dtype).view(tuple(shape))
 
 
 def _import_root() -> Path:
@@ -217,16 +244,17 @@ def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
     native.set_num_threads(assignment.num_threads)
     device = choose_device(config.device, assignment.rank)
     store = FileStore(assignment.rendezvous, size)
+    host_zeros = partial(shared_zeros, assignment.host_fd) if assignment.host_fd >= 0 else None
     channel.send_bytes(READY)
     tp = TensorParallel.join(assignment.rank, size, store, device)
     runner = ModelRunner(config, read_model_config(Path(config.model)), tp)
     runner.load()
     if assignment.sidecar is None:
-        runner.allocate()
+        runner.allocate(host_zeros=host_zeros)
         _run_steps(runner)
         return
     with closing(make_sidecar(assignment.sidecar)) as sidecar:
-        runner.allocate(sidecar.zeros_on_cpu)
+        runner.allocate(sidecar.zeros_on_cpu, host_zeros)
         sidecar.start(assignment.rank, runner.pool.device, runner.steps)
         tp.smallest(0)  # rank 0 waits here for all sidecars
         _run_steps(runner)

@@ -24,14 +24,17 @@ def always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.engine.cache.disk_tier.DiskTier.pays", lambda *_: True)
 
 
-def engine_in(root: Path, *, num_host_pages: int = 24, **settings: Any) -> Engine:
+def engine_in(
+    root: Path, *, num_host_pages: int = 24, tensor_parallel_size: int = 1, **settings: Any
+) -> Engine:
     cache = {
         "kv_cache_memory_bytes": 24 * PAGE_BYTES,
         "host_cache_memory_bytes": num_host_pages * PAGE_BYTES,
         "kv_disk_path": str(root / "kv"),
         "kv_disk_bytes": 2**22,
     }
-    return tiny_engine(root / "model", cache={**cache, **settings})
+    tp = tensor_parallel_size
+    return tiny_engine(root / "model", cache={**cache, **settings}, tensor_parallel_size=tp)
 
 
 def num_cached(outputs: list[StepOutput]) -> int:
@@ -59,6 +62,23 @@ def test_engine_that_starts_again_continues_from_the_disk_with_the_same_tokens(t
     again = generate(second, PROMPT)
     assert token_ids(again) == expected
     assert num_cached(again) == 48 and read_of(second) == 12
+    second.scheduler.check_integrity()
+    second.close()
+
+
+def test_replica_of_two_ranks_has_its_prefixes_again(tmp_path: Path) -> None:
+    expected = computed_before(tmp_path)
+    first = engine_in(tmp_path, tensor_parallel_size=2)
+    assert not num_cached(generate(first, PROMPT))  # pages of one rank are no pages of two
+    first.close()
+    second = engine_in(tmp_path, tensor_parallel_size=2)
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and num_cached(again) == 48 and read_of(second) == 12
+    second.scheduler.cache.make_room(24 * 2)
+    for prompt in OTHERS[:2]:
+        generate(second, prompt)
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and num_cached(again)
     second.scheduler.check_integrity()
     second.close()
 

@@ -17,16 +17,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.engine.cache.disk_tier import DiskStore, DiskTier, HostPages, Loaded, open_store
+from baton.engine.cache.disk_tier import DiskStore, DiskTier, HostPages, Loaded, PageParts, open_store
 from baton.errors import ConfigError
 
 PAGE_BYTES: Final = 5000
+FIRST_BYTES: Final = 2000  # of the first of two ranks
 MAX_BYTES: Final = 4 * (3 * (8192 + 64) + 8192)  # four segments of three pages
 KEYS: Final = [bytes([number]) * 16 for number in range(24)]
 
 
 def page_of(key: bytes, version: int = 0) -> HostPages:
     return np.frombuffer(random.Random(f"{key.hex()} {version}").randbytes(PAGE_BYTES), np.uint8)
+
+
+def parts_of(page: HostPages) -> PageParts:
+    """The parts of two ranks."""
+    return [page[:FIRST_BYTES], page[FIRST_BYTES:]]
 
 
 def store_in(root: Path, identity: bytes = b"a model", max_bytes: int = MAX_BYTES) -> DiskStore:
@@ -39,7 +45,8 @@ def read(store: DiskStore, key: bytes) -> bytes | None:
 
 def read_all(store: DiskStore, keys: list[bytes]) -> dict[bytes, bytes | None]:
     pages = {key: np.empty(PAGE_BYTES, np.uint8) for key in keys}
-    return {key: pages[key].tobytes() if is_valid else None for key, is_valid in store.read(pages)}
+    parts = {key: parts_of(page) for key, page in pages.items()}
+    return {key: pages[key].tobytes() if is_valid else None for key, is_valid in store.read(parts)}
 
 
 def segments(root: Path) -> list[Path]:
@@ -64,7 +71,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
     def put(self, key: bytes, version: int) -> None:
         is_new = key not in self.store
         page = page_of(key, version)
-        for dropped in self.store.put(key, page):
+        for dropped in self.store.put(key, parts_of(page)):
             del self.pages[dropped]
         if is_new:
             self.pages[key] = page.tobytes()
@@ -111,15 +118,15 @@ TestStoreAgainstDictionary.settings = settings(max_examples=40, stateful_step_co
 def test_least_recently_used_segment_is_dropped_first(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     for key in KEYS[:12]:
-        store.put(key, page_of(key))
+        store.put(key, parts_of(page_of(key)))
     assert read(store, KEYS[0]) is not None
-    assert store.put(KEYS[12], page_of(KEYS[12])) == KEYS[3:6]
+    assert store.put(KEYS[12], parts_of(page_of(KEYS[12]))) == KEYS[3:6]
     store.close()
 
 
 def test_pages_of_another_identity_or_size_are_not_accepted(tmp_path: Path) -> None:
     store = store_in(tmp_path)
-    store.put(KEYS[0], page_of(KEYS[0]))
+    store.put(KEYS[0], parts_of(page_of(KEYS[0])))
     store.close()
     (directory,) = tmp_path.iterdir()
     for identity, page_bytes in ((b"another", PAGE_BYTES), (b"a model", PAGE_BYTES - 1)):
@@ -133,7 +140,7 @@ def test_pages_of_another_identity_or_size_are_not_accepted(tmp_path: Path) -> N
 
 def test_files_are_the_owners_alone_and_two_processes_have_two_directories(tmp_path: Path) -> None:
     first, second = store_in(tmp_path), store_in(tmp_path)
-    first.put(KEYS[0], page_of(KEYS[0]))
+    first.put(KEYS[0], parts_of(page_of(KEYS[0])))
     assert KEYS[0] not in second and len(list(tmp_path.iterdir())) == 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*/*")} == {0o600}
     first.close()
@@ -144,14 +151,14 @@ def test_file_that_cannot_be_opened_costs_its_place_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = store_in(tmp_path)
-    store.put(KEYS[0], page_of(KEYS[0]))
+    store.put(KEYS[0], parts_of(page_of(KEYS[0])))
     store.close()
     (segments(tmp_path)[0].parent / "segment-00001.kv").mkdir()
     store = store_in(tmp_path)
     assert "segment-00001.kv" in caplog.text
     for number in range(4 * store.num_places):
         key = number.to_bytes(16, "big")
-        store.put(key, page_of(key))
+        store.put(key, parts_of(page_of(key)))
         assert read(store, key) == page_of(key).tobytes()
     assert len(list(store.places())) <= store.num_places - store.num_slots
     store.close()
@@ -160,7 +167,7 @@ def test_file_that_cannot_be_opened_costs_its_place_alone(
 def test_store_that_opens_again_goes_on_in_its_latest_segment(tmp_path: Path) -> None:
     for key in KEYS[:3]:
         store = store_in(tmp_path)
-        store.put(key, page_of(key))
+        store.put(key, parts_of(page_of(key)))
         store.close()
     store = store_in(tmp_path)
     assert len(segments(tmp_path)) == 1
@@ -186,7 +193,7 @@ def test_pages_are_read_in_the_order_of_the_files_and_adjacent_ones_at_once(
         return preadv(fd, buffers, offset)
 
     for key in KEYS[:8]:  # segments of three pages
-        store.put(key, page_of(key))
+        store.put(key, parts_of(page_of(key)))
     monkeypatch.setattr(os, "preadv", count)
     asked = [KEYS[each] for each in (7, 0, 20, 5, 1, 3, 4)]
     found = read_all(store, asked)
@@ -199,7 +206,7 @@ def test_pages_are_read_in_the_order_of_the_files_and_adjacent_ones_at_once(
 def test_damage_in_a_read_costs_the_damaged_pages_alone(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     for key in KEYS[:3]:
-        store.put(key, page_of(key))
+        store.put(key, parts_of(page_of(key)))
     path = segments(tmp_path)[0]
     content = bytearray(path.read_bytes())
     content[-PAGE_BYTES - 8192] ^= 1  # the first byte of the second page
@@ -213,7 +220,7 @@ def _write_without_end(root: Path) -> None:
     store = store_in(root, max_bytes=2**22)
     while True:
         for key in (number.to_bytes(16, "little") for number in range(2000)):
-            store.put(key, page_of(key))
+            store.put(key, parts_of(page_of(key)))
 
 
 def test_killed_writer_leaves_only_whole_pages(tmp_path: Path) -> None:
@@ -244,8 +251,9 @@ class Host:
         self.taken: set[int] = set()
         self.passed = 10**9
         self.store = store_in(root)
+        ranks = [self.pages[:, :FIRST_BYTES], self.pages[:, FIRST_BYTES:]]
         self.tier = DiskTier(
-            self.store, self.pages, lambda mark: mark <= self.passed, lambda page, _: page not in self.taken
+            self.store, ranks, lambda mark: mark <= self.passed, lambda page, _: page not in self.taken
         )
 
     def wait(self, *, loads: int = 0, writes: int = 0) -> list[Loaded]:
