@@ -24,8 +24,9 @@ operation takes O(log keys) and moves at most eight bytes a key.
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 MAX_CLOCK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
@@ -337,12 +338,19 @@ class FairLru(Generic[Item]):
 
     def next_out(self) -> Item | None:
         """Return the item to evict next; None when there is none."""
+        return next(iter(self._next_group()), None)
+
+    def next_of_least_value(self, value: Callable[[Item], float], num_compared: int) -> Item | None:
+        """Return the least valuable of the oldest items of the next group; of equals, the oldest."""
+        return min(islice(self._next_group(), num_compared), key=value, default=None)
+
+    def _next_group(self) -> Iterable[Item]:
         groups = self._groups
         if len(groups) > 1:
-            return next(iter(groups[max(groups, key=self._num_for_weight)]))
+            return groups[max(groups, key=self._num_for_weight)]
         for items in groups.values():
-            return next(iter(items))
-        return None
+            return items
+        return ()
 
     def _num_for_weight(self, group: Group) -> float:
         return len(self._groups[group]) / self._weights.get(group, 1.0)

@@ -183,13 +183,12 @@ class Engine(Replica):
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
             request = msgspec.structs.replace(request, sampling=sampling)
-        compute_token_s = None if self._meter.rates is None else self._meter.rates.recompute_s_per_token
         sequences = self._add(request, filled, keeps_pages, self.runner.model_config.eos_token_ids)
         for sequence in sequences:
             self._form_mask.prepare(sequence)
             if request.adapter is not None:
                 self._adapters.hold(sequence)
-            if filled is None and self.scheduler.cache.prefetch(sequence, compute_token_s):
+            if filled is None and self.scheduler.cache.prefetch(sequence):
                 sequence.is_held = True
                 self._loading[sequence] = perf_counter()
         return sequences
@@ -241,7 +240,9 @@ class Engine(Replica):
         sampled, so it computes without a pause. Sampling waits for them: it reads the tokens of sequences.
         """
         began_s = perf_counter()
-        self.scheduler.rates = self._meter.rates
+        if (rates := self._meter.rates) is not None:
+            self.scheduler.rates = rates
+            self.scheduler.cache.host.compute_page_s = rates.recompute_s_per_token * self.pages.page_size
         self.scheduler.cache.poll()
         if self._is_holding:
             self._release_held()

@@ -33,6 +33,7 @@ from baton.fair_queue import FairLru, Group
 from baton.messages.control import ON_DISK
 from baton.pages import PageKeys
 
+NUM_COMPARED: Final = 16  # of the oldest host pages, the one that saves least gives its page
 MAX_CHANGED_KEYS: Final = 1 << 16  # some eight megabytes
 
 
@@ -88,6 +89,7 @@ class HostTier:
         self.changed = ChangedKeys()  # shared with the prefix cache; the tier notes the keys that it drops
         self.cached: FairLru[bytes] = FairLru()  # keys
         self.disk: DiskTier | None = None
+        self.compute_page_s = inf  # seconds to compute the tokens of a page; not known yet
         self._generation = [0] * num_pages  # of each page, grows when it gets other contents
         self._loading: dict[bytes, tuple[int, Group]] = {}  # key -> (host page, group)
         self.clear()
@@ -275,13 +277,23 @@ class HostTier:
         if self._free:
             host_page = self._free.pop()
         else:
-            key = self.cached.next_out()
+            key = self.cached.next_of_least_value(self._value_s, NUM_COMPARED)
             if key is None:
                 raise IntegrityError("no host page is left although room was promised")
             self.changed.note(key)
             host_page = self._uncache(key)
         self._generation[host_page] += 1
         return host_page
+
+    def _value_s(self, key: bytes) -> float:
+        """Seconds that a host page saves if its tokens come again, against the next best way to have it.
+
+        The bytes are those of any other page. A page with a copy on disk saves a read at most; others save
+        computing.
+        """
+        if self.disk is not None and key in self.disk.places:
+            return min(self.disk.page_s, self.compute_page_s)
+        return self.compute_page_s
 
     def _uncache(self, key: bytes) -> int:
         """Remove a key from the cached pages; return its host page."""
@@ -412,19 +424,16 @@ class PrefixCache:
         host = [self._host_change(key) for key in changed] if self.host.num_pages else []
         return PageChanges(False, [self._device_change(key) for key in changed], host)
 
-    def prefetch(self, sequence: Sequence, compute_token_s: float | None = None) -> bool:
+    def prefetch(self, sequence: Sequence) -> bool:
         """Order the pages on disk that continue the known prefix of a sequence; True while some are to
-        come from a disk that does not hang.
-
-        compute_token_s: seconds to compute a token. Pages that are computed faster than read are not ordered.
+        come from a disk that does not hang. Pages that are computed faster than read are not ordered.
         """
         if self.host.disk is None or self.host.disk.is_stalled or sequence.needs_prompt_logprobs:
             return False
         keys = sequence.page_keys[: (sequence.num_tokens - 1) // self.pool.page_size]
         outside = keys[len(self._known_pages(keys)) :]
         is_on_disk = next((key in self.host.disk.places for key in outside if key not in self.host), False)
-        page_s = inf if compute_token_s is None else compute_token_s * self.pool.page_size
-        if not is_on_disk or self.host.disk.pays(page_s):
+        if not is_on_disk or self.host.disk.pays(self.host.compute_page_s):
             self.host.load(outside, sequence.cache_group, self.pool.launched)
         return self.host.is_loading(keys)
 

@@ -199,3 +199,15 @@ def test_eviction_equals_that_of_a_plain_list(steps: list[tuple[bytes | None, in
             sum(of == each for _, of in plain) for each in GROUPS
         ]
     assert (lru.next_out() is None) == (not plain)
+
+
+def test_least_valuable_of_the_oldest_items_goes_first() -> None:
+    lru = FairLru[int]()
+    assert lru.next_of_least_value(float, 3) is None
+    for item in (5, 3, 4, 1):
+        lru.add(item, b"")
+    assert lru.next_of_least_value(float, 3) == 3
+    assert lru.next_of_least_value(float, 4) == 1
+    assert lru.next_of_least_value(lambda _: 0.0, 4) == lru.next_out() == 5
+    lru.add(9, b"another")
+    assert lru.next_of_least_value(float, 4) == 1

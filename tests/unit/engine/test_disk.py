@@ -128,6 +128,32 @@ def test_pages_that_left_the_host_come_back_from_the_disk(tmp_path: Path) -> Non
     engine.close()
 
 
+def test_host_keeps_pages_that_are_nowhere_else_before_pages_with_a_copy_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_in(tmp_path)
+    host, disk = engine.scheduler.cache.host, engine.scheduler.cache.host.disk
+    assert disk is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "write", lambda *_: None)
+        generate(engine, OTHERS[0][:20])
+        engine.scheduler.cache.make_room(24)
+        generate(engine, PROMPT)
+    nowhere_else = engine.page_keys(OTHERS[0][:20], b"", 4)
+    assert all(key in host for key in nowhere_else)
+    engine.scheduler.cache.make_room(24)
+    generate(engine, OTHERS[1][:20])
+    keys = engine.page_keys(PROMPT[:48], b"", 4)
+    while not disk.places.keys() >= set(keys):
+        engine.take_page_changes()
+    disk.page_s = 0.0
+    engine.scheduler.cache.make_room(24)
+    generate(engine, OTHERS[2][:40])
+    assert all(key in host for key in nowhere_else) and not all(key in host for key in keys)
+    engine.scheduler.check_integrity()
+    engine.close()
+
+
 def test_aborted_and_lost_sequences_leave_no_host_page_behind(tmp_path: Path) -> None:
     computed_before(tmp_path)
     second = engine_in(tmp_path)
