@@ -101,7 +101,7 @@ def read_rows(name: str, folder: Path, num_rounds: int, report: Report) -> list[
     with open_tier(folder / "tier", host) as tier:
         tier.stop()
         tier.put(((key_of(page), page) for page in range(len(host))), float("inf"))
-    (folder / "plain").write_bytes(content)
+    (folder / "plain").write_bytes(content.data)
 
     def plainly(flags: int = 0) -> float:
         drop_cached(folder)

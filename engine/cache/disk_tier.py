@@ -375,7 +375,7 @@ class DiskTier:
         self._writes: deque[tuple[bytes, int, int, int]] = deque()  # key, host page, generation, mark
         self._reports: deque[Written | Loaded] = deque()
         self._wakes = threading.Event()
-        self._is_closing = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
         self._thread.start()
 
@@ -434,7 +434,7 @@ class DiskTier:
 
     def stop(self) -> bool:
         """End the thread; the orders that it has not begun are lost. Return False for a disk that hangs."""
-        self._is_closing = True
+        self._closing.set()
         self._wakes.set()
         self._thread.join(STOP_S)
         return not self._thread.is_alive()
@@ -445,7 +445,7 @@ class DiskTier:
             self._store.close()
 
     def _run(self) -> None:
-        while not self._is_closing:
+        while not self._closing.is_set():
             self._wakes.wait()
             self._wakes.clear()
             try:
@@ -456,7 +456,7 @@ class DiskTier:
 
     def _work(self) -> None:
         """Carry out the orders, loads first."""
-        while (self._loads or self._writes) and not self._is_closing:
+        while (self._loads or self._writes) and not self._closing.is_set():
             if self.num_failed:
                 self._end_loads()
                 self._writes.clear()
@@ -466,12 +466,12 @@ class DiskTier:
                 self._write_one(*self._writes.popleft())
 
     def _load_all(self) -> None:
-        while self._loads and not self._is_closing:
+        while self._loads and not self._closing.is_set():
             if not self._wait(self._loads[0][2]):
                 return
             began_s, batch = time.monotonic(), self._take_batch()
             for key, is_valid in self._store.read(batch):
-                if self._is_closing:
+                if self._closing.is_set():
                     return
                 del self._batch[key]
                 self.num_read += is_valid
@@ -508,7 +508,7 @@ class DiskTier:
     def _wait(self, mark: int) -> bool:
         """Wait until the mark has passed; return False when the tier is closing before."""
         while not self._has_passed(mark):
-            if self._is_closing:
+            if self._closing.is_set():
                 return False
             time.sleep(_POLL_S)
         return True

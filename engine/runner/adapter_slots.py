@@ -132,13 +132,12 @@ class AdapterSlots:
             if self._has_room():
                 self._read(adapter)
             return None
-        if contents.done():
-            try:
-                contents.result()
-            except (ModelError, MemoryError, RuntimeError) as error:  # RuntimeError: torch has no memory
-                raise InvalidRequest(f"{_UNUSABLE}: {error}") from None
+        try:
+            found = contents.result() if contents.done() else None
+        except (ModelError, MemoryError, RuntimeError) as error:  # RuntimeError: torch has no memory
+            raise InvalidRequest(f"{_UNUSABLE}: {error}") from None
         self._contents[adapter.digest] = contents  # now the latest
-        return contents.result() if contents.done() else None
+        return found
 
     def _has_room(self) -> bool:
         """Forget the oldest contents that no held sequence waits for, until there is room for others."""

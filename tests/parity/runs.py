@@ -97,7 +97,8 @@ def forward_logits(made: Engine, token_ids: list[int], adapter: Adapter | None =
     """Return the logits of every position, [T, V]: one prefill in the first pages of the idle pool."""
     slots = NO_SLOTS
     if adapter is not None:
-        made.runner.place_adapter(0, adapter)
+        _, tensors = made.runner.read_adapter(adapter)
+        made.runner.put_adapter(0, tensors)
         slots = np.zeros(len(token_ids), np.int32)
     num_tokens, page_size = len(token_ids), made.runner.layout.page_size
     positions = np.arange(num_tokens)

@@ -142,7 +142,7 @@ def test_host_keeps_pages_that_are_nowhere_else_before_pages_with_a_copy_on_disk
     nowhere_else = engine.page_keys(OTHERS[0][:20], b"", 4)
     assert all(key in host for key in nowhere_else)
     engine.scheduler.cache.make_room(24)
-    generate(engine, OTHERS[1][:20])
+    generate(engine, OTHERS[1][:40])
     keys = engine.page_keys(PROMPT[:48], b"", 4)
     while not disk.places.keys() >= set(keys):
         engine.take_page_changes()

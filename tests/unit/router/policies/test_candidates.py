@@ -121,7 +121,7 @@ def test_prefix_below_the_device_costs_its_load_as_far_as_the_queue_does_not_hid
 def test_prefix_is_pulled_from_a_device_rather_than_read_from_a_slow_disk() -> None:
     source = a_source("q", 900)
     assert cost_at(on_disk("p", 800, 0.3), [source]).source == "q"
-    assert not cost_at(on_disk("p", 800, 0.01), [source]).source
+    assert not cost_at(on_disk("p", 800, 0.001), [a_source("q", 801)]).source
 
 
 @pytest.mark.parametrize(("load_s", "is_pulled"), [(0.0, True), (0.3, True), (0.9, False)])
