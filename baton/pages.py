@@ -71,7 +71,7 @@ SCALE_BYTES: Final = 2  # of the key, or the value, of one token and head in a p
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shape of a KV pool. Of one rank it is `[num_pages, num_layers, 2, num_kv_heads / tp_size,
+    """The shape of a KV pool. Of one rank it is `[num_pages, layers of its stage, 2, num_kv_heads / tp_size,
     page_size, row_elements]`.
 
     A row is the key, or the value, of one token and head: `head_dim` elements of `dtype`, the model's. With
@@ -89,6 +89,9 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     head_dim: int
     dtype: str
     cache_dtype: str = "auto"  # as `dtype`
+    # The number of layers in each pipeline stage; empty: one stage has them all. Rank r is in stage
+    # r // tp_size.
+    stage_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "page_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -102,6 +105,29 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
         if self.cache_dtype not in CACHE_DTYPES:
             raise ConfigError(f"cache_dtype must be one of {CACHE_DTYPES}, got {self.cache_dtype!r}")
+        if self.stage_layers and (min(self.stage_layers) < 1 or sum(self.stage_layers) != self.num_layers):
+            raise ConfigError(f"stage_layers {self.stage_layers} are not {self.num_layers} layers")
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stage_layers))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_stages * self.tp_size
+
+    def layers_of(self, rank: int) -> range:
+        """Return the layers that a rank has."""
+        stage = rank // self.tp_size
+        sizes = self.stage_layers or (self.num_layers,)
+        first = sum(sizes[:stage])
+        return range(first, first + sizes[stage])
+
+    def of_stage(self, rank: int) -> "PageLayout":
+        """Return the layout of the pages of a rank's stage alone: as if the model had no other layers."""
+        if not self.stage_layers:
+            return self
+        return msgspec.structs.replace(self, num_layers=len(self.layers_of(rank)), stage_layers=())
 
     @property
     def element_type(self) -> str:
@@ -131,7 +157,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token on one rank: keys and values of all layers."""
+        """Bytes of one token on one rank of each stage: keys and values of all layers."""
         return 2 * self.num_layers * self.heads_per_rank * self.row_bytes
 
     @property

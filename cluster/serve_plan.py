@@ -17,6 +17,7 @@ from baton.config.gateway import GatewayConfig
 from baton.engine.models.loading.checkpoint import read_entries
 from baton.engine.models.registry import (
     check_split,
+    check_stages,
     choose_max_model_len,
     read_draft_model_config,
     read_model_config,
@@ -91,7 +92,7 @@ def _worker(
         kind=Kind.WORKER,
         name=name,
         role=role,
-        num_ranks=settings.tensor_parallel_size,
+        num_ranks=settings.num_ranks,
         cores_per_rank=pool.cores_per_rank,
         gpus_per_rank=gpus_per_rank,
         mps_priority=MPS_PRIORITIES[role] if shares_gpu else None,
@@ -197,6 +198,11 @@ def check_model(config: ServeConfig) -> Path:
             except ConfigError as error:
                 owner = "engine" if pool.tensor_parallel_size is None else role
                 raise ConfigError(f"{owner}.tensor_parallel_size: {error}") from None
+            try:
+                check_stages(model, pool.engine(config.engine).pipeline_parallel_size)
+            except ConfigError as error:
+                owner = "engine" if pool.pipeline_parallel_size is None else role
+                raise ConfigError(f"{owner}.pipeline_parallel_size: {error}") from None
     return directory
 
 

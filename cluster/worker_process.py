@@ -70,7 +70,7 @@ class HostedWorker:
             ring = KeyRing.of(keys, Kind.WORKER)
             shared = SharedPool()
             ends.callback(shared.close)
-            agents = RankAgents(config.engine.tensor_parallel_size)
+            agents = RankAgents(config.engine.num_ranks)
             ends.callback(agents.close)
             self.engine = ends.enter_context(contextlib.closing(_load(config, shared, agents, progress)))
             self._steps = StepWatchdog(SystemClock(), config.step_timeout_s)
@@ -205,6 +205,7 @@ class HostedWorker:
             max_num_batched_tokens=config.engine.scheduler.max_num_batched_tokens,
             max_model_len=engine.max_model_len,
             tensor_parallel_size=config.engine.tensor_parallel_size,
+            pipeline_parallel_size=config.engine.pipeline_parallel_size,
             kv_dtype=engine.runner.layout.kv_dtype,
             num_host_pages=engine.scheduler.cache.host.num_places,
             node=node_name(),

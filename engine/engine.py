@@ -4,15 +4,16 @@ import logging
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import torch
-from torch import Tensor
 
 from baton.clock import Clock, SystemClock
 from baton.config.engine import EngineConfig, RankSidecar, SpeculativeConfig
@@ -23,8 +24,8 @@ from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.models.loading.checkpoint import fingerprint
 from baton.engine.models.loading.weights import Progress
 from baton.engine.models.model import attention_mlp_crossover, parameter_bytes
-from baton.engine.models.parallel import TensorParallel
-from baton.engine.models.registry import ModelConfig, check_split, read_model_config
+from baton.engine.models.parallel import PendingTensor, ReplicaRank
+from baton.engine.models.registry import ModelConfig, check_split, check_stages, read_model_config
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.adapter_slots import AdapterSlots
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, load_logits_processor
@@ -49,6 +50,7 @@ from baton.engine.speculation.lookup import lookup_drafter
 from baton.errors import ConfigError, InvalidRequest, ModelError, WorkerLost
 from baton.kernels import native
 from baton.kernels.native import huge_zeros
+from baton.kernels.sample import SamplingTensors
 from baton.messages.workers import Load, Tier
 from baton.pages import PageKeys
 from baton.request import FilledPages, Request, StepOutput
@@ -81,16 +83,17 @@ def load_engine(
     config = msgspec.structs.replace(config, model=str(directory))  # other ranks start in another folder
     model_config = read_model_config(directory)
     check_split(model_config, config.tensor_parallel_size)
+    check_stages(model_config, config.pipeline_parallel_size)
     _check_memory(model_config, config)
-    tp_workers = TpWorkers(config, sidecar) if config.tensor_parallel_size > 1 else None
+    tp_workers = TpWorkers(config, sidecar) if config.num_ranks > 1 else None
     try:
-        runner = ModelRunner(config, model_config, tp_workers.tp if tp_workers else TensorParallel())
+        runner = ModelRunner(config, model_config, tp_workers.rank if tp_workers else ReplicaRank())
         with tp_workers.explains_loss() if tp_workers else nullcontext():
             runner.load(progress)
             draft_model = load_draft_model(config, model_config)
             _allocate(runner, zeros_on_cpu)
             if sidecar is not None:
-                runner.tp.smallest(0)  # the ranks meet here once their sidecars have started
+                runner.rank.smallest(0)  # the ranks meet here once their sidecars have started
         dummy_seed = config.seed if config.load_format == "dummy" else None
         name = fingerprint(directory, dummy_seed=dummy_seed, quantization=config.quantization)
         return Engine(runner, clock or SystemClock(), name, tp_workers, draft_model)
@@ -131,8 +134,12 @@ class Engine(Replica):
         self._tp_workers = tp_workers
         self._why_lost: str | None = None  # the failure after which the ranks may have different states
         self._busy_since_s: float | None = None  # the end of the last step, if there was more work
-        self._in_flight: _Step | None = None  # launched and sampled; its tokens are still to come
+        self._in_flight: deque[_Step] = deque()  # launched; their tokens are still to come
         self._is_async = choose_async(config, runner.device)
+        # The stages of a pipeline compute as many steps at once. Policies that serve comparison only have one
+        # step in flight.
+        self._depth = runner.rank.pp.size if config.scheduler.policy == "continuous" else 1
+        scheduler.num_batches = self._depth
         self._seeds = random.Random(config.seed)
         self._meter = PreemptionMeter(runner.pool)
         self._num_steps = 0
@@ -165,10 +172,15 @@ class Engine(Replica):
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
         layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
-        self._busy_since_s = self._in_flight = None
+        self._busy_since_s = None
+        self._in_flight.clear()
         self._loading: dict[Sequence, float] = {}  # waits for pages from the disk -> since when
         self._adapters.held = []
-        self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(self.max_model_len))
+        max_pages, shares_steps = layout.num_pages(self.max_model_len), self._depth > 1
+        self._builders = deque(  # one for each step in flight, in turn: a batch comes back to its builder
+            StepBuilder(layout.page_size, max_num_seqs, max_pages, shares_steps=shares_steps)
+            for _ in range(self._depth)
+        )
         processors = (*LOGITS_PROCESSORS.values(), *self._outside_processors, self._form_mask)
         self._sampler = Sampler(self.runner.device, processors)
 
@@ -211,7 +223,8 @@ class Engine(Replica):
             raise InvalidRequest(f"extra_args: no logits processor of this server takes {names}")
 
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
-        """As `Replica.step`. With asynchronous scheduling, the tokens of a step come with the next call.
+        """As `Replica.step`. With asynchronous scheduling, the tokens of a step come with the next call; in a
+        pipeline, with the call that launches the last step of as many as there are stages.
 
         A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. Any
         other failure, an interrupt included, loses all requests: pages may be known by now although their
@@ -231,13 +244,16 @@ class Engine(Replica):
             raise
 
     def has_work(self) -> bool:
-        return self._in_flight is not None or super().has_work()
+        return bool(self._in_flight) or super().has_work()
 
     def _step(self, watch: LayerWatch | None) -> list[StepOutput]:
         """Launch a step, take the tokens of the one in flight, then sample.
 
         The scheduler plans with placeholders for those tokens, and the device reads them where they were
         sampled, so it computes without a pause. Sampling waits for them: it reads the tokens of sequences.
+
+        In a pipeline a step is sampled when the last stage has computed it. Steps in flight have different
+        sequences.
         """
         began_s = perf_counter()
         if (rates := self._meter.rates) is not None:
@@ -254,6 +270,8 @@ class Engine(Replica):
         meter = self._step_meter
         if batch.is_empty:
             meter.end()
+            if self._in_flight and self._depth > 1:
+                self.wait_s = None
             return self._collect()
         num_tokens = batch.num_tokens
         self.on_batch(num_tokens)
@@ -261,17 +279,24 @@ class Engine(Replica):
         if meter.is_sampled:
             meter.begin(began_s)
             meter.lap("schedule", launched_s)
-        logits_RV = self._run(batch, watch)
-        outputs = self._collect()
-        if batch.sequences:
-            draws = self._sampler.sample(batch, logits_RV)
-            if meter.is_sampled:
-                meter.lap("sample")
-            self._in_flight = _Step(batch, num_tokens, draws, began_s, launched_s)
-        if self._is_async:
-            self.scheduler.advance(batch)
+        sampling = self._sampler.parameters_of_draws(batch) if self.runner.rank.pp.size > 1 else None
+        answer = self._run(batch, watch, sampling)
+        step = _Step(batch, num_tokens, answer, sampling is not None, began_s, launched_s)
+        if self._depth > 1:
+            self.scheduler.launch(batch)
+            self._in_flight.append(step)
+            outputs = self._collect() if len(self._in_flight) == self._depth else []
         else:
             outputs = self._collect()
+            if batch.sequences:
+                self._sample(step)
+                self._in_flight.append(step)
+            else:
+                step.answer.wait()
+            if self._is_async:
+                self.scheduler.advance(batch)
+            else:
+                outputs = self._collect()
         if meter.is_sampled:
             meter.end()
         return outputs
@@ -287,6 +312,14 @@ class Engine(Replica):
     @property
     def _is_holding(self) -> bool:
         return bool(self._form_mask.held or self._loading or self._adapters.held)
+
+    def _sample(self, step: "_Step") -> Draws:
+        answer = step.answer.wait()
+        draws = self._sampler.drawn if step.is_drawn else self._sampler.sample
+        step.draws = draws(step.batch, answer)
+        if self._step_meter.is_sampled:
+            self._step_meter.lap("sample")
+        return step.draws
 
     def _release_held(self) -> None:
         """Let sequences be admitted once their grammars are compiled and their pages are read from the disk,
@@ -311,11 +344,14 @@ class Engine(Replica):
             sequence.is_held = True
 
     def _collect(self) -> list[StepOutput]:
-        """Wait for the tokens of the step in flight, if any, and commit them."""
-        step, self._in_flight = self._in_flight, None
-        if step is None:
+        """Wait for the tokens of the oldest step in flight, if any, and commit them."""
+        if not self._in_flight:
             return []
-        sampled = step.draws.wait()
+        step = self._in_flight.popleft()
+        if not step.batch.sequences:  # copies alone
+            step.answer.wait()
+            return self.scheduler.commit(step.batch, [])
+        sampled = (step.draws or self._sample(step)).wait()
         ended_s = perf_counter()
         step_s = ended_s - max(step.launched_s, self._busy_since_s or 0.0)
         self._meter.observe(step.batch, step_s)
@@ -383,7 +419,7 @@ class Engine(Replica):
             tp_workers.close(timeout_s=0.0)
             return
         with suppress(WorkerLost):  # a rank that has ended already needs no command
-            self.runner.tp.send_command(STOP_COMMAND)
+            self.runner.rank.send_command(STOP_COMMAND)
         tp_workers.close()
 
     def _close_disk(self) -> None:
@@ -430,7 +466,7 @@ class Engine(Replica):
     def _copy_to_device(self, copies: tuple[PageCopy, ...], pages: list[int], reader: Owner) -> None:
         self._step_meter.end()
         try:
-            self._run(Batch(copies_to_device=copies), None)
+            self._run(Batch(copies_to_device=copies), None).wait()
         except BaseException as error:
             self.pages.release(pages, reader)
             self._note_loss(error)
@@ -438,32 +474,40 @@ class Engine(Replica):
 
     def _note_loss(self, error: BaseException) -> None:
         """With several ranks: they may differ after a step that one rank has not completed."""
-        if self.runner.tp.size > 1:
+        if self.runner.rank.size > 1:
             interrupted = isinstance(error, KeyboardInterrupt)
             self._why_lost = "an interrupt ended a step" if interrupted else "a step failed"
 
-    def _run(self, batch: Batch, watch: LayerWatch | None) -> Tensor:
+    def _run(
+        self, batch: Batch, watch: LayerWatch | None, sampling: SamplingTensors | None = None
+    ) -> PendingTensor:
+        """Launch a step on all ranks; the logits, or the tokens that the last stage draws with `sampling`."""
         num_groups = watch.begin(batch.chunks) if watch is not None and batch.sequences else 0
         self._num_steps += 1
-        tokens_R = None if self._in_flight is None else self._in_flight.draws.token_ids_R
+        last = self._in_flight[-1].draws if self._in_flight else None
+        tokens_R = None if last is None else last.token_ids_R
         num_last = 0 if tokens_R is None else tokens_R.shape[0]
-        arrays = self._builder.build(
+        self._builders.rotate()
+        arrays = self._builders[0].build(
             batch, step=self._num_steps, num_last_tokens=num_last, num_layer_groups=num_groups
         )
         if self.runner.adapters is not None:
             arrays = self._adapters.with_adapters(arrays, batch)
+        if sampling is not None:
+            arrays = arrays._replace(sampling=sampling)
         meter = self._step_meter
-        if self.runner.tp.size > 1:
-            self.runner.tp.send_command(encode(arrays))
+        if self.runner.rank.size > 1:
+            self.runner.rank.send_command(encode(arrays))
         if meter.is_sampled:
             meter.lap("build")
         on_layers = None if watch is None else watch.layers_written
-        logits_RV = self.runner.execute(arrays, on_layers, tokens_R)
+        out = self.runner.execute(arrays, on_layers, tokens_R)
+        answer = PendingTensor(out) if self.runner.pp.size == 1 else self.runner.answer(arrays)
         if meter.is_sampled:
             meter.lap("forward")
         if batch.copies_to_host:
             self.pages.note_copies(device_page for device_page, _ in batch.copies_to_host)
-        return logits_RV
+        return answer
 
     def _make_drafter(self, config: SpeculativeConfig, draft_model: ModelRunner | None) -> Drafter:
         costs = time_steps(self.time_step, self.runner.config.scheduler)
@@ -475,22 +519,25 @@ class Engine(Replica):
     def time_step(self, arrays: StepArrays) -> float:
         """The seconds of a step of padding."""
         started_s = perf_counter()
-        if self.runner.tp.size > 1:
-            self.runner.tp.send_command(encode(arrays))
+        if self.runner.rank.size > 1:
+            self.runner.rank.send_command(encode(arrays))
         self.runner.execute(arrays)
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
         return perf_counter() - started_s
 
 
-class _Step(NamedTuple):
-    """A step that was launched and sampled."""
+@dataclass(slots=True)
+class _Step:
+    """A step that was launched."""
 
     batch: Batch
     num_tokens: int
-    draws: Draws
+    answer: PendingTensor  # logits, or tokens
+    is_drawn: bool  # the answer has tokens
     began_s: float  # when it was planned
     launched_s: float
+    draws: Draws | None = None  # once it is sampled
 
 
 WEIGHT: Final = 0.2  # of a new observation in the running mean
@@ -541,8 +588,9 @@ def _time_swap(pool: KvPool) -> float:
 
 def choose_async(config: EngineConfig, device: torch.device) -> bool:
     """Return whether the next step is planned while one runs. Unset: on a GPU. A CPU plans and computes in
-    one thread, so tokens would only come later; drafts follow the tokens of the step before."""
-    if config.speculative is not None:
+    one thread, so tokens would only come later; drafts follow the tokens of the step before. A pipeline has
+    other steps in flight."""
+    if config.speculative is not None or config.pipeline_parallel_size > 1:
         return False
     chosen = config.scheduler.async_scheduling
     return device.type == "cuda" if chosen is None else chosen

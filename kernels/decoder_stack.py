@@ -71,16 +71,19 @@ class DecoderStack:
     """Keeps the weights alive and their addresses in the order that csrc/decoder.c reads."""
 
     def __init__(
-        self, layers: Sequence[StackLayer], final_norm_E: Tensor, cos_sin_MD: Tensor, shape: StackShape
+        self, layers: Sequence[StackLayer], final_norm_E: Tensor | None, cos_sin_MD: Tensor, shape: StackShape
     ) -> None:
+        """final_norm_E: None: more layers follow elsewhere, on all rows."""
         self._kept = (tuple(layers), final_norm_E, cos_sin_MD)
         self._shape = shape
-        self._dtype = final_norm_E.dtype
+        self._is_last = final_norm_E is not None
+        self._dtype = layers[0].input_norm_E.dtype
         self._seconds = (ctypes.c_double * len(TIMERS))()
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         self._decoder = _Decoder(
             layers=ctypes.addressof(self._layers),
-            final_norm=final_norm_E.data_ptr(),
+            # Only the sum with the residual is wanted where more layers follow: any weight serves.
+            final_norm=(layers[0].input_norm_E if final_norm_E is None else final_norm_E).data_ptr(),
             cos_sin=cos_sin_MD.data_ptr(),
             num_layers=len(layers),
             hidden=shape.hidden,
@@ -116,14 +119,17 @@ class DecoderStack:
         kv_pool: Tensor,
         groups: LayerGroups | None = None,
     ) -> Tensor:
-        """Normed final states of rows_R, [R, E]; residual_TE holds the embeddings and is used up.
+        """Normed final states of rows_R, [R, E]. residual_TE: the input of the first layer, used up.
+
+        Without a final norm, the output of the last layer is in residual_TE, which is returned.
 
         kv_pool: [num_pages, num_layers, 2, K, page_size, R], contiguous, rows as in store_kv.py.
         Positions, slots and rows: int64.
         groups: the run stops after each group and reports it.
         """
         self._check(residual_TE, rows_R, positions_T, slots_T, kv_pool)
-        num_tokens, num_rows = len(residual_TE), len(rows_R)
+        num_tokens = len(residual_TE)
+        num_rows = len(rows_R) if self._is_last else num_tokens
         scratch = torch.empty(num_tokens * self._scratch_width, dtype=self._dtype)
         mixture = self._mixture  # those of all layers have the same sizes
         experts_scratch = None if mixture is None else mixture.new_scratch(num_tokens)
@@ -154,7 +160,7 @@ class DecoderStack:
             run(ctypes.addressof(self._decoder), ctypes.addressof(step))
             if groups is not None:
                 groups.on_layers(first, stop)
-        return out_RE
+        return out_RE if self._is_last else residual_TE
 
     def _check(
         self, residual_TE: Tensor, rows_R: Tensor, positions_T: Tensor, slots_T: Tensor, kv_pool: Tensor

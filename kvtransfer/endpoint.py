@@ -21,7 +21,7 @@ peers by `link`. Every peer holds the cluster key, and no transfer request conta
 A replica of several ranks has its endpoint in rank 0. The ledger of rank 0 applies to all ranks: page p is
 page p of each rank's pool. An agent in the process of each other rank moves that rank's pages:
 
-    agents = RankAgents(config.tensor_parallel_size)
+    agents = RankAgents(config.num_ranks)
     shared = SharedPool()
     engine = load_engine(config, zeros_on_cpu=shared.zeros, sidecar=agents.sidecar)
     endpoint = KvEndpoint(

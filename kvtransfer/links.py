@@ -55,9 +55,9 @@ def incompatibility(ours: EndpointHello, theirs: EndpointHello) -> str | None:
 
 def listener_mismatch(hello: EndpointHello, listeners: ListenerAddresses) -> str | None:
     """Return why these cannot be the listeners of the peer's ranks; None when each rank has its own."""
-    num_ranks = hello.layout.tp_size
+    num_ranks = hello.layout.num_ranks
     if len(listeners.ranks) != num_ranks:
-        return f"{len(listeners.ranks)} ranks listen in a layout of tp_size {num_ranks}"
+        return f"{len(listeners.ranks)} ranks listen in a layout of {num_ranks}"
     if len({rank.incarnation for rank in listeners.ranks}) != num_ranks:
         return "two ranks are one process"
     return None

@@ -274,4 +274,5 @@ def _shared_dispatch(key: AttemptKey, entry: InFlightAttempt, keys: bytes) -> Sh
 
 def _kind_of(worker: Worker) -> str:
     """Workers of one kind have similar steps."""
-    return f"{worker.role} {worker.fingerprint} {worker.kv_dtype} {worker.tensor_parallel_size}"
+    ranks = f"{worker.tensor_parallel_size} x {worker.pipeline_parallel_size}"
+    return f"{worker.role} {worker.fingerprint} {worker.kv_dtype} {ranks}"

@@ -491,7 +491,7 @@ class SimRanks:
         assert num_layer_groups == 1, "the model has one layer"
         listeners = RankListenerAddresses(incarnation=link.hello.incarnation, host="simulated", device="cpu")
         peer = partial(PeerRank, host="", layout=link.hello.layout, listeners=listeners)
-        return [messages.Route(rank.number, peer(rank=rank.number), LAYERS) for rank in self._ranks]
+        return [messages.Route(rank.number, peer(rank=rank.number), LAYERS, 0) for rank in self._ranks]
 
     def drop(self, link: Link) -> None:
         """See ReplicaRanks. The work for a link ends with its transfers."""

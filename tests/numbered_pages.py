@@ -21,10 +21,12 @@ PEER_RANK: Final = PeerRank(
 )
 
 
-def handoff_context(ledger: PagePool, clock: ManualClock, ranks: Sequence[int] = (0,)) -> HandoffContext:
-    """ranks: of ours that carry out the shards."""
+def handoff_context(
+    ledger: PagePool, clock: ManualClock, ranks: Sequence[int] = (0,), num_layer_groups: int = 1
+) -> HandoffContext:
+    """ranks: of ours that carry out the shards, whose groups of layers follow one another."""
     layout = PEER_RANK.layout
-    routes = [Route(rank, PEER_RANK, (0, 1)) for rank in ranks]
+    routes = [Route(rank, PEER_RANK, (0, 1), shard % num_layer_groups) for shard, rank in enumerate(ranks)]
     return HandoffContext(ledger, clock, TIMING, plan_transfer(layout, layout, 0, 0), routes, 1, bytes(32))
 
 

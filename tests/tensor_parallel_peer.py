@@ -1,6 +1,6 @@
 """Rank 1 of a group of two, in a process of its own, doing the jobs that rank 0 commands.
 
-A job is a function of a TensorParallel that both ranks run; its results are compared on rank 0.
+A job is a function of a ReplicaRank that both ranks run; its results are compared on rank 0.
 """
 
 from collections.abc import Callable
@@ -17,53 +17,53 @@ from baton.engine.models.decoder import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parallel import ReplicaRank
 from tests.remote import CONTEXT
 from tests.tiny_models import VOCAB_SIZE, dummy_parameters
 
 CPU: Final = torch.device("cpu")
 DTYPES: Final = ("float32", "bfloat16")
-Job = Callable[[TensorParallel, Path, str], Tensor]  # (group, directory of the model, dtype)
+Job = Callable[[ReplicaRank, Path, str], Tensor]  # (group, directory of the model, dtype)
 
 
 def values(seed: int, *shape: int, dtype: str) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
 
 
-def reduce(tp: TensorParallel, _: Path, dtype: str) -> Tensor:
-    return tp.all_reduce(values(tp.rank, 5, 7, dtype=dtype))
+def reduce(rank: ReplicaRank, _: Path, dtype: str) -> Tensor:
+    return rank.tp.all_reduce(values(rank.tp.rank, 5, 7, dtype=dtype))
 
 
-def gather(tp: TensorParallel, _: Path, dtype: str) -> Tensor:
-    return tp.all_gather(values(tp.rank, 5, 14, dtype=dtype)[:, ::2])
+def gather(rank: ReplicaRank, _: Path, dtype: str) -> Tensor:
+    return rank.tp.all_gather(values(rank.tp.rank, 5, 14, dtype=dtype)[:, ::2])
 
 
-def smallest(tp: TensorParallel, _: Path, dtype: str) -> Tensor:
-    return torch.tensor([[tp.smallest(10 - tp.rank)]])
+def smallest(rank: ReplicaRank, _: Path, dtype: str) -> Tensor:
+    return torch.tensor([[rank.smallest(10 - rank.index)]])
 
 
-def embedding(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
-    parameters = dummy_parameters(directory, tp, dtype).scope("model")
+def embedding(rank: ReplicaRank, directory: Path, dtype: str) -> Tensor:
+    parameters = dummy_parameters(directory, rank.tp, dtype).scope("model")
     layer = VocabParallelEmbedding(parameters, "embed_tokens", VOCAB_SIZE, 32)
     return layer(torch.arange(VOCAB_SIZE))
 
 
-def head(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
-    parameters = dummy_parameters(directory, tp, dtype)
+def head(rank: ReplicaRank, directory: Path, dtype: str) -> Tensor:
+    parameters = dummy_parameters(directory, rank.tp, dtype)
     layer = VocabParallelHead(parameters, parameters.rows("lm_head.weight", (VOCAB_SIZE, 32)), VOCAB_SIZE)
     return layer(values(3, 5, 32, dtype=dtype))
 
 
-def columns(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
-    mlp = dummy_parameters(directory, tp, dtype).scope("model.layers.0.mlp")
+def columns(rank: ReplicaRank, directory: Path, dtype: str) -> Tensor:
+    mlp = dummy_parameters(directory, rank.tp, dtype).scope("model.layers.0.mlp")
     layer = ColumnParallelLinear(mlp, {"gate_proj": 48}, 32, bias=True)
-    return tp.all_gather(layer(values(3, 5, 32, dtype=dtype)))
+    return rank.tp.all_gather(layer(values(3, 5, 32, dtype=dtype)))
 
 
-def rows(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
-    mlp = dummy_parameters(directory, tp, dtype).scope("model.layers.0.mlp")
+def rows(rank: ReplicaRank, directory: Path, dtype: str) -> Tensor:
+    mlp = dummy_parameters(directory, rank.tp, dtype).scope("model.layers.0.mlp")
     layer = RowParallelLinear(mlp, "down_proj", 32, 48, bias=True)
-    start, stop = tp.shard(48, what="inputs")
+    start, stop = rank.tp.shard(48, what="inputs")
     return layer(values(3, 5, 48, dtype=dtype)[:, start:stop])
 
 
@@ -79,25 +79,25 @@ class Pair:
         store = str(folder / "store")
         self.process = CONTEXT.Process(target=_do_jobs, args=(store,))
         self.process.start()
-        self.tp = TensorParallel.join(0, 2, FileStore(store, 2), CPU)
+        self.rank = ReplicaRank.join(0, FileStore(store, 2), CPU, tp_size=2)
 
     def run(self, job: str, directory: Path, dtype: str = "float32") -> Tensor:
         """The result of the job, which must have the same bits on both ranks."""
-        self.tp.send_command(f"{job} {dtype} {directory}".encode())
-        result = JOBS[job](self.tp, directory, dtype)
-        mine, other = self.tp.all_gather(result.float()).chunk(2, dim=1)
+        self.rank.send_command(f"{job} {dtype} {directory}".encode())
+        result = JOBS[job](self.rank, directory, dtype)
+        mine, other = self.rank.tp.all_gather(result.float()).chunk(2, dim=1)
         assert torch.equal(mine, other), "the ranks disagree"
         return result
 
     def close(self) -> None:
-        self.tp.send_command(b"stop")
+        self.rank.send_command(b"stop")
         self.process.join(30)
         assert self.process.exitcode == 0
 
 
 def _do_jobs(store: str) -> None:
     torch.set_grad_enabled(False)
-    tp = TensorParallel.join(1, 2, FileStore(store, 2), CPU)
-    while (command := tp.receive_command()) != b"stop":
+    rank = ReplicaRank.join(1, FileStore(store, 2), CPU, tp_size=2)
+    while (command := rank.receive_command()) != b"stop":
         job, dtype, directory = command.decode().split(" ", 2)
-        tp.all_gather(JOBS[job](tp, Path(directory), dtype).float())
+        rank.tp.all_gather(JOBS[job](rank, Path(directory), dtype).float())

@@ -16,6 +16,7 @@ KNOBS: dict[str, Any] = {
     "load_format": "auto",
     "device": "auto",
     "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "max_model_len": None,
     "quantization": None,
     "batch_invariant": True,
@@ -109,6 +110,7 @@ GATEWAYS_PLACE = {
 OF_EACH_ROLE: dict[str, Any] = {
     "num_workers": 1,
     "tensor_parallel_size": None,
+    "pipeline_parallel_size": None,
     "page_size": None,
     "cores_per_rank": None,
     "ray_resources": {},

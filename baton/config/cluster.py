@@ -60,8 +60,10 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The workers of one role. Settings that are None have the value of `engine`."""
 
     num_workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)] = 1  # workers of this role
-    # Ranks of each worker of this role; None: engine.tensor_parallel_size.
+    # Ranks of each stage of each worker of this role; None: engine.tensor_parallel_size.
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    # Pipeline stages of each worker of this role; None: engine.pipeline_parallel_size.
+    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
     page_size: Annotated[int, Meta(ge=1)] | None = None  # tokens in a KV page; None: engine.cache.page_size
     cores_per_rank: Annotated[int, Meta(ge=1, le=1024)] | None = None  # CPU cores; None: an even share
     ray_resources: dict[str, float] = {}  # custom Ray resources of each worker, beside cores and GPUs
@@ -71,8 +73,12 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         cache = settings.cache
         if self.page_size is not None:
             cache = msgspec.structs.replace(cache, page_size=self.page_size)
-        size = self.tensor_parallel_size or settings.tensor_parallel_size
-        return msgspec.structs.replace(settings, cache=cache, tensor_parallel_size=size)
+        return msgspec.structs.replace(
+            settings,
+            cache=cache,
+            tensor_parallel_size=self.tensor_parallel_size or settings.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size or settings.pipeline_parallel_size,
+        )
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,7 +131,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.router.link_timeout_s != LINK_TIMEOUT_S:
             raise ConfigError("router.link_timeout_s: set link_timeout_s, which all processes share")
         for pool in self.pools.values():
-            pool.engine(self.engine)
+            num_stages = pool.engine(self.engine).pipeline_parallel_size
+            if num_stages > 1 and self.planner.mode != "off":
+                raise ConfigError(
+                    "planner.mode: there are no times of workers of several pipeline stages yet"
+                )
 
     @property
     def pools(self) -> dict[WorkerRole, WorkersConfig]:
@@ -140,9 +150,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def num_ranks(self) -> int:
         """The number of ranks of all workers."""
-        return sum(
-            pool.num_workers * pool.engine(self.engine).tensor_parallel_size for pool in self.pools.values()
-        )
+        return sum(pool.num_workers * pool.engine(self.engine).num_ranks for pool in self.pools.values())
 
     @property
     def model_name(self) -> str:

@@ -32,7 +32,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_queue_delay_ms: QueueDelay = 0.0  # how long a prefill may wait for others to share its step
     # A waiting window closes early when it reaches one of these.
     preferred_batch_sizes: tuple[NumSequences, ...] = ()
-    # Plan the next step while one runs, so that a device never waits for the host. None: on a GPU.
+    # Plan the next step while one runs, so that a device never waits for the host. None: on a GPU. Pipeline
+    # stages have several steps in flight in any case.
     async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
@@ -123,6 +124,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: seeded random weights, only config.json is read
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of workers; auto: cuda where there is a GPU
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1  # ranks that one worker splits the model over
+    # Stages of some layers each that one worker splits the model into, on CPUs. Every stage has
+    # tensor_parallel_size ranks.
+    pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
     # Tokens, prompt and output together, one of each at least; None: the model's own limit.
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     # On a GPU: a token does not depend on what shares its batch, on chunks, or on the number of ranks. Costs
@@ -151,6 +155,23 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "scheduler.async_scheduling: with speculative decoding, a step is planned from the tokens of "
                 "the step before"
             )
+        if self.pipeline_parallel_size > 1:
+            self._check_stages()
+
+    def _check_stages(self) -> None:
+        """Raise ConfigError for settings that do not work with several pipeline stages."""
+        refused = {
+            "enable_lora": self.enable_lora,
+            "speculative": self.speculative is not None,
+            "cache.kv_disk_path": self.cache.kv_disk_path is not None,
+        }
+        for key in (key for key, is_on in refused.items() if is_on):
+            raise ConfigError(f"{key}: workers of several pipeline stages cannot do this yet")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one worker."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_cpu_loras(self) -> int:

@@ -46,6 +46,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_num_seqs: Count
     max_model_len: Count
     tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
     kv_dtype: Name = ""  # element type of the KV pages; page keys depend on it
     num_host_pages: Count = 0
     max_num_batched_tokens: Count = 0  # in one step; 0: unknown

@@ -14,7 +14,7 @@ from baton.adapters import Adapter
 from baton.clock import SystemClock
 from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine
-from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import ModelConfig, read_model_config
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.runner.step_inputs import StepArrays
@@ -122,8 +122,8 @@ def generate(
 class RecordingRunner(ModelRunner):
     """Counts the rows that steps compute, padding included, and keeps the last step that had any."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, tp: TensorParallel) -> None:
-        super().__init__(config, model, tp)
+    def __init__(self, config: EngineConfig, model: ModelConfig, rank: ReplicaRank) -> None:
+        super().__init__(config, model, rank)
         self.last_step: StepArrays | None = None
         self.num_steps = 0
         self.num_rows = 0
@@ -154,7 +154,7 @@ def load_replica(shape: LlamaShape, settings: Mapping[str, object]) -> Replica:
     with TemporaryDirectory() as folder:
         shape.write(Path(folder))
         config = engine_config({"model": folder, "load_format": "dummy", **settings})
-        runner = RecordingRunner(config, read_model_config(Path(folder)), TensorParallel())
+        runner = RecordingRunner(config, read_model_config(Path(folder)), ReplicaRank())
         runner.load()
         runner.allocate()
     return Replica(Engine(runner, SystemClock(), "bench"), runner)

@@ -16,6 +16,12 @@ With --lora N a batch of N is decoded with an adapter for each request, with one
 the same way.
 
     python -m baton.bench.engine.throughput MODEL --lora 32 [--rounds 5]
+
+With --pipeline N a batch of 16 is decoded by N pipeline stages of one thread each. A stage is busy for the
+processor time of its process; the bubble is the share of the stages' time in which they are not. Every stage
+needs a core of its own: other work on the machine counts as bubble.
+
+    python -m baton.bench.engine.throughput MODEL --pipeline 2 [--rounds 5]
 """
 
 import json
@@ -32,6 +38,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 from typing import Final, NamedTuple
 
+import psutil
 import torch
 from safetensors.torch import save_file
 
@@ -47,6 +54,7 @@ from baton.engine.models.decoder import Decoder
 from baton.engine.models.loading.checkpoint import weight_files
 from baton.engine.models.registry import ModelConfig
 from baton.engine.runner.step_inputs import StepArrays
+from baton.kernels import native
 from baton.kernels.native import TORCH_DTYPES
 from baton.pages import DTYPE_BYTES
 from baton.rpc import process
@@ -74,6 +82,9 @@ BITS: Final = {"int8": 8, "fp8": 8, "int4": 4}  # of a weight, without its share
 SUMMED_AS_INTEGERS: Final = ("int8", "int4")  # VNNI and AMX multiply them twice as fast as bf16
 LORA_RANK: Final = 8  # PEFT's default
 LORA_BAR: Final = 0.85  # decoding with an adapter for each request over one adapter, at least
+PIPELINE_BATCH: Final = 16
+PIPELINE_TOKENS: Final = 128
+BUBBLE_BARS: Final = {2: 10.0}  # stages -> percent of their time, at most
 DECODED_PROMPT: Final = 8
 DECODED_TOKENS: Final = 24
 CPU: Final = torch.device("cpu")
@@ -100,7 +111,7 @@ class StepClock:
         self._wrap(engine.scheduler, "plan", "scheduler")
         self._wrap(engine.scheduler, "apply", "scheduler")
         self._wrap(engine.scheduler, "commit", "scheduler")
-        self._wrap(engine._builder, "build", "input arrays")
+        self._wrap(engine._builders[0], "build", "input arrays")
         self._wrap(engine._sampler, "sample", "sampling")
         self._wrap(engine.runner.model, "logits", "output head")
         self._wrap(engine.runner, "execute", "forward")
@@ -263,6 +274,60 @@ def lora_rows(engine: Engine, num_adapters: int, num_rounds: int, report: Report
     return [*rows, at_least(f"{many} / {one}", median(quotients[1:]), "x", LORA_BAR)]
 
 
+class StageTimes(NamedTuple):
+    """One run of a pipeline: its seconds, and the processor time of each stage."""
+
+    tokens_per_s: float
+    elapsed_s: float
+    busy_s: tuple[float, ...]
+
+    @property
+    def bubble_percent(self) -> float:
+        return 100 * (1 - sum(self.busy_s) / (self.elapsed_s * len(self.busy_s)))
+
+
+def time_stages(engine: Engine, ranks: Sequence[psutil.Process]) -> StageTimes:
+    """Decode one batch. ranks: the processes of all ranks, one of each stage."""
+
+    def used_s() -> list[float]:
+        return [times.user + times.system for times in (rank.cpu_times() for rank in ranks)]
+
+    prompts = [[1 + index] * DECODED_PROMPT for index in range(PIPELINE_BATCH)]
+    before_s, started_s = used_s(), perf_counter()
+    num_tokens = generate(engine, prompts, [PIPELINE_TOKENS] * PIPELINE_BATCH)
+    elapsed_s = perf_counter() - started_s
+    busy_s = tuple(after - before for before, after in zip(before_s, used_s(), strict=True))
+    return StageTimes(num_tokens / elapsed_s, elapsed_s, busy_s)
+
+
+def pipeline_rows(
+    load: Callable[[int], Engine], num_stages: int, num_rounds: int, report: Report
+) -> list[Row]:
+    """Decode with one stage and with several in turns; return the rates, the busy shares and the bubble."""
+    here = psutil.Process()
+    before = set(here.children())
+    engines = {1: load(1), num_stages: load(num_stages)}
+    ranks = [here, *sorted(set(here.children()) - before, key=lambda rank: rank.pid)]
+    runs: defaultdict[int, list[StageTimes]] = defaultdict(list)
+    for turn in range(num_rounds + 1):  # the first is no part of the figures
+        report.tell(f"round {turn} of {num_rounds}")
+        for stages in in_turns(engines, turn):
+            runs[stages].append(time_stages(engines[stages], ranks[:stages]))
+    layers = [len(engines[num_stages].runner.layout.layers_of(rank)) for rank in range(num_stages)]
+    for engine in engines.values():
+        engine.close()
+    rates = {stages: median(run.tokens_per_s for run in of_one[1:]) for stages, of_one in runs.items()}
+    rows = [Row(f"{stages} stages of 1 thread", rate, "tok/s") for stages, rate in rates.items()]
+    rows.append(Row(f"{num_stages} stages / 1", rates[num_stages] / rates[1], "x"))
+    for stage, num_layers in enumerate(layers):
+        busy = median(100 * run.busy_s[stage] / run.elapsed_s for run in runs[num_stages][1:])
+        rows.append(Row(f"  stage {stage} is busy", busy, "%", note=f"{num_layers} layers"))
+    bubbles = [run.bubble_percent for run in runs[num_stages][1:]]
+    spread, bar = f"{min(bubbles):.1f} to {max(bubbles):.1f}", BUBBLE_BARS.get(num_stages, 100.0)
+    name = f"bubble of {num_stages} stages, batch {PIPELINE_BATCH}"
+    return [*rows, at_most(name, median(bubbles), "%", bar, spread)]
+
+
 @suite(
     "engine",
     "Engine throughput",
@@ -271,6 +336,7 @@ def lora_rows(engine: Engine, num_adapters: int, num_rounds: int, report: Report
     option("--rival", [], action="append", metavar="NAME=COMMAND"),
     option("--quantization", [], action="append", choices=("int8", "fp8", "int4")),
     option("--lora", 0, "adapters in a batch; 0: no such run"),
+    option("--pipeline", 0, "stages that decode a batch; 0: no such run"),
     option("--rounds", 5, "of Baton and every rival"),
     option("--pairs", 40, "runs with and without the prefix cache"),
 )
@@ -296,6 +362,16 @@ def measure(options: Namespace, report: Report) -> None:
             engine = load_with(enable_lora=True, max_loras=options.lora)
             report.rows += lora_rows(engine, options.lora, options.rounds, report)
             engine.close()
+        return
+
+    if options.pipeline:
+
+        def load_stages(num_stages: int) -> Engine:
+            return load_with(pipeline_parallel_size=num_stages)
+
+        native.set_num_threads(options.pipeline)  # stages share them: one each
+        with process.freeze_gc():
+            report.rows += pipeline_rows(load_stages, options.pipeline, options.rounds, report)
         return
 
     if options.quantization and not rivals:

@@ -492,6 +492,8 @@ class Decoder(ABC):
     An architecture of plain attention, RMS norms, and SwiGLU as a `GatedMlp` or a `SparseMlp` sets
     `fuses_layers`: on a CPU all layers then run in one native call where the kernels allow it, with the same
     bits as layer by layer.
+
+    A pipeline stage has some of the layers: the first stage has the embedding, the last one norm and head.
     """
 
     fuses_layers: ClassVar[bool] = False
@@ -500,17 +502,18 @@ class Decoder(ABC):
     def __init__(self, config: ModelConfig, parameters: Parameters, max_model_len: int) -> None:
         model = parameters.scope(self.names.model)
         self.config = config
-        self.embedding = VocabParallelEmbedding(
-            model, self.names.embedding, config.vocab_size, config.hidden_size
-        )
-        self.layers = [
-            self.make_layer(config, model.scope(f"{self.names.layers}.{index}"), index)
-            for index in range(config.num_layers)
-        ]
-        self.norm = self.make_norm(config, model, self.names.norm)
+        stage = parameters.layers or range(config.num_layers)
+        self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
         tied, shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
-        head_VE = self.embedding.table_VE if tied else parameters.rows("lm_head.weight", shape)
-        self.head = VocabParallelHead(parameters, head_VE, config.vocab_size)
+        if self.is_first or (self.is_last and tied):
+            self.embedding = VocabParallelEmbedding(model, self.names.embedding, *shape)
+        self.layers = [
+            self.make_layer(config, model.scope(f"{self.names.layers}.{index}"), index) for index in stage
+        ]
+        if self.is_last:
+            self.norm = self.make_norm(config, model, self.names.norm)
+            head_VE = self.embedding.table_VE if tied else parameters.rows("lm_head.weight", shape)
+            self.head = VocabParallelHead(parameters, head_VE, config.vocab_size)
         tables = {layer.attention.rope: Tensor() for layer in self.layers}
         for rope in tables:
             tables[rope] = _rope_table(config.head_dim, rope, max_model_len).to(parameters.device)
@@ -535,9 +538,15 @@ class Decoder(ABC):
         """As `Model.windows`."""
         return tuple(layer.attention.window for layer in self.layers)
 
-    def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
+    def forward(
+        self,
+        step: ModelInput,
+        kv_pool: Tensor,
+        groups: LayerGroups | None = None,
+        received_TE: Tensor | None = None,
+    ) -> Tensor:
         """As `Model.forward`."""
-        residual_TE = self.embed(step)
+        residual_TE = self.embed(step) if received_TE is None else received_TE
         adapters = None if self.adapters is None or self.adapters.rows is None else self.adapters
         if self.stack is not None and adapters is None:
             return self.stack.run(
@@ -551,10 +560,12 @@ class Decoder(ABC):
             )
         ends = {stop: first for first, stop in groups.ranges} if groups else {}
         x_TE = self.layers[0].input_norm(residual_TE)
-        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [
+            self.norm if self.is_last else NoNorm()
+        ]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             x_TE = layer.attention.attend(x_TE, step, kv_pool[:, index], self.cos_sin_MD[index])
-            if index == len(self.layers) - 1 and len(step.logit_rows_R) < len(x_TE):
+            if index == len(self.layers) - 1 and self.is_last and len(step.logit_rows_R) < len(x_TE):
                 # After the last layer's keys and values, only the rows that yield logits matter.
                 x_TE, residual_TE = x_TE[step.logit_rows_R], residual_TE[step.logit_rows_R]
                 if adapters is not None:
@@ -582,8 +593,9 @@ class Decoder(ABC):
         )
         if not can_stack(layers, shape):
             return None
-        assert isinstance(self.norm, RmsNorm), "only RMS norms can be fused"
-        return DecoderStack(layers, self.norm.weight_E, self.cos_sin_MD[0], shape)
+        norm = self.norm if self.is_last else None
+        assert norm is None or isinstance(norm, RmsNorm), "only RMS norms can be fused"
+        return DecoderStack(layers, None if norm is None else norm.weight_E, self.cos_sin_MD[0], shape)
 
 
 def _stack_layers(layers: Sequence[DecoderLayer]) -> list[StackLayer]:

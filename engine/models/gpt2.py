@@ -57,7 +57,8 @@ class Gpt2(Decoder):
     def __init__(self, config: ModelConfig, parameters: Parameters, max_model_len: int) -> None:
         super().__init__(config, parameters, max_model_len)
         shape = (config.max_position_embeddings, config.hidden_size)
-        self.position_ME = parameters.scope(self.names.model).whole("wpe.weight", shape)
+        if self.is_first:
+            self.position_ME = parameters.scope(self.names.model).whole("wpe.weight", shape)
 
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""

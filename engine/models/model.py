@@ -2,7 +2,10 @@
 
 import math
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 from importlib import import_module
+from itertools import accumulate
 from typing import Final, Protocol
 
 import torch
@@ -15,7 +18,7 @@ from baton.engine.models.loading.weights import (
     ParameterSurvey,
     Shape,
 )
-from baton.engine.models.registry import ARCHITECTURES, ModelConfig
+from baton.engine.models.registry import ARCHITECTURES, ModelConfig, check_stages
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ConfigError, ModelError
 from baton.kernels.decoder_stack import LayerGroups
@@ -24,7 +27,7 @@ from baton.pages import DTYPE_BYTES
 
 
 class Model(Protocol):
-    """One tensor-parallel rank's part of a decoder-only transformer.
+    """One rank's part of a decoder-only transformer.
 
     A class that is listed in `ARCHITECTURES` takes (config, parameters, max_model_len) and declares each of
     its parameters, with its Hugging Face name and shape, by reading it from `parameters`.
@@ -34,11 +37,19 @@ class Model(Protocol):
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; w: position p sees (p - w, p]; None: all positions before it."""
 
-    def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
+    def forward(
+        self,
+        step: ModelInput,
+        kv_pool: Tensor,
+        groups: LayerGroups | None = None,
+        received_TE: Tensor | None = None,
+    ) -> Tensor:
         """Final hidden states [R, E] of the rows in `step.logit_rows_R`, normed.
 
-        Writes the KV of the step's tokens into kv_pool [num_pages, num_layers, 2, K, page_size, D].
-        groups: learns which layers are written while the pass runs.
+        Writes the KV of the step's tokens into kv_pool [num_pages, layers here, 2, K, page_size, D].
+        groups: learns which layers are written while the pass runs; counted from the first one here.
+        In a pipeline stage before the last one: the hidden states [T, E] that the next stage goes on with.
+        received_TE: those of the stage before, used up; None: the first stage embeds the tokens.
         """
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
@@ -52,9 +63,36 @@ def build_model(config: ModelConfig, parameters: Parameters, max_model_len: int)
     return model
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Name -> shape of every parameter of the whole model, in the order in which the model reads them."""
-    return _survey(config)[0].shapes
+def split_layers(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
+    """The number of layers of each pipeline stage. ConfigError for more stages than layers.
+
+    The heaviest stage has as few weights as possible, with the output head in the last stage: a decode step
+    multiplies by each weight once.
+    """
+    check_stages(config, num_stages)
+    layers, head = _layer_weights(config), config.vocab_size * config.hidden_size
+    until = [*accumulate((layers[index] for index in range(config.num_layers)), initial=0.0)]
+    # Of the first n layers in some stages: the weights of the heaviest stage, and the layers of each.
+    splits: dict[int, tuple[float, tuple[int, ...]]] = {n: (weights, (n,)) for n, weights in enumerate(until)}
+    for stage in range(1, num_stages):
+        extra = head if stage == num_stages - 1 else 0
+        splits = {
+            stop: min(
+                (max(heaviest, until[stop] - until[first] + extra), (*sizes, stop - first))
+                for first, (heaviest, sizes) in splits.items()
+                if stage <= first < stop
+            )
+            for stop in range(stage + 1, config.num_layers + 1)
+        }
+    return splits[config.num_layers][1]
+
+
+def parameter_shapes(config: ModelConfig, layers: range | None = None) -> dict[str, Shape]:
+    """Name -> shape of every parameter, in the order in which the model reads them.
+
+    layers: of the pipeline stage that reads them; None: the whole model.
+    """
+    return _survey(config, layers)[0].shapes
 
 
 def parameter_bytes(config: ModelConfig, dtype: str) -> int:
@@ -73,14 +111,22 @@ def attention_mlp_crossover(config: ModelConfig) -> float:
     Counted in operations; inf if every layer has a sliding window. Of experts, those that a token chooses
     count.
     """
-    survey, model = _survey(config)
-    num_weights: float = 0
-    plain = {name: shape for name, shape in survey.shapes.items() if name not in survey.stored_bytes}
-    for name, shape in (plain | survey.weights).items():
-        if shape[1:] and re.search(r"\.\d+\.", name):  # a matrix of a layer, which has a number
-            num_weights += math.prod(shape) * (config.active_share if ".experts." in name else 1)
+    _, model = _survey(config)
+    num_weights = sum(_layer_weights(config).values())
     num_full = sum(window is None for window in model.windows)
     return num_weights / (2 * config.num_heads * config.head_dim * num_full) if num_full else math.inf
+
+
+def _layer_weights(config: ModelConfig) -> Mapping[int, float]:
+    """Layer -> the elements of all matrices that a token is multiplied by there."""
+    survey, _ = _survey(config)
+    plain = {name: shape for name, shape in survey.shapes.items() if name not in survey.stored_bytes}
+    weights: defaultdict[int, float] = defaultdict(float)
+    for name, shape in (plain | survey.weights).items():
+        layer = re.search(r"\.(\d+)\.", name)
+        if shape[1:] and layer is not None:
+            weights[int(layer[1])] += math.prod(shape) * (config.active_share if ".experts." in name else 1)
+    return weights
 
 
 # Tensors that older exports saved although they follow from the config.
@@ -127,6 +173,6 @@ def dummy_checkpoint(config: ModelConfig, seed: int, device: torch.device) -> Du
     )
 
 
-def _survey(config: ModelConfig) -> tuple[ParameterSurvey, Model]:
-    survey = ParameterSurvey(config.quantization)
+def _survey(config: ModelConfig, layers: range | None = None) -> tuple[ParameterSurvey, Model]:
+    survey = ParameterSurvey(config.quantization, layers)
     return survey, build_model(config, survey, max_model_len=1)

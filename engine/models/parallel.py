@@ -1,9 +1,21 @@
-"""Tensor parallelism: which part of a tensor a rank holds, and the sums and gathers between ranks."""
+"""The ranks of a replica: the part of the model that a rank holds, and the tensors that ranks exchange.
+
+A replica is a pipeline of stages with some layers each; the ranks of a stage split its tensors among them.
+Rank `stage * tp_size + tp_rank` is tensor-parallel rank `tp_rank` of its stage. Rank 0, in the first stage,
+gives the commands.
+
+1. `TensorParallel` is a rank's place in its stage.
+2. `Pipeline` is the stage's place among the stages: hidden states go from each stage to the next one, and
+   logits from the last stage to rank 0.
+3. `ReplicaRank` has both, and the commands of rank 0 to all other ranks.
+"""
 
 import logging
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, Protocol, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +27,7 @@ from torch._C._distributed_c10d import (
     ReduceOp,
     Store,
 )
+from torch.nn import functional
 
 from baton.errors import ConfigError, WorkerLost
 
@@ -22,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT: Final = timedelta(seconds=60)  # for all ranks to meet, once their processes are up
 STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a step is lost
+HEAD_BYTES: Final = 8192  # of a command that needs no second message
 LOAD_TIMEOUT: Final = timedelta(minutes=10)  # between the first and the last rank to have loaded its part
 IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps a lost rank shows by its closed connection alone
 
@@ -29,7 +43,7 @@ IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps a lost rank shows by 
 class PendingCollective(Protocol):
     """A collective that has begun."""
 
-    def wait(self) -> bool: ...
+    def wait(self, timeout: timedelta = ..., /) -> bool: ...
 
 
 class Collectives(Protocol):
@@ -43,30 +57,18 @@ class Collectives(Protocol):
 
     def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions) -> PendingCollective: ...
 
+    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> PendingCollective: ...
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> PendingCollective: ...
+
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """One rank of a group; the default is a group of one, where every exchange is a no-op."""
+    """One rank of a stage; the default is alone in its stage, where every exchange is a no-op."""
 
     rank: int = 0
     size: int = 1
     group: Collectives | None = None  # tensors of a step
-    commands: Collectives | None = None  # messages of rank 0, which may be silent for long
-
-    @classmethod
-    def join(cls, rank: int, size: int, store: Store, device: torch.device) -> "TensorParallel":
-        """Meet the other ranks at `store`: NCCL between GPUs, gloo between CPUs. No default group is made.
-
-        WorkerLost when they do not all come within JOIN_TIMEOUT.
-        """
-        try:
-            commands = _gloo(PrefixStore("commands", store), rank, size, JOIN_TIMEOUT)
-            prefixed = PrefixStore("step", store)
-            if device.type == "cuda":
-                return cls(rank, size, _nccl(prefixed, rank, size, STEP_TIMEOUT), commands)
-            return cls(rank, size, _gloo(prefixed, rank, size, STEP_TIMEOUT), commands)
-        except RuntimeError as error:
-            raise _lost(f"tensor-parallel rank {rank} of {size} did not meet the others", error) from error
 
     def shard(self, size: int, *, what: str) -> tuple[int, int]:
         """The rank's [start, stop) of `size` equal items. ConfigError when they cannot be split evenly."""
@@ -96,8 +98,136 @@ class TensorParallel:
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's tensor, in place on the other ranks."""
         if self.group is not None:
-            self._wait(_from_rank_0(self.group, x, STEP_TIMEOUT))
+            self._wait(_from_rank_0(self.group, x))
         return x
+
+    def _wait(self, work: PendingCollective) -> None:
+        _wait(work, f"tensor-parallel rank {self.rank} of {self.size}")
+
+
+class PendingTensor(NamedTuple):
+    """A tensor that another stage sends."""
+
+    tensor: Tensor  # filled in once `wait` has returned
+    arrival: PendingCollective | None = None  # None: it is here
+    receiver: str = ""
+
+    def wait(self) -> Tensor:
+        """The tensor. WorkerLost when the sender is gone."""
+        if self.arrival is not None:
+            _wait(self.arrival, self.receiver)
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One stage of a replica, as one of its ranks sees it; the default is the only stage.
+
+    Tensors between two ranks arrive in the order in which they were sent.
+    """
+
+    stage: int = 0
+    size: int = 1
+    tp_size: int = 1  # ranks of each stage
+    rank: int = 0  # of the replica
+    group: Collectives | None = None  # of all ranks
+    _sending: deque[tuple[Tensor, PendingCollective]] = field(default_factory=deque)  # kept until received
+
+    @property
+    def is_first(self) -> bool:
+        """True in the stage that embeds the tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True in the stage that computes the logits."""
+        return self.stage == self.size - 1
+
+    def send_on(self, hidden_TE: Tensor) -> None:
+        """Begin to send hidden states to the next stage. Returns before they have arrived."""
+        self._send(hidden_TE, self.rank + self.tp_size)
+
+    def receive(self, hidden_TE: Tensor) -> Tensor:
+        """Fill in the hidden states of the stage before."""
+        return self._receive(hidden_TE, self.rank - self.tp_size).wait()
+
+    @property
+    def answers(self) -> bool:
+        """True on the rank of the last stage that sends rank 0 its results; the stage's other ranks have the
+        same.
+        """
+        return self.size > 1 and self.rank == self._last_rank
+
+    def answer(self, result: Tensor) -> None:
+        """Begin to send the result of a step, which may be empty, to rank 0."""
+        self._send(result if result.numel() else result.new_zeros(1), 0)
+
+    def receive_answer(self, result: Tensor) -> PendingTensor:
+        """On rank 0: the result of the next step without one, once the last stage has computed the step."""
+        pending = self._receive(result if result.numel() else result.new_zeros(1), self._last_rank)
+        return pending._replace(tensor=result)
+
+    @property
+    def _last_rank(self) -> int:
+        return (self.size - 1) * self.tp_size
+
+    @property
+    def _name(self) -> str:
+        return f"pipeline stage {self.stage} of {self.size}"
+
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        assert self.group is not None, "there is one stage"
+        while len(self._sending) >= self.size:  # stages are no further apart than steps are in flight
+            _wait(self._sending.popleft()[1], self._name)
+        tensor = tensor.contiguous()
+        self._sending.append((tensor, _begin(self.group.send, tensor, rank, self._name)))
+
+    def _receive(self, tensor: Tensor, rank: int) -> PendingTensor:
+        assert self.group is not None, "there is one stage"
+        return PendingTensor(tensor, _begin(self.group.recv, tensor, rank, self._name), self._name)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRank:
+    """One rank of a replica; the default is the only rank."""
+
+    tp: TensorParallel = TensorParallel()
+    pp: Pipeline = field(default_factory=Pipeline)
+    commands: Collectives | None = None  # messages of rank 0, which may be silent for long
+    _unsent: deque[tuple[Tensor, PendingCollective]] = field(default_factory=deque)  # parts of commands
+
+    @classmethod
+    def join(
+        cls, index: int, store: Store, device: torch.device, *, tp_size: int = 1, pp_size: int = 1
+    ) -> "ReplicaRank":
+        """Meet the other ranks at `store`: NCCL between GPUs, gloo between CPUs. No default group is made.
+
+        WorkerLost when they do not all come within JOIN_TIMEOUT.
+        """
+        size, (stage, tp_rank) = tp_size * pp_size, divmod(index, tp_size)
+        connect = _nccl if device.type == "cuda" else _gloo
+        among_stages: Collectives | None = None
+        among_tp: Collectives | None = None
+        try:
+            commands = _gloo(PrefixStore("commands", store), index, size, JOIN_TIMEOUT)
+            if tp_size > 1:
+                among_tp = connect(PrefixStore(f"stage {stage}", store), tp_rank, tp_size, STEP_TIMEOUT)
+            if pp_size > 1:
+                among_stages = connect(PrefixStore("stages", store), index, size, STEP_TIMEOUT)
+        except RuntimeError as error:
+            raise _lost(f"rank {index} of {size} did not meet the others", error) from error
+        tp = TensorParallel(tp_rank, tp_size, among_tp)
+        return cls(tp, Pipeline(stage, pp_size, tp_size, index, among_stages), commands)
+
+    @property
+    def index(self) -> int:
+        """The number of the rank in its replica."""
+        return self.pp.stage * self.tp.size + self.tp.rank
+
+    @property
+    def size(self) -> int:
+        """The ranks of the replica."""
+        return self.pp.size * self.tp.size
 
     def smallest(self, value: int) -> int:
         """The least of the ranks' values, on every rank."""
@@ -107,31 +237,67 @@ class TensorParallel:
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MIN)
         options.timeout = LOAD_TIMEOUT  # the others may still be loading, each as much as this one has
-        self._wait(self.commands.allreduce([least], options))
+        _wait(self.commands.allreduce([least], options), self._name)
         return int(least)
 
     def send_command(self, message: bytes) -> None:
-        """From rank 0 to all others; no-op in a group of one."""
-        if self.commands is not None:
-            self._wait(_from_rank_0(self.commands, torch.tensor([len(message)])))
-            content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            self._wait(_from_rank_0(self.commands, content))
+        """From rank 0 to all others; no-op in a group of one.
+
+        Returns before ranks of other stages have received the message, unless they are far behind.
+        """
+        if self.commands is None:
+            return
+        content = torch.frombuffer(bytearray(len(message).to_bytes(8, "little") + message), dtype=torch.uint8)
+        head = functional.pad(content[:HEAD_BYTES], (0, max(0, HEAD_BYTES - len(content))))
+        parts = [head, content[HEAD_BYTES:]] if len(content) > HEAD_BYTES else [head]
+        for rank in range(1, self.size):
+            self._unsent.extend((part, _begin(self.commands.send, part, rank, self._name)) for part in parts)
+        most = 0 if self.pp.size == 1 else 2 * self.size * self.pp.size
+        while len(self._unsent) > most:
+            _wait(self._unsent.popleft()[1], self._name, IDLE_TIMEOUT)
 
     def receive_command(self) -> bytes:
         """The next message of rank 0; waits as long as it takes, WorkerLost when rank 0 is gone."""
         if self.commands is None:
             raise ValueError("a group of one receives no commands")
-        length = torch.zeros(1, dtype=torch.int64)
-        self._wait(_from_rank_0(self.commands, length))
-        message = torch.empty(int(length), dtype=torch.uint8)
-        self._wait(_from_rank_0(self.commands, message))
-        return message.numpy().tobytes()
+        content = self._receive_command(HEAD_BYTES)
+        stop = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
+        if stop > HEAD_BYTES:
+            content = torch.cat((content, self._receive_command(stop - HEAD_BYTES)))
+        return content[8:stop].numpy().tobytes()
 
-    def _wait(self, work: PendingCollective) -> None:  # foreign errors are translated at this border
-        try:
+    def _receive_command(self, num_bytes: int) -> Tensor:
+        assert self.commands is not None
+        part = torch.empty(num_bytes, dtype=torch.uint8)
+        _wait(_begin(self.commands.recv, part, 0, self._name), self._name, IDLE_TIMEOUT)
+        return part
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self.index} of {self.size}"
+
+
+# Foreign errors are translated at this border. whose: the rank that loses a peer.
+
+
+def _begin(
+    operation: Callable[[list[Tensor], int, int], PendingCollective], tensor: Tensor, rank: int, whose: str
+) -> PendingCollective:
+    """Begin to send the tensor to a rank, or to receive it."""
+    try:
+        return operation([tensor], rank, 0)
+    except RuntimeError as error:
+        raise _lost(f"{whose} lost a peer", error) from error
+
+
+def _wait(work: PendingCollective, whose: str, timeout: timedelta | None = None) -> None:
+    try:
+        if timeout is None:
             work.wait()
-        except RuntimeError as error:
-            raise _lost(f"tensor-parallel rank {self.rank} of {self.size} lost a peer", error) from error
+        else:
+            work.wait(timeout)
+    except RuntimeError as error:
+        raise _lost(f"{whose} lost a peer", error) from error
 
 
 def _lost(what: str, error: RuntimeError) -> WorkerLost:
@@ -140,10 +306,10 @@ def _lost(what: str, error: RuntimeError) -> WorkerLost:
     return WorkerLost(what)
 
 
-def _from_rank_0(group: Collectives, tensor: Tensor, timeout: timedelta = IDLE_TIMEOUT) -> PendingCollective:
+def _from_rank_0(group: Collectives, tensor: Tensor) -> PendingCollective:
     options = BroadcastOptions()
     options.rootRank = 0
-    options.timeout = timeout
+    options.timeout = STEP_TIMEOUT
     return group.broadcast([tensor], options)
 
 

@@ -415,6 +415,12 @@ def read_draft_model_config(settings: EngineSettings, target: ModelConfig) -> Mo
     return model
 
 
+def check_stages(model: ModelConfig, num_stages: int) -> None:
+    """ConfigError unless each of so many pipeline stages can have a layer."""
+    if num_stages > model.num_layers:
+        raise ConfigError(f"{model.num_layers} layers cannot be split over {num_stages} pipeline stages")
+
+
 def check_split(model: ModelConfig, num_ranks: int) -> None:
     """ConfigError unless the model can be split evenly over so many tensor-parallel ranks."""
     sizes = {

@@ -122,7 +122,7 @@ class AdapterSlots:
         return True
 
     def _note(self, slot: int, files: AdapterFiles | None) -> None:
-        if self._runner.tp.size > 1:
+        if self._runner.rank.size > 1:
             self._changed.append((slot, files))
 
     def _contents_of(self, adapter: Adapter) -> tuple[AdapterFiles, AdapterTensors] | None:

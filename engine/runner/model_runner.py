@@ -4,8 +4,9 @@
 2. `allocate` sizes the pool from the memory that is left; all ranks agree on the smallest size. On a GPU it
    first compiles all kernels and measures the CUDA graphs, and then captures them: a running engine compiles
    and captures nothing.
-3. `execute` runs one step: page copies, then the forward pass; returns logits. `steps` tells other users of
-   the pages how far the steps have come on the device.
+3. `execute` runs one step: page copies, then the forward pass of the rank's layers; returns logits. In a
+   pipeline rank 0 gets them by `answer`. `steps` tells other users of the pages how far the steps have come
+   on the device.
 """
 
 import logging
@@ -14,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from baton.adapters import Adapter, AdapterFiles, read_adapter
 from baton.config.engine import CacheConfig, EngineConfig
 from baton.engine.cache.page_pool import ALWAYS_PASSED, mark_of
+from baton.engine.models.decoder import Decoder
 from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
 from baton.engine.models.loading.weights import (
     Adapters,
@@ -42,8 +43,9 @@ from baton.engine.models.model import (
     dummy_checkpoint,
     parameter_bytes,
     parameter_shapes,
+    split_layers,
 )
-from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parallel import PendingTensor, ReplicaRank
 from baton.engine.models.registry import ARCHITECTURES, ModelConfig, choose_max_model_len
 from baton.engine.runner.cuda_graphs import StepGraphs
 from baton.engine.runner.step_inputs import (
@@ -58,6 +60,7 @@ from baton.engine.scheduler.sequence import PageCopy
 from baton.errors import ConfigError, ModelError
 from baton.kernels.decoder_stack import LayerGroups, OnLayers
 from baton.kernels.native import TORCH_DTYPES, huge_zeros
+from baton.kernels.sample import sample
 from baton.pages import PageLayout
 
 logger = logging.getLogger(__name__)
@@ -226,12 +229,15 @@ class DeviceSteps:
 class ModelRunner:
     """Runs steps on one rank. `model` and `pool` exist after `load` and `allocate`."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, rank: ReplicaRank) -> None:
         """Called by the thread that runs the steps: its current device and stream change on a GPU."""
         self.config = config
         self.model_config = model_config
-        self.tp = tp
-        self.device = choose_device(config.device, tp.rank)
+        self.rank = rank
+        self.tp, self.pp = rank.tp, rank.pp
+        self.device = choose_device(config.device, rank.index)
+        if self.pp.size > 1 and self.device.type != "cpu":
+            raise ConfigError(f"pipeline_parallel_size: stages run on CPUs, not on {self.device}")
         cache_dtype = config.cache.kv_cache_dtype
         for key, value in (("quantization", config.quantization), ("cache.kv_cache_dtype", cache_dtype)):
             if value not in (None, "auto") and self.device.type != "cpu":
@@ -249,16 +255,19 @@ class ModelRunner:
         self.dtype = choose_dtype(config.dtype, model_config, self.device)
         self.max_model_len = choose_max_model_len(config, model_config)
         self.layout = PageLayout(
-            tp_size=tp.size,
+            tp_size=self.tp.size,
             page_size=config.cache.page_size,
             num_layers=model_config.num_layers,
             num_kv_heads=max(
-                model_config.num_kv_heads, tp.size
+                model_config.num_kv_heads, self.tp.size
             ),  # a head that several ranks hold counts as many
             head_dim=model_config.head_dim,
             dtype=self.dtype,
             cache_dtype=cache_dtype,
+            stage_layers=split_layers(model_config, self.pp.size) if self.pp.size > 1 else (),
         )
+        self.layers = self.layout.layers_of(rank.index)  # on this rank
+        self.own_layout = self.layout.of_stage(rank.index)
         self.model: Model
         self.pool: KvPool
         self.steps = DeviceSteps(self.device)
@@ -273,7 +282,7 @@ class ModelRunner:
         checkpoint = self._open_checkpoint()
         check_parameters(checkpoint, config)
         if progress is not None:
-            checkpoint = ReportingCheckpoint(checkpoint, parameter_shapes(config), progress)
+            checkpoint = ReportingCheckpoint(checkpoint, parameter_shapes(config, self.layers), progress)
         parameters = Parameters(
             checkpoint,
             self.tp,
@@ -283,12 +292,15 @@ class ModelRunner:
             quantization=self.config.quantization,
             scheme=config.quantization,
             adapters=self.adapters,
+            layers=self.layers,
         )
         try:
             self.model = build_model(config, parameters, self.max_model_len)
         except (OSError, OverflowError, RuntimeError) as error:  # the kinds of out-of-memory errors
-            num_bytes = parameter_bytes(config, self.layout.dtype) // self.tp.size
+            num_bytes = parameter_bytes(config, self.layout.dtype) // self.rank.size
             raise ModelError(f"{num_bytes:,} bytes of weights cannot be placed: {error}") from error
+        if self.pp.size > 1 and not isinstance(self.model, Decoder):
+            raise ConfigError(f"pipeline_parallel_size: {config.architecture} cannot be split into stages")
 
     @torch.inference_mode()
     def allocate(self, zeros_on_cpu: ZerosOnCpu = huge_zeros, host_zeros: ZerosOnCpu | None = None) -> None:
@@ -298,13 +310,14 @@ class ModelRunner:
         """
         cache = self.config.cache
         graph_bytes = self._prepare_gpu() if self.device.type == "cuda" else 0
-        num_pages = self.tp.smallest(count_pages(cache, self.layout, self.device, graph_bytes))
-        check_fits(cache, num_pages, self.layout, self.max_model_len)
-        num_host_pages = self.tp.smallest(count_host_pages(cache, self.layout, num_pages))
+        layout = self.own_layout
+        num_pages = self.rank.smallest(count_pages(cache, layout, self.device, graph_bytes))
+        check_fits(cache, num_pages, layout, self.max_model_len)
+        num_host_pages = self.rank.smallest(count_host_pages(cache, layout, num_pages))
         try:
-            self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device, zeros_on_cpu, host_zeros)
+            self.pool = KvPool(layout, num_pages, num_host_pages, self.device, zeros_on_cpu, host_zeros)
         except (OSError, OverflowError, RuntimeError) as error:
-            num_bytes = (num_pages + num_host_pages) * self.layout.page_bytes
+            num_bytes = (num_pages + num_host_pages) * layout.page_bytes
             raise ConfigError(f"KV pages of {num_bytes:,} bytes cannot be allocated: {error}") from error
         if self._graphs is not None:
             self._graphs.capture(self.pool.device)
@@ -360,7 +373,7 @@ class ModelRunner:
         num_pages, page_size = len(self.pool.device), self.layout.page_size
         text = (
             f"KV cache: {num_pages * page_size:,} tokens in {num_pages:,} pages of {page_size} "
-            f"({num_pages * self.layout.page_bytes / 2**30:.2f} GiB a rank)"
+            f"({num_pages * self.own_layout.page_bytes / 2**30:.2f} GiB a rank)"
         )
         return f"{text}, {len(self.pool.host):,} host pages" if len(self.pool.host) else text
 
@@ -368,26 +381,56 @@ class ModelRunner:
     def execute(
         self, arrays: StepArrays, on_layers: OnLayers | None = None, last_tokens_R: Tensor | None = None
     ) -> Tensor:
-        """Run the step on this rank; every rank of the group must. Returns logits [R, V] fp32.
+        """Run the step on this rank; every rank of the replica must. Returns logits [R, V] fp32.
 
+        In a pipeline only the last stage returns logits; it sends them to rank 0, see `answer`.
         on_layers: called as this rank has written layers, if the step asks for layer groups. Other ranks may
         be behind: their marks say how far they are.
         last_tokens_R: on rank 0, int64, the tokens that the last step sampled, if the step refers to them.
         """
-        if self.adapters is not None and self.tp.rank:
+        if self.adapters is not None and self.rank.index:
             for slot, files in arrays.adapters:
                 self.adapters.put(slot, None if files is None else self.adapters.read(files))
         num_tokens = arrays.num_last_tokens
         last_tokens_R = self._share_tokens(num_tokens, last_tokens_R) if num_tokens else None
-        groups = None
-        if arrays.num_layer_groups:
-            num_groups = min(arrays.num_layer_groups, self.layout.num_layers)
-            wrote = partial(self._wrote_layers, arrays.step, on_layers)
-            groups = LayerGroups(self.layout.layer_groups(num_groups), wrote)
+        groups = self._layer_groups(arrays, on_layers) if arrays.num_layer_groups else None
         try:
-            return self._execute(arrays, groups, last_tokens_R)
+            out = self._execute(arrays, groups, last_tokens_R)
         finally:  # the launched part of a failed step ends, too
             self.steps.make(mark_of(arrays.step))
+        if self.pp.answers:
+            self.pp.answer(out if arrays.sampling is None else sample(out, arrays.sampling))
+        return out
+
+    def answer(self, arrays: StepArrays) -> PendingTensor:
+        """On rank 0 in a pipeline, after `execute`: the logits, once the last stage has computed the step.
+
+        With the step's sampling parameters, the last stage sends tokens [R] int64 instead. Answers come in
+        the order of the steps; each must be asked for.
+        """
+        num_rows = len(arrays.logit_rows)
+        if arrays.sampling is None:
+            return self.pp.receive_answer(torch.empty(num_rows, self.model_config.vocab_size))
+        return self.pp.receive_answer(torch.empty(num_rows, dtype=torch.int64))
+
+    def _layer_groups(self, arrays: StepArrays, on_layers: OnLayers | None) -> LayerGroups:
+        """Cut this rank's layers where the groups of the replica's layers end.
+
+        A rank reports the groups that end in its layers, and after its last layer all that follow.
+        """
+        bounds = self.layout.layer_groups(min(arrays.num_layer_groups, self.layout.num_layers))
+        first, last = self.layers.start, self.layers.stop
+        own = [(max(first, start) - first, min(last, stop) - first) for start, stop in bounds]
+        pending = deque(bounds)
+
+        def wrote(_: int, stop: int) -> None:
+            while pending and (pending[0][1] <= first + stop or first + stop == last):
+                group = pending.popleft()
+                self.steps.make(mark_of(arrays.step, group[1]))
+                if on_layers is not None:
+                    on_layers(*group)
+
+        return LayerGroups([(start, stop) for start, stop in own if start < stop], wrote)
 
     @torch.inference_mode()
     def read_adapter(self, adapter: Adapter) -> tuple[AdapterFiles, AdapterTensors]:
@@ -427,7 +470,7 @@ class ModelRunner:
             return self._forward(arrays, self.pool.device, groups, last_tokens_R)
         logits_RV = self._graphs.replay(arrays, shape, last_tokens_R)
         if groups is not None:
-            groups.on_layers(0, self.layout.num_layers)
+            groups.on_layers(0, len(self.layers))
         return logits_RV
 
     def _forward(
@@ -442,14 +485,24 @@ class ModelRunner:
         if last_tokens_R is not None:
             fill_in(step.token_ids_T[: arrays.num_decodes], last_tokens_R)
         if self.adapters is None:
-            return self.model.logits(self.model.forward(step, kv_pool, groups))
+            return self._run_layers(step, kv_pool, groups)
         with self.adapters.step(arrays.adapter_slots, arrays.logit_rows):
-            return self.model.logits(self.model.forward(step, kv_pool, groups))
+            return self._run_layers(step, kv_pool, groups)
 
-    def _wrote_layers(self, step: int, on_layers: OnLayers | None, first: int, stop: int) -> None:
-        self.steps.make(mark_of(step, stop))
-        if on_layers is not None:
-            on_layers(first, stop)
+    def _run_layers(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None) -> Tensor:
+        """Logits from the last pipeline stage; from the others, hidden states that are on their way."""
+        model, pp = self.model, self.pp
+        if pp.is_first and pp.is_last:
+            return model.logits(model.forward(step, kv_pool, groups))
+        received_TE = None
+        if not pp.is_first:
+            shape = len(step.token_ids_T), self.model_config.hidden_size
+            received_TE = pp.receive(torch.empty(shape, dtype=TORCH_DTYPES[self.dtype], device=self.device))
+        hidden = model.forward(step, kv_pool, groups, received_TE)
+        if pp.is_last:
+            return model.logits(hidden)
+        pp.send_on(hidden)
+        return hidden
 
     def _open_checkpoint(self) -> Checkpoint:
         if self.config.load_format == "dummy":

@@ -228,7 +228,7 @@ class Sampler:
         logits_RV has the rows that StepArrays asked for, and is changed.
         """
         is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
-        sequences = batch.sequences if is_sampled is None else [*compress(batch.sequences, is_sampled)]
+        sequences = _sampling_sequences(batch)
         tensors = self._parameters(batch, sequences)
         if logits_RV.shape[0] != len(self._rows):
             logits_RV = self._take_prompt_rows(batch, logits_RV)
@@ -254,6 +254,27 @@ class Sampler:
             has_drafts=bool(batch.drafts),
             is_cuda=self._device.type == "cuda",
         )
+
+    def parameters_of_draws(self, batch: Batch) -> SamplingTensors | None:
+        """The parameters with which `kernels.sample.sample` draws the batch's tokens from its logits alone.
+
+        None when the batch needs more, such as logits processors or log probabilities, or draws nothing.
+        """
+        if batch.drafts or any(sequence.needs_prompt_logprobs for sequence in batch.sequences):
+            return None
+        sequences = _sampling_sequences(batch)
+        for sequence in sequences:
+            sampling = sequence.sampling
+            if sampling.logprobs is not None or any(each.applies(sampling) for each in self._processors):
+                return None
+        return _tensors([*map(Row, sequences)], self._device) if sequences else None
+
+    def drawn(self, batch: Batch, token_ids_R: Tensor) -> Draws:
+        """The draws of a batch with `parameters_of_draws`, from its tokens."""
+        self._sequences = None  # their positions are no longer those of the kept tensors
+        is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
+        rows = [*map(Row, _sampling_sequences(batch))]
+        return Draws(token_ids_R, rows, is_sampled, None, {}, has_drafts=False, is_cuda=False)
 
     def _draw(self, logits_RV: Tensor, tensors: SamplingTensors) -> Tensor:
         """Draw. Rows with a filter are masked where their tokens are, or most likely would be, banned."""
@@ -319,6 +340,12 @@ class Sampler:
             if row.sequence.sampling.prompt_logprobs is not None and not row.drafts
         ]
         return self._tensors
+
+
+def _sampling_sequences(batch: Batch) -> list[Sequence]:
+    if batch.is_pure_decode:
+        return batch.sequences
+    return [*compress(batch.sequences, (chunk.samples for chunk in batch.chunks))]
 
 
 def _draft_rows(batch: Batch) -> list[Row]:

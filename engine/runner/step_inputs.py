@@ -24,6 +24,7 @@ from torch import Tensor
 from baton.adapters import AdapterConfig, AdapterFiles
 from baton.engine.scheduler.sequence import Batch, Int64s, PageCopy, Sequence
 from baton.kernels.ragged_attention import RaggedBatch
+from baton.kernels.sample import SamplingTensors
 
 Int32s: TypeAlias = NDArray[np.int32]
 
@@ -52,6 +53,8 @@ class StepArrays(NamedTuple):
     adapter_slots: Int32s = NO_SLOTS  # the adapter of each token, see `AdapterRows`; empty: none has one
     # Slots that change before the step; None: the slot is free from now on. Rank 0 has changed its own.
     adapters: tuple[tuple[int, AdapterFiles | None], ...] = ()
+    # In a pipeline, the parameters with which the last stage draws a token for each row; None: rank 0 draws.
+    sampling: SamplingTensors | None = None
 
 
 def encode(arrays: StepArrays) -> bytes:
@@ -67,6 +70,7 @@ def decode(message: bytes) -> StepArrays:
     return arrays._replace(
         page_table=arrays.page_table.reshape(num_seqs, num_pages),
         adapters=tuple((slot, _adapter_files(fields)) for slot, fields in arrays.adapters),
+        sampling=_sampling(arrays.sampling),
     )
 
 
@@ -77,12 +81,31 @@ def _adapter_files(fields: Any) -> AdapterFiles | None:
     return AdapterFiles(path, AdapterConfig(*config), weights, digest)
 
 
-_ENCODER = msgspec.msgpack.Encoder(
-    enc_hook=lambda array: msgspec.msgpack.Ext(array.itemsize, array.tobytes())
-)
-_DECODER = msgspec.msgpack.Decoder(
-    list, ext_hook=lambda itemsize, content: np.frombuffer(bytearray(content), f"i{itemsize}")
-)
+def _sampling(fields: Any) -> SamplingTensors | None:
+    if fields is None:
+        return None
+    return SamplingTensors(
+        **{
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for name, value in fields.items()
+        }
+    )
+
+
+FLOAT: Final = 64  # added to the code of an array of floats, which is the size of its elements
+
+
+def _encode_array(array: Any) -> msgspec.msgpack.Ext:
+    values = array.numpy() if isinstance(array, Tensor) else array
+    return msgspec.msgpack.Ext(values.itemsize + FLOAT * (values.dtype.kind == "f"), values.tobytes())
+
+
+def _decode_array(code: int, content: memoryview) -> NDArray[Any]:
+    return np.frombuffer(bytearray(content), f"f{code - FLOAT}" if code > FLOAT else f"i{code}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_DECODER = msgspec.msgpack.Decoder(list, ext_hook=_decode_array)
 
 
 def fill_in(token_ids_T: Tensor, last_tokens_R: Tensor) -> None:
@@ -524,9 +547,13 @@ _Rows: TypeAlias = tuple[Int64s, Int64s, Int64s, Int32s, Int32s, Int32s, Int64s]
 class StepBuilder:
     """Turns batches into arrays, which are valid until the next step is built."""
 
-    def __init__(self, page_size: int, max_num_seqs: int, max_pages: int) -> None:
-        """page_size: a power of two."""
+    def __init__(
+        self, page_size: int, max_num_seqs: int, max_pages: int, *, shares_steps: bool = False
+    ) -> None:
+        """page_size: a power of two. shares_steps: other builders build some of the steps."""
         self._page_size = page_size
+        self._shares_steps = shares_steps
+        self._versions: list[int] = []  # of the page tables of that step
         self._tables = PageTableRows(max_num_seqs, max_pages)
         self._num_pure_decodes = 0  # the last steps, one after another
         self._sequences: list[Sequence] = []  # of the last step, if that was one
@@ -559,6 +586,9 @@ class StepBuilder:
         sequences, positions, num_seqs = batch.sequences, batch.starts, len(batch.sequences)
         # The same sequences as in the last step are each one token further.
         goes_on = bool(sequences and self._num_pure_decodes) and sequences == self._sequences
+        if goes_on and self._shares_steps:
+            versions = [sequence.table_version for sequence in sequences]
+            goes_on = versions == self._versions and np.array_equal(positions, self._context_lens)
         if goes_on and sequences[0].token_ids[-1] < 0:  # all tokens are still to come, in this order
             token_ids = ~self._arange[:num_seqs]
         else:
@@ -577,6 +607,8 @@ class StepBuilder:
             context_lens = (positions + 1).astype(np.int32)
         self._sequences, self._page_starts = sequences, page_starts
         self._slots, self._context_lens = slots, context_lens
+        if self._shares_steps:
+            self._versions = [sequence.table_version for sequence in sequences]
         cu_seqlens, logit_rows = self._arange_int32[: num_seqs + 1], self._arange[:num_seqs]
         return token_ids, positions, slots, cu_seqlens, context_lens, page_table, logit_rows
 

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank other than 0: a process that repeats the steps that rank 0 plans.
+"""A rank other than 0: a process that computes its part of the steps that rank 0 plans.
 
 1. Rank 0 starts one process for each other rank and writes a TpAssignment to its standard input.
 2. The TP worker says READY on its channel before it meets the other ranks, so that rank 0 learns at once of a
@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import FileStore
 from baton.config.engine import EngineConfig, RankSidecar
 from baton.config.environment import cache_directory
 from baton.engine.cache.page_pool import StepMarks
-from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.model_runner import ModelRunner, choose_device
 from baton.engine.runner.step_inputs import decode
@@ -124,15 +124,12 @@ class _TpWorker:
     def wait_until_ready(self) -> None:
         """Raises the TP worker's own error, or WorkerLost when its process hangs or dies."""
         if not self._reader.poll(START_TIMEOUT_S):
-            raise WorkerLost(
-                f"tensor-parallel rank {self.rank} was not ready within {START_TIMEOUT_S:g} s: it is ended"
-            )
+            raise WorkerLost(f"rank {self.rank} was not ready within {START_TIMEOUT_S:g} s: it is ended")
         try:
             answer = self._reader.recv_bytes()
         except EOFError:
             raise WorkerLost(
-                f"tensor-parallel rank {self.rank} ended with status {self.process.wait()} "
-                "before it was ready"
+                f"rank {self.rank} ended with status {self.process.wait()} before it was ready"
             ) from None
         if answer != READY:
             raise self._error(answer)
@@ -160,15 +157,15 @@ class _TpWorker:
         failure = msgspec.json.decode(answer, type=TpWorkerFailure)
         known = {kind.__name__: kind for kind in (ConfigError, ModelError)}
         kind = known.get(failure.kind, WorkerLost)
-        return kind(f"tensor-parallel rank {self.rank}: {failure.message}")
+        return kind(f"rank {self.rank}: {failure.message}")
 
 
 class TpWorkers:
-    """The processes of ranks 1 and up, and rank 0's place in their group, `tp`."""
+    """The processes of ranks 1 and up, and rank 0's place among them, `rank`."""
 
     def __init__(self, config: EngineConfig, sidecar: RankSidecar | None = None) -> None:
         """sidecar: runs in each process from the moment the rank has its pool."""
-        size = config.tensor_parallel_size
+        size = config.num_ranks
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")  # readable by this user alone
         self._workers: list[_TpWorker] = []
         rendezvous = str(Path(self._folder.name) / "store")
@@ -192,7 +189,7 @@ class TpWorkers:
                 worker.wait_until_ready()
             store = FileStore(rendezvous, size)
             with self.explains_loss():
-                self.tp = TensorParallel.join(0, size, store, choose_device(config.device, 0))
+                self.rank = _join(0, store, config)
         except BaseException:
             self.close(timeout_s=0.0)
             raise
@@ -229,6 +226,12 @@ def shared_zeros(fd: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=dtype).view(tuple(shape))
 
 
+def _join(index: int, store: FileStore, config: EngineConfig) -> ReplicaRank:
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    device = choose_device(config.device, index)
+    return ReplicaRank.join(index, store, device, tp_size=tp_size, pp_size=pp_size)
+
+
 def _import_root() -> Path:
     """The folder that holds the `baton` package, installed or not."""
     return Path(sys.modules["baton.errors"].__file__ or "").resolve().parents[1]
@@ -239,15 +242,15 @@ def _import_root() -> Path:
 
 def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
     """Serve as one rank until rank 0 sends STOP_COMMAND or its connection closes."""
-    config, size = assignment.config, assignment.config.tensor_parallel_size
+    config = assignment.config
     native.keep_builds_in(cache_directory())
     native.set_num_threads(assignment.num_threads)
-    device = choose_device(config.device, assignment.rank)
-    store = FileStore(assignment.rendezvous, size)
+    choose_device(config.device, assignment.rank)  # raises an error before the rank is READY
+    store = FileStore(assignment.rendezvous, config.num_ranks)
     host_zeros = partial(shared_zeros, assignment.host_fd) if assignment.host_fd >= 0 else None
     channel.send_bytes(READY)
-    tp = TensorParallel.join(assignment.rank, size, store, device)
-    runner = ModelRunner(config, read_model_config(Path(config.model)), tp)
+    rank = _join(assignment.rank, store, config)
+    runner = ModelRunner(config, read_model_config(Path(config.model)), rank)
     runner.load()
     if assignment.sidecar is None:
         runner.allocate(host_zeros=host_zeros)
@@ -256,12 +259,12 @@ def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
     with closing(make_sidecar(assignment.sidecar)) as sidecar:
         runner.allocate(sidecar.zeros_on_cpu, host_zeros)
         sidecar.start(assignment.rank, runner.pool.device, runner.steps)
-        tp.smallest(0)  # rank 0 waits here for all sidecars
+        rank.smallest(0)  # rank 0 waits here for all sidecars
         _run_steps(runner)
 
 
 def _run_steps(runner: ModelRunner) -> None:
-    while (command := runner.tp.receive_command()) != STOP_COMMAND:
+    while (command := runner.rank.receive_command()) != STOP_COMMAND:
         runner.execute(decode(command))
 
 

@@ -186,7 +186,7 @@ class PreemptionCandidates:
 
     def of_lowest_class(self, num_lacking: int) -> list[Sequence]:
         """Running sequences of the lowest class, the longest first; all if too few."""
-        running = [s for s in self._queues.running() if s.key not in self._preempted]
+        running = self._running()
         classes = {sequence.scheduling_class for sequence in running}
         if len(classes) < 2:
             return []
@@ -219,8 +219,16 @@ class PreemptionCandidates:
         return []
 
     def _holders(self) -> list[Sequence]:
-        running = [s for s in self._queues.running() if s.key not in self._preempted]
-        return running + self._waiting_with_pages()
+        return self._running() + self._waiting_with_pages()
+
+    def _running(self) -> list[Sequence]:
+        """A sequence in flight keeps its pages until its token is there."""
+        in_flight = self._queues.in_flight
+        return [
+            each
+            for each in self._queues.running()
+            if each.key not in self._preempted and each.key not in in_flight
+        ]
 
     def _waiting_with_pages(self) -> list[Sequence]:
         return [

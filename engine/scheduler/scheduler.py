@@ -8,7 +8,8 @@ The life of a sequence:
 3. `apply` carries the plan out on the ledgers (preempt, share prefix pages, evict, allocate) and returns the
    Batch: page copies, then chunks of tokens. The caller runs the model on the batch.
 4. `advance` counts the tokens of the batch as computed. A caller that plans the next step while this one
-   runs calls it once the step is launched; tokens that are still to come have placeholders until then.
+   runs calls it once the step is launched; tokens that are still to come have placeholders until then. In a
+   pipeline the caller calls `launch` instead: sequences that sample are in no other step until `commit`.
 5. `commit` takes the sampled tokens, of a batch that has advanced or not: the prefix cache learns full pages,
    and sequences that are done release their pages.
 6. A preempted sequence goes back to 2 with all its tokens. `abort` is legal at any point.
@@ -17,6 +18,7 @@ Every accepted sequence ends exactly once: as a StepOutput with a finish reason,
 returns.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from itertools import count
@@ -60,6 +62,7 @@ class Scheduler:
         self.rates: PreemptionRates | None = None  # set once measured; until then preemption recomputes
         self.pressure_mode = PressureMode()
         self.drafter: Drafter | None = None  # proposes tokens to decodes; None: no speculative decoding
+        self.num_batches = 1  # among which running sequences are spread; a pipeline has as many in flight
         self._config = config
         self.cache = cache
         self.pool = cache.pool  # the ledger; transfers hold pages in it too
@@ -77,6 +80,7 @@ class Scheduler:
         self._cost_cap = CostCap(self._queues.shares, attention_mlp_crossover if is_continuous else inf)
         self._to_preempt: dict[SequenceKey, PreemptMode] = {}
         self._advanced: Batch | None = None  # counts as computed, and is not committed
+        self._launched: deque[Batch] = deque()  # in flight, oldest first
         self._serials = count()
         self._version = 0
 
@@ -135,6 +139,7 @@ class Scheduler:
         self._queues.clear()
         self._to_preempt.clear()
         self._advanced = None
+        self._launched.clear()
         for key in keys:
             self.holds.kept.pop(key, None)
         self.pool.lose(keys)
@@ -183,10 +188,11 @@ class Scheduler:
             rates=self.rates,
             pressure_mode=self.pressure_mode,
             cost_cap=self._cost_cap,
+            num_batches=self.num_batches,
         )
         for key, mode in self._to_preempt.items():
             sequence = queues.by_key.get(key)
-            if sequence is not None and sequence.is_running:
+            if sequence is not None and sequence.is_running and key not in queues.in_flight:
                 planner.preempt(sequence, mode)
         planner.enforce_quotas()
         wait_s = self._policy.fill(planner, self._clock.now_s())
@@ -201,7 +207,8 @@ class Scheduler:
         self._version += 1
         by_key = self._queues.by_key
         self.cache.host.begin_step()
-        self._to_preempt.clear()
+        in_flight = self._queues.in_flight
+        self._to_preempt = {key: mode for key, mode in self._to_preempt.items() if key in in_flight}
         if plan.preempted_for is not None:
             self._queues.preempted_for = plan.preempted_for
         for key, mode in plan.preempted.items():
@@ -236,12 +243,29 @@ class Scheduler:
             num_padded_tokens=plan.num_padded_tokens,
         )
 
+    def launch(self, batch: Batch) -> None:
+        """Keep the sequences of the latest batch that sample out of other batches until it is committed.
+
+        Chunks that do not sample count as computed: later chunks of their prompts may follow in the next
+        batches. Launched batches are committed in order.
+        """
+        for chunk in () if batch.is_pure_decode else batch.chunks:
+            if not chunk.samples:
+                chunk.sequence.num_computed_tokens = chunk.start + chunk.num_tokens
+        self._queues.launch(batch)
+        self._launched.append(batch)
+        self._version += 1
+
     def advance(self, batch: Batch) -> None:
         """Count the tokens of the latest batch as computed, as the next plan needs while the batch runs.
 
         Each chunk that samples appends a placeholder to its sequence: -1 - i for the i-th of these chunks.
         Drafts count as computed once they are accepted. Chunks of sequences that have ended are ignored.
         """
+        self._advance(batch)
+
+    def _advance(self, batch: Batch, *, only_sampling: bool = False) -> None:
+        """only_sampling: `launch` has counted the other chunks."""
         self._advanced = batch
         self._version += 1
         chunks = zip(batch.sequences, batch.ends.tolist(), batch.placeholders(), strict=True)
@@ -250,7 +274,7 @@ class Scheduler:
                 sequence.num_computed_tokens = num_computed
                 sequence.token_ids.append(placeholder)
         else:
-            self._advance_each(chunks)
+            self._advance_each(each for each in chunks if each[2] or not only_sampling)
         self._queues.advance(batch)
 
     def commit(
@@ -271,8 +295,13 @@ class Scheduler:
         step_s: the time since the last batch ended, or since there was work. computed_s: the part of it in
         which the batch ran.
         """
+        is_launched = bool(self._launched) and batch is self._launched[0]
+        if is_launched:
+            self._queues.land(batch)
         if batch is not self._advanced:
-            self.advance(batch)
+            self._advance(batch, only_sampling=is_launched)
+        if is_launched:
+            self._launched.popleft()
         self._advanced = None
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
         for chunk in batch.page_ends:

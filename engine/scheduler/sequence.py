@@ -15,7 +15,7 @@ running step is in `token_ids` as a placeholder, a negative number; it is the la
 """
 
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
@@ -459,8 +459,11 @@ def rank_of(sequence: Sequence) -> SequenceRank:
 
 
 class SequenceQueues:
-    """A sequence is in `by_key` and, unless it is ending, in one of `waiting`, `prefilling` and `decoding`.
+    """A sequence is in `by_key` and, unless it is ending, in one of `waiting`, `prefilling`, `decoding` and
+    `in_flight`.
 
+    `in_flight` holds, in a pipeline, the sequences with a token to come from a launched step: until then they
+    are in no other step, and keep their pages.
     `decoding` holds the sequences that lack the KV of exactly one token: a step treats them in bulk. Any
     other running sequence is in `prefilling`.
     """
@@ -481,6 +484,8 @@ class SequenceQueues:
         self.waiting: list[Sequence] = []  # by rank
         self.prefilling: dict[SequenceKey, Sequence] = {}
         self.decoding: dict[SequenceKey, Sequence] = {}
+        self.in_flight: dict[SequenceKey, Sequence] = {}
+        self._launched: deque[Decodes] = deque()  # of steps in flight, those that were all decodes then
         self._decodes: Decodes | None = None  # None: `decoding` has changed
         self.num_last_admitted = 0  # by the last plan that admitted any: the rows of a request-level batch
         self.preempted_for: SequenceKey | None = None  # waits for pages that others were preempted for
@@ -521,12 +526,12 @@ class SequenceQueues:
 
     @property
     def num_running(self) -> int:
-        """Prefilling and decoding sequences."""
-        return len(self.prefilling) + len(self.decoding)
+        """Prefilling and decoding sequences, and those in flight."""
+        return len(self.prefilling) + len(self.decoding) + len(self.in_flight)
 
     def running(self) -> list[Sequence]:
-        """Decoding sequences, then prefilling ones."""
-        return [*self.decoding.values(), *self.prefilling.values()]
+        """Decoding sequences, then prefilling ones, then those in flight."""
+        return [*self.decoding.values(), *self.prefilling.values(), *self.in_flight.values()]
 
     def max_pages(self, scheduling_key: str) -> float:
         """The page quota of a scheduling key, the largest of its live sequences' quotas; inf without one."""
@@ -570,6 +575,30 @@ class SequenceQueues:
             del self._quotas[sequence.scheduling_key]
         self.have_quotas = self.have_quotas and any(min(each) < inf for each in self._quotas.values())
 
+    def launch(self, batch: Batch) -> None:
+        """Keep the sequences of a batch that sample out of other batches until `land`."""
+        if self.are_decodes(batch) and self._decodes is not None:
+            self._launched.append(self._decodes)
+            self.in_flight.update(self.decoding)
+            self.decoding, self._decodes = {}, None
+            return
+        for chunk in batch.chunks:
+            if chunk.samples:
+                self._leave(chunk.sequence)
+                self.in_flight[chunk.sequence.key] = chunk.sequence
+
+    def land(self, batch: Batch) -> None:
+        """Let the sequences of a launched batch be in other batches again, but those that have ended."""
+        if self._launched and self._launched[0].sequences is batch.sequences:
+            decodes = self._launched.popleft()
+            if not self.decoding:
+                self.decoding = {each.key: self.in_flight.pop(each.key) for each in batch.sequences}
+                self._decodes = decodes
+                return
+        for sequence, placeholder in zip(batch.sequences, batch.placeholders(), strict=True):
+            if placeholder and self.in_flight.get(sequence.key) is sequence:
+                self._place(self.in_flight.pop(sequence.key))
+
     def advance(self, batch: Batch) -> None:
         """Note that the sequences of the batch have its tokens. Prefills that have caught up decode."""
         if self.are_decodes(batch):
@@ -590,6 +619,9 @@ class SequenceQueues:
     def _leave(self, sequence: Sequence) -> None:
         if sequence.is_queued:
             del self.waiting[bisect_left(self.waiting, sequence.rank, key=rank_of)]
+        elif sequence.key in self.in_flight:
+            del self.in_flight[sequence.key]
+            self._launched.clear()
         elif sequence.is_running and self.prefilling.pop(sequence.key, None) is None:
             del self.decoding[sequence.key]
             self._decodes = None

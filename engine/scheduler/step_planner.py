@@ -118,8 +118,9 @@ class StepPlanner:
         rates: PreemptionRates | None,
         pressure_mode: PressureMode,
         cost_cap: CostCap,
+        num_batches: int = 1,
     ) -> None:
-        """rates: None preempts by recomputing."""
+        """rates: None preempts by recomputing. num_batches: among which running sequences are spread."""
         self.queues = queues
         self.budget = max_num_batched_tokens
         self.seats = max_num_seqs - queues.num_running
@@ -127,6 +128,7 @@ class StepPlanner:
         self.num_padded_tokens = 0
         self._rates = rates
         self._cost_cap = cost_cap
+        self._max_decodes = ceil(queues.num_running / num_batches)
         self._cache = cache
         self._pool = cache.pool
         self.available = cache.pool.num_available
@@ -177,16 +179,18 @@ class StepPlanner:
     def schedule_decodes(self) -> int:
         """Give every decode its token and, when its last page is full, a page; return how many run.
 
+        In a pipeline those that have waited longest come first, and leave the others for the next steps.
         Without shortage this is the whole cost of planning a decode step.
         """
         decodes, page_size = self.queues.decodes, self._pool.page_size
-        sequences = decodes.sequences
-        at_page_end = [sequences[index] for index in decodes.page_starts]
+        sequences = decodes.sequences[: self._max_decodes]
+        at_page_end = [sequences[index] for index in decodes.page_starts if index < len(sequences)]
         full = [s for s in at_page_end if s.num_computed_tokens == len(s.page_table) * page_size]
         has_pages = len(full) <= self.available
         has_pages = has_pages and (not self.queues.have_quotas or self._quotas.allow_page_each(full))
         if has_pages and len(sequences) <= self.budget and not self._preempted:
-            self._decodes = decodes.lengths.copy()
+            is_whole = len(sequences) == len(decodes.sequences)
+            self._decodes = decodes.lengths.copy() if is_whole else {each.key: 1 for each in sequences}
             self.budget -= len(sequences)
             self._page_needs.update({sequence.key: 1 for sequence in full})
             self.available -= len(full)
@@ -439,7 +443,7 @@ class StepPlanner:
             return False
         if need <= self.available:
             return True
-        may_wait = bool(self._decodes or self._chunks)
+        may_wait = bool(self._decodes or self._chunks or self.queues.in_flight)
         for victim in self._candidates.of_running(sequence, may_wait=may_wait):
             self._preempt_for_pages(victim)
             if need <= self.available:

@@ -18,7 +18,7 @@ import numpy as np
 
 from baton.config.engine import EngineConfig
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import ModelConfig, choose_max_model_len, read_draft_model_config
 from baton.engine.runner.model_runner import ModelRunner, count_pages
 from baton.engine.runner.sampler import Sampler
@@ -61,7 +61,7 @@ def load_draft_model(config: EngineConfig, target: ModelConfig) -> ModelRunner |
         tensor_parallel_size=1,
         max_model_len=most,
     )
-    unsized = ModelRunner(config, model, TensorParallel())
+    unsized = ModelRunner(config, model, ReplicaRank())
     layout = unsized.layout
     num_pages = count_pages(config.cache, layout, unsized.device) // POOL_DIVISOR
     num_pages = min(num_pages, config.scheduler.max_num_seqs * layout.num_pages(most))
@@ -72,7 +72,7 @@ def load_draft_model(config: EngineConfig, target: ModelConfig) -> ModelRunner |
         host_cache_memory_bytes=0,
         kv_disk_path=None,
     )
-    runner = ModelRunner(msgspec.structs.replace(config, cache=cache), model, TensorParallel())
+    runner = ModelRunner(msgspec.structs.replace(config, cache=cache), model, ReplicaRank())
     runner.load()
     runner.allocate()
     return runner

@@ -22,7 +22,7 @@ from baton.pages import KEY_BYTES, PageLayout
 
 KindT = TypeVar("KindT")
 
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 MAX_PAGES: Final = 65_536  # pages of one transfer; also the limit of its units
 MAX_PULLED_PAGES: Final = 28_672  # on each side: one frame holds four lists of this length and the keys
 MAX_SHARDS: Final = 256
@@ -78,7 +78,7 @@ class EndpointHello(TransferMessage, frozen=True):
     protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     incarnation: Incarnation  # new for each process; page ids and epochs are valid only within one
     fingerprint: Annotated[str, Meta(min_length=1, max_length=128)]  # identifies the model
-    layout: PageLayout  # the same for each of the tp_size ranks
+    layout: PageLayout  # of all ranks together
     has_digests: bool = True  # of pages, unless both ends say that they need none
 
 
@@ -119,7 +119,7 @@ class Grant(OfTransfer, frozen=True):
     generations: Generations
     position: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # in its sequence, of the first token to move
     num_shards: NumShards = 1
-    num_layer_groups: NumShards = 1  # each pair of ranks has this many shards, one a group of layers
+    num_layer_groups: NumShards = 1  # a pair of ranks has a shard for each group of layers
 
 
 class PullRequest(OfTransfer, frozen=True):

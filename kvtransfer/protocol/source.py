@@ -391,8 +391,9 @@ class SourceHandoff(Handoff):
         if self.state is SourceState.OPENING:
             return []
         pushed, self._num_pushed = self._num_pushed, list(self._num_offered)
-        due = list(zip(pushed, self._num_offered, strict=True)) * (len(self._shards) // len(pushed))
-        return [self._push(shard, first, stop) for shard, (first, stop) in enumerate(due) if first < stop]
+        due = list(zip(pushed, self._num_offered, strict=True))  # by group of layers
+        shards = [(shard, *due[route.group]) for shard, route in enumerate(self._context.routes)]
+        return [self._push(shard, first, stop) for shard, first, stop in shards if first < stop]
 
     def _push(self, shard: int, first: int, stop: int) -> PushUnits:
         state = self._shards[shard]

@@ -8,6 +8,7 @@ same order.
 
     what differs             a run is                              8B model, 16 tokens a page
     nothing                  a page                                2 MiB
+    stage_layers             a page's shared layers                at one stage to 1 of 2: 1 MiB
     tp_size                  the shared heads of a layer's keys    32 KiB at tp 1 to 1 of 2 ranks: 16 KiB
     page_size                a unit of one head's keys             4 KiB
 
@@ -108,28 +109,40 @@ def plan_transfer(
 ) -> TransferPlan:
     """Return the plan of a shard between two ranks; a grant and a pull have the same plan.
 
-    layers: the layers [first, stop) of the shard; None: all layers. Raises ConfigError, with the field's
-    name, when the layouts belong to different models; ValueError for a rank or layers out of range.
+    layers: the layers [first, stop) of the shard; None: all that both ranks have. Raises ConfigError, with
+    the field's name, when the layouts belong to different models; ValueError for a rank or layers out of
+    range.
     """
     check_same_model(source, destination)
-    first_layer, stop_layer = layers or (0, source.num_layers)
-    if not 0 <= first_layer < stop_layer <= source.num_layers:
-        raise ValueError(
-            f"layers [{first_layer}, {stop_layer}) are out of range: the model has {source.num_layers} layers"
-        )
     mine, theirs = _heads(source, source_rank), _heads(destination, destination_rank)
+    common = _common_layers(source, destination, source_rank, destination_rank)
+    first_layer, stop_layer = layers or (common.start, common.stop)
+    if not common.start <= first_layer <= stop_layer <= common.stop or (layers and first_layer == stop_layer):
+        raise ValueError(
+            f"layers [{first_layer}, {stop_layer}) are out of range: both ranks have those of "
+            f"[{common.start}, {common.stop})"
+        )
     shared = range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
     unit_tokens = min(source.page_size, destination.page_size)
     heads_per_run = len(shared) if source.page_size == destination.page_size else 1
     is_whole_page = heads_per_run == len(mine) == len(theirs) and source.page_size == destination.page_size
     starts = shared[::heads_per_run] if shared else shared
-    # A slab is one layer's keys, or values. The slabs of a whole page are contiguous and form one run.
-    slabs = range(2 * first_layer, 2 * stop_layer, 2 * source.num_layers if is_whole_page else 1)
-    sides = [
-        _side(layout, unit_tokens, [head - heads.start for head in starts], slabs)
-        for layout, heads in ((source, mine), (destination, theirs))
-    ]
     num_layers = stop_layer - first_layer
+    # A slab is one layer's keys, or values. The slabs of whole pages are contiguous and form one run.
+    slabs = range(0, 2 * num_layers, max(1, 2 * num_layers) if is_whole_page else 1)
+    sides = [
+        _side(
+            layout.of_stage(rank),
+            unit_tokens,
+            [head - heads.start for head in starts],
+            slabs,
+            2 * (first_layer - layout.layers_of(rank).start),
+        )
+        for layout, rank, heads in (
+            (source, source_rank, mine),
+            (destination, destination_rank, theirs),
+        )
+    ]
     unit_bytes = unit_tokens * source.row_bytes * 2 * num_layers * len(shared)
     num_runs = len(sides[0].run_offset_R)
     run_bytes = unit_bytes // num_runs if num_runs else 0
@@ -143,15 +156,20 @@ def plan_transfer(
     )
 
 
-def peers_of(layout: PageLayout, other: PageLayout, rank: int) -> range:
-    """Return the ranks of `other` that share a head with `rank` of `layout`, in either direction."""
+def peers_of(layout: PageLayout, other: PageLayout, rank: int) -> list[int]:
+    """Return the ranks of `other` that share heads and layers with `rank` of `layout`."""
     check_same_model(layout, other)
     heads = _heads(layout, rank)
-    return range(heads.start // other.heads_per_rank, (heads.stop - 1) // other.heads_per_rank + 1)
+    sharing = range(heads.start // other.heads_per_rank, (heads.stop - 1) // other.heads_per_rank + 1)
+    return [
+        peer
+        for peer in range(other.num_ranks)
+        if peer % other.tp_size in sharing and _common_layers(layout, other, rank, peer)
+    ]
 
 
 def check_same_model(source: PageLayout, destination: PageLayout) -> None:
-    """Raise ConfigError when the two layouts differ in more than tp_size and page_size."""
+    """Raise ConfigError when the two layouts differ in more than tp_size, stage_layers and page_size."""
     for name in MUST_AGREE:
         ours, theirs = getattr(source, name), getattr(destination, name)
         if ours != theirs:
@@ -161,14 +179,15 @@ def check_same_model(source: PageLayout, destination: PageLayout) -> None:
 class ShardRanks(NamedTuple):
     """The ranks and layers of one shard of a transfer.
 
-    There is a shard for each pair of a source rank and a destination rank that share heads, and for each
-    group of layers that leaves by itself. Both replicas number the shards from 0, ordered by destination
-    rank, source rank and group. Shard 0 is between the two ranks 0.
+    There is a shard for each pair of a source rank and a destination rank that share heads and layers, and
+    for each group of layers that leaves by itself. Both replicas number the shards from 0, ordered by
+    destination rank, source rank and group. Shard 0 is between the two ranks 0.
     """
 
     source: int
     destination: int
     layers: tuple[int, int]  # [first, stop)
+    group: int = 0  # in which the layers are
 
 
 @lru_cache(maxsize=64)
@@ -180,12 +199,15 @@ def shards_of(
     Raises ConfigError for different models, ValueError for more groups than layers.
     """
     groups = source.layer_groups(num_layer_groups)
-    return tuple(
-        ShardRanks(source_rank, rank, layers)
-        for rank in range(destination.tp_size)
-        for source_rank in peers_of(destination, source, rank)
-        for layers in groups
-    )
+    shards: list[ShardRanks] = []
+    for rank in range(destination.num_ranks):
+        for source_rank in peers_of(destination, source, rank):
+            common = _common_layers(source, destination, source_rank, rank)
+            for group, (start, end) in enumerate(groups):
+                first, stop = max(start, common.start), min(end, common.stop)
+                if first < stop:
+                    shards.append(ShardRanks(source_rank, rank, (first, stop), group))
+    return tuple(shards)
 
 
 def default_layer_groups(source: PageLayout) -> int:
@@ -194,18 +216,29 @@ def default_layer_groups(source: PageLayout) -> int:
 
 
 def _heads(layout: PageLayout, rank: int) -> range:
-    if not 0 <= rank < layout.tp_size:
-        raise ValueError(f"rank {rank} is out of range: tp_size is {layout.tp_size}")
-    return range(rank * layout.heads_per_rank, (rank + 1) * layout.heads_per_rank)
+    if not 0 <= rank < layout.num_ranks:
+        raise ValueError(f"rank {rank} is out of range: there are {layout.num_ranks}")
+    first = rank % layout.tp_size * layout.heads_per_rank
+    return range(first, first + layout.heads_per_rank)
 
 
-def _side(layout: PageLayout, unit_tokens: int, starts: Sequence[int], slabs: range) -> TransferSide:
+def _common_layers(one: PageLayout, other: PageLayout, rank: int, other_rank: int) -> range:
+    """The layers that both ranks have; an empty range within the first one's layers if there is none."""
+    ours, theirs = one.layers_of(rank), other.layers_of(other_rank)
+    first = min(max(ours.start, theirs.start), ours.stop)
+    return range(first, max(first, min(ours.stop, theirs.stop)))
+
+
+def _side(
+    layout: PageLayout, unit_tokens: int, starts: Sequence[int], slabs: range, first_slab: int
+) -> TransferSide:
     """Return the placement of units in a rank's pages.
 
-    starts: the rank's local head at which each run of a slab begins. slabs: the slabs in which runs begin.
+    layout: of the rank's stage. starts: the rank's local head at which each run of a slab begins. slabs: the
+    slabs in which runs begin, counted from `first_slab`.
     """
     head_bytes = layout.page_size * layout.row_bytes
-    first_heads = np.asarray(slabs, dtype=np.int64) * layout.heads_per_rank
+    first_heads = (np.asarray(slabs, dtype=np.int64) + first_slab) * layout.heads_per_rank
     offsets = np.add.outer(first_heads, np.asarray(starts, dtype=np.int64)) * head_bytes
     offsets = offsets.reshape(-1).astype(np.int64)
     offsets.flags.writeable = False  # plans are shared

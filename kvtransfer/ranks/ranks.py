@@ -303,8 +303,10 @@ class Ranks:
         self._others: list[RemoteRank] = []
         num_ranks = 1 if agents is None else agents.num_ranks
         try:
-            if num_ranks != settings.layout.tp_size:
-                raise ConfigError(f"{num_ranks} ranks have agents, the layout has {settings.layout.tp_size}")
+            if num_ranks != settings.layout.num_ranks:
+                raise ConfigError(
+                    f"{num_ranks} ranks have agents, the layout has {settings.layout.num_ranks}"
+                )
             if agents is not None:
                 self._others = agents.set_up(settings)
         except BaseException:
@@ -352,11 +354,11 @@ class Ranks:
         own, peer = self._settings.layout, link.hello.layout
         source, destination = (own, peer) if is_source else (peer, own)
         found = []
-        for source_rank, rank, layers in shards_of(source, destination, num_layer_groups):
+        for source_rank, rank, layers, group in shards_of(source, destination, num_layer_groups):
             ours, theirs = (source_rank, rank) if is_source else (rank, source_rank)
             listeners = link.listeners.ranks[theirs]
             peer_rank = PeerRank(host=link.host, layout=peer, rank=theirs, listeners=listeners)
-            found.append(Route(ours, peer_rank, layers))
+            found.append(Route(ours, peer_rank, layers, group))
         return found
 
     def perform(self, rank: int, command: Command) -> None:

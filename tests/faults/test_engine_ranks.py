@@ -30,17 +30,21 @@ NEW_TOKENS: Final = 8
 class Replica:
     """An engine with its endpoint, on the test's thread."""
 
-    def __init__(self, model: Path, num_ranks: int, page_size: int, transport: str = "auto") -> None:
+    def __init__(
+        self, model: Path, num_ranks: int, page_size: int, transport: str = "auto", num_stages: int = 1
+    ) -> None:
+        """num_ranks: of each stage."""
         self._ends = ExitStack()
-        shared, agents = SharedPool(), RankAgents(num_ranks)
+        shared, agents = SharedPool(), RankAgents(num_ranks * num_stages)
         self._ends.callback(shared.close)
         self._ends.callback(agents.close)
         self._sidecar = watched(agents.sidecar)
-        config = tiny_config(model, tensor_parallel_size=num_ranks, cache={"page_size": page_size})
+        sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
+        config = tiny_config(model, cache={"page_size": page_size}, **sizes)
         self.engine = load_engine(config, zeros_on_cpu=shared.zeros, sidecar=self._sidecar)
         self._ends.callback(self.engine.close)
         self.pool = self.engine.runner.pool.device
-        self._num_ranks = num_ranks
+        self._num_ranks, self._num_stages = num_ranks, num_stages
         settings = EndpointSettings(
             key=KEY,
             fingerprint=self.engine.fingerprint,
@@ -63,9 +67,12 @@ class Replica:
         return list(progress.page_table)
 
     def tokens(self, pages: list[int]) -> Tensor:
-        """Whatever is in the pages, of all heads, in the order of the tokens."""
-        others = [pages_of(self._sidecar, rank, pages, self.pool) for rank in range(1, self._num_ranks)]
-        return torch.cat([self.pool[pages], *others], dim=3).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        """Whatever is in the pages, of all layers and heads, in the order of the tokens."""
+        others = range(1, self._num_ranks * self._num_stages)
+        parts = [self.pool[pages], *(pages_of(self._sidecar, rank, pages, self.pool) for rank in others)]
+        tp_size = self._num_ranks
+        stages = [torch.cat(parts[at : at + tp_size], dim=3) for at in range(0, len(parts), tp_size)]
+        return torch.cat(stages, dim=1).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
 
     def close(self) -> None:
         self._ends.close()
@@ -131,21 +138,27 @@ def move(source: Replica, destination: Replica, pages: list[int]) -> TransferEnd
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("source_cut", "destination_cut"),
+    ("source_cut", "destination_cut"),  # ranks of a stage, tokens of a page, stages
     [
-        pytest.param((2, 16), (1, 64), id="2-ranks-to-1"),
-        pytest.param((1, 16), (2, 16), id="1-rank-to-2"),
-        pytest.param((2, 64), (2, 16), id="2-ranks-to-2", marks=pytest.mark.slow),
+        pytest.param((2, 16, 1), (1, 64, 1), id="2-ranks-to-1"),
+        pytest.param((1, 16, 1), (2, 16, 1), id="1-rank-to-2"),
+        pytest.param((1, 16, 1), (1, 16, 2), id="1-stage-to-2"),
+        pytest.param((1, 16, 2), (2, 16, 1), id="2-stages-to-2-ranks"),
+        pytest.param((2, 16, 2), (1, 64, 1), id="2-stages-of-2-ranks-to-1"),
+        pytest.param((1, 64, 2), (1, 16, 1), id="2-stages-to-1", marks=pytest.mark.slow),
+        pytest.param((2, 64, 1), (2, 16, 1), id="2-ranks-to-2", marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_goes_on_from_the_pages_of_another(
     make: Make,
     model: Path,
-    source_cut: tuple[int, int],
-    destination_cut: tuple[int, int],
+    source_cut: tuple[int, int, int],
+    destination_cut: tuple[int, int, int],
     transport: str,
 ) -> None:
-    source, destination = make(*source_cut, transport), make(*destination_cut)
+    (num_ranks, page_size, num_stages), (tp_size, there_size, num_there) = source_cut, destination_cut
+    source = make(num_ranks, page_size, transport, num_stages)
+    destination = make(tp_size, there_size, "auto", num_there)
     alone = tiny_engine(model)
     alone.add(a_request("alone"))
     expected = token_ids(run_to_end(alone))

@@ -40,22 +40,26 @@ class Topology:
     transport: str = "auto"
     is_async: bool = False
     kv_cache_dtype: str = "auto"
+    prefill_pp: int = 1
+    decode_pp: int = 1
     decode_settings: dict[str, Any] = field(default_factory=dict)
 
     def engines(self, directory: Path) -> tuple[list[EngineConfig], list[EngineConfig]]:
-        def config(tp: int, page_size: int, **settings: Any) -> EngineConfig:
+        def config(tp: int, pp: int, page_size: int, **settings: Any) -> EngineConfig:
             cache = {
                 "page_size": page_size,
                 "kv_cache_memory_bytes": 2**21,
                 "kv_cache_dtype": self.kv_cache_dtype,
             }
             cache |= settings.pop("cache", {})
-            base = {"model": str(directory), "device": "cpu", "tensor_parallel_size": tp}
+            sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+            base = {"model": str(directory), "device": "cpu", **sizes}
             scheduler = {"async_scheduling": self.is_async, **settings.pop("scheduler", {})}
             return engine_config({**base, "cache": cache, "scheduler": scheduler, **settings})
 
-        prefill = config(self.prefill_tp, self.prefill_page_size, scheduler={"max_num_batched_tokens": 48})
-        decode = config(self.decode_tp, self.decode_page_size, **self.decode_settings)
+        steps = {"max_num_batched_tokens": 48}
+        prefill = config(self.prefill_tp, self.prefill_pp, self.prefill_page_size, scheduler=steps)
+        decode = config(self.decode_tp, self.decode_pp, self.decode_page_size, **self.decode_settings)
         return [prefill] * self.num_prefill, [decode] * self.num_decode
 
 
@@ -65,6 +69,8 @@ FAST: Final = (
     Topology("tp 2 to 1, pages 16 to 64", 1, 1, 2, 1, decode_page_size=64),
     Topology("async, 1P+2D, pages 64 to 16", 1, 2, prefill_page_size=64, is_async=True),
     Topology("async, tp 1 to 2", decode_tp=2, is_async=True),
+    Topology("pp 1 to 2", decode_pp=2),
+    Topology("pp 2 x tp 2 to 1, pages 16 to 64", prefill_tp=2, prefill_pp=2, decode_page_size=64),
     Topology(
         "drafts, 1P+2D, pages 64 to 16",
         1,
@@ -82,6 +88,26 @@ SLOW: Final = tuple(
 SPLIT: Final = tuple(
     Topology(f"tp {p} to {d}, {transport}, pages {a} to {b}", 1, 1, p, d, a, b, transport)
     for p, d in ((1, 2), (2, 1), (2, 2))
+    for transport in ("shm", "tcp", "gloo")
+    for a, b in ((16, 16), (64, 16))
+)
+
+STAGES: Final = tuple(
+    Topology(
+        f"pp {pp} x tp {tp} to pp {decode_pp} x tp {decode_tp}, {transport}, pages {a} to {b}",
+        1,
+        1,
+        tp,
+        decode_tp,
+        a,
+        b,
+        transport,
+        prefill_pp=pp,
+        decode_pp=decode_pp,
+    )
+    for pp, tp, decode_pp, decode_tp in (
+        *((1, 1, 2, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 2, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 2, 2, 1)),
+    )
     for transport in ("shm", "tcp", "gloo")
     for a, b in ((16, 16), (64, 16))
 )
@@ -214,8 +240,9 @@ def difference(request: Request, answer: Answer, cluster: Cluster, oracle: Engin
 def _first_difference(token_ids: Sequence[int], engine: Engine, oracle: Engine) -> str | None:
     theirs, ours = _prompt_kv(engine, token_ids), _prompt_kv(oracle, token_ids)
     num_heads, num_tokens = theirs.shape[2], min(theirs.shape[3], ours.shape[3])  # rank 0 has the first heads
-    differs_LCHTD = theirs[:, :, :, :num_tokens] != ours[:, :, :num_heads, :num_tokens]
-    for layer in range(ours.shape[0]):
+    num_layers = len(theirs)  # and in a pipeline the first layers
+    differs_LCHTD = theirs[:, :, :, :num_tokens] != ours[:num_layers, :, :num_heads, :num_tokens]
+    for layer in range(num_layers):
         differs_T = differs_LCHTD[layer].amax((0, 1, 3))
         if differs_T.any():
             token = int(differs_T.nonzero()[0])
@@ -293,7 +320,9 @@ def test_preemption_for_want_of_pages_changes_no_token(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", (*SLOW, *SPLIT, *OVER_LIBRARIES), ids=lambda topology: topology.name)
+@pytest.mark.parametrize(
+    "topology", (*SLOW, *SPLIT, *STAGES, *OVER_LIBRARIES), ids=lambda topology: topology.name
+)
 def test_every_topology_gives_the_tokens_of_one_engine(
     topology: Topology, oracle: Engine, model_directory: Callable[..., Path]
 ) -> None:
@@ -306,6 +335,10 @@ def test_every_topology_gives_the_tokens_of_one_engine(
         Topology("1P+1D"),
         Topology("tcp, pages 16 to 64", decode_page_size=64, transport="tcp"),
         Topology("async", is_async=True),
+        Topology("pp 2 to 1", prefill_pp=2),
+        pytest.param(
+            Topology("pp 2 to 2, tcp", prefill_pp=2, decode_pp=2, transport="tcp"), marks=pytest.mark.slow
+        ),
         pytest.param(Topology("tp 2 to 1", prefill_tp=2), marks=pytest.mark.slow),
         pytest.param(Topology("tp 1 to 2, gloo", decode_tp=2, transport="gloo"), marks=pytest.mark.slow),
     ],

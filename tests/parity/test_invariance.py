@@ -60,6 +60,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "scheduler": ASYNC,
     },
     "async-tensor-parallel-2": {"tensor_parallel_size": 2, "scheduler": ASYNC},
+    "pipeline-2": {"pipeline_parallel_size": 2},
+    "pipeline-2-chunk-7": {"pipeline_parallel_size": 2, "scheduler": {"max_num_batched_tokens": 7}},
+    "pipeline-2-few-pages": {
+        "pipeline_parallel_size": 2,
+        "cache": {"page_size": 4},
+        "max_model_len": 140,
+        "num_kv_tokens": 80,  # of all layers: each stage has pages for twice as many
+    },
+    "pipeline-2-tensor-parallel-2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
     "ngram": {"speculative": NGRAM},
     "ngram-few-pages": {
         "cache": {"page_size": 4},
@@ -71,8 +80,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-# Each starts a process: `make test` runs it with one model.
-DEAR = {"tensor-parallel-2": "llama-gqa7-biased", "async-tensor-parallel-2": "mistral-window"}
+# Each starts processes: `make test` runs it with one model.
+DEAR = {
+    "tensor-parallel-2": "llama-gqa7-biased",
+    "async-tensor-parallel-2": "mistral-window",
+    "pipeline-2": "mistral-window",
+    "pipeline-2-chunk-7": "llama-gqa7-biased",
+    "pipeline-2-few-pages": "llama-gqa7-biased",
+    "pipeline-2-tensor-parallel-2": "llama-gqa7-biased",
+}
 
 
 def cases(*axes: Iterable[Any], names: Sequence[str] = (*FAST, *SLOW)) -> list[ParameterSet]:

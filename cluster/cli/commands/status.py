@@ -24,7 +24,21 @@ from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, Tena
 from baton.messages.workers import WorkerStatus
 
 COLUMNS: Final = (
-    *("worker", "role", "node", "pid", "tp", "running", "waiting", "in", "out", "attempts", "tokens", "hits"),
+    *(
+        "worker",
+        "role",
+        "node",
+        "pid",
+        "tp",
+        "pp",
+        "running",
+        "waiting",
+        "in",
+        "out",
+        "attempts",
+        "tokens",
+        "hits",
+    ),
     "pages",
 )
 QUEUE_COLUMNS: Final = (
@@ -152,6 +166,7 @@ def _row(entry: WorkerStatus) -> tuple[str, ...]:
         worker.node or "-",
         str(worker.pid or "-"),
         str(worker.tensor_parallel_size),
+        str(worker.pipeline_parallel_size),
         str(load.num_running),
         str(load.num_waiting),
         str(load.num_incoming),

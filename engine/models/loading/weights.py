@@ -100,10 +100,12 @@ class Parameters:
         quantization: Method | None = None,
         scheme: Quantization | None = None,
         adapters: "Adapters | None" = None,
+        layers: range | None = None,
     ) -> None:
         """batch_invariant: see `pack_linear`. quantization: of the weights of linear layers, when read.
 
-        scheme: of the checkpoint. adapters: gets the projections that adapters may change.
+        scheme: of the checkpoint. adapters: gets the projections that adapters may change. layers: those of
+        the rank's pipeline stage; None: all.
         """
         self.tp = tp
         self.dtype = dtype
@@ -112,6 +114,7 @@ class Parameters:
         self.quantization = quantization
         self.scheme = scheme
         self.adapters = adapters
+        self.layers = layers
         self._packed_memory = HugeArena()
         self._checkpoint = checkpoint
         self._prefix = prefix
@@ -413,9 +416,12 @@ class Adapters:
 class ParameterSurvey(Parameters):
     """Records the name and the shape of each parameter that a model reads, and places none."""
 
-    def __init__(self, scheme: Quantization | None = None) -> None:
-        nothing = DummyCheckpoint({}, dtype=torch.float32, deviation=0.0, seed=0)
-        super().__init__(nothing, TensorParallel(), torch.float32, torch.device("meta"), scheme=scheme)
+    def __init__(self, scheme: Quantization | None = None, layers: range | None = None) -> None:
+        nothing, device = (
+            DummyCheckpoint({}, dtype=torch.float32, deviation=0.0, seed=0),
+            torch.device("meta"),
+        )
+        super().__init__(nothing, TensorParallel(), torch.float32, device, scheme=scheme, layers=layers)
         self.shapes: dict[str, Shape] = {}
         self.stored_bytes: dict[str, int] = {}  # of an element, where the dtype of the model does not matter
         self.weights: dict[str, Shape] = {}  # module -> shape of a quantised weight

@@ -194,6 +194,8 @@ def test_damaged_model_is_refused(tmp_path: Path) -> None:
     [
         ({"engine": {"max_model_len": 10**6}}, "^max_model_len: the model has positions for 4096 tokens"),
         ({"decode": {"tensor_parallel_size": 3}}, "^decode.tensor_parallel_size: KV heads: .* over 3 "),
+        ({"decode": {"pipeline_parallel_size": 99}}, "^decode.pipeline_parallel_size: .* layers .* over 99 "),
+        ({"engine": {"pipeline_parallel_size": 99}}, "^engine.pipeline_parallel_size: .* layers .* over 99 "),
         ({"engine": {"tensor_parallel_size": 3}}, "^engine.tensor_parallel_size: KV heads: .* over 3 "),
     ],
 )

@@ -106,7 +106,7 @@ def test_step_that_fails_anywhere_leaves_others_their_pages(
     add(engine, "waits", PROMPT, max_tokens=1)
 
     owner, name = {
-        "build": (engine._builder, "build"),
+        "build": (engine._builders[0], "build"),
         "execute": (engine.runner, "execute"),
         "allocate": (engine.pages, "_take_free"),
         "release": (engine.pages, "release"),

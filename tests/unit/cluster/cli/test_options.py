@@ -18,7 +18,8 @@ from tests.unit.cluster.conftest import Baton
 # The names of the options, which are vLLM's where vLLM has one. They must not change.
 SERVE_FLAGS = """
 --served-model-name --runtime --ray-address --host --port --gateways --routers --prefill --decode --prefill-tp
---decode-tp --prefill-block-size --prefill-page-size --decode-block-size --decode-page-size --transport
+--decode-tp --prefill-pp --decode-pp --prefill-block-size --prefill-page-size --decode-block-size
+--decode-page-size --transport
 --kv-digests --no-kv-digests --kv-streams
 --router-policy --redis --decision-log --recording --recording-memory-bytes --local-prefill-tokens
 --chat-template
@@ -29,7 +30,8 @@ SERVE_FLAGS = """
 --planner-log
 """
 ENGINE_FLAGS = """
---dtype --load-format --device --tensor-parallel-size -tp --engine-seed --max-model-len --max-num-seqs --seed
+--dtype --load-format --device --tensor-parallel-size -tp --pipeline-parallel-size -pp
+--engine-seed --max-model-len --max-num-seqs --seed
 --max-num-batched-tokens --scheduler-policy --max-queue-delay-ms --preferred-batch-sizes --block-size
 --page-size --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --gpu-memory-utilization
 --host-cache-memory --kv-disk-path --kv-disk-size
@@ -106,10 +108,10 @@ def test_sampling_options_are_sampling_parameters() -> None:
 
 def test_engine_options_reach_their_part_of_the_configuration() -> None:
     config = engine(
-        "-tp 2 --max-num-seqs 8 --block-size 32 --kv-cache-memory 1.5GiB --no-enable-prefix-caching "
+        "-tp 2 -pp 3 --max-num-seqs 8 --block-size 32 --kv-cache-memory 1.5GiB --no-enable-prefix-caching "
         "--scheduler-policy dynamic --max-queue-delay-ms 2.5 --preferred-batch-sizes 4,8 --engine-seed 3"
     )
-    assert (config.tensor_parallel_size, config.seed) == (2, 3)
+    assert (config.tensor_parallel_size, config.pipeline_parallel_size, config.seed) == (2, 3, 3)
     assert (config.cache.page_size, config.cache.enable_prefix_caching) == (32, False)
     assert config.cache.kv_cache_memory_bytes == 3 * 2**29
     scheduler = config.scheduler
@@ -129,10 +131,11 @@ def test_spellings_of_vllm() -> None:
 
 
 def test_roles_differ_in_number_ranks_and_pages() -> None:
-    given = served("tiny --prefill 2 --decode-tp 2 --prefill-block-size 64 -tp 4")
+    given = served("tiny --prefill 2 --decode-tp 2 --prefill-pp 2 --prefill-block-size 64 -tp 4")
     prefill, decode = given.prefill.engine(given.engine), given.decode.engine(given.engine)
     assert (given.prefill.num_workers, given.decode.num_workers) == (2, 1)
     assert (prefill.tensor_parallel_size, decode.tensor_parallel_size) == (4, 2)
+    assert (prefill.num_ranks, decode.num_ranks, given.num_ranks) == (8, 2, 18)
     assert (prefill.cache.page_size, decode.cache.page_size) == (64, 16)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.engine.models.decoder import ColumnParallelLinear
-from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parallel import ReplicaRank, TensorParallel
 from baton.errors import ConfigError
 from tests.tensor_parallel_peer import DTYPES, JOBS, Pair
 from tests.tiny_models import dummy_parameters
@@ -17,7 +17,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 @dtypes
 @pytest.mark.parametrize("job", ["embedding", "head", "columns", "rows"])
 def test_two_ranks_give_the_bits_of_one(pair: Pair, tiny_model: Path, job: str, dtype: str) -> None:
-    together, alone = pair.run(job, tiny_model, dtype), JOBS[job](TensorParallel(), tiny_model, dtype)
+    together, alone = pair.run(job, tiny_model, dtype), JOBS[job](ReplicaRank(), tiny_model, dtype)
     assert together.dtype == alone.dtype and torch.equal(together, alone)
 
 

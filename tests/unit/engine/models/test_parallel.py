@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from baton.engine.models import parallel
-from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parallel import ReplicaRank, TensorParallel
 from baton.errors import ConfigError, WorkerLost
 from tests.tensor_parallel_peer import CPU, DTYPES, Pair, values
 
@@ -24,10 +24,10 @@ def test_all_reduce_is_the_sum_on_both_ranks(pair: Pair, tiny_model: Path, dtype
 def test_no_rank_leaves_an_empty_sum_before_the_other_has_come() -> None:
     store = HashStore()
     with ThreadPoolExecutor(2) as threads:
-        ranks = list(threads.map(lambda rank: TensorParallel.join(rank, 2, store, CPU), range(2)))
-        early = threads.submit(ranks[0].all_reduce, torch.zeros(0, 7))
+        ranks = list(threads.map(lambda rank: ReplicaRank.join(rank, store, CPU, tp_size=2), range(2)))
+        early = threads.submit(ranks[0].tp.all_reduce, torch.zeros(0, 7))
         assert not wait([early], timeout=0.3).done
-        assert ranks[1].all_reduce(torch.zeros(0, 7)).shape == early.result().shape == (0, 7)
+        assert ranks[1].tp.all_reduce(torch.zeros(0, 7)).shape == early.result().shape == (0, 7)
 
 
 @dtypes
@@ -41,8 +41,8 @@ def test_ranks_agree_on_the_smallest(pair: Pair, tiny_model: Path) -> None:
 
 
 def test_group_of_one_exchanges_nothing() -> None:
-    alone, x = TensorParallel(), values(0, 3, 4, dtype="float32")
-    assert alone.all_reduce(x) is x and alone.all_gather(x) is x and alone.smallest(5) == 5
+    alone, x = ReplicaRank(), values(0, 3, 4, dtype="float32")
+    assert alone.tp.all_reduce(x) is x and alone.tp.all_gather(x) is x and alone.smallest(5) == 5
     alone.send_command(b"no rank listens")
     with pytest.raises(ValueError, match="receives no commands"):
         alone.receive_command()
@@ -60,17 +60,17 @@ def test_killed_peer_is_reported_at_once(tmp_path: Path, caplog: pytest.LogCaptu
     lost.process.kill()
     lost.process.join()
     with caplog.at_level("INFO"), pytest.raises(WorkerLost) as error:
-        lost.tp.all_reduce(torch.zeros(4))
+        lost.rank.tp.all_reduce(torch.zeros(4))
     assert str(error.value) == "tensor-parallel rank 0 of 2 lost a peer"
     (logged,) = caplog.messages  # with the library's own words
     assert len(logged) > len(f"{error.value}: ") and logged.startswith(f"{error.value}: ")
     with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
-        lost.tp.smallest(1)
+        lost.rank.smallest(1)
 
 
 def test_last_peer_ends_when_rank_0_goes_away(tmp_path: Path) -> None:
     left = Pair(tmp_path)
-    del left.tp
+    del left.rank
     left.process.join(20)
     assert left.process.exitcode not in (None, 0)
 
@@ -78,7 +78,7 @@ def test_last_peer_ends_when_rank_0_goes_away(tmp_path: Path) -> None:
 def test_rank_without_peers_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "JOIN_TIMEOUT", timedelta(milliseconds=100))
     with pytest.raises(WorkerLost, match="rank 0 of 2 did not meet the others"):
-        TensorParallel.join(0, 2, FileStore(str(tmp_path / "store"), 2), CPU)
+        ReplicaRank.join(0, FileStore(str(tmp_path / "store"), 2), CPU, tp_size=2)
 
 
 def test_sockets_listen_on_loopback_only(pair: Pair) -> None:

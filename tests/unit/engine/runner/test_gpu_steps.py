@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.clock import ManualClock
 from baton.engine.engine import Engine
 from baton.engine.models.model import Model
-from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner import cuda_graphs, model_runner, sampler
 from baton.engine.runner.cuda_graphs import MAX_PROMPTS, StepGraphs, graph_shapes
@@ -93,7 +93,7 @@ def gpu_runner(directory: Path, stream_priority: int = 0, **cache: Any) -> Model
         scheduler={"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_TOKENS},
         cache={"host_cache_memory_bytes": 2**16, **cache},
     )
-    return ModelRunner(config, read_model_config(directory), TensorParallel())
+    return ModelRunner(config, read_model_config(directory), ReplicaRank())
 
 
 def serving_runner(cuda: FakeCuda, directory: Path, stream_priority: int = 0, **cache: Any) -> ModelRunner:
@@ -110,7 +110,7 @@ def read_layout(directory: Path) -> tuple[int, ...]:
 
 
 def loaded_model(directory: Path) -> Model:
-    runner = ModelRunner(tiny_config(directory), read_model_config(directory), TensorParallel())
+    runner = ModelRunner(tiny_config(directory), read_model_config(directory), ReplicaRank())
     runner.load()
     return OnDevice(runner.model)
 

@@ -6,7 +6,7 @@ import torch
 
 from baton.engine.models.decoder import Decoder, RmsNorm
 from baton.engine.models.model import parameter_bytes, parameter_shapes
-from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parallel import ReplicaRank, TensorParallel
 from baton.engine.models.registry import choose_max_model_len, read_model_config
 from baton.engine.runner import model_runner
 from baton.engine.runner.model_runner import ModelRunner, choose_device
@@ -17,7 +17,7 @@ from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, tiny_config, write_conf
 
 
 def loaded_runner(directory: Path, **settings: Any) -> ModelRunner:
-    runner = ModelRunner(tiny_config(directory, **settings), read_model_config(directory), TensorParallel())
+    runner = ModelRunner(tiny_config(directory, **settings), read_model_config(directory), ReplicaRank())
     runner.load()
     runner.allocate()
     return runner
@@ -88,7 +88,7 @@ def test_weights_and_pages_have_the_requested_dtype(
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_progress_counts_every_byte_of_the_weights_once(tmp_path: Path, tied: bool, num_ranks: int) -> None:
     model = read_model_config(write_config(tmp_path, tie_word_embeddings=tied, dtype="bfloat16"))
-    runner = ModelRunner(tiny_config(tmp_path), model, TensorParallel(0, num_ranks))
+    runner = ModelRunner(tiny_config(tmp_path), model, ReplicaRank(TensorParallel(0, num_ranks)))
     reports: list[tuple[int, int]] = []
     runner.load(lambda done, total: reports.append((done, total)))
     total = parameter_bytes(model, "bfloat16")
@@ -99,7 +99,7 @@ def test_progress_counts_every_byte_of_the_weights_once(tmp_path: Path, tied: bo
 
 def test_tied_embeddings_share_one_unpacked_table(tmp_path: Path) -> None:
     model = read_model_config(write_config(tmp_path, tie_word_embeddings=True))
-    runner = ModelRunner(tiny_config(tmp_path, dtype="float16"), model, TensorParallel())
+    runner = ModelRunner(tiny_config(tmp_path, dtype="float16"), model, ReplicaRank())
     runner.load()
     decoder = runner.model
     assert isinstance(decoder, Decoder)

@@ -78,7 +78,7 @@ def test_step_that_computes_nothing_ends_when_every_rank_has_come_to_its_end(tin
     ):
         early = thread.submit(engine.runner.execute, step)
         assert not wait([early], timeout=0.3).done
-        engine.runner.tp.send_command(encode(step))
+        engine.runner.rank.send_command(encode(step))
         assert len(early.result()) == 0
 
 
@@ -165,7 +165,7 @@ def test_tp_worker_that_cannot_load_reports_its_error(
         pytest.raises(ModelError, match="rank 1: .*missing/config.json: there is no such"),
         tp_workers.explains_loss(),
     ):
-        tp_workers.tp.smallest(1)  # what rank 0 asks next
+        tp_workers.rank.smallest(1)  # what rank 0 asks next
     tp_workers.close()
     assert capfd.readouterr().err == ""
 

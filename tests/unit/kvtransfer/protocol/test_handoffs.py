@@ -134,11 +134,11 @@ class Side:
 
     handoff: SourceHandoff | DestinationHandoff
 
-    def __init__(self, num_shards: int) -> None:
+    def __init__(self, num_shards: int, num_layer_groups: int = 1) -> None:
         self.num_shards = num_shards
         self.clock = ManualClock()
         self.pool = PagePool(NUM_PAGES, 16)
-        self.context = handoff_context(self.pool, self.clock, range(num_shards))
+        self.context = handoff_context(self.pool, self.clock, range(num_shards), num_layer_groups)
 
     def hear(self, kind: Callable[..., ShardEvent], *shards: int, **fields: Any) -> list[Action]:
         """Have the hand-off process an event of each of these shards; none: of all shards."""
@@ -153,7 +153,7 @@ class Side:
 class Source(Side):
     def __init__(self, request: TransferRequest | None = None, pin: Pin | None = None) -> None:
         request = request or grant()
-        super().__init__(request.num_shards)
+        super().__init__(request.num_shards, request.num_layer_groups)
         pin = pin or NumberedPages(self.pool)
         self.handoff: SourceHandoff = SourceHandoff(request, self.context, HOLDER, pin)
         self.pages = self.pool.allocate(NUM_UNITS, "sequence")

@@ -12,9 +12,16 @@ from baton.pages import PageLayout
 CUTS = list(product((1, 2, 4, 8), (1, 2, 4, 8)))
 
 
-def layout(num_ranks: int) -> PageLayout:
+def layout(num_ranks: int, *stage_layers: int) -> PageLayout:
+    """stage_layers: of each pipeline stage, each of which has so many ranks."""
     return PageLayout(
-        tp_size=num_ranks, page_size=16, num_layers=3, num_kv_heads=8, head_dim=4, dtype="bfloat16"
+        tp_size=num_ranks,
+        page_size=16,
+        num_layers=3,
+        num_kv_heads=8,
+        head_dim=4,
+        dtype="bfloat16",
+        stage_layers=stage_layers,
     )
 
 
@@ -35,12 +42,41 @@ def test_shards_together_move_every_byte_once(
 
 def test_shards_are_counted_by_destination_then_source_then_layers() -> None:
     assert shards_of(layout(2), layout(1), 2) == (
-        ShardRanks(0, 0, (0, 1)),
-        ShardRanks(0, 0, (1, 3)),
-        ShardRanks(1, 0, (0, 1)),
-        ShardRanks(1, 0, (1, 3)),
+        ShardRanks(0, 0, (0, 1), 0),
+        ShardRanks(0, 0, (1, 3), 1),
+        ShardRanks(1, 0, (0, 1), 0),
+        ShardRanks(1, 0, (1, 3), 1),
     )
-    assert shards_of(layout(1), layout(2)) == (ShardRanks(0, 0, (0, 3)), ShardRanks(0, 1, (0, 3)))
+    assert shards_of(layout(1), layout(2)) == (ShardRanks(0, 0, (0, 3), 0), ShardRanks(0, 1, (0, 3), 0))
+
+
+STAGES = ((), (1, 2), (2, 1), (1, 1, 1))
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+@pytest.mark.parametrize(("sources", "destinations"), list(product(product((1, 2), STAGES), repeat=2)))
+def test_stages_move_the_layers_that_they_share(
+    sources: tuple[int, tuple[int, ...]], destinations: tuple[int, tuple[int, ...]], num_groups: int
+) -> None:
+    source, destination = layout(sources[0], *sources[1]), layout(destinations[0], *destinations[1])
+    shards = shards_of(source, destination, num_groups)
+    assert len(set(shards)) == len(shards) and shards[0][:2] == (0, 0)
+    moved = [
+        plan_transfer(source, destination, shard.source, shard.destination, shard.layers).unit_bytes
+        for shard in shards
+    ]
+    assert all(moved) and sum(moved) == layout(1).page_bytes
+    for shard in shards:
+        first, stop = source.layer_groups(num_groups)[shard.group]
+        assert first <= shard.layers[0] < shard.layers[1] <= stop
+
+
+def test_equal_stages_move_whole_pages() -> None:
+    cut = layout(2, 1, 2)
+    (shard,) = (each for each in shards_of(cut, cut) if each.source == 3)
+    assert shard == ShardRanks(3, 3, (1, 3), 0)
+    plan = plan_transfer(cut, cut, 3, 3)
+    assert plan.run_bytes == plan.unit_bytes == cut.of_stage(3).page_bytes == cut.page_bytes * 2 // 3
 
 
 def test_each_shard_lands_under_a_name_of_its_own() -> None:

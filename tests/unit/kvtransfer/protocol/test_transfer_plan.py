@@ -18,11 +18,12 @@ from tests.transfer_ends import runs_of
 NUM_HEADS = 12  # splits by 2 and by 3: ranks whose heads overlap partly
 TP_SIZES = (1, 2, 3, 4, 12)
 PAGE_SIZES = (1, 2, 4, 8)
+STAGES = ((), (1, 4), (3, 2), (1, 1, 3), (5,))  # layers of each pipeline stage
 Pool = NDArray[np.int32]  # [pages, layers, 2, heads of the rank, page_size, words of a row]
 
 
-def layout(tp_size: int, page_size: int, **changes: int | str) -> PageLayout:
-    shape: dict[str, int | str] = {
+def layout(tp_size: int, page_size: int, **changes: Any) -> PageLayout:
+    shape: dict[str, Any] = {
         "tp_size": tp_size,
         "page_size": page_size,
         "num_layers": 2,
@@ -30,12 +31,13 @@ def layout(tp_size: int, page_size: int, **changes: int | str) -> PageLayout:
         "head_dim": 3,
         "dtype": "float32",
     }
-    return PageLayout(**{**shape, **changes})  # type: ignore[arg-type]
+    return PageLayout(**{**shape, **changes})
 
 
-def pool_of(layout: PageLayout, num_pages: int, first_value: int) -> Pool:
+def pool_of(layout: PageLayout, num_pages: int, first_value: int, rank: int = 0) -> Pool:
     """Every element has a value of its own."""
-    shape = (num_pages, layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.row_bytes // 4)
+    num_layers = len(layout.layers_of(rank))
+    shape = (num_pages, num_layers, 2, layout.heads_per_rank, layout.page_size, layout.row_bytes // 4)
     return np.arange(first_value, first_value + int(np.prod(shape)), dtype=np.int32).reshape(shape)
 
 
@@ -64,15 +66,17 @@ def move_slowly(
     for token, head in product(tokens, range(layouts[0].num_kv_heads)):
         places = []
         for layout, rank, page_ids in zip(layouts, ranks, pages, strict=True):
-            own_head = head - rank * layout.heads_per_rank
+            own_head = head - rank % layout.tp_size * layout.heads_per_rank
             page = page_ids[token // layout.page_size]
             places.append((page, own_head, token % layout.page_size))
         if all(0 <= own < cut.heads_per_rank for (_, own, _), cut in zip(places, layouts, strict=True)):
             (page, own, offset), (to_page, to_own, to_offset) = places
+            ours, theirs = (cut.layers_of(rank) for cut, rank in zip(layouts, ranks, strict=True))
             for layer, kv in product(range(*(layers or (0, layouts[0].num_layers))), range(2)):
-                content = source[page, layer, kv, own, offset]
-                destination[to_page, layer, kv, to_own, to_offset] = content
-                num_moved += content.nbytes
+                if layer in ours and layer in theirs:
+                    content = source[page, layer - ours.start, kv, own, offset]
+                    destination[to_page, layer - theirs.start, kv, to_own, to_offset] = content
+                    num_moved += content.nbytes
     return num_moved
 
 
@@ -103,17 +107,28 @@ def test_every_pair_of_layouts_moves_the_bytes_of_the_definition(
 
 
 @st.composite
-def cuts(draw: st.DrawFn, /, **changes: int | str) -> tuple[PageLayout, int]:
+def cuts(draw: st.DrawFn, /, **changes: Any) -> tuple[PageLayout, int]:
     """A layout and one of its ranks."""
     page_size = draw(st.sampled_from((1, 2, 4, 8, 16)))
     cut = layout(draw(st.sampled_from(TP_SIZES)), page_size, **changes)
-    return cut, draw(st.integers(0, cut.tp_size - 1))
+    return cut, draw(st.integers(0, cut.num_ranks - 1))
+
+
+@st.composite
+def staged(draw: st.DrawFn) -> tuple[PageLayout, int]:
+    """A layout of five layers in some stages, and one of its ranks."""
+    return draw(cuts(num_layers=5, stage_layers=draw(st.sampled_from(STAGES))))
 
 
 CODES: dict[str, Any] = {"head_dim": 6, "cache_dtype": "int8"}
 
 
-@given(st.one_of(st.tuples(cuts(), cuts()), st.tuples(cuts(**CODES), cuts(**CODES))), st.data())
+@given(
+    st.one_of(
+        st.tuples(cuts(), cuts()), st.tuples(cuts(**CODES), cuts(**CODES)), st.tuples(staged(), staged())
+    ),
+    st.data(),
+)
 def test_any_piece_of_scattered_pages(
     both: tuple[tuple[PageLayout, int], tuple[PageLayout, int]], data: st.DataObject
 ) -> None:
@@ -124,8 +139,8 @@ def test_any_piece_of_scattered_pages(
     first = data.draw(st.integers(0, num_units))
     num_pages = [side.num_pages(num_units) for side in (plan.source, plan.destination)]
     pages = tuple(data.draw(st.permutations(range(count + 2)))[:count] for count in num_pages)
-    source = pool_of(layouts[0], num_pages[0] + 2, 0)
-    got = pool_of(layouts[1], num_pages[1] + 2, -(10**9))
+    source = pool_of(layouts[0], num_pages[0] + 2, 0, ranks[0])
+    got = pool_of(layouts[1], num_pages[1] + 2, -(10**9), ranks[1])
     expected = got.copy()
     move(plan, range(first, num_units), source, got, (np.array(pages[0], dtype=np.int64), pages[1]))
     tokens = range(first * plan.unit_tokens, num_units * plan.unit_tokens)
@@ -167,6 +182,13 @@ def test_groups_of_layers_together_move_all_layers(
 def test_layers_that_do_not_exist_are_refused(layers: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="are out of range"):
         plan_transfer(layout(1, 16), layout(1, 16), 0, 0, layers)
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 3), (2, 2)])
+def test_layers_of_another_stage_are_refused(layers: tuple[int, int]) -> None:
+    staged = layout(1, 16, num_layers=5, stage_layers=(2, 3))
+    with pytest.raises(ValueError, match=r"are out of range: both ranks have those of \[2, 5\)"):
+        plan_transfer(layout(1, 16, num_layers=5), staged, 0, 1, layers)
 
 
 @given(cuts(), cuts())

@@ -59,7 +59,7 @@ def test_each_worker_has_a_line() -> None:
         num_attempts=4,
     )
     lines = lines_of(status)
-    assert lines[0].split()[:6] == ["worker", "role", "node", "pid", "tp", "running"]
+    assert lines[0].split()[:7] == ["worker", "role", "node", "pid", "tp", "pp", "running"]
     assert lines[1].split()[:5] == ["decode-0", "decode", "host-7/0123abcd", "4711", "1"]
     assert lines[1].split()[5:11] == ["3", "1", "0", "0", "4", "1234"]
     assert lines[1].endswith("25%   free 60 active 4 of 64 x 16 tokens")  # states without pages are left out
