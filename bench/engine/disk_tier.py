@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from mmap import mmap
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -96,8 +97,9 @@ def tier_rate(folder: Path, host: HostPages) -> float:
 
 def read_rows(name: str, folder: Path, num_rounds: int, report: Report) -> list[Row]:
     """Read the same bytes by the tier and plainly, in turns."""
-    content = np.frombuffer(Random(1).randbytes(READ_BYTES), np.uint8)
-    host = content.reshape(-1, PAGE_BYTES[name]).copy()
+    content = np.frombuffer(np.random.default_rng(1).bytes(READ_BYTES), np.uint8)
+    host = np.frombuffer(mmap(-1, READ_BYTES), np.uint8).reshape(-1, PAGE_BYTES[name])  # aligned
+    host[:] = content.reshape(host.shape)
     with open_tier(folder / "tier", host) as tier:
         tier.stop()
         tier.put(((key_of(page), page) for page in range(len(host))), float("inf"))

@@ -89,10 +89,10 @@ class KvPool:
         else:
             self.device = torch.zeros((num_pages, *shape), dtype=dtype, device=device)
         is_pinned = device.type == "cuda" and num_host_pages > 0
-        if host_zeros is None:
-            self.host: Tensor = torch.zeros((num_host_pages, *shape), dtype=dtype, pin_memory=is_pinned)
-        else:
-            self.host = host_zeros((num_host_pages, *shape), dtype)
+        if host_zeros is None and is_pinned:
+            self.host: Tensor = torch.zeros((num_host_pages, *shape), dtype=dtype, pin_memory=True)
+        else:  # page-aligned, for direct reads from a disk
+            self.host = (host_zeros or huge_zeros)((num_host_pages, *shape), dtype)
             if is_pinned:
                 _pin(self.host)
 
