@@ -60,18 +60,23 @@ def served_name(model: str) -> str:
 
 
 def pin_revision(config: ServeConfig) -> ServeConfig:
-    """Return settings that name a repository by its commit, so that all machines load the same files.
+    """Return settings that name repositories by their commits, so that all machines load the same files.
 
     Raises as `resolve_model`.
     """
+    others = {
+        name: msgspec.structs.replace(other, model=_pinned(other.model))
+        for name, other in config.other_models.items()
+    }
+    config = msgspec.structs.replace(config, other_models=others)
     if not is_repository(config.model):
         return config
-    name = served_name(config.model)
-    return msgspec.structs.replace(
-        config,
-        model=f"{name}@{resolve_model(config.model).name}",
-        served_model_name=config.served_model_name or name,
-    )
+    name = config.served_model_name or served_name(config.model)
+    return msgspec.structs.replace(config, model=_pinned(config.model), served_model_name=name)
+
+
+def _pinned(model: str) -> str:
+    return f"{served_name(model)}@{resolve_model(model).name}" if is_repository(model) else model
 
 
 def resolve_draft_model(settings: EngineSettingsT) -> EngineSettingsT:

@@ -33,10 +33,12 @@ from baton.messages.operations import (
     RecordingQuery,
     RestartWorker,
     Scale,
+    Sleep,
     Status,
     StatusQuery,
     SupervisorReport,
     Undrain,
+    Wake,
     WatchWorkers,
     WorkerRemoved,
 )
@@ -259,9 +261,23 @@ class Operator:
         """Drain a worker and start it again. ConfigError: no `baton serve` supervises the worker."""
         await self._order(RestartWorker(worker=worker))
 
-    async def scale(self, num_prefill: int, num_decode: int) -> None:
-        """Have so many workers of each role. ConfigError: no `baton serve` supervises the cluster."""
-        await self._order(Scale(num_prefill=num_prefill, num_decode=num_decode))
+    async def scale(self, num_prefill: int, num_decode: int, model: str = "") -> None:
+        """Have so many workers of each role, of one of several models.
+
+        ConfigError: no `baton serve` supervises the cluster, or the model is not one of several.
+        """
+        _check_model(model, (await self.status()).workers)
+        await self._order(Scale(num_prefill=num_prefill, num_decode=num_decode, model=model))
+
+    async def sleep(self, model: str, level: int) -> None:
+        """Have the workers of a model sleep. ConfigError: see `scale`."""
+        _check_model(model, (await self.status()).workers)
+        await self._ask(Sleep(model=model, level=level))
+
+    async def wake(self, model: str) -> None:
+        """Have the sleeping workers of a model load it. ConfigError: see `scale`."""
+        _check_model(model, (await self.status()).workers)
+        await self._ask(Wake(model=model))
 
     async def _order(self, order: Undrain | RestartWorker | Scale) -> None:
         """Send an order to one router. Two routers would pass it on twice, and a second stop kills."""
@@ -402,12 +418,22 @@ def _latest(gateways: Sequence[GatewayStatus]) -> tuple[GatewayStatus, ...]:
     return tuple(sorted(latest.values(), key=lambda gateway: (gateway.node, gateway.pid)))
 
 
+def _check_model(model: str, entries: Sequence[WorkerStatus]) -> None:
+    """Raise ConfigError unless `model` is served, or is "" and one model is."""
+    models = sorted({entry.worker.model for entry in entries})
+    if not model and len(models) > 1:
+        raise ConfigError(f"model: the cluster serves several, name one of {', '.join(models)}")
+    if model and model not in models:
+        raise ConfigError(f"model: there is no {model!r}; the cluster serves {', '.join(models)}")
+
+
 def _check_drain(worker: str, entries: Sequence[WorkerStatus], may_be_last: bool) -> None:
     found = [entry for entry in entries if worker in (entry.worker.id, entry.worker.name)]
     if not found:
         names = ", ".join(sorted(entry.worker.name for entry in entries)) or "none"
         raise ConfigError(f"worker: there is no {worker!r}; the cluster's workers are: {names}")
-    role = found[0].worker.role
-    others = [entry for entry in entries if entry.worker.role is role and entry not in found]
+    role, model = found[0].worker.role, found[0].worker.model
+    alike = [entry for entry in entries if (entry.worker.role, entry.worker.model) == (role, model)]
+    others = [entry for entry in alike if entry not in found]
     if not may_be_last and all(entry.is_draining for entry in others):
         raise ConfigError(f"{worker} is the last {role} worker: without it {ALONE[role]}; --force drains it")

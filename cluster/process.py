@@ -79,6 +79,10 @@ def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: Tell) -> 
                 gateway,
                 model=str(resolve_model(gateway.model)),
                 served_model_name=gateway.served_model_name or served_name(gateway.model),
+                other_models={
+                    name: msgspec.structs.replace(other, model=str(resolve_model(other.model)))
+                    for name, other in gateway.other_models.items()
+                },
             )
             _run_loop(lambda end: serve_gateway(gateway, ring, _tells_alive(tell), end), stop)
         case Kind.WORKER:

@@ -28,7 +28,7 @@ from baton.cluster.redis_server import RedisServer, find_program
 from baton.cluster.runtimes.base import ProcessSpec, Runtime, generations_of
 from baton.cluster.serve_plan import Topology, more_workers, router_ports, specs, with_role
 from baton.cluster.supervisor import Supervised
-from baton.config.cluster import ServeConfig
+from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.environment import cache_directory
 from baton.config.loader import without_credentials
 from baton.errors import ConfigError, PeerGone, WorkerLost
@@ -210,7 +210,7 @@ class Cluster:
     def _order(self, order: Undrain | RestartWorker | Flip | Scale) -> None:
         """Carry out an operator's order that a router has passed on. A flipped worker flips by itself."""
         if isinstance(order, Scale):
-            self._keep(self.scale(order.num_prefill, order.num_decode))
+            self._keep(self.scale(order.num_prefill, order.num_decode, order.model))
         elif isinstance(order, Flip):
             self.flipped(order.worker, order.role)
         elif (process := self._worker(order.worker)) is not None:
@@ -218,28 +218,45 @@ class Cluster:
             timeout_s = self._config.drain_timeout_s
             self._keep(process.restart(timeout_s) if restart else process.undrain())
 
-    async def scale(self, num_prefill: int, num_decode: int) -> None:
-        """Start missing workers of each role, and drain those that are too many, the last ones first."""
+    async def scale(self, num_prefill: int, num_decode: int, model: str = "") -> None:
+        """Start missing workers of each role, and drain those that are too many, the last ones first.
+
+        model: with these workers; "" is the model of a cluster that has one.
+        """
         wanted = {WorkerRole.PREFILL: num_prefill, WorkerRole.DECODE: num_decode}
+        config = self._config_of(model)
+        if config is None:
+            return
         async with self._scaling:
-            logger.warning("the cluster is scaled to %dP%dD", num_prefill, num_decode)
-            pools = {role: [each for each in self._workers() if each.spec.role == role] for role in wanted}
+            logger.warning("%s is scaled to %dP%dD", config.model_name, num_prefill, num_decode)
+            workers = [each for each in self._workers() if model_of(each.spec) == config.model_name]
+            pools = {role: [each for each in workers if each.spec.role == role] for role in wanted}
             try:
-                await self._add({role: most - len(pools[role]) for role, most in wanted.items()})
+                await self._add(config, {role: most - len(pools[role]) for role, most in wanted.items()})
             except ConfigError as error:
                 logger.error("no worker is started: %s", error)
             for process in (process for role, most in wanted.items() for process in pools[role][most:]):
                 self._leaving.add(process)
                 self._keep(self._take_away(process))
 
-    async def _add(self, missing: Mapping[WorkerRole, int]) -> None:
+    def _config_of(self, model: str) -> ServeConfig | None:
+        """Return the settings of a model; "" is the model of a cluster that has one."""
+        models = self._config.models
+        found = models[0] if not model and len(models) == 1 else None
+        found = next((each for each in models if each.model_name == model), found)
+        if found is None:
+            names = ", ".join(each.model_name for each in models)
+            logger.error("there is no model %r: the cluster serves %s", model, names)
+        return found
+
+    async def _add(self, model: ServeConfig, missing: Mapping[WorkerRole, int]) -> None:
         """Start so many more workers of each role. Without room for all of them none is started."""
         assert self._topology is not None, "start comes first"
         names = [process.name for process in self._processes]
         planned = [
             spec
             for role, num_more in missing.items()
-            for spec in more_workers(self._config, self._topology, role, max(0, num_more), names)
+            for spec in more_workers(self._config, model, self._topology, role, max(0, num_more), names)
         ]
         if not planned:
             return
@@ -374,6 +391,12 @@ class Cluster:
         names = await asyncio.gather(*(process.describe() for process in late))
         why = "; kernels are being compiled, once" if names and are_compiled_now() else ""
         return (", ".join(names) or "the processes to find each other") + why
+
+
+def model_of(spec: ProcessSpec) -> str:
+    """Return the name of a worker's model."""
+    assert isinstance(spec.config, WorkerConfig)
+    return spec.config.model_name
 
 
 def are_compiled_now() -> bool:

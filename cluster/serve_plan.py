@@ -11,9 +11,9 @@ import msgspec
 from baton.adapters import named_paths, read_adapter
 from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.runtimes.base import ProcessSpec
-from baton.config.cluster import ServeConfig, WorkerConfig
+from baton.config.cluster import MODEL_TEXTS, ServeConfig, WorkerConfig
 from baton.config.engine import EngineConfig, EngineSettings
-from baton.config.gateway import GatewayConfig
+from baton.config.gateway import GatewayConfig, GatewayModel
 from baton.engine.models.loading.checkpoint import read_entries
 from baton.engine.models.registry import (
     check_split,
@@ -47,8 +47,9 @@ def specs(config: ServeConfig, topology: Topology) -> list[ProcessSpec]:
     """Return the processes of the cluster: workers, which start slowest, then routers, then gateways."""
     gpus_per_rank = _gpus_per_rank(config, topology.num_gpus)
     workers = [
-        _worker(config, topology, role, index, gpus_per_rank)
-        for role, pool in config.pools.items()
+        _worker(model, topology, role, worker_name(config, model, role, index), gpus_per_rank)
+        for model in config.models
+        for role, pool in model.pools.items()
         for index in range(pool.num_workers)
     ]
     routers = [_router(config, topology, index) for index in range(len(topology.routers))]
@@ -56,14 +57,26 @@ def specs(config: ServeConfig, topology: Topology) -> list[ProcessSpec]:
 
 
 def more_workers(
-    config: ServeConfig, topology: Topology, role: WorkerRole, num_more: int, names: Collection[str]
+    config: ServeConfig,
+    model: ServeConfig,
+    topology: Topology,
+    role: WorkerRole,
+    num_more: int,
+    names: Collection[str],
 ) -> list[ProcessSpec]:
-    """Return further workers of a role, as `specs` plans them. names: of the present processes."""
+    """Return further workers of a role, as `specs` plans them.
+
+    model: of `config.models`. names: of the present processes.
+    """
     gpus_per_rank = _gpus_per_rank(config, topology.num_gpus)
-    free = (index for index in itertools.count() if f"{role}-{index}" not in names)
-    return [
-        _worker(config, topology, role, index, gpus_per_rank) for index in itertools.islice(free, num_more)
-    ]
+    every = (worker_name(config, model, role, index) for index in itertools.count())
+    free = itertools.islice((name for name in every if name not in names), num_more)
+    return [_worker(model, topology, role, name, gpus_per_rank) for name in free]
+
+
+def worker_name(config: ServeConfig, model: ServeConfig, role: WorkerRole, index: int) -> str:
+    """Return the name of a worker, such as decode-0. Of several models, it begins with the model's name."""
+    return f"{model.model_name}-{role}-{index}" if config.other_models else f"{role}-{index}"
 
 
 def router_ports(config: ServeConfig) -> list[int]:
@@ -80,14 +93,13 @@ def _gpus_per_rank(config: ServeConfig, num_gpus: int) -> float:
 
 
 def _worker(
-    config: ServeConfig, topology: Topology, role: WorkerRole, index: int, gpus_per_rank: float
+    config: ServeConfig, topology: Topology, role: WorkerRole, name: str, gpus_per_rank: float
 ) -> ProcessSpec:
     pool = config.pools[role]
     shares_gpu = 0 < gpus_per_rank < 1
     settings = pool.engine(config.engine)
     if shares_gpu:
         settings = _share_of_gpu(settings, gpus_per_rank, role)
-    name = f"{role}-{index}"
     return ProcessSpec(
         kind=Kind.WORKER,
         name=name,
@@ -155,6 +167,7 @@ def _gateway(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec
         config=GatewayConfig(
             model=config.model,
             served_model_name=config.model_name,
+            other_models={each.model_name: _gateway_model(each) for each in config.models[1:]},
             routers=topology.routers,
             host=config.host,
             port=topology.port,
@@ -165,6 +178,14 @@ def _gateway(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec
             link_timeout_s=config.link_timeout_s,
             **{**msgspec.structs.asdict(config.gateway), "lora_modules": modules},
         ),
+    )
+
+
+def _gateway_model(config: ServeConfig) -> GatewayModel:
+    return GatewayModel(
+        model=config.model,
+        expects_prefill=config.prefill.num_workers > 0,
+        **{name: getattr(config.gateway, name) for name in MODEL_TEXTS},
     )
 
 

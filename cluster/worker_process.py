@@ -6,11 +6,14 @@
    including pages that other workers will fetch, or after `drain_timeout_s`.
 4. A worker that flips drains in the same way. Then it joins again, as another worker with the other role: the
    engine with its cached pages and the KV endpoint with its links stay.
+5. A worker that shall sleep drains in the same way. Then it frees the engine and the KV endpoint, and joins
+   again as a worker that takes no work, until it is woken and loads the model again.
 
 An error that concerns more than one request ends the process: the supervisor starts another process.
 """
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -19,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Final
 
 import msgspec
@@ -27,10 +31,13 @@ from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.runtimes.base import Progress
 from baton.config.cluster import DRAIN_NOTICE_S, WorkerConfig
+from baton.config.engine import EngineConfig
 from baton.config.environment import node_name
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.engine import Engine, load_engine
+from baton.engine.engine import Engine, copy_weights, load_engine
+from baton.engine.models.loading.weights import Checkpoint
 from baton.errors import BatonError, WorkerLost
+from baton.kernels.native import give_back_freed_memory
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.links import KvLinks, Link
 from baton.kvtransfer.ranks.ranks import RankAgents
@@ -43,6 +50,7 @@ from baton.rpc.auth import ClusterKeys, KeyRing
 from baton.rpc.liveness import StepWatchdog
 from baton.rpc.peers import PeerRegistry
 from baton.rpc.server import RpcThread
+from baton.rpc.worker_node import SleepingWorker
 
 IDLE_S: Final = 0.25  # longest sleep: deadlines are checked between sleeps
 
@@ -66,30 +74,44 @@ class HostedWorker:
         """
         self._config = config
         self._incarnation = incarnation
+        self._ring = KeyRing.of(keys, Kind.WORKER)
+        self._weights: Checkpoint | None = None  # while it sleeps
+        self._open(progress)
+
+    def _open(self, progress: Progress | None = None) -> None:
+        """Load the model and join the cluster."""
+        config, weights = self._config, self._weights
         with contextlib.ExitStack() as ends:
-            ring = KeyRing.of(keys, Kind.WORKER)
             shared = SharedPool()
             ends.callback(shared.close)
             agents = RankAgents(config.engine.num_ranks)
             ends.callback(agents.close)
-            self.engine = ends.enter_context(contextlib.closing(_load(config, shared, agents, progress)))
+            loaded = _load(config, shared, agents, progress, weights)
+            self.engine = ends.enter_context(contextlib.closing(loaded))
             self._steps = StepWatchdog(SystemClock(), config.step_timeout_s)
             self.engine.on_batch = self._steps.sized
-            self.endpoint = self._open_endpoint(ring, shared, agents)
+            self.endpoint = self._open_endpoint(self._ring, shared, agents)
             ends.callback(self.endpoint.close)
-            self._ring, self._links = ring, KvLinks(partial(_connect, self.endpoint))
+            self._links = KvLinks(partial(_connect, self.endpoint))
             self._join()
             ends.callback(lambda: self._thread.close())
             self._ends = ends.pop_all()
+        self._weights = None
 
     def serve(self, stop: threading.Event) -> None:
         """Serve until `stop` is set or an operator drains the worker, then for `drain_timeout_s` at most.
 
-        A worker that is to flip serves on in its next role.
+        A worker that is to flip serves on in its next role, and one that has slept as it did before.
         """
         self._serve_role(stop)
-        while self.node.next_role is not None and not stop.is_set():
-            self._flip(self.node.next_role)
+        while not stop.is_set():
+            if self.node.sleep_level:
+                if not self._sleep(stop):
+                    return
+            elif self.node.next_role is not None:
+                self._flip(self.node.next_role)
+            else:
+                return
             self._serve_role(stop)
 
     def _join(self) -> None:
@@ -127,6 +149,52 @@ class HostedWorker:
         self.engine.set_pressure(small_chunks=False, makes_room=False)
         self._config = msgspec.structs.replace(self._config, role=role, port=self.address.port)
         self._join()
+
+    def _sleep(self, stop: threading.Event) -> bool:
+        """Free the engine, wait until the worker is woken, and load the model again.
+
+        Returns False when the worker is to end instead. Requests that are left are replayed elsewhere, as of
+        a worker that has ended in order.
+        """
+        described, level, port = self.node.hello.worker, self.node.sleep_level, self.address.port
+        assert described is not None, "a worker describes itself"
+        self._free()
+        if level == 1:
+            self._weights = copy_weights(_resolved(self._config))
+        logger.warning("%s sleeps", self._config.name)
+        hello = _hello_of(msgspec.structs.replace(described, id=secrets.token_hex(16), is_asleep=True))
+        is_woken = self._wait_for_wake(hello, port, stop)
+        if is_woken:
+            logger.warning("%s is woken", self._config.name)
+            self._config = msgspec.structs.replace(self._config, port=port)
+            self._open()
+            gc.freeze()
+        return is_woken
+
+    def _free(self) -> None:
+        """Close the engine, the KV endpoint and the connections, and give their memory back."""
+        self._ends.close()
+        del self.engine, self.endpoint, self.node, self._links, self._thread, self._steps
+        gc.unfreeze()
+        gc.collect()
+        give_back_freed_memory()
+
+    def _wait_for_wake(self, hello: Hello, port: int, stop: threading.Event) -> bool:
+        """Join the cluster as a worker that sleeps; return whether it was woken."""
+        config, calls = self._config, SimpleQueue[Callable[[], None]]()
+        thread = RpcThread(self._ring, calls.put, link_timeout_s=config.link_timeout_s)
+        try:
+            thread.listen(config.host, port)
+            node = SleepingWorker(PeerRegistry(hello, config.routers, thread.dial))
+            steps = StepWatchdog(SystemClock(), config.step_timeout_s)
+            thread.serve(node, steps)
+            while not (node.is_woken or node.is_draining or stop.is_set()):
+                steps.begin()
+                with contextlib.suppress(Empty):
+                    calls.get(timeout=IDLE_S)()
+        finally:
+            thread.close()
+        return node.is_woken and not stop.is_set()
 
     def _serve_role(self, stop: threading.Event) -> None:
         node, engine, clock = self.node, self.engine, SystemClock()
@@ -211,16 +279,35 @@ class HostedWorker:
             node=node_name(),
             pid=os.getpid(),
         )
-        return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
+        return _hello_of(worker)
 
 
-def _load(config: WorkerConfig, shared: SharedPool, agents: RankAgents, progress: Progress | None) -> Engine:
-    directory = resolve_model(config.engine.model)
-    engine_config = msgspec.structs.replace(config.engine, model=str(directory))
+def _hello_of(worker: Worker) -> Hello:
+    return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
+
+
+def _load(
+    config: WorkerConfig,
+    shared: SharedPool,
+    agents: RankAgents,
+    progress: Progress | None,
+    weights: Checkpoint | None,
+) -> Engine:
+    engine_config = _resolved(config)
     if config.role is WorkerRole.PREFILL:  # it samples first tokens alone
         engine_config = msgspec.structs.replace(engine_config, speculative=None)
     engine_config = resolve_draft_model(engine_config)
-    return load_engine(engine_config, progress=progress, zeros_on_cpu=shared.zeros, sidecar=agents.sidecar)
+    return load_engine(
+        engine_config,
+        progress=progress,
+        zeros_on_cpu=shared.zeros,
+        sidecar=agents.sidecar,
+        checkpoint=weights,
+    )
+
+
+def _resolved(config: WorkerConfig) -> EngineConfig:
+    return msgspec.structs.replace(config.engine, model=str(resolve_model(config.engine.model)))
 
 
 def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | None], None]) -> None:

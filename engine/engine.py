@@ -22,7 +22,7 @@ from baton.engine.cache.disk_tier import DiskTier, open_store
 from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.models.loading.checkpoint import fingerprint
-from baton.engine.models.loading.weights import Progress
+from baton.engine.models.loading.weights import Checkpoint, HostCheckpoint, Progress
 from baton.engine.models.model import attention_mlp_crossover, parameter_bytes
 from baton.engine.models.parallel import PendingTensor, ReplicaRank
 from baton.engine.models.registry import ModelConfig, check_split, check_stages, read_model_config
@@ -35,6 +35,7 @@ from baton.engine.runner.model_runner import (
     ZerosOnCpu,
     choose_device,
     choose_dtype,
+    open_checkpoint,
     page_bytes,
 )
 from baton.engine.runner.sampler import Draws, Sampler
@@ -69,13 +70,14 @@ def load_engine(
     progress: Progress | None = None,
     zeros_on_cpu: ZerosOnCpu = huge_zeros,
     sidecar: RankSidecar | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> "Engine":
     """Load the model on all ranks; ranks other than 0 are processes that end when the engine is closed.
 
     Raises ModelError for an invalid model directory, ConfigError for a configuration that does not fit the
     machine, and WorkerLost when another rank ends or hangs. On a CPU rank 0's KV pool lies in `zeros_on_cpu`.
     Each of the other ranks has a `sidecar` of its own, which gives its pool's memory; all have started on
-    return.
+    return. checkpoint: has the weights of rank 0; None: the files have them.
     """
     native.keep_builds_in(cache_directory())
     prepare_nccl()
@@ -89,7 +91,7 @@ def load_engine(
     try:
         runner = ModelRunner(config, model_config, tp_workers.rank if tp_workers else ReplicaRank())
         with tp_workers.explains_loss() if tp_workers else nullcontext():
-            runner.load(progress)
+            runner.load(progress, checkpoint)
             draft_model = load_draft_model(config, model_config)
             _allocate(runner, zeros_on_cpu)
             if sidecar is not None:
@@ -101,6 +103,17 @@ def load_engine(
         if tp_workers:
             tp_workers.close(timeout_s=0.0)
         raise
+
+
+def copy_weights(config: EngineConfig) -> Checkpoint | None:
+    """Return a copy of the model's files in host memory, for `load_engine`; None where it would save nothing.
+
+    On a CPU the files are in the system's cache as it is, and dummy weights have no files.
+    """
+    device = choose_device(config.device, 0)
+    if device.type == "cpu" or config.load_format == "dummy":
+        return None
+    return HostCheckpoint(open_checkpoint(config, read_model_config(Path(config.model)), device))
 
 
 class Engine(Replica):

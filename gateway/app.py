@@ -19,11 +19,12 @@ import baton
 from baton.errors import BatonError
 from baton.gateway.api.admin import Canary, Find, ServedAdapters, add_adapter_routes, add_admin_routes
 from baton.gateway.api.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from baton.gateway.api.body_reader import ServedModel
+from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_error
 from baton.gateway.api.dialects.response_store import ResponseStore, list_items
 from baton.gateway.api.dialects.responses import ResponsesBody
 from baton.gateway.api.errors import ApiError, as_api_error, unsupported
+from baton.gateway.api.sleep import add_sleep_routes
 from baton.gateway.http.api_page import HEADERS as API_PAGE_HEADERS
 from baton.gateway.http.api_page import api_page
 from baton.gateway.http.auth import AuthMiddleware
@@ -82,12 +83,12 @@ JSON = "application/json"
 
 
 def make_app(
-    model: ServedModel,
+    models: ServedModels,
     tenants: Tenants,
     *,
     posts: Mapping[str, ASGIApp],
     websocket: Callable[[WebSocket], Awaitable[None]],
-    canary: Canary,
+    canaries: Sequence[Canary],
     exporter: Exporter,
     feed: LiveFeed,
     operator_port: int | None,
@@ -99,7 +100,8 @@ def make_app(
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
 
-    posts: by path. websocket: answers `/v1/stream`. find: of the requests of this gateway.
+    canaries: of the models. posts: by path. websocket: answers `/v1/stream`. find: of the requests of this
+    gateway.
     """
     app = FastAPI(
         title="Baton",
@@ -111,13 +113,16 @@ def make_app(
     # The middleware sends a POST to its application directly; these routes refuse other methods.
     app.router.routes += [Route(path, _never, methods=["POST"]) for path in posts]
     app.router.routes.append(WebSocketRoute("/v1/stream", websocket))
-    _add_health(app, model, canary)
+    service = models.first.service
+    _add_health(app, models, canaries)
     _add_operator_pages(app, exporter)
-    add_dashboard_routes(app, feed, model.service)
-    _add_models(app, model)
+    add_dashboard_routes(app, feed, service)
+    _add_models(app, models)
     _add_responses(app, responses)
-    add_admin_routes(app, model.service, find)
-    add_adapter_routes(app, adapters)
+    add_admin_routes(app, service, find)
+    if len(models.names) == 1:  # an adapter does not say which model it changes
+        add_adapter_routes(app, adapters)
+    add_sleep_routes(app, models)
     _answer_errors(app)
     _add_api_page(app)
     describe_routes(app.openapi())  # made once and kept until another route is added
@@ -146,7 +151,7 @@ async def _never(request: Request) -> Response:
     raise ApiError(404, "there is no such path", code="not_found")
 
 
-def _add_health(app: FastAPI, model: ServedModel, canary: Canary) -> None:
+def _add_health(app: FastAPI, models: ServedModels, canaries: Sequence[Canary]) -> None:
     @app.get("/ping")
     async def ping() -> Response:
         """Answer while this process runs, whatever workers do."""
@@ -155,12 +160,22 @@ def _add_health(app: FastAPI, model: ServedModel, canary: Canary) -> None:
     @app.get("/health")
     async def health() -> Response:
         """Answer when a request has just gone through the workers, prefill included where configured."""
-        try:
-            await canary.check()
-        except BatonError as error:
-            raise ApiError(503, f"not healthy: {error}", code="unhealthy", retry_after_s=1.0) from error
-        said: dict[str, object] = {"status": "ok", "model": model.name}
-        status = model.service.status
+        asleep = [model.name for model in models if model.is_asleep]
+        for canary, served in zip(canaries, models, strict=True):
+            if served.is_asleep:
+                continue  # a check would say nothing of it, and would wake it
+            try:
+                await canary.check()
+            except BatonError as error:
+                which = f"model {canary.model!r}: " if canary.model else ""
+                message = f"not healthy: {which}{error}"
+                raise ApiError(503, message, code="unhealthy", retry_after_s=1.0) from error
+        said: dict[str, object] = {"status": "ok", "model": models.first.name}
+        if len(canaries) > 1:
+            said["models"] = models.names
+        if asleep:
+            said["asleep"] = asleep
+        status = models.first.service.status
         if status is not None and status.head_away_s:
             said["warnings"] = [
                 f"Ray's head has not answered for {status.head_away_s:.0f} s: no worker can be started"
@@ -192,16 +207,18 @@ def _add_operator_pages(app: FastAPI, exporter: Exporter) -> None:
         return {"server_load": sum(counts.num_open for counts in await exporter.gateways())}
 
 
-def _add_models(app: FastAPI, model: ServedModel) -> None:
+def _add_models(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
+    async def all_models(request: Request) -> dict[str, Any]:
         """List the models that the key may use."""
-        names = filter(request.state.tenant.may_use, (model.name, *model.adapters))
-        return {"object": "list", "data": [_card(model, name) for name in names]}
+        may_use = request.state.tenant.may_use
+        named = ((model, name) for model in models for name in (model.name, *model.adapters))
+        return {"object": "list", "data": [_card(model, name) for model, name in named if may_use(name)]}
 
     @app.get("/v1/models/{name:path}", responses={404: {"description": "There is no such model"}})
     async def one_model(name: str, request: Request) -> dict[str, Any]:
-        model.read_policy(request.state.tenant).check_model(name)
+        model = models.of(name)
+        models.read_policy(model, request.state.tenant).check_model(name)
         return _card(model, name)
 
 

@@ -15,10 +15,10 @@ import msgspec
 from baton.adapters import Adapter, NamedAdapter, named_paths, read_adapter
 from baton.clock import Clock, SystemClock
 from baton.config.environment import node_name
-from baton.config.gateway import GatewayConfig
+from baton.config.gateway import GatewayConfig, GatewayModel
 from baton.errors import Overloaded
 from baton.gateway.api.admin import Canary, ServedAdapters
-from baton.gateway.api.body_reader import BodyReader, ServedModel
+from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import TextSettings
 from baton.gateway.app import make_app
@@ -73,18 +73,21 @@ class GatewayProcess:
         if config.tenants_file is not None:
             self._watch = TenantsWatch(Path(config.tenants_file), ring, clock)
             tenants, self.metrics.tenants_file = self._watch.tenants, self._watch.counters
-        model = _served_model(config, service)
-        self._bodies = model.bodies
-        self.metrics.forms, self.metrics.form_check = model.bodies.forms.outcomes, model.bodies.forms.times
+        models = _served_models(config, service)
+        self._models, first = models, models.first
+        forms = first.bodies.forms
+        self.metrics.forms, self.metrics.form_check = forms.outcomes, forms.times
+        for model in models:
+            model.bodies.forms.outcomes, model.bodies.forms.times = forms.outcomes, forms.times
         self.limiter = Limiter(
             self.metrics,
             config.max_open_requests,
             max_input_bytes=config.max_input_bytes,
             max_answer_bytes=config.max_answer_bytes,
         )
-        self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config, model.name)
+        self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config, first.name)
         self._inference = Inference(
-            model,
+            models,
             self.metrics,
             self.limiter,
             clock,
@@ -93,17 +96,17 @@ class GatewayProcess:
             peers=self._peers,
             tracer=self._tracer,
         )
-        self._adapters = ServedAdapters(model.name, model.adapters, service, self._peers, clock)
+        self._adapters = ServedAdapters(first.name, first.adapters, service, self._peers, clock)
         exporter = Exporter(
-            self.metrics, service, self._peers, model=model.name, vllm_names=config.vllm_metric_names
+            self.metrics, service, self._peers, models=models.names, vllm_names=config.vllm_metric_names
         )
-        self.feed = LiveFeed(exporter, service, clock, model=model.name)
+        self.feed = LiveFeed(exporter, service, clock, model=", ".join(models.names))
         app = make_app(
-            model,
+            models,
             tenants,
             posts=self._inference.posts,
             websocket=self._inference.websocket,
-            canary=Canary(service, clock, expects_prefill=config.expects_prefill),
+            canaries=[self._canary(model, service, clock) for model in models],
             exporter=exporter,
             feed=self.feed,
             operator_port=config.operator_port,
@@ -117,7 +120,7 @@ class GatewayProcess:
 
     async def prepare(self) -> None:
         """Start the text helpers, so that no request waits for them; optional before `start`."""
-        await self._bodies.start()
+        await asyncio.gather(*(model.bodies.start() for model in self._models))
 
     async def start(self) -> Address:
         """Listen, and return the address for clients."""
@@ -139,7 +142,7 @@ class GatewayProcess:
         for task in self._tasks:
             task.cancel()
         self._peers.close()
-        await self._bodies.close()
+        await asyncio.gather(*(model.bodies.close() for model in self._models))
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
@@ -163,6 +166,10 @@ class GatewayProcess:
             demand=self.limiter.demand.counts(),
         )
 
+    def _canary(self, model: ServedModel, service: Service, clock: Clock) -> Canary:
+        own = self._config.other_models.get(model.name, self._config)
+        return Canary(service, clock, expects_prefill=own.expects_prefill, model=model.key)
+
     def _refused(self, code: str) -> None:
         self.metrics.refused[code] += 1
 
@@ -183,7 +190,8 @@ async def serve_gateway(
         max_begun_wait_s=config.max_begun_wait_s,
     )
     identity = secrets.token_hex(16)
-    frontend = Frontend(identity, config.routers, rpc_server.dial, clock, limits)
+    wakes = config.wake_on_request
+    frontend = Frontend(identity, config.routers, rpc_server.dial, clock, limits, wakes_models=wakes)
     rpc_server.dropped = DroppedPeers(frontend.counters)
     gateway = GatewayProcess(config, keys, frontend, clock, name=short_id(identity))
     frontend.report = lambda: gateway.status(identity)
@@ -226,18 +234,31 @@ async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
                 await asyncio.sleep(LOOK_EVERY_S)
 
 
-def _served_model(config: GatewayConfig, service: Service) -> ServedModel:
+def _served_models(config: GatewayConfig, service: Service) -> ServedModels:
+    name = config.served_model_name or Path(config.model).name
+    first = _served_model(name, config, service, is_one_of_several=bool(config.other_models))
+    first.adapters = {
+        name: NamedAdapter(name, Adapter(path, read_adapter(path).digest), int(time.time()))
+        for name, path in named_paths(config.lora_modules).items()
+    }
+    others = [
+        _served_model(name, other, service, is_one_of_several=True)
+        for name, other in config.other_models.items()
+    ]
+    return ServedModels([first, *others])
+
+
+def _served_model(
+    name: str, config: GatewayConfig | GatewayModel, service: Service, *, is_one_of_several: bool
+) -> ServedModel:
     directory = Path(config.model)
     return ServedModel(
-        name=config.served_model_name or directory.name,
+        name=name,
+        key=name if is_one_of_several else "",
         bodies=BodyReader.from_directory(
             directory, msgspec.convert(config, TextSettings, from_attributes=True)
         ),
         service=service,
         created_s=int(time.time()),
         defaults=read_sampling_defaults(directory, config.generation_config),
-        adapters={
-            name: NamedAdapter(name, Adapter(path, read_adapter(path).digest), int(time.time()))
-            for name, path in named_paths(config.lora_modules).items()
-        },
     )

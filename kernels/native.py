@@ -131,6 +131,15 @@ def _keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
+def give_back_freed_memory() -> None:
+    """Give the memory that glibc and torch keep for later steps back to the system and to the GPU."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def _built_library(compiler: str) -> Path:
     sources = sorted(SOURCES.glob("*.c"))
     digest = hashlib.blake2b(digest_size=8)

@@ -42,6 +42,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple, Protocol, TypeAlias
@@ -624,6 +625,7 @@ class KvEndpoint(PageEndpoint):
             ranks.close()
             raise
         ranks.start(inbox, self._on_shard_event, self._on_rank_lost)
+        self._unfollow: Callable[[], None] = lambda: None
         if isinstance(ring := settings.key, KeyRing):
             self._follow_keys(ring)
 
@@ -634,6 +636,7 @@ class KvEndpoint(PageEndpoint):
             self.post(lambda: self._ranks.use(ring.generations))
 
         ring.follow(use)
+        self._unfollow = partial(ring.unfollow, use)
         use()
 
     @property
@@ -679,6 +682,7 @@ class KvEndpoint(PageEndpoint):
 
         After the return, no transfer writes the pages of rank 0; writes at other ranks stop shortly after.
         """
+        self._unfollow()
         self._peers.stop()
         if self._ranks.stop():
             for opened in self._open_transfers():

@@ -60,7 +60,7 @@ _LEAVES: Final = ("baton.messages.", "baton.config.", "baton.tenants", "baton.re
 # The fields that routing reads, apart from the numbers of tokens.
 KEPT_REQUEST: Final = (
     *("request_id", "attempt", "choice", "is_probe"),
-    *("tenant", "priority", "sla", "scheduling_key"),
+    *("tenant", "model", "priority", "sla", "scheduling_key"),
 )
 KEPT_SAMPLING: Final = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 

@@ -72,9 +72,9 @@ class ClusterState:
         # Called with each decision and its choice, if the policy made one, and with each rejection.
         self.on_outcome: Callable[[Decision | Rejected, RoutingChoice | None], object] | None = None
         self._clock = context.clock
-        self._in_flight = context.in_flight
-        self._family_of: dict[str, Family] = {}  # by worker
-        self._families: frozenset[Family] = frozenset()
+        self.in_flight = context.in_flight
+        self._workers: dict[str, Worker] = {}  # by id
+        self._families: dict[str, frozenset[Family]] = {}  # by model; "": of all workers
         self.sharing: SharingLink | None = None  # gets dispatches, and workers' pages
         self.log: Callable[[bytes], object] | None = None  # writes a line for each dispatch and each end
 
@@ -84,8 +84,8 @@ class ClusterState:
     def joined(self, worker: Worker, peer: Peer) -> None:
         """A worker has joined."""
         self.model.join(worker.id, _kind_of(worker))
-        self._family_of[worker.id] = family_of(worker)
-        self._families = frozenset(self._family_of.values())
+        self._workers[worker.id] = worker
+        self._find_families()
         if self.policy.uses_prefix_index:
             self.index.join(worker)
             if self.sharing is not None:
@@ -97,8 +97,8 @@ class ClusterState:
         if self.sharing is not None:
             self.sharing.left(worker_id)
         self.index.forget(worker_id)
-        self._family_of.pop(worker_id, None)
-        self._families = frozenset(self._family_of.values())
+        self._workers.pop(worker_id, None)
+        self._find_families()
         self.model.forget(worker_id)
         self.policy.forget(worker_id)
 
@@ -136,11 +136,22 @@ class ClusterState:
         needs_lookup = self.policy.uses_prefix_index and not has_worker
         if not needs_lookup and not is_recording:
             return True
-        return self.keys.are_ready(self._families, submit.request)
+        return self.keys.are_ready(self._families_of(submit.request), submit.request)
 
     def prepare_keys(self, request: Request) -> Iterator[None]:
         """Compute the page keys of a long prompt, a slice at each step."""
-        return self.keys.prepare(self._families, request)
+        return self.keys.prepare(self._families_of(request), request)
+
+    def _families_of(self, request: Request) -> frozenset[Family]:
+        """The families of the workers that the request may run on."""
+        return self._families.get(request.model, frozenset())
+
+    def _find_families(self) -> None:
+        workers = self._workers.values()
+        self._families = {
+            model: frozenset(family_of(each) for each in workers if each.serves(model))
+            for model in {"", *(each.model for each in workers)}
+        }
 
     def dispatched(self, submit: Submit, pair: Pair, entry: InFlightAttempt) -> None:
         """Tell the policy about its choice, keep the decision, share and log the dispatch."""
@@ -199,17 +210,17 @@ class ClusterState:
             case SharedDispatch():
                 self._enter_anothers(message)
             case SharedStarted():
-                for key in filter(self._in_flight.is_anothers, message.attempts):
-                    self._in_flight.started(key)
+                for key in filter(self.in_flight.is_anothers, message.attempts):
+                    self.in_flight.started(key)
             case SharedEnded():
-                for key in filter(self._in_flight.is_anothers, message.attempts):
-                    self._in_flight.ended(key)
+                for key in filter(self.in_flight.is_anothers, message.attempts):
+                    self.in_flight.ended(key)
 
     def _enter_anothers(self, shared: SharedDispatch) -> None:
         key = (shared.request_id, shared.attempt)
-        if key in self._in_flight:
+        if key in self.in_flight:
             return
-        if self._in_flight.num_others >= MAX_OTHERS:
+        if self.in_flight.num_others >= MAX_OTHERS:
             self.counters["others_left_out"] += 1
             return
         num_new = shared.num_prompt_tokens
@@ -222,8 +233,8 @@ class ClusterState:
             self.model.of(shared.prefill or shared.decode).compute_s(num_new, num_new),
             num_output_tokens=shared.num_output_tokens,
         )
-        self._in_flight.enter(key, entry)
-        ttl_s = self._in_flight.wait_s(entry.computed_by) + EXPECTED_FOR_S
+        self.in_flight.enter(key, entry)
+        ttl_s = self.in_flight.wait_s(entry.computed_by) + EXPECTED_FOR_S
         self.index.expect(entry.computed_by, with_zeros(shared.keys), ttl_s)
 
     def _share(self, request: Request, pair: Pair, entry: InFlightAttempt) -> None:

@@ -7,6 +7,9 @@
    attempt is entered as in-flight load, both workers get their messages, and other routers are told.
 3. `started`, `ended`: the gateway reports the first token and the end. When the decode worker leaves before
    the first token, the gateway gets `AttemptFailed`. Freed room goes to queued attempts at once.
+
+A router has one `Dispatcher` a model, so a model without room delays no request for another model.
+`Dispatchers` has all of them (docs/decisions/0043).
 """
 
 import secrets
@@ -17,6 +20,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from baton.clock import Clock
+from baton.config.router import RouterConfig
 from baton.errors import ProtocolError
 from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS, Attempt, Id
 from baton.messages.codec import fits_beside
@@ -26,23 +31,26 @@ from baton.messages.control import (
     Failure,
     Heartbeat,
     Prefill,
+    Pressure,
     Queued,
     Rejected,
     Routed,
     Submit,
 )
 from baton.messages.operations import GatewayStatus
+from baton.messages.status import OverloadLevel, QueueStatus, joined
+from baton.messages.workers import PrefillTimes
 from baton.request import AttemptKey, Request
 from baton.router.cluster_state import ClusterState
 from baton.router.in_flight import InFlightAttempt, num_kv_tokens, num_output_tokens, scheduling_class_of
-from baton.router.membership import Member
+from baton.router.membership import Member, Membership, MemberView, ModelMembers
 from baton.router.pairing import NoSlot, Pairing, Unpaired
 from baton.router.policies.base import (
     Pair,
     TenantClaim,
 )
 from baton.router.policies.cost_model import CostModel
-from baton.router.queue.admission import AdmissionQueue
+from baton.router.queue.admission import AdmissionQueue, Capacity, SharedAdmission
 from baton.router.queue.quotas import QuotaRefusal
 from baton.router.queue.tenant_queues import QueuedAttempt
 from baton.router.sliced_work import SlicedWork
@@ -108,7 +116,7 @@ class _Arrival(NamedTuple):
 
 
 class Dispatcher:
-    """Owns each attempt of this router's gateways from its submission to its end."""
+    """Owns each attempt of one model, of this router's gateways, from its submission to its end."""
 
     def __init__(
         self,
@@ -117,24 +125,24 @@ class Dispatcher:
         admission_queue: AdmissionQueue,
         gateways: Mapping[str, GatewayPeer],
         max_attempts: int,
-        sliced_work: SlicedWork | None = None,
+        sliced_work: SlicedWork,
     ) -> None:
         """gateways: the connected gateways by id; the router updates the mapping.
 
-        max_attempts: queued and in-flight attempts together; more are rejected. sliced_work: None dispatches
-        the whole queue in one call.
+        max_attempts: queued attempts of the model and all in-flight attempts; more are rejected. sliced_work:
+        dispatches the rest of a long queue in later turns, if it defers work.
         """
         self._in_flight = admission_queue.in_flight
         self._pairing = pairing
         self._cluster_state = cluster_state
-        self._admission_queue = admission_queue
+        self.admission_queue = admission_queue
         self._gateways = gateways
         self._max_attempts = max_attempts
         self._counters: Counter[str] = cluster_state.counters
         self._reservation: _Reservation | None = None
         # Attempts that waited for a slot at their best worker in the last `dispatch_queued`; at most two.
         self._waiting_for_slot: dict[AttemptKey, NoSlot] = {}
-        self._sliced_work = sliced_work or SlicedWork()
+        self._sliced_work = sliced_work
         self._is_dispatch_scheduled = False  # a later turn dispatches more of the queue
         # Attempts that came meanwhile and may overflow -> gateway
         self._unchecked: dict[AttemptKey, str] = {}
@@ -152,11 +160,11 @@ class Dispatcher:
         key = _valid_key(submit.request)
         if self._in_flight.is_anothers(key):
             self._in_flight.ended(key)  # the gateway has left the other router, or that router is gone
-        if key in self._in_flight or key in self._admission_queue or key in self._arriving:
+        if key in self._in_flight or key in self.admission_queue or key in self._arriving:
             raise ProtocolError(f"attempt {key[1]} of {key[0]} was submitted twice")
-        num_open = len(self._in_flight) + len(self._admission_queue) + len(self._arriving)
+        num_open = len(self._in_flight) + len(self.admission_queue) + len(self._arriving)
         num_free = self._max_attempts - num_open
-        num_own = 0 if submit.is_begun else self._admission_queue.quotas.num_requests(submit.request.tenant)
+        num_own = 0 if submit.is_begun else self.admission_queue.quotas.num_requests(submit.request.tenant)
         if not has_slots(submit.request.tenant, 1, num_own, num_free):
             reason = f"of {self._max_attempts} attempts {num_free} are free, {num_own} are the tenant's"
             self._reject(gateway.id, key, _no_room(reason))
@@ -167,66 +175,24 @@ class Dispatcher:
         self._sliced_work.add(self._prepare(key, arrival))
         return False
 
-    def started(self, attempts: Sequence[AttemptKey]) -> None:
-        """These attempts have their first token, so their prompts are computed."""
-        for key in attempts:
-            self._in_flight.started(key)
-            self._admission_queue.started(key)
-        self._cluster_state.started(attempts)
-        self.dispatch_queued()
+    def started(self, key: AttemptKey) -> None:
+        """The attempt has its first token. An attempt of another model is ignored."""
+        self.admission_queue.started(key)
 
-    def ended(self, attempts: Sequence[AttemptKey], num_tokens: Sequence[int] = ()) -> None:
-        """These attempts have ended.
-
-        num_tokens: tokens of each attempt's answer; unknown for attempts beyond its length.
-        """
-        for number, key in enumerate(attempts):
-            self._arriving.pop(key, None)
-            self._in_flight.ended(key)
-            self._admission_queue.ended(key, num_tokens[number] if number < len(num_tokens) else None)
-        self._cluster_state.ended(attempts)
-        self.dispatch_queued()
+    def ended(self, key: AttemptKey, num_tokens: int | None) -> None:
+        """The attempt has ended. An attempt of another model is ignored."""
+        self._arriving.pop(key, None)
+        self.admission_queue.ended(key, num_tokens)
 
     def gateway_left(self, gateway_id: str) -> None:
         """Drop all attempts of a gateway."""
         others = ((key, each) for key, each in self._arriving.items() if each.gateway.id != gateway_id)
         self._arriving = dict(others)
-        self._in_flight.gateway_left(gateway_id)
-        self._admission_queue.gateway_left(gateway_id)
-        self.dispatch_queued()
-
-    def worker_left(self, member: Member, reason: str) -> None:
-        """Fail the attempts on a decode worker that has left.
-
-        The decode worker may never have received them; a first token from the prefill worker proves nothing.
-        A gateway ignores the failure of an attempt whose decode worker has sent a token: the gateway is
-        connected to that worker, and detects its loss itself.
-        """
-        for key, entry in self._in_flight.decoded_at(member.id):
-            self._fail(key, entry, member, f"{member.worker.name} is gone: {reason}")
-
-    def worker_beat(self, member: Member, beat: Heartbeat) -> None:
-        """Fail the attempts that a decode worker should report and does not: their Dispatch may be lost."""
-        dropped = self._in_flight.beat(member.worker, beat)
-        for key, entry in dropped:
-            self._fail(key, entry, member, f"{member.worker.name} does not report it")
-        if dropped:
-            self.ended([key for key, _ in dropped])
-        else:  # the worker may have taken room or given it back by itself
-            self.dispatch_queued(slots_freed=False)
-
-    def _fail(self, key: AttemptKey, entry: InFlightAttempt, member: Member, reason: str) -> None:
-        gateway = self._gateways.get(entry.gateway)
-        if gateway is None:
-            return  # another router dispatched this attempt, and fails it
-        failed = AttemptFailed(
-            request_id=key[0], attempt=key[1], failure=Failure.LOST, reason=reason, worker=member.id
-        )
-        gateway.peer.send(failed)
+        self.admission_queue.gateway_left(gateway_id)
 
     def tick(self) -> None:
         """Update the overload level, and reject attempts that have waited too long or are shed."""
-        for queued, refused in self._admission_queue.tick():
+        for queued, refused in self.admission_queue.tick():
             self._reject(queued.gateway, queued.key, refused)
         self.dispatch_queued()
 
@@ -246,7 +212,7 @@ class Dispatcher:
         bypassed: QueuedAttempt | None = None
         num_left = MAX_DISPATCHED if self._sliced_work.is_deferred else inf
         try:
-            while (queued := self._admission_queue.first()) is not None:
+            while (queued := self.admission_queue.first()) is not None:
                 if not num_left:
                     self._schedule_dispatch()
                     break
@@ -261,12 +227,12 @@ class Dispatcher:
                 if bypassed is not None:
                     break
                 bypassed = queued
-                self._admission_queue.skip(queued.tenant)
+                self.admission_queue.skip(queued.tenant)
         finally:
             if bypassed is not None:
-                self._admission_queue.resume(bypassed.tenant)
+                self.admission_queue.resume(bypassed.tenant)
         if not self._is_dispatch_scheduled:  # else the queue may hold attempts that workers have room for
-            self._admission_queue.settle()
+            self.admission_queue.settle()
 
     def _prepare(self, key: AttemptKey, arrival: _Arrival) -> Iterator[None]:
         """Compute the page keys of a long prompt, a slice at each step; then queue the attempt.
@@ -289,19 +255,19 @@ class Dispatcher:
 
     def _migrate(self, gateway: GatewayPeer, submit: Submit) -> bool:
         """Dispatch a migration at once, past the queue, or reject it: the request runs on where it is."""
-        capacity, num_tokens = self._admission_queue.capacity, num_kv_tokens(submit.request)
+        capacity, num_tokens = self.admission_queue.capacity, num_kv_tokens(submit.request)
         pair = self._pairing.migration(
             submit, gateway.reached, lambda member: capacity.can_decode(member, num_tokens)
         )
         if not isinstance(pair, Pair):
             self._reject(gateway.id, submit.request.key, _no_room(pair.value))
             return False
-        queued = self._admission_queue.migrate(gateway.id, submit)
+        queued = self.admission_queue.migrate(gateway.id, submit)
         entry = make_entry(gateway.id, submit.request, pair, self._cluster_state.model, 0.0)
         # Its prompt is not computed again.
         self._in_flight.enter(queued.key, entry._replace(num_prompt_tokens=0, compute_s=0.0))
         self._counters["migrations"] += 1
-        _send(gateway, submit.request, pair, queued, self._admission_queue.waited_s(queued))
+        _send(gateway, submit.request, pair, queued, self.admission_queue.waited_s(queued))
         self._cluster_state.dispatched(submit, pair, entry)
         return True
 
@@ -309,7 +275,7 @@ class Dispatcher:
         if submit.migrates_from:
             return self._migrate(gateway, submit)
         key = submit.request.key
-        refused = self._admission_queue.submit(gateway.id, submit)
+        refused = self.admission_queue.submit(gateway.id, submit)
         if refused is not None:
             self._reject(gateway.id, key, refused)
             return False
@@ -318,13 +284,13 @@ class Dispatcher:
             self._unchecked[key] = gateway.id
         elif not self._check_overflow(gateway.id, key):
             return False
-        if key in self._admission_queue:
+        if key in self.admission_queue:
             gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
         return True
 
     def _check_overflow(self, gateway_id: str, key: AttemptKey) -> bool:
         """Reject an attempt that waits although too many of its tenant do. Returns False when it was."""
-        refused = self._admission_queue.overflow(key)
+        refused = self.admission_queue.overflow(key)
         if refused is not None:
             self._reject(gateway_id, key, refused)
         return refused is None
@@ -346,26 +312,26 @@ class Dispatcher:
 
     def _try_dispatch(self, queued: QueuedAttempt) -> Unpaired | NoSlot | None:
         """Return the reason why the attempt must wait; None when it was dispatched or rejected."""
-        refused = self._admission_queue.refuse_hopeless(queued)
+        refused = self.admission_queue.refuse_hopeless(queued)
         if refused is not None:
             self._reject(queued.gateway, queued.key, refused)
             return None
         gateway = self._gateways[queued.gateway]
         wanted = [no_slot.worker for no_slot in self._waiting_for_slot.values()]
-        pair = self._pair(gateway, queued, self._admission_queue.claim(queued, wanted))
+        pair = self._pair(gateway, queued, self.admission_queue.claim(queued, wanted))
         if isinstance(pair, Pair):
             self._dispatch(gateway, queued, pair)
             return None
         if pair is Unpaired.UNREACHED or pair is Unpaired.NO_PREFILL:
             refused = _no_room(pair.value)
-            self._admission_queue.refuse(queued.key, refused)
+            self.admission_queue.refuse(queued.key, refused)
             self._reject(queued.gateway, queued.key, refused)
             return None
         return pair
 
     def _drop_stale_reservation(self) -> None:
         """Drop the reservation when its attempt has left the queue, or its worker takes no more work."""
-        reservation, admission_queue = self._reservation, self._admission_queue
+        reservation, admission_queue = self._reservation, self.admission_queue
         if reservation is not None and not (
             reservation.key in admission_queue and admission_queue.capacity.takes(reservation.worker)
         ):
@@ -379,7 +345,7 @@ class Dispatcher:
         """
         if self._reservation is None:
             reached, avoid = self._gateways[queued.gateway].reached, queued.submit.avoid
-            worker = self._admission_queue.capacity.roomiest(reached, avoid)
+            worker = self.admission_queue.capacity.roomiest(reached, avoid)
             self._reservation = _Reservation(queued.key, worker)
         elif self._reservation.key != queued.key:
             self._reservation = None
@@ -394,7 +360,7 @@ class Dispatcher:
         Full workers are computed lazily: only after a decode worker was found to be full.
         """
         submit = queued.submit
-        capacity, num_tokens = self._admission_queue.capacity, num_kv_tokens(submit.request)
+        capacity, num_tokens = self.admission_queue.capacity, num_kv_tokens(submit.request)
         reservation = self._reservation
         full: frozenset[str] = frozenset()
         if self._is_any_full or reservation is not None:
@@ -402,7 +368,7 @@ class Dispatcher:
             self._is_any_full = bool(full)
             if reservation is not None and reservation.key != queued.key:
                 full |= {reservation.worker}
-        local_tokens = self._admission_queue.overload.local_prefill_tokens
+        local_tokens = self.admission_queue.overload.local_prefill_tokens
         pair = self._pairing.pair(submit, gateway.reached, full, claim, local_tokens)
         if full or not isinstance(pair, Pair) or pair.decode.id == submit.sticky_worker:
             return pair
@@ -413,13 +379,13 @@ class Dispatcher:
 
     def _dispatch(self, gateway: GatewayPeer, queued: QueuedAttempt, pair: Pair) -> None:
         """Take the attempt out of the queue, enter its load, and tell workers, gateway and other routers."""
-        request, submit = self._admission_queue.dispatch(queued), queued.submit
+        request, submit = self.admission_queue.dispatch(queued), queued.submit
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)
         entry = make_entry(gateway.id, request, pair, self._cluster_state.model, queued.work)
         self._in_flight.enter(queued.key, entry)
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
-        waited_s = self._admission_queue.waited_s(queued)
+        waited_s = self.admission_queue.waited_s(queued)
         _send(gateway, request, pair, queued, waited_s)
         # The workers have their messages: the rest adds nothing to the latency of the request.
         self._cluster_state.dispatched(submit, pair, entry)
@@ -436,6 +402,169 @@ class Dispatcher:
         )
         self._cluster_state.rejected(rejected)
         self._gateways[gateway_id].peer.send(rejected)
+
+
+class Dispatchers:
+    """The dispatchers of all models, over one in-flight load, one cluster state and one set of quotas.
+
+    The model "" is that of a cluster that serves one model: its dispatcher has all workers. Another model
+    gets its own dispatcher with its first request after a worker of the model has joined. Until then the
+    dispatcher of "" takes its requests, and refuses them for lack of a worker.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        members: Membership,
+        pairing: Pairing,
+        cluster_state: ClusterState,
+        gateways: Mapping[str, GatewayPeer],
+        *,
+        sliced_work: SlicedWork,
+        decoders_compute: bool,
+    ) -> None:
+        """gateways, sliced_work: see Dispatcher. decoders_compute: see Capacity."""
+        self.shared = SharedAdmission(clock)
+        self._max_attempts = config.max_attempts
+        self._clock = clock
+        self._members = members
+        self._pairing = pairing
+        self._cluster_state = cluster_state
+        self._in_flight = cluster_state.in_flight
+        self._gateways = gateways
+        self._sliced_work = sliced_work
+        self._decoders_compute = decoders_compute
+        self._dispatchers: dict[str, Dispatcher] = {}
+        self.of_one_model = self._add("", members)
+
+    def __iter__(self) -> Iterator[Dispatcher]:
+        return iter(self._dispatchers.values())
+
+    @property
+    def num_queued(self) -> int:
+        """The number of waiting attempts."""
+        return sum(len(each.admission_queue) for each in self)
+
+    def submit(self, gateway: GatewayPeer, submit: Submit) -> bool:
+        """See Dispatcher."""
+        return self._of(submit.request.model).submit(gateway, submit)
+
+    def started(self, attempts: Sequence[AttemptKey]) -> None:
+        """These attempts have their first token, so their prompts are computed."""
+        for key in attempts:
+            self._in_flight.started(key)
+            for each in self:
+                each.started(key)
+        self._cluster_state.started(attempts)
+        self.dispatch_queued()
+
+    def ended(self, attempts: Sequence[AttemptKey], num_tokens: Sequence[int] = ()) -> None:
+        """These attempts have ended.
+
+        num_tokens: tokens of each attempt's answer; unknown for attempts beyond its length.
+        """
+        for number, key in enumerate(attempts):
+            self._in_flight.ended(key)
+            for each in self:
+                each.ended(key, num_tokens[number] if number < len(num_tokens) else None)
+        self._cluster_state.ended(attempts)
+        self.dispatch_queued()
+
+    def computed(self, prompts: Sequence[PrefillTimes]) -> None:
+        """These prompts were computed: their tenants are charged the computed tokens."""
+        for each in self:
+            each.admission_queue.computed(prompts)
+
+    def gateway_left(self, gateway_id: str) -> None:
+        """Drop all attempts of a gateway."""
+        self._in_flight.gateway_left(gateway_id)
+        for each in self:
+            each.gateway_left(gateway_id)
+        self.dispatch_queued()
+
+    def worker_left(self, member: Member, reason: str) -> None:
+        """Fail the attempts on a decode worker that has left.
+
+        The decode worker may never have received them; a first token from the prefill worker proves nothing.
+        A gateway ignores the failure of an attempt whose decode worker has sent a token: the gateway is
+        connected to that worker, and detects its loss itself.
+        """
+        for key, entry in self._in_flight.decoded_at(member.id):
+            self._fail(key, entry, member, f"{member.worker.name} is gone: {reason}")
+
+    def worker_beat(self, member: Member, beat: Heartbeat) -> None:
+        """Fail the attempts that a decode worker should report and does not: their Dispatch may be lost."""
+        dropped = self._in_flight.beat(member.worker, beat)
+        for key, entry in dropped:
+            self._fail(key, entry, member, f"{member.worker.name} does not report it")
+        if dropped:
+            self.ended([key for key, _ in dropped])
+        else:  # the worker may have taken room or given it back by itself
+            self.dispatch_queued(slots_freed=False)
+
+    def dispatch_queued(self, *, slots_freed: bool = True) -> None:
+        """See Dispatcher."""
+        for each in self:
+            each.dispatch_queued(slots_freed=slots_freed)
+
+    def tick(self) -> None:
+        """See Dispatcher."""
+        for each in self:
+            each.tick()
+
+    def send_overload_levels(self) -> None:
+        """Send each worker a changed level of its model; levels below SMALL_CHUNKS change nothing there."""
+        for member in self._members.all():
+            level = self._level(member)
+            if level < OverloadLevel.SMALL_CHUNKS:
+                level = OverloadLevel.CALM
+            if level != member.sent_level:
+                member.sent_level = level
+                member.peer.send(Pressure(level=level))
+
+    def status(self) -> QueueStatus:
+        """The state of all queues, for operators."""
+        return joined(each.admission_queue.status() for each in self)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the parts of a queue do not agree, or the queues and the quotas."""
+        for each in self:
+            each.admission_queue.check_integrity()
+
+    def _level(self, member: Member) -> OverloadLevel:
+        level = self.of_one_model.admission_queue.overload.level
+        own = self._dispatchers.get(member.worker.model)
+        return level if own is None else max(level, own.admission_queue.overload.level)
+
+    def _of(self, model: str) -> Dispatcher:
+        found = self._dispatchers.get(model)
+        if found is None and any(member.serves(model) for member in self._members.all()):
+            found = self._add(model, ModelMembers(self._members, model))
+        return self.of_one_model if found is None else found
+
+    def _add(self, model: str, members: MemberView) -> Dispatcher:
+        capacity = Capacity(members, self._in_flight, decoders_compute=self._decoders_compute)
+        costs = self._cluster_state.model
+        admission_queue = AdmissionQueue(self._clock, members, capacity, costs, self.shared)
+        added = self._dispatchers[model] = Dispatcher(
+            self._pairing,
+            self._cluster_state,
+            admission_queue,
+            self._gateways,
+            self._max_attempts,
+            self._sliced_work,
+        )
+        return added
+
+    def _fail(self, key: AttemptKey, entry: InFlightAttempt, member: Member, reason: str) -> None:
+        gateway = self._gateways.get(entry.gateway)
+        if gateway is None:
+            return  # another router dispatched this attempt, and fails it
+        failed = AttemptFailed(
+            request_id=key[0], attempt=key[1], failure=Failure.LOST, reason=reason, worker=member.id
+        )
+        gateway.peer.send(failed)
 
 
 def _valid_key(request: Request) -> AttemptKey:

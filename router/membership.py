@@ -14,12 +14,13 @@ The life of a member:
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from baton.clock import Clock, PauseDetector
 from baton.errors import ProtocolError, WireError
 from baton.messages.bounds import MAX_WORKERS
 from baton.messages.control import Alive, Heartbeat
+from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, RunningStep, Worker, WorkerRole
 from baton.rpc.peers import Peer
 
@@ -40,13 +41,18 @@ class Member:
         self.step: RunningStep | None = None  # as last reported
         self.load = Load()
         self.reached: frozenset[str] = frozenset()
+        self.sent_level = OverloadLevel.CALM  # the overload level that the worker knows
         self.is_asked_to_drain = False
         self.reports_draining = False
 
     @property
     def is_draining(self) -> bool:
         """True when the worker takes no new work."""
-        return self.is_asked_to_drain or self.reports_draining
+        return self.is_asked_to_drain or self.reports_draining or self.worker.is_asleep
+
+    def serves(self, model: str) -> bool:
+        """See Worker."""
+        return self.worker.serves(model)
 
 
 class Removed(NamedTuple):
@@ -55,6 +61,20 @@ class Removed(NamedTuple):
     member: Member
     reason: str
     is_hung: bool = False  # it gives signs of life
+
+
+class MemberView(Protocol):
+    """The members that one admission queue dispatches to."""
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the members that may take work may have changed."""
+
+    def of_role(self, role: WorkerRole) -> Sequence[Member]:
+        """The members of a role, in order of joining."""
+
+    def all(self) -> Iterable[Member]:
+        """All members, in order of joining."""
 
 
 class Membership:
@@ -167,16 +187,20 @@ class Membership:
     def num_ready(self, reached: Reached) -> int:
         """The number of members that every gateway reaches and that reach all members they work with.
 
-        A prefill worker and a decode worker of the same weights work together. The count compares all members
-        with each other, so it is cached until the members or `reached` change.
+        A prefill worker and a decode worker of the same weights work together; a sleeping worker needs no
+        other. The count compares all members with each other, so it is cached until the members or `reached`
+        change.
         """
         present = (self.version, reached)
         if present != self._counted:
             self._counted = present
             members = list(self._members.values())
             self._num_ready = sum(
-                all(member.id in each for each in reached)
-                and all(_are_connected(member, other) for other in members)
+                member.worker.is_asleep
+                or (
+                    all(member.id in each for each in reached)
+                    and all(_are_connected(member, other) for other in members)
+                )
                 for member in members
             )
         return self._num_ready
@@ -194,8 +218,31 @@ class Membership:
             del self._fenced[next(iter(self._fenced))]
 
 
+class ModelMembers:
+    """The MemberView of the workers of one model."""
+
+    def __init__(self, members: Membership, model: str) -> None:
+        self._members = members
+        self._model = model
+
+    @property
+    def version(self) -> int:
+        """See MemberView."""
+        return self._members.version
+
+    def of_role(self, role: WorkerRole) -> Sequence[Member]:
+        """See MemberView."""
+        return [member for member in self._members.of_role(role) if member.serves(self._model)]
+
+    def all(self) -> Iterable[Member]:
+        """See MemberView."""
+        return (member for member in self._members.all() if member.serves(self._model))
+
+
 def _are_connected(member: Member, other: Member) -> bool:
     """True for members that reach each other, or that do not work together."""
+    if other.worker.is_asleep:
+        return True
     if member.worker.role is other.worker.role or member.worker.fingerprint != other.worker.fingerprint:
         return True
     return member.id in other.reached and other.id in member.reached

@@ -38,6 +38,13 @@ class NoSlot(NamedTuple):
     worker: str
 
 
+class _Reach(NamedTuple):
+    """The key of the caches."""
+
+    model: str
+    reached: frozenset[str]
+
+
 class PairQuestion(NamedTuple):
     """The arguments of `Pairing.pair`."""
 
@@ -51,8 +58,8 @@ class PairQuestion(NamedTuple):
 class Pairing:
     """Chooses the decode worker of an attempt, and a prefill worker for its prompt, if any.
 
-    1. Decode workers that take work and that the gateway reaches; without those that failed the request, as
-       long as others are left. Full workers are left out, even if none is left then.
+    1. Decode workers of the request's model that take work and that the gateway reaches; without those that
+       failed the request, as long as others are left. Full workers are left out, even if none is left then.
     2. The worker that holds the prompt already, if the gateway names one, computes the rest of the prompt.
     3. A short prompt, or a prompt without a reachable prefill worker, is computed by the decode worker.
     4. Else the policy chooses among the decode workers that have a partner, then among its partners: prefill
@@ -78,8 +85,8 @@ class Pairing:
         self._members = members
         self._version = -1
         self._local_tokens = 0 if policy.weighs_local_prefill else config.local_prefill_tokens
-        self._decoders: dict[frozenset[str], list[Member]] = {}
-        self._views: dict[frozenset[str], ClusterView] = {}
+        self._decoders: dict[_Reach, list[Member]] = {}
+        self._views: dict[_Reach, ClusterView] = {}
         self._no_partners: Mapping[str, Collection[str]] = defaultdict(tuple)
         # Called with each question and its answer, to compare the choices of another policy.
         self.on_pair: Callable[[PairQuestion, Pair | Unpaired | NoSlot], object] | None = None
@@ -116,7 +123,8 @@ class Pairing:
         claim: TenantClaim,
         local_tokens: int,
     ) -> Pair | Unpaired | NoSlot:
-        decoders = self._decoders_for(reached)
+        reach = _Reach(submit.request.model, reached)
+        decoders = self._decoders_for(reach)
         holder = next((member for member in decoders if member.id == submit.sticky_worker), None)
         if holder is not None and holder.id not in submit.avoid:
             return Pair(holder, None, "it holds the prompt")
@@ -128,27 +136,28 @@ class Pairing:
             if not decoders:
                 return Unpaired.FULL
         if submit.request.is_probe:
-            paired = self._paired(decoders, reached)
+            paired = self._paired(decoders, reach)
             if not paired:
                 return Unpaired.NO_PREFILL
-            return self._choose(self._by_load, "a probe", submit, paired, reached)
+            return self._choose(self._by_load, "a probe", submit, paired, reach)
         if submit.request.num_tokens <= max(local_tokens, self._local_tokens):
-            return self._choose(self._by_load, "a short prompt", submit, decoders, reached, is_local=True)
+            return self._choose(self._by_load, "a short prompt", submit, decoders, reach, is_local=True)
         if self._policy.weighs_local_prefill:
-            return self._choose(self._policy, self._config.policy, submit, decoders, reached, claim)
-        paired = self._paired(decoders, reached)
+            return self._choose(self._policy, self._config.policy, submit, decoders, reach, claim)
+        paired = self._paired(decoders, reach)
         if not paired:
-            return self._choose(self._by_load, "no prefill worker", submit, decoders, reached, is_local=True)
-        return self._choose(self._policy, self._config.policy, submit, paired, reached, claim)
+            return self._choose(self._by_load, "no prefill worker", submit, decoders, reach, is_local=True)
+        return self._choose(self._policy, self._config.policy, submit, paired, reach, claim)
 
     def migration(
         self, submit: Submit, reached: frozenset[str], has_room: Callable[[Member], bool]
     ) -> Pair | Unpaired:
         """Choose the decode worker that a running request moves to, by load; `sticky_worker` alone if set."""
         source = self._members.get(submit.migrates_from)
+        reach = _Reach(submit.request.model, reached)
         others = [
             member
-            for member in self._decoders_for(reached)
+            for member in self._decoders_for(reach)
             if source is not None
             and member is not source
             and member.worker.fingerprint == source.worker.fingerprint
@@ -159,7 +168,7 @@ class Pairing:
         others = [member for member in without(others, submit.avoid) if has_room(member)]
         if not others:
             return Unpaired.FULL
-        pair = self._choose(self._by_load, "a migration", submit, others, reached, is_local=True)
+        pair = self._choose(self._by_load, "a migration", submit, others, reach, is_local=True)
         assert isinstance(pair, Pair), "without a claim no slot is needed"
         return pair
 
@@ -175,13 +184,13 @@ class Pairing:
         reason: str,
         submit: Submit,
         decoders: Sequence[Member],
-        reached: frozenset[str],
+        reach: _Reach,
         claim: TenantClaim = NO_CLAIM,
         *,
         is_local: bool = False,
     ) -> Pair | NoSlot:
         """decoders: those that may take the attempt, of all that the gateway reaches."""
-        view = self.view_of(reached)
+        view = self.view_of(reach.model, reach.reached)
         if len(decoders) < len(view.decoders):
             taking = {member.id for member in decoders}
             left_out = {each.id for each in view.decoders.members if each.id not in taking}
@@ -198,38 +207,41 @@ class Pairing:
         is_own = policy is self._policy and not is_local  # else the policy has nothing to take note of
         return Pair(decode, self._members.get(choice.prefill), reason, choice if is_own else None)
 
-    def view_of(self, reached: frozenset[str]) -> ClusterView:
-        """The workers that a gateway reaches which reaches these."""
-        if reached not in self._views:
-            decoders = self._decoders_for(reached)
-            partners = {each.id: self._partners_of(each, reached) for each in decoders}
+    def view_of(self, model: str, reached: frozenset[str]) -> ClusterView:
+        """The workers of a model that a gateway reaches which reaches these."""
+        reach = _Reach(model, reached)
+        if reach not in self._views:
+            decoders = self._decoders_for(reach)
+            partners = {each.id: self._partners_of(each, reach) for each in decoders}
             prefills = {member.id: member for each in partners.values() for member in each}
             ids = {decode: frozenset(member.id for member in each) for decode, each in partners.items()}
-            self._views[reached] = ClusterView(WorkerPool(decoders), WorkerPool(list(prefills.values())), ids)
-        return self._views[reached]
+            self._views[reach] = ClusterView(WorkerPool(decoders), WorkerPool(list(prefills.values())), ids)
+        return self._views[reach]
 
-    def _decoders_for(self, reached: frozenset[str]) -> list[Member]:
+    def _decoders_for(self, reach: _Reach) -> list[Member]:
         if self._version != self._members.version:
             self._version = self._members.version
             self.forget()
-        if reached not in self._decoders:
+        if reach not in self._decoders:
             decoders = self._members.of_role(WorkerRole.DECODE)
-            usable = [member for member in decoders if member.id in reached and not member.is_draining]
-            self._decoders[reached] = usable
-        return self._decoders[reached]
+            self._decoders[reach] = [member for member in decoders if _takes_work(member, reach)]
+        return self._decoders[reach]
 
-    def _paired(self, decoders: Sequence[Member], reached: frozenset[str]) -> list[Member]:
+    def _paired(self, decoders: Sequence[Member], reach: _Reach) -> list[Member]:
         """The decode workers that have a partner."""
-        partners = self.view_of(reached).partners
+        partners = self.view_of(reach.model, reach.reached).partners
         return [member for member in decoders if partners[member.id]]
 
-    def _partners_of(self, decode: Member, reached: frozenset[str]) -> list[Member]:
+    def _partners_of(self, decode: Member, reach: _Reach) -> list[Member]:
         return [
             member
             for member in self._members.of_role(WorkerRole.PREFILL)
-            if member.id in reached
+            if _takes_work(member, reach)
             and member.id in decode.reached
             and decode.id in member.reached
             and member.worker.fingerprint == decode.worker.fingerprint
-            and not member.is_draining
         ]
+
+
+def _takes_work(member: Member, reach: _Reach) -> bool:
+    return member.id in reach.reached and not member.is_draining and member.serves(reach.model)

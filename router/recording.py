@@ -45,6 +45,7 @@ from baton.messages.operations import (
     RecordingQuery,
     RestartWorker,
     Scale,
+    Sleep,
     SupervisorReport,
     Undrain,
     WatchWorkers,
@@ -115,6 +116,7 @@ class Submitted(Event, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_generated_tokens: int = 0
     tenant: str = ""
+    model: str = ""
     priority: int = 0
     sla: Sla
     scheduling_key: SchedulingKey
@@ -200,6 +202,7 @@ Record: TypeAlias = (
     | RestartWorker
     | Scale
     | Flip
+    | Sleep
     | SharedDispatch
     | SharedStarted
     | SharedEnded

@@ -39,7 +39,6 @@ from baton.messages.control import (
     KvEventBatch,
     Measured,
     Members,
-    Pressure,
     Reachable,
     Started,
     Submit,
@@ -57,15 +56,16 @@ from baton.messages.operations import (
     RecordingQuery,
     RestartWorker,
     Scale,
+    Sleep,
     Status,
     StatusQuery,
     SupervisorReport,
     Undrain,
+    Wake,
     WatchWorkers,
     WorkerRemoved,
 )
 from baton.messages.status import (
-    OverloadLevel,
     RouterStatus,
     RoutingTimes,
     Sizes,
@@ -75,7 +75,7 @@ from baton.messages.workers import Address, Load, WorkerStatus
 from baton.router.checkpoint import attributes_of
 from baton.router.cluster_state import ClusterState, SharingLink
 from baton.router.decisions import DecisionLog
-from baton.router.dispatcher import Dispatcher, GatewayPeer
+from baton.router.dispatcher import Dispatchers, GatewayPeer
 from baton.router.in_flight import InFlight
 from baton.router.index.prefix_index import MAX_PAGES, IndexChange, PrefixIndex
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
@@ -83,7 +83,7 @@ from baton.router.pairing import Pairing
 from baton.router.policies.base import PolicyContext
 from baton.router.policies.cost_model import CostModel
 from baton.router.policies.registry import load_policy, policy_class
-from baton.router.queue.admission import AdmissionQueue, Capacity
+from baton.router.queue.admission import AdmissionQueue
 from baton.router.recording import (
     Input,
     Joined,
@@ -172,17 +172,16 @@ class Router:
         # Operators that start workers -> seconds since Ray's head became unreachable.
         self._watchers: dict[Peer, SupervisorReport] = {}
         self._askers: dict[str, Peer] = {}  # connected processes that have asked gateways, by id
-        capacity = Capacity(self.members, self.in_flight, decoders_compute=policy.weighs_local_prefill)
-        self.admission_queue = AdmissionQueue(clock, self.members, capacity, self.cluster_state.model)
-        self._dispatcher = Dispatcher(
+        self.dispatchers = Dispatchers(
+            config,
+            clock,
+            self.members,
             self.pairing,
             self.cluster_state,
-            self.admission_queue,
             self._gateways,
-            config.max_attempts,
-            dispatches,
+            sliced_work=dispatches,
+            decoders_compute=policy.weighs_local_prefill,
         )
-        self._sent_level = OverloadLevel.CALM  # sent to the workers last
         self._start_s = clock.now_s()
         self._announced_s = self._start_s - TICK_S
         self._announced: Members | None = None
@@ -193,6 +192,11 @@ class Router:
         self.cluster_state.on_outcome = recording.decided
         self.cluster_state.keys.on_keys = recording.keys_computed
         recording.begin(self)
+
+    @property
+    def admission_queue(self) -> AdmissionQueue:
+        """The queue of a cluster of one model."""
+        return self.dispatchers.of_one_model.admission_queue
 
     @property
     def peers(self) -> list[Peer]:
@@ -261,7 +265,7 @@ class Router:
             former = self._gateways.get(hello.id)
             self._gateways[hello.id] = GatewayPeer(peer)
             if former is not None:
-                self._dispatcher.gateway_left(hello.id)
+                self.dispatchers.gateway_left(hello.id)
                 former.peer.close()
             peer.send(self._list_members())
         elif hello.process is Kind.ROUTER:
@@ -276,7 +280,7 @@ class Router:
         gateway = self._gateways.get(peer.hello.id)
         if gateway is not None and gateway.peer is peer:
             del self._gateways[peer.hello.id]
-            self._dispatcher.gateway_left(peer.hello.id)
+            self.dispatchers.gateway_left(peer.hello.id)
         member = self.members.get(peer.hello.id)
         if member is not None and member.peer is peer:
             self.members.remove(member)
@@ -295,6 +299,9 @@ class Router:
             self._answer(peer, message)
         elif isinstance(message, (Drain, Flip)):
             self._drain(message)
+            peer.send(self.status())
+        elif isinstance(message, (Sleep, Wake)):
+            self._order_model(message)
             peer.send(self.status())
         elif isinstance(message, Migrate):
             self._migrate(peer, message)
@@ -316,8 +323,8 @@ class Router:
         """Apply a message of another router; it may have freed room."""
         self._begin(message)
         self.cluster_state.heard(message)
-        if len(self.admission_queue):
-            self._dispatcher.dispatch_queued(slots_freed=False)
+        if self.dispatchers.num_queued:
+            self.dispatchers.dispatch_queued(slots_freed=False)
 
     def tick(self) -> None:
         """Do the periodic work; call every TICK_S."""
@@ -328,8 +335,8 @@ class Router:
         if gone:
             self.in_flight.forget(gone)
         self.cluster_state.index.tick()
-        self._dispatcher.tick()
-        self._send_overload_level()
+        self.dispatchers.tick()
+        self.dispatchers.send_overload_levels()
         self._announce(is_tick=True)
         if self.recording is not None:
             self.recording.tick(self)
@@ -359,8 +366,8 @@ class Router:
             redis="none" if redis is None else "up" if redis.is_up else "down",
             routing=deepcopy(self._routing_times),
             counters={**self.counters, **({} if redis is None else redis.counters)},
-            times=snapshot({"queue": self.admission_queue.waits, **self.cluster_state.hindsight.times}),
-            queue=self.admission_queue.status(),
+            times=snapshot({"queue": self.dispatchers.shared.waits, **self.cluster_state.hindsight.times}),
+            queue=self.dispatchers.status(),
         )
 
     # Gateways.
@@ -372,18 +379,20 @@ class Router:
         match message:
             case Submit():
                 begun_s = self._clock.now_s()
-                if self._dispatcher.submit(gateway, message):
+                if self.dispatchers.submit(gateway, message):
                     self._routing_times.observe(max(0.0, self._system_clock.now_s() - begun_s))
             case Started():
-                self._dispatcher.started(message.attempts)
+                self.dispatchers.started(message.attempts)
             case Ended():
-                self._dispatcher.ended(message.attempts, message.num_tokens)
+                self.dispatchers.ended(message.attempts, message.num_tokens)
             case Reachable():
                 gateway.reached = frozenset(message.workers)
                 self.pairing.forget()
-                self._dispatcher.dispatch_queued()
+                self.dispatchers.dispatch_queued()
             case StatusQuery() | Explain() | FindRequests():
                 self._answer(peer, message)
+            case Sleep() | Wake():
+                self._order_model(message)
             case FoundRequests() | Migrated():
                 self._pass_back(message)
             case GatewayReport():
@@ -440,8 +449,7 @@ class Router:
             self._gone(former, f"{worker.id} has replaced it")
             former.peer.close()
         self.cluster_state.joined(worker, peer)
-        if self._sent_level > OverloadLevel.CALM:
-            peer.send(Pressure(level=self._sent_level))
+        self.dispatchers.send_overload_levels()
         # The new worker needs the list even if the list has not changed.
         self._announced = None
         self._announce()
@@ -454,17 +462,17 @@ class Router:
             case Heartbeat():
                 self.members.beat(member, message)
                 self.cluster_state.model.learn_tiers(member.id, message.load.tier_token_ns)
-                self._dispatcher.worker_beat(member, message)
+                self.dispatchers.worker_beat(member, message)
             case Alive():
                 self.members.hear(member, message)
             case Reachable():
                 self.members.reach(member, message.workers)
-                self._dispatcher.dispatch_queued()
+                self.dispatchers.dispatch_queued()
             case KvEventBatch():
                 self.cluster_state.pages(peer, message)
             case Measured():
                 self.cluster_state.measured(member.id, message)
-                self.admission_queue.computed(message.prefills)
+                self.dispatchers.computed(message.prefills)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 
@@ -482,17 +490,7 @@ class Router:
         self.cluster_state.gone(member.id)
         level = logging.INFO if member.is_draining else logging.WARNING
         logger.log(level, "%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
-        self._dispatcher.worker_left(member, reason)
-
-    def _send_overload_level(self) -> None:
-        """Send a changed overload level to the workers; levels below SMALL_CHUNKS change nothing there."""
-        level = self.admission_queue.overload.level
-        if level < OverloadLevel.SMALL_CHUNKS:
-            level = OverloadLevel.CALM
-        if level != self._sent_level:
-            self._sent_level = level
-            for member in self.members.all():
-                member.peer.send(Pressure(level=level))
+        self.dispatchers.worker_left(member, reason)
 
     def _drain(self, order: Drain | Flip) -> None:
         """Drain a worker, to take the other role then if it flips.
@@ -507,6 +505,15 @@ class Router:
         self._announce()
         for watcher in self._watchers if isinstance(order, Flip) else ():
             watcher.send(replace(order, worker=member.worker.name))
+
+    def _order_model(self, order: Sleep | Wake) -> None:
+        """Pass an order on to the workers of its model; those that are to sleep get no new work."""
+        for member in self.members.all():
+            if member.serves(order.model):
+                if isinstance(order, Sleep):
+                    self.members.drain(member)
+                member.peer.send(order)
+        self._announce()
 
     # Members.
 

@@ -1,6 +1,6 @@
 """The clients of a simulation: their requests, their arrival times, and the answers that they get."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -152,9 +152,18 @@ class ClientLoad:
     """Draws the requests of a simulation."""
 
     def __init__(
-        self, events: Events, random: Random, bad_request_chance: float, lasts_s: float = 0.0
+        self,
+        events: Events,
+        random: Random,
+        bad_request_chance: float,
+        lasts_s: float = 0.0,
+        draw_model: Callable[[], str] = str,
     ) -> None:
-        """bad_request_chance: of each kind of request that no worker can answer. lasts_s: see World."""
+        """bad_request_chance: of each kind of request that no worker can answer. lasts_s: see World.
+
+        draw_model: returns the model of the next request.
+        """
+        self._draw_model = draw_model
         self._lasts_s = lasts_s
         self._events = events
         self._bad_request_chance = bad_request_chance
@@ -204,6 +213,7 @@ class ClientLoad:
             sampling=sampling,
             cache_salt=random.choice((b"", b"tenant")),
             priority=random.choice((0, 0, 0, 1, -1)),
+            model=self._draw_model(),
         )
 
     def _prompt(self) -> list[int]:

@@ -4,7 +4,7 @@ them."""
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from baton.rpc.liveness import BEAT_S, StepWatchdog
 from baton.rpc.peers import PeerRegistry, new_router_id
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 from baton.sim.endpoint import SimEndpoint
-from baton.sim.engine import FINGERPRINT, KV_DTYPE, SimEngine, TokenMachine
+from baton.sim.engine import KV_DTYPE, MODEL, SimEngine, TokenMachine
 from baton.sim.network import MAX_DEATH_DELAY_S, End, Host, Network, Recorder
 from baton.sim.process import Events, OffsetClock, SimProcess
 
@@ -260,7 +260,13 @@ class SimWorker:
         else:
             self.engine = plan.make_engine(plan.machine, process)
         self.endpoint = SimEndpoint(
-            process, self.engine.pages, self.engine.memory, context.network, context.random, context.recorder
+            process,
+            self.engine.pages,
+            self.engine.memory,
+            context.network,
+            context.random,
+            context.recorder,
+            fingerprint=plan.machine.fingerprint,
         )
         self.endpoint.pin, self.endpoint.fetch = self.engine.pin, self.engine.load_pages
         self._context = context
@@ -321,9 +327,9 @@ class SimWorker:
             name=plan.name,
             incarnation=next(self._context.starts),
             role=plan.role,
-            model="numbers",
+            model=machine.model or MODEL,
             node=plan.node,
-            fingerprint=FINGERPRINT,
+            fingerprint=machine.fingerprint,
             kv_dtype=KV_DTYPE,
             address=address,
             kv_address=kv_address,
@@ -458,8 +464,10 @@ class Slot:
 class Deployment:
     """A cluster of random size and settings."""
 
-    def __init__(self, context: SimContext, random: Random, placement: Random) -> None:
-        """placement: draws the node of each worker."""
+    def __init__(
+        self, context: SimContext, random: Random, placement: Random, models: Sequence[str] = ("",)
+    ) -> None:
+        """placement: draws the node of each worker. models: each has workers of its own; see World."""
         self.context = context
         settings = RouterConfig(
             policy=random.choice(("least-loaded", "round-robin", "cost")),
@@ -467,7 +475,8 @@ class Deployment:
             seed=random.getrandbits(32),
         )
         plans = [
-            _worker_plan(role, number, random)
+            _worker_plan(model, role, number, random)
+            for model in models
             for role in WorkerRole
             for number in range(random.randint(1, 3))
         ]
@@ -514,7 +523,7 @@ def _node_of(slot: Slot) -> str:
     return slot.life.plan.node
 
 
-def _worker_plan(role: WorkerRole, number: int, random: Random) -> WorkerPlan:
+def _worker_plan(model: str, role: WorkerRole, number: int, random: Random) -> WorkerPlan:
     page_size = random.choice((4, 4, 8, 16))
     machine = TokenMachine(
         page_size=page_size,
@@ -524,5 +533,6 @@ def _worker_plan(role: WorkerRole, number: int, random: Random) -> WorkerPlan:
         max_model_len=MAX_MODEL_LEN,
         step_s=random.uniform(0.01, 0.06),
         token_s=random.uniform(0.0001, 0.003),
+        model=model,
     )
-    return WorkerPlan(f"{role.value}-{number}", role, machine)
+    return WorkerPlan(f"{model}-{role.value}-{number}".lstrip("-"), role, machine)

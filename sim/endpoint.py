@@ -52,7 +52,7 @@ from baton.kvtransfer.transports.receive_registration import (
 )
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
-from baton.sim.engine import ENTRY_BYTES, FINGERPRINT, KvMemory
+from baton.sim.engine import ENTRY_BYTES, MODEL, KvMemory
 from baton.sim.network import End, Network, Recorder
 from baton.sim.process import Call, SimProcess
 
@@ -553,6 +553,7 @@ class SimEndpoint(PageEndpoint):
         *,
         other_ranks: Sequence[tuple[SimProcess, KvMemory]] = (),
         steps: CompletedSteps | None = None,
+        fingerprint: str = MODEL,
     ) -> None:
         """memory: of rank 0. other_ranks: the process and the memory of each other rank.
 
@@ -560,7 +561,7 @@ class SimEndpoint(PageEndpoint):
         that are released are already written.
         """
         settings = EndpointSettings(
-            key=b"", fingerprint=FINGERPRINT, layout=_layout(pool.page_size), timing=TIMING
+            key=b"", fingerprint=fingerprint, layout=_layout(pool.page_size), timing=TIMING
         )
         self.ranks: list[SimRank] = []  # filled below: a rank needs its endpoint
         super().__init__(settings, random.randbytes(ID_BYTES), pool, process.clock, SimRanks(self.ranks))

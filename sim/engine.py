@@ -67,11 +67,14 @@ class KvMemory:
         return page, slice(first, first + unit_tokens * ENTRY_BYTES)
 
 
-def run_chunk(memory: KvMemory, chunk: ScheduledChunk) -> int | None:
-    """Read the KV before the chunk, write the chunk's KV, and return the next token if one is due."""
+def run_chunk(memory: KvMemory, chunk: ScheduledChunk, model: str = "") -> int | None:
+    """Read the KV before the chunk, write the chunk's KV, and return the next token if one is due.
+
+    model: its name; models of different names continue a prompt differently.
+    """
     sequence, page_size = chunk.sequence, memory.page_size
     table = sequence.page_table
-    context = memory.read(table, chunk.start, crc32(sequence.cache_salt))
+    context = memory.read(table, chunk.start, crc32(sequence.cache_salt, crc32(model.encode())))
     for position in range(chunk.start, chunk.start + chunk.num_tokens):
         entry = entry_of(context, sequence.token_ids[position], position)
         memory.write(table[position // page_size], position % page_size, entry)
@@ -91,7 +94,7 @@ def golden(request: Request, seed: int | None, max_model_len: int) -> tuple[list
     seed: the request's, or the seed that its gateway minted.
     """
     sampling, token_ids = request.sampling, list(request.token_ids)
-    context = crc32(request.cache_salt)
+    context = crc32(request.cache_salt, crc32(request.model.encode()))
     for position, token_id in enumerate(token_ids):
         context = crc32(entry_of(context, token_id, position), context)
     num_prompt, answer = len(token_ids), list[int]()
@@ -135,7 +138,7 @@ def _key(sampling: SamplingParams, seed: int | None) -> int:
     return seed
 
 
-FINGERPRINT: Final = "numbers"
+MODEL: Final = "numbers"  # where there is one
 KV_DTYPE: Final = "float32"  # page keys depend on both
 IDLE_STEP_S: Final = 0.02  # a step without a batch
 STEPS_PER_CHECK: Final = 16  # between two integrity checks
@@ -152,6 +155,12 @@ class TokenMachine:
     max_model_len: int
     step_s: float  # of an empty batch
     token_s: float  # for each token of the batch
+    model: str = ""  # as in Request.model
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the model's weights."""
+        return f"{MODEL} {self.model}"
 
 
 class SimEngine(Replica):
@@ -171,7 +180,7 @@ class SimEngine(Replica):
         self._spend = spend
         self._num_steps = 0
         pool = PagePool(machine.num_pages, machine.page_size)
-        keys = PageKeys(model_fingerprint=FINGERPRINT, dtype=KV_DTYPE, page_size=machine.page_size)
+        keys = PageKeys(model_fingerprint=machine.fingerprint, dtype=KV_DTYPE, page_size=machine.page_size)
         config = SchedulerConfig(
             max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
         )
@@ -233,4 +242,4 @@ class SimEngine(Replica):
             owners = pool.owners(page)
             assert sequence.key in owners, f"{sequence.key} reads page {page} of {owners}"
             assert not is_written or len(owners) == 1, f"{sequence.key} writes page {page} of {owners}"
-        return run_chunk(self.memory, chunk)
+        return run_chunk(self.memory, chunk, self.machine.model)

@@ -7,7 +7,8 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -49,10 +50,11 @@ class World:
         write: Callable[[str], None] | None = None,
         trouble: Trouble = Trouble.ANY,
         lasts_s: float = 0.0,
+        models: Sequence[str] = ("",),
     ) -> None:
         """write: takes the trace, line by line. lasts_s: of the load, which then never pauses for long.
 
-        0: how long the load lasts is drawn too: some seconds.
+        0: how long the load lasts is drawn too: some seconds. models: names; "" is the only one.
         """
         self.events = Events()
         self.recordings: list[Recording] = []  # of each life of each router
@@ -60,7 +62,9 @@ class World:
         if trouble is not Trouble.ANY:
             self._replay += f" --trouble {trouble}"
         self._is_slow = trouble in (Trouble.SILENCE, Trouble.SLOW_STEPS, Trouble.LOST_NODE)
-        draws = ("cluster", "load", "faults", "network", "ids", "routers", "placement")
+        if len(models) > 1:
+            self._replay += f" --models {len(models)}"
+        draws = ("cluster", "load", "faults", "network", "ids", "routers", "placement", "models")
         draw = {name: Random(f"{seed} {name}") for name in draws}
         self._recorder = Recorder(self.events, write)
         self._context = SimContext(
@@ -73,10 +77,12 @@ class World:
             draw["placement"].randint(2 if trouble is Trouble.LOST_NODE else 1, 3),
             self.recordings,
         )
-        self._deployment = Deployment(self._context, draw["cluster"], draw["placement"])
+        self._deployment = Deployment(self._context, draw["cluster"], draw["placement"], models)
         self._faults = Faults(self._deployment, draw["faults"], self._recorder.say)
         may_be_bad = trouble in (Trouble.ANY, Trouble.SILENCE)
-        load = ClientLoad(self.events, draw["load"], BAD_REQUEST_CHANCE if may_be_bad else 0.0, lasts_s)
+        bad_request_chance = BAD_REQUEST_CHANCE if may_be_bad else 0.0
+        draw_model = partial(draw["models"].choice, models)
+        load = ClientLoad(self.events, draw["load"], bad_request_chance, lasts_s, draw_model)
         self._arrivals = load.arrivals(len(self._deployment.gateways))
         self._faults.schedule(trouble, load.ends_s + 1.0)
         self._busy_until_s = max(self._faults.last_s, load.ends_s)
@@ -236,9 +242,9 @@ def _rest_complaints(deployment: Deployment) -> Iterator[str]:
 def _router_complaints(life: SimRouter, deployment: Deployment) -> Iterator[str]:
     router, name = life.router, life.process.name
     router.in_flight.check_integrity()
-    router.admission_queue.check_integrity()
-    if len(router.admission_queue):
-        yield f"{name}'s queue has {len(router.admission_queue)} attempts"
+    router.dispatchers.check_integrity()
+    if router.dispatchers.num_queued:
+        yield f"{name}'s queues have {router.dispatchers.num_queued} attempts"
     if len(router.in_flight):
         yield f"{name} has {len(router.in_flight)} attempts in flight"
     if len(router.members) != len(deployment.workers):

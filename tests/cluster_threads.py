@@ -179,7 +179,8 @@ class Cluster:
                 worker.wait()
             gateway = GatewayThread([address])
             ends.callback(gateway.close)
-            self.frontend, self.begin, self.cancel = gateway.frontend, gateway.begin, gateway.cancel
+            self.gateway, self.frontend = gateway, gateway.frontend
+            self.begin, self.cancel = gateway.begin, gateway.cancel
             self._wait_until_routable()
             self._ends = ends.pop_all()
 

@@ -57,7 +57,7 @@ class MeteredCluster:
         self.metrics = Metrics(gateway="gateway")
         self.clients: list[MeteredClient] = []
         self._service = ScriptedService()
-        self._exporter = Exporter(self.metrics, self._service, model="numbers", vllm_names=False)
+        self._exporter = Exporter(self.metrics, self._service, models=["numbers"], vllm_names=False)
         self._random = Random(0)
         self._documents = [self._random.choices(range(NUM_WORDS), k=48) for _ in range(NUM_DOCUMENTS)]
         self.events.after(FIRST_S, self._ask)

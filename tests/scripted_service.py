@@ -7,7 +7,7 @@ from baton.errors import BatonError
 from baton.gateway.streams.request_stream import Sink
 from baton.gateway.streams.routers import Explained, FoundTimelines
 from baton.gateway.streams.timeline import RequestMarks
-from baton.messages.operations import FindRequests, Status
+from baton.messages.operations import FindRequests, Sleep, Status, Wake
 from baton.messages.workers import Worker
 from baton.request import FinishReason, Request, TokenEvent
 from tests.node_peers import a_worker
@@ -42,6 +42,7 @@ class ScriptedService:
         self.besides: list[str] = []
         self.sinks: dict[str, Sink] = {}  # of the requests that run
         self.cancelled: list[str] = []
+        self.orders: list[Sleep | Wake] = []
         self.refusal: BatonError | None = None  # of the next request
 
     def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> RequestMarks:
@@ -66,6 +67,9 @@ class ScriptedService:
 
     def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
         found((), True)
+
+    def order(self, order: Sleep | Wake) -> None:
+        self.orders.append(order)
 
     def emit(self, request_id: str, events: Sequence[TokenEvent]) -> None:
         """Send events as a worker does; events of a cancelled request are dropped."""

@@ -48,6 +48,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "model": "required",
     "routers": "required",
     "served_model_name": "",
+    "other_models": {},
     "host": "127.0.0.1",
     "port": 8000,
     "shares_port": False,
@@ -74,6 +75,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "max_stored_response_bytes": 16 * 2**20,
     "max_wait_s": 30.0,
     "max_begun_wait_s": 300.0,
+    "wake_on_request": False,
     "ping_interval_s": 15.0,
     "operator_port": None,
     "lora_modules": (),
@@ -104,7 +106,7 @@ WORKER_KNOBS: dict[str, Any] = {
 
 # Settings of one gateway process, which `baton serve` sets itself.
 GATEWAYS_PLACE = {
-    *("model", "routers", "served_model_name", "host", "port", "shares_port"),
+    *("model", "routers", "served_model_name", "other_models", "host", "port", "shares_port"),
     *("expects_prefill", "tenants_file", "drain_timeout_s", "link_timeout_s"),
 }
 OF_EACH_ROLE: dict[str, Any] = {
@@ -118,6 +120,7 @@ OF_EACH_ROLE: dict[str, Any] = {
 SERVE_KNOBS: dict[str, Any] = {
     "model": "required",
     "served_model_name": None,
+    "other_models": {},
     "runtime": "ray",
     "ray_address": None,
     "host": "127.0.0.1",

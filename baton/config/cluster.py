@@ -1,12 +1,13 @@
 """The settings of a whole cluster, as `baton serve` starts it, and of one worker process."""
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from baton.config.engine import EngineConfig, EngineSettings
 from baton.config.gateway import GatewaySettings, is_loopback
+from baton.config.loader import build, merged
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
@@ -54,6 +55,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 MAX_GATEWAYS = 64
+MAX_MODEL_NAME_CHARS = 64
 
 
 class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,12 +83,32 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
+# Settings of `gateway` that each model has of its own.
+MODEL_TEXTS: Final = ("chat_template", "tool_call_parser", "reasoning_parser", "generation_config")
+
+
+class OtherModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A further model of a cluster. Workers and engines are those of the first model where nothing is set."""
+
+    model: str  # as ServeConfig.model
+    prefill: WorkersConfig | None = None
+    decode: WorkersConfig | None = None
+    engine: dict[str, Any] = {}  # settings of the engine that differ, nested as in `engine`
+    chat_template: str | None = None  # as gateway.chat_template
+    tool_call_parser: str | None = None  # as gateway.tool_call_parser
+    reasoning_parser: str | None = None  # as gateway.reasoning_parser
+    generation_config: Literal["auto", "vllm"] = "auto"  # as gateway.generation_config
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a cluster. ConfigError for settings that contradict each other."""
 
     # a directory, at the same path on every machine, a repository of Hugging Face, or "tiny"
     model: str
     served_model_name: str | None = None  # the model's name in the API; None: the last part of `model`
+    # Further models behind the same gateways, by the name in the API. The option is given once a model, also
+    # for the first: --model a=tiny --model b=/models/b; a request that names no model gets the first.
+    other_models: dict[str, OtherModel] = {}
     runtime: Literal["ray", "local"] = "ray"  # local: processes of this machine, without Ray
     ray_address: str | None = None  # Ray cluster to join; "auto": the one on this machine; None: start one
     host: str = "127.0.0.1"  # address to listen on for clients
@@ -136,6 +158,30 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(
                     "planner.mode: there are no times of workers of several pipeline stages yet"
                 )
+        if self.other_models:
+            self._check_several()
+
+    def _check_several(self) -> None:
+        """Raise ConfigError for settings that only a cluster of one model may have."""
+        longest = MAX_MODEL_NAME_CHARS
+        for name in self.other_models:
+            if not 1 <= len(name) <= longest or name == self.model_name:
+                raise ConfigError(f"other_models: expected other names, up to {longest} long, got {name!r}")
+        for setting, is_set in (
+            ("planner.mode", self.planner.mode != "off"),
+            ("engine.enable_lora", self.engine.enable_lora),
+        ):
+            if is_set:
+                raise ConfigError(f"{setting}: this needs a cluster of one model, leave other_models out")
+        _ = self.models  # which checks each of them
+
+    @property
+    def models(self) -> "tuple[ServeConfig, ...]":
+        """The settings of each model's part of the cluster, as of a cluster of that model alone."""
+        if not self.other_models:
+            return (self,)
+        first = msgspec.structs.replace(self, other_models={}, served_model_name=self.model_name)
+        return first, *(_of_other(first, name, other) for name, other in self.other_models.items())
 
     @property
     def pools(self) -> dict[WorkerRole, WorkersConfig]:
@@ -144,15 +190,33 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def num_workers(self) -> int:
-        """The number of workers of both roles."""
-        return sum(pool.num_workers for pool in self.pools.values())
+        """The number of workers of both roles and all models."""
+        return sum(pool.num_workers for each in self.models for pool in each.pools.values())
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks of all workers."""
-        return sum(pool.num_workers * pool.engine(self.engine).num_ranks for pool in self.pools.values())
+        return sum(
+            pool.num_workers * pool.engine(each.engine).num_ranks
+            for each in self.models
+            for pool in each.pools.values()
+        )
 
     @property
     def model_name(self) -> str:
         """The model's name in the API."""
         return self.served_model_name or self.model.rstrip("/").rpartition("/")[2] or self.model
+
+
+def _of_other(first: ServeConfig, name: str, other: OtherModel) -> ServeConfig:
+    engine = merged(msgspec.to_builtins(first.engine), other.engine)
+    texts = {each: getattr(other, each) for each in MODEL_TEXTS}
+    return msgspec.structs.replace(
+        first,
+        model=other.model,
+        served_model_name=name,
+        prefill=other.prefill or first.prefill,
+        decode=other.decode or first.decode,
+        engine=build(EngineSettings, engine, f"other_models.{name}.engine"),
+        gateway=msgspec.structs.replace(first.gateway, **texts),
+    )

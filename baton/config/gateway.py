@@ -49,6 +49,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_stored_responses: Annotated[int, Meta(ge=0, le=2**20)] = 1024
     max_stored_response_bytes: HeldBytes = 16 * 2**20  # memory of these, of each tenant
     max_wait_s: Timeout = 30.0  # a request may wait for a worker with room; then it gets 503
+    # A request for a model that sleeps wakes the model, and waits up to max_wait_s; otherwise it gets 503.
+    wake_on_request: bool = False
     max_begun_wait_s: Timeout = 300.0  # an answer that has begun may wait for a worker in place of a lost one
     ping_interval_s: Timeout = 15.0  # silence in a stream until the gateway sends a keep-alive comment
     # A port of 127.0.0.1 that serves /metrics, /load, /ui and /admin/ without a key; None: there is none.
@@ -77,12 +79,25 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
 
 
+class GatewayModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A further model that a gateway serves. Its settings have the meaning of those of the first model."""
+
+    model: str  # the directory with the tokenizer and the chat template
+    chat_template: str | None = None  # as GatewaySettings has it for the first model, and so the others below
+    tool_call_parser: str | None = None  # see there
+    reasoning_parser: str | None = None  # see there
+    generation_config: Literal["auto", "vllm"] = "auto"  # see there
+    expects_prefill: bool | None = None  # prefill workers of this model are configured, see GatewayConfig
+
+
 class GatewayConfig(GatewaySettings, frozen=True):
     """The settings of one gateway process."""
 
     model: str  # the directory with the tokenizer and the chat template
     routers: Routers  # addresses of all routers of the cluster
     served_model_name: str = ""  # as requests name the model; "": the directory's name
+    # Further models by the name in the API. With any, requests carry the name of their model to the router.
+    other_models: dict[str, GatewayModel] = {}
     host: str = "127.0.0.1"  # address to listen on for clients
     port: Port = 8000  # to listen on for clients; 0: any that is free
     shares_port: bool = False  # several gateway processes listen on one port (SO_REUSEPORT)
@@ -97,6 +112,8 @@ class GatewayConfig(GatewaySettings, frozen=True):
         super().__post_init__()
         if not self.model:
             raise ConfigError("gateway.model: expected a directory, got an empty string")
+        if self.other_models and self.lora_modules:
+            raise ConfigError("gateway.lora_modules: adapters need a cluster of one model")
         if self.operator_port is not None and self.operator_port == self.port:
             raise ConfigError(f"gateway.operator_port: {self.port} is the port for clients; give another")
         if self.tenants_file is None and not is_loopback(self.host):

@@ -70,6 +70,9 @@ def _value(expected: Any, value: object, key: str) -> Any:
     struct = _struct_in(expected)
     if struct is not None and value is not None:
         return build(struct, value, key)
+    of_name = _struct_by_name(expected)
+    if of_name is not None and isinstance(value, Mapping):
+        return {str(name): build(of_name, each, f"{key}.{name}") for name, each in value.items()}
     if key.endswith("_bytes") and isinstance(value, str):
         try:
             value = parse_bytes(value)
@@ -159,6 +162,17 @@ def nest(flat: Mapping[str, object]) -> dict[str, Any]:
     return nested
 
 
+def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings with the values of `changes` in place of their own."""
+    changed = {
+        name: merged(settings[name], value)
+        if isinstance(value, Mapping) and isinstance(settings.get(name), Mapping)
+        else value
+        for name, value in changes.items()
+    }
+    return {**settings, **changed}
+
+
 def from_text(field: msgspec.structs.FieldInfo, text: str, key: str) -> object:
     """Return the value in the text of an environment variable; values other than strings may be JSON."""
     if key.endswith("_bytes"):
@@ -167,10 +181,9 @@ def from_text(field: msgspec.structs.FieldInfo, text: str, key: str) -> object:
         return msgspec.convert(text, field.type, strict=False)
     except msgspec.ValidationError:
         pass
-    struct = _struct_in(field.type)
     try:
-        if struct is not None:
-            return build(struct, msgspec.json.decode(text), key)
+        if _struct_in(field.type) is not None or _struct_by_name(field.type) is not None:
+            return _value(field.type, msgspec.json.decode(text), key)
         return msgspec.json.decode(text, type=field.type)
     except msgspec.MsgspecError:
         raise ConfigError(f"{key}: expected {_describe(field.type)}, got {text!r}") from None
@@ -178,7 +191,13 @@ def from_text(field: msgspec.structs.FieldInfo, text: str, key: str) -> object:
 
 def _struct_in(expected: Any) -> type[msgspec.Struct] | None:
     """The struct that a value is, unless it is None."""
-    return next((each for each in (expected, *get_args(expected)) if _is_struct(each)), None)
+    parts = get_args(expected) if get_origin(expected) in (Annotated, Union, UnionType) else ()
+    return next((each for each in (expected, *parts) if _is_struct(each)), None)
+
+
+def _struct_by_name(expected: Any) -> type[msgspec.Struct] | None:
+    """The struct of which a value has any number, by name."""
+    return _struct_in(get_args(expected)[1]) if get_origin(expected) is dict else None
 
 
 def _is_struct(expected: Any) -> bool:

@@ -51,6 +51,8 @@ AnyMessage: TypeAlias = (
     | operations.RestartWorker
     | operations.Scale
     | operations.Flip
+    | operations.Sleep
+    | operations.Wake
     | operations.Migrate
     | operations.Migrated
     | operations.RecordingQuery

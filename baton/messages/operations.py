@@ -74,6 +74,29 @@ class Scale(Message, frozen=True):
 
     num_prefill: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)]
     num_decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS // 2)]
+    model: Name = ""  # of several
+
+
+class Sleep(Message, frozen=True):
+    """Operator or gateway to router, router to the workers of the model: drain, then give the memory back.
+
+    A worker that sleeps joins again under another id (`Worker.is_asleep`), with no weights and no pages. The
+    router answers with its Status, as for Drain. A worker that sleeps already does nothing.
+    """
+
+    model: Name = ""  # "": the model of a cluster that has one
+    # 1: a worker with a GPU keeps the weights in host memory; 2: no weights are kept. Without a GPU both
+    # levels are the same.
+    level: Annotated[int, Meta(ge=1, le=2)] = 1
+
+
+class Wake(Message, frozen=True):
+    """Operator or gateway to router, router to the sleeping workers of the model: load it and serve again.
+
+    The router answers with its Status, as for Drain.
+    """
+
+    model: Name = ""
 
 
 class Relayed(Message, frozen=True):

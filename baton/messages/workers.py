@@ -1,5 +1,6 @@
 """Descriptions of workers: identity, load, the running step, and measured times."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Final, TypeAlias
 
@@ -52,6 +53,17 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_num_batched_tokens: Count = 0  # in one step; 0: unknown
     node: Name = ""  # name of the machine, for operators
     pid: Count = 0  # process id on that machine
+    is_asleep: bool = False  # it has neither weights nor pages, and takes no work until it is woken
+
+    def serves(self, model: str) -> bool:
+        """True when requests for the model may run here; "" is the model of a cluster that has one."""
+        return not model or self.model == model
+
+
+def are_asleep(workers: Iterable[Worker], model: str) -> bool:
+    """Return whether the model, as in `Worker.serves`, has decode workers, and all of them sleep."""
+    decoders = [each for each in workers if each.role is WorkerRole.DECODE and each.serves(model)]
+    return bool(decoders) and all(each.is_asleep for each in decoders)
 
 
 MAX_DESTINATIONS: Final = 8  # decode workers in a prefill worker's load

@@ -140,8 +140,12 @@ class KeyRing:
             follow()
 
     def follow(self, call: Callable[[], None]) -> None:
-        """Call this function after each `replace`, on the thread that replaces."""
+        """Call this function after each `replace`, on the thread that replaces, until `unfollow`."""
         self._followers.append(call)
+
+    def unfollow(self, call: Callable[[], None]) -> None:
+        """End `follow`. The ring may live longer than the function's owner, and keeps it alive no more."""
+        self._followers = [each for each in self._followers if each is not call]
 
 
 # A ring of one process kind, or the cluster key itself, or several cluster keys, the current one first.

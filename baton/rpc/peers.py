@@ -152,7 +152,7 @@ class PeerRegistry:
         own = self.hello.worker
         if own is None:
             return []
-        others = [each for each in self.members.values() if each.id != own.id]
+        others = [each for each in self.members.values() if each.id != own.id and not each.is_asleep]
         return [each for each in others if each.fingerprint == own.fingerprint]
 
     def joined(self, peer: Peer) -> None:
@@ -202,7 +202,7 @@ class PeerRegistry:
             for address in self._addresses:
                 self._dial(address)
         for worker in self.members.values():
-            if worker.role in self._wanted and worker.id not in self._peers:
+            if worker.role in self._wanted and worker.id not in self._peers and not worker.is_asleep:
                 self._dial(worker.address)
 
     def tick(self) -> None:

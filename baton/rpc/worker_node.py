@@ -33,7 +33,7 @@ from baton.messages.control import (
     Members,
     Pressure,
 )
-from baton.messages.operations import Drain, Flip
+from baton.messages.operations import Drain, Flip, Sleep, Wake
 from baton.messages.status import OverloadLevel, Times, snapshot
 from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerRole, WorkerTimes
 from baton.request import AttemptKey, Request, StepOutput
@@ -348,6 +348,7 @@ class WorkerNode(ABC):
         self.hello = peer_registry.hello
         self.is_draining = False
         self.next_role: WorkerRole | None = None  # to be taken once the worker has drained
+        self.sleep_level = 0  # of `Sleep`; the worker sleeps once it has drained
         self._peer_registry = peer_registry
         self._links = links
         self._engine = engine
@@ -399,6 +400,11 @@ class WorkerNode(ABC):
             case Flip() if self._peer_registry.is_router(peer):
                 self.next_role = message.role
                 self.drain()
+            case Sleep() if self._peer_registry.is_router(peer):
+                self.sleep_level = message.level
+                self.drain()
+            case Wake() if self._peer_registry.is_router(peer):
+                pass  # it sleeps not yet, or not any more
             case Pressure() if self._peer_registry.is_router(peer):
                 self._levels[peer.hello.id] = message.level
                 self._set_pressure()
@@ -432,3 +438,31 @@ class WorkerNode(ABC):
     @abstractmethod
     def _heard(self, peer: Peer, message: AnyMessage) -> None:
         """Handle a message for this role alone; raise ProtocolError for any other message."""
+
+
+class SleepingWorker:
+    """A Node without an engine: the routers know that it sleeps. All calls come from one thread."""
+
+    def __init__(self, peer_registry: PeerRegistry) -> None:
+        self.hello = peer_registry.hello
+        self.is_draining = False
+        self.is_woken = False
+        self._peer_registry = peer_registry
+
+    def joined(self, peer: Peer) -> None:
+        """See Node."""
+        self._peer_registry.joined(peer)
+
+    def left(self, peer: Peer) -> None:
+        """See Node."""
+        self._peer_registry.left(peer)
+
+    def tick(self) -> None:
+        """See Node."""
+        self._peer_registry.tick()
+
+    def received(self, peer: Peer, message: AnyMessage) -> None:
+        """See Node. Other messages than orders of routers mean nothing to a sleeping worker."""
+        if self._peer_registry.is_router(peer):
+            self.is_woken = self.is_woken or isinstance(message, Wake)
+            self.is_draining = self.is_draining or isinstance(message, Drain)

@@ -36,6 +36,8 @@ COMMANDS: Final = {
     "restart": ("workers", "drain a worker and start it again"),
     "scale": ("workers", "have so many prefill and decode workers"),
     "flip": ("workers", "have a worker take the other role, without loading weights again"),
+    "sleep": ("workers", "have a model free its memory until it is woken"),
+    "wake": ("workers", "have a model that sleeps serve again"),
     "migrate": ("workers", "move running requests to another decode worker"),
     "bench": ("bench", "measure this machine, or a server: kv, prefix, serve"),
     "sim": ("sim", "run a cluster with faults in virtual time, from a seed, or a bundle again"),

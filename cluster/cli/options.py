@@ -32,6 +32,7 @@ from baton.errors import USER_ERROR, ConfigError
 # A setting's key -> its flags, where they do not follow from the key.
 FLAGS: Final = {
     "model_name": "--served-model-name",
+    "other_models": "--model",
     "tenants_file": "--tenants",
     "policy": "--router-policy",
     "router.policy": "--router-policy",
@@ -87,6 +88,7 @@ METAVARS: Final = {
     "speculative": "JSON",
     "logits_processors": "MODULE:CLASS",
     "lora_modules": "NAME=PATH",
+    "other_models": "NAME=PATH",
 }
 # vLLM's options that Baton lacks, and options of other commands: what to do instead.
 INSTEAD: Final = {
@@ -172,6 +174,7 @@ READERS: Final[Mapping[str, Read]] = {
     "engine.scheduler.max_num_batched_tokens": count,
     "engine.scheduler.preferred_batch_sizes": integers,
     "engine.logits_processors": names,
+    "other_models": str,
     "lora_modules": names,
     "gateway.lora_modules": names,
     "sampling.stop_token_ids": integers,
@@ -252,8 +255,37 @@ class _Store(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         flag = option_string or self.option_strings[0]
-        setattr(namespace, self.dest, not flag.startswith("--no-") if self.nargs == 0 else values)
-        setattr(namespace, SPELLED, {**getattr(namespace, SPELLED, {}), self.dest: flag})
+        value = not flag.startswith("--no-") if self.nargs == 0 else values
+        _set(namespace, self.dest, value, flag)
+
+
+def _set(namespace: argparse.Namespace, key: str, value: object, flag: str) -> None:
+    setattr(namespace, key, value)
+    setattr(namespace, SPELLED, {**getattr(namespace, SPELLED, {}), key: flag})
+
+
+class _AddModel(_Store):
+    """Stores --model, which is given once a model: the first is `model`, the others are `other_models`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        name, equals, path = str(values).partition("=")
+        if not equals or "/" in name:  # a path may have "=" in it
+            name, path = "", str(values)
+        flag, others = option_string or self.option_strings[0], getattr(namespace, self.dest, {})
+        if getattr(namespace, "model", None) is None:
+            _set(namespace, "model", path, flag)
+            if name:
+                _set(namespace, "served_model_name", name, flag)
+        elif name and name not in others:
+            _set(namespace, self.dest, {**others, name: {"model": path}}, flag)
+        else:
+            raise argparse.ArgumentError(self, f"expected NAME=PATH with a name of its own, got {values!r}")
 
 
 SPELLED: Final = "spelled"  # of the parsed arguments: key -> the flag that was typed
@@ -280,7 +312,7 @@ class Parser(argparse.ArgumentParser):
             action = group.add_argument(
                 *(flag for flag in setting.flags if flag not in self._option_string_actions),
                 dest=setting.key,
-                action=_Store,
+                action=_AddModel if setting.key == "other_models" else _Store,
                 type=str if setting.is_switch else setting.read,
                 nargs=0 if setting.is_switch else None,
                 metavar=setting.metavar,

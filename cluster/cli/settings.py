@@ -43,6 +43,7 @@ WITHOUT_OPTION: Final = frozenset(
         "gateway.reasoning_parser",
         "gateway.operator_port",
         "gateway.lora_modules",
+        "gateway.wake_on_request",
         "gateway.allowed_origins",
         "gateway.otlp_traces_endpoint",
     }

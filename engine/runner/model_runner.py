@@ -276,10 +276,13 @@ class ModelRunner:
         self._uploads: StepUploads | None = None
 
     @torch.inference_mode()
-    def load(self, progress: Progress | None = None) -> None:
-        """Read the weights, reporting bytes to `progress`. ModelError when they do not fit the model."""
+    def load(self, progress: Progress | None = None, checkpoint: Checkpoint | None = None) -> None:
+        """Read the weights, reporting bytes to `progress`. ModelError when they do not fit the model.
+
+        checkpoint: has the weights; None: the files have them.
+        """
         config = self.model_config
-        checkpoint = self._open_checkpoint()
+        checkpoint = checkpoint or open_checkpoint(self.config, config, self.device)
         check_parameters(checkpoint, config)
         if progress is not None:
             checkpoint = ReportingCheckpoint(checkpoint, parameter_shapes(config, self.layers), progress)
@@ -504,11 +507,13 @@ class ModelRunner:
         pp.send_on(hidden)
         return hidden
 
-    def _open_checkpoint(self) -> Checkpoint:
-        if self.config.load_format == "dummy":
-            return dummy_checkpoint(self.model_config, self.config.seed, self.device)
-        base_prefix = ARCHITECTURES[self.model_config.architecture].base_prefix
-        return SafetensorsCheckpoint(Path(self.config.model), base_prefix)
+
+def open_checkpoint(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Checkpoint:
+    """The weights that the configuration names. Raises ModelError."""
+    if config.load_format == "dummy":
+        return dummy_checkpoint(model_config, config.seed, device)
+    base_prefix = ARCHITECTURES[model_config.architecture].base_prefix
+    return SafetensorsCheckpoint(Path(config.model), base_prefix)
 
 
 def choose_device(name: str, rank: int) -> torch.device:

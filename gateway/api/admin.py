@@ -167,8 +167,13 @@ class Canary:
         *,
         expects_prefill: bool | None = None,
         timeout_s: float = TIMEOUT_S,
+        model: str = "",
     ) -> None:
-        """expects_prefill: prefill workers are configured; None: as soon as one has joined."""
+        """expects_prefill: prefill workers are configured; None: as soon as one has joined.
+
+        model: the one to ask, as in Request.model.
+        """
+        self.model = model
         self._service = service
         self._expects_prefill = expects_prefill
         self._clock = clock
@@ -181,7 +186,7 @@ class Canary:
         now_s = self._clock.now_s()
         if self._checked_s is not None and now_s - self._checked_s < FRESH_S:
             return
-        seen_s = self._service.prefill_seen_s
+        seen_s = None if self.model else self._service.prefill_seen_s  # which may be another model's
         if self._needs_prefill() and seen_s is not None and now_s - seen_s < PROVED_S:
             return
         if self._probing is None or self._probing.done():
@@ -194,10 +199,14 @@ class Canary:
         return bool(self._expects_prefill)
 
     def _has_prefill(self) -> bool:
-        return any(worker.role is WorkerRole.PREFILL for worker in self._service.workers)
+        return any(worker.role is WorkerRole.PREFILL for worker in self._workers)
+
+    @property
+    def _workers(self) -> list[Worker]:
+        return [worker for worker in self._service.workers if worker.serves(self.model)]
 
     async def _probe(self) -> None:
-        workers, missing = self._service.workers, self._service.why_not_ready
+        workers, missing = self._workers, self._service.why_not_ready
         if not workers or missing:
             raise Overloaded(missing or "no worker is ready", retry_after_s=FRESH_S)
         is_probe = self._needs_prefill()
@@ -208,6 +217,7 @@ class Canary:
             request_id=uuid.uuid4().hex,
             token_ids=self._prompt(workers),
             sampling=SAMPLING,
+            model=self.model,
             cache_salt=b"canary",
             arrival_s=self._clock.now_s(),
             is_probe=is_probe,
@@ -404,7 +414,10 @@ class ServedAdapters:
 
 
 def add_adapter_routes(app: FastAPI, adapters: ServedAdapters) -> None:
-    """Add `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, with vLLM's bodies and answers."""
+    """Add `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, with vLLM's bodies and answers.
+
+    A cluster of several models has no such routes.
+    """
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: HttpRequest) -> PlainTextResponse:

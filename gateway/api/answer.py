@@ -258,6 +258,7 @@ class Answer:
             sampling=sampling,
             choice=choice.number,
             tenant=call.tenant.name,
+            model=call.served,
             cache_salt=with_public(call.tenant_salt, choice.prompt.num_public_tokens),
             adapter=call.adapter,
             priority=call.priority,

@@ -26,7 +26,7 @@ import logging
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
@@ -36,6 +36,7 @@ import msgspec
 from baton.adapters import NamedAdapter
 from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
+from baton.gateway.api.body import raw_fields
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.prompt_reader import (
@@ -48,6 +49,7 @@ from baton.gateway.api.prompt_reader import (
 )
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
+from baton.messages.workers import Worker, are_asleep
 from baton.request import SamplingParams
 from baton.rpc.process import LENGTH_BYTES, frame, lower_priority
 from baton.tenants import has_slots
@@ -203,9 +205,10 @@ class BodyReader:
 
 
 class ServedModel(msgspec.Struct, kw_only=True):
-    """The model that a gateway serves: its name, the reader of its bodies, its limits."""
+    """A model that a gateway serves: its name, the reader of its bodies, its limits."""
 
     name: str
+    key: str = ""  # `Request.model` of its requests: its name, or "" where the gateway serves one model
     bodies: BodyReader
     service: Service
     created_s: int  # start of serving, in seconds since 1970
@@ -216,7 +219,17 @@ class ServedModel(msgspec.Struct, kw_only=True):
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the weights; several while workers are being replaced."""
-        return " ".join(sorted({worker.fingerprint for worker in self.service.workers}))
+        return " ".join(sorted({worker.fingerprint for worker in self.workers}))
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers of the model."""
+        return [worker for worker in self.service.workers if worker.serves(self.key)]
+
+    @property
+    def is_asleep(self) -> bool:
+        """True when the decode workers of the model sleep."""
+        return are_asleep(self.service.workers, self.key)
 
     @property
     def max_model_len(self) -> int | None:
@@ -224,20 +237,64 @@ class ServedModel(msgspec.Struct, kw_only=True):
 
         While there are no workers the last known length holds: a restarted worker takes as many tokens.
         """
-        lengths = (worker.max_model_len for worker in self.service.workers)
+        lengths = (worker.max_model_len for worker in self.workers)
         self.known_length = min(lengths, default=self.known_length)
         return self.known_length
 
-    def read_policy(self, tenant: Tenant, *, is_strict: bool = False, may_store: bool = False) -> ReadPolicy:
-        """Return the limits for a body of the tenant. may_store: responses are stored."""
+    def read_policy(
+        self,
+        tenant: Tenant,
+        *,
+        is_strict: bool = False,
+        may_store: bool = False,
+        others: Sequence[str] = (),
+    ) -> ReadPolicy:
+        """Return the limits for a body of the tenant. may_store: responses are stored. others: models."""
         return ReadPolicy(
             model=self.name,
+            others=tuple(others),
             may_use=tenant.may_use(self.name),
             adapters={name: tenant.may_use(name) for name in self.adapters},
             max_model_len=self.max_model_len,
             is_strict=is_strict,
             may_store=may_store,
         )
+
+
+class ServedModels:
+    """The models that a gateway serves, by name. The first is meant where a request names none."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._models = {model.name: model for model in models}
+        self.first = models[0]
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the models, the first model's first."""
+        return list(self._models)
+
+    def of(self, name: str | None) -> ServedModel:
+        """Return the model of this name; the first, which refuses an unknown name, where there is none."""
+        return self.first if name is None else self._models.get(name, self.first)
+
+    def of_body(self, data: bytes) -> ServedModel:
+        """Return the model that reads a body."""
+        if len(self._models) == 1:
+            return self.first
+        named = raw_fields(data).get("model")
+        with contextlib.suppress(msgspec.MsgspecError):
+            return self.of(None if named is None else msgspec.json.decode(named, type=str))
+        return self.first  # which refuses the body
+
+    def read_policy(
+        self, model: ServedModel, tenant: Tenant, *, is_strict: bool = False, may_store: bool = False
+    ) -> ReadPolicy:
+        """Return the limits for a body of the tenant that one of the models reads."""
+        others = [each.name for each in self if each is not model and tenant.may_use(each.name)]
+        return model.read_policy(tenant, is_strict=is_strict, may_store=may_store, others=others)
 
 
 class HelperQueue:

@@ -46,6 +46,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One call as the gateway serves it: prompts of token ids, and how to answer each of them."""
 
     model: str  # the name in the answer
+    served: str = ""  # `ServedModel.key` of the model that answers
     adapter: Adapter | None = None  # of the model with this name
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams  # of each choice; n is 1, the seed is set

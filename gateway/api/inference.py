@@ -46,7 +46,7 @@ from baton.gateway.api.answer_stream import (
     num_chars,
 )
 from baton.gateway.api.body import raw_fields
-from baton.gateway.api.body_reader import PublicPrefixes, ServedModel
+from baton.gateway.api.body_reader import PublicPrefixes, ServedModel, ServedModels
 from baton.gateway.api.call import Call, Dialect, Prompt, make_call
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.response_store import ResponseStore
@@ -106,6 +106,11 @@ LINES: Final = Framing(b"", b"\n", b"")  # a line is a message; the connection h
 MAX_UNSENT: Final = 8  # messages; with more, the client lags
 IDLE_TIMES: Final = 4  # the idle timeouts between two calls; an HTTP connection is simply opened again
 MAX_CANCEL_BYTES: Final = 4096
+ASLEEP: Final = (
+    "the model {model!r} sleeps until an operator wakes it: baton wake, or POST /wake_up "
+    "(--wake-on-request has requests wake it)"
+)
+WAKE_S: Final = 10.0  # until a client may ask again for a model that sleeps
 GOING_AWAY: Final = 1001  # the code of a close
 
 
@@ -114,7 +119,7 @@ class Inference:
 
     def __init__(
         self,
-        model: ServedModel,
+        models: ServedModels,
         metrics: Metrics,
         limiter: Limiter,
         clock: Clock,
@@ -127,7 +132,7 @@ class Inference:
         draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
         """calendar_s: seconds since 1970, which clients see. draw_seed: for a call without a seed."""
-        self._model = model
+        self._models = models
         self._metrics = metrics
         self._limiter = limiter
         self._clock = clock
@@ -135,7 +140,7 @@ class Inference:
         self._event_ids = event_ids
         self._calendar_s = calendar_s
         self._draw_seed = draw_seed
-        self._public = PublicPrefixes(model.bodies.reader)
+        self._public = {model.key: PublicPrefixes(model.bodies.reader) for model in models}
         self.responses = ResponseStore(
             max_entries=config.max_stored_responses,
             max_bytes=config.max_stored_response_bytes,
@@ -183,9 +188,10 @@ class Inference:
         sla, scheduling_key = read_objectives(scope, tenant)
         arrival_s = self._clock.now_s()
         received_s = min(scope.get("extensions", {}).get(RECEIVED_S, arrival_s), arrival_s)
-        policy, adapters = self._read_policy(tenant), dict(self._model.adapters)  # of one moment
+        model = self._models.of_body(data)
+        policy, adapters = self._read_policy(model, tenant), dict(model.adapters)  # of one moment
         history = await self._history(data, tenant.name) if kind == "response" else b""
-        read = await self._model.bodies.read(kind, data, policy, tenant.name, history)
+        read = await model.bodies.read(kind, data, policy, tenant.name, history)
         del data, history
         self._metrics.unknown_keys += read.num_unknown
         if read.response is not None:
@@ -196,19 +202,20 @@ class Inference:
         assert body is not None
         options = body.stream_options
         if body.cache_salt is None:  # a salt of the caller's shares no pages with other tenants
-            await self._count_public(read.prompts, tenant)
+            await self._count_public(self._public[model.key], read.prompts, tenant)
         adapter = adapters.get(body.model or "")
         call = make_call(
             body,
             tuple(read.prompts),
             new_seed=self._draw_seed() if resumed is None else resumed.seed,
-            defaults=self._model.defaults,
+            defaults=model.defaults,
             parsing=read.parsing,
             structured_outputs=None if read.asked_form is None else read.asked_form.form,
             bad_words_token_ids=read.bad_words_token_ids,
             dialect=DIALECTS.get(kind, "openai"),
             response=read.response,
-            model=self._model.name if adapter is None else adapter.name,
+            model=model.name if adapter is None else adapter.name,
+            served=model.key,
             adapter=None if adapter is None else adapter.adapter,
             tenant=tenant,
             sla=sla,
@@ -226,12 +233,16 @@ class Inference:
             raise invalid("stream_options: only a stream has any; set stream as well", param="stream_options")
         return call
 
-    async def _count_public(self, prompts: Sequence[Prompt], tenant: Tenant) -> None:
+    async def _count_public(self, public: PublicPrefixes, prompts: Sequence[Prompt], tenant: Tenant) -> None:
         for prompt in prompts:
-            prompt.num_public_tokens = await self._public.num_tokens(tenant.public_texts, prompt.token_ids)
+            prompt.num_public_tokens = await public.num_tokens(tenant.public_texts, prompt.token_ids)
 
-    def _read_policy(self, tenant: Tenant) -> ReadPolicy:
-        return self._model.read_policy(tenant, is_strict=self._config.strict, may_store=self.responses.is_on)
+    def _model_of(self, call: Call) -> ServedModel:
+        return self._models.of(call.served or None)
+
+    def _read_policy(self, model: ServedModel, tenant: Tenant) -> ReadPolicy:
+        may_store = self.responses.is_on
+        return self._models.read_policy(model, tenant, is_strict=self._config.strict, may_store=may_store)
 
     async def _history(self, data: bytes, tenant: str) -> bytes:
         """Return the conversation that the body of a response goes on with. Raises ApiError 404."""
@@ -266,7 +277,7 @@ class Inference:
             limit = f"at most {MAX_RESUMABLE_CHOICES} answers over all prompts, got {call.num_answers}"
             raise invalid(f"{name}: {limit}", param=name)
         resumed = call.resumed
-        if resumed is not None and resumed.digest != call.digest(self._model.fingerprint):
+        if resumed is not None and resumed.digest != call.digest(self._model_of(call).fingerprint):
             raise ApiError(
                 400,
                 f"{PARAM}: the id is of another request, or the model has been replaced since; "
@@ -293,7 +304,10 @@ class Inference:
         Raises the errors of Limiter.enter, and the error of `give_up`.
         """
         await self._yield_for(call)
-        answer = Answer(call, self._model.service, self._model.bodies.reader.tokenizer)
+        model = self._model_of(call)
+        if model.is_asleep and not self._config.wake_on_request:
+            raise ApiError(503, ASLEEP.format(model=model.name), code="model_asleep", retry_after_s=WAKE_S)
+        answer = Answer(call, model.service, model.bodies.reader.tokenizer)
         permit = self._open[answer] = self._limiter.enter(call)
         failure: Exception | None = None
         try:
@@ -350,8 +364,9 @@ class Inference:
             with self._charge(scope) as charge:
                 check_content_type(header(scope, b"content-type"))
                 data = await read_body(scope, receive, charge.set)
-                policy = self._read_policy(tenant)
-                read = await self._model.bodies.read(kind, data, policy, tenant.name)
+                model = self._models.of_body(data)
+                policy = self._read_policy(model, tenant)
+                read = await model.bodies.read(kind, data, policy, tenant.name)
                 del data  # its charge ends here, and the client may take long to read the answer
             self._metrics.unknown_keys += read.num_unknown
             body = read.answer
@@ -439,7 +454,7 @@ class Inference:
             assert seed is not None
             point = ResumePoint(
                 answer=answer.name,
-                digest=call.digest(self._model.fingerprint),
+                digest=call.digest(self._model_of(call).fingerprint),
                 seed=seed,
                 created_s=created_s,
                 expires_s=0,

@@ -60,6 +60,7 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # the served name
     may_use: bool  # the tenant may use the model
+    others: tuple[str, ...] = ()  # other models that the tenant may use
     adapters: dict[str, bool] = {}  # the served name of each adapter -> the tenant may use it
     max_model_len: int | None  # None: no worker has joined yet
     is_strict: bool = False  # unknown keys are refused
@@ -78,7 +79,8 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
         name = self.model if asked_for is None else asked_for
         may_use = self.may_use if name == self.model else self.adapters.get(name)
         if may_use is None:
-            message = f"the model {name[:80]!r} does not exist; {self.model!r} does"
+            known = ", ".join(map(repr, (self.model, *self.others)))
+            message = f"the model {name[:80]!r} does not exist; {known} {'do' if self.others else 'does'}"
             raise ApiError(404, message, code="model_not_found", param="model")
         if not may_use:
             raise ApiError(403, f"this key may not use the model {name!r}", code="model_forbidden")

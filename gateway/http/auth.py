@@ -34,6 +34,7 @@ PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
 # They show the requests of all tenants, or change the models.
 OPERATORS_PATHS: Final = frozenset(
     {"/metrics", "/load", "/ui", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    | {"/sleep", "/wake_up", "/is_sleeping"}
 )
 OPERATORS_FOLDERS: Final = ("/admin/", "/ui/")  # their paths do as well
 LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: only shown

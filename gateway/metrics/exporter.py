@@ -34,7 +34,7 @@ from baton.messages.workers import WorkerStatus
 class Scrape(NamedTuple):
     """The values that one scrape shows."""
 
-    model: str
+    models: Sequence[str]  # their names
     gateways: Sequence[Metrics]
     status: Status | None  # None: no router has answered
 
@@ -42,6 +42,11 @@ class Scrape(NamedTuple):
     def workers(self) -> Sequence[WorkerStatus]:
         """The workers, as the routers reported them last."""
         return () if self.status is None else self.status.workers
+
+    def workers_of(self, model: str) -> Sequence[WorkerStatus]:
+        """The workers of a model; all of them where there is one model."""
+        is_one = len(self.models) == 1
+        return [each for each in self.workers if is_one or each.worker.model == model]
 
     @property
     def routers(self) -> Sequence[RouterStatus]:
@@ -140,7 +145,9 @@ QUEUED_TENANTS: Final = Source[TenantStatus](("tenant",), _queued_tenant_rows)
 ROUTER_TENANTS: Final = Source[TenantStatus](("router", "tenant"), _router_tenant_rows)
 MODEL: Final = Source[Sequence[WorkerStatus]](
     ("model_name",),
-    lambda scrape: [] if scrape.status is None else [((scrape.model,), scrape.status.workers)],
+    lambda scrape: (
+        [] if scrape.status is None else [((name,), scrape.workers_of(name)) for name in scrape.models]
+    ),
 )
 
 VLLM: Final = "vllm:"
@@ -159,10 +166,11 @@ def _build_info(_: Scrape) -> Value:
 
 
 def _num_workers(status: Status) -> Value:
-    return Counter(
-        (each.worker.role, each.worker.node, "draining" if each.is_draining else "serving")
-        for each in status.workers
-    )
+    return Counter((each.worker.role, each.worker.node, _state_of(each)) for each in status.workers)
+
+
+def _state_of(status: WorkerStatus) -> str:
+    return "asleep" if status.worker.is_asleep else "draining" if status.is_draining else "serving"
 
 
 def _redis_up(router: RouterStatus) -> Value | None:
@@ -531,12 +539,22 @@ VLLM_NAMES: Final = {
 def in_vllm(metric: Metric[RowT]) -> Metric[RowT]:
     """Return the metric by vLLM's name. vLLM's label `engine` has the gateway or the worker that counted."""
 
-    def rows(scrape: Scrape) -> Iterator[tuple[Labels, RowT]]:
+    def rows(scrape: Scrape) -> Iterator[tuple[Labels, Any]]:
         for labels, row in metric.source.rows(scrape):
-            yield (scrape.model, labels[0]), row
+            for model, counts in _by_model(row, scrape):
+                yield (model, labels[0]), counts
 
     name = VLLM + VLLM_NAMES[metric.name]
     return metric._replace(name=name, source=Source(("model_name", "engine"), rows))
+
+
+def _by_model(row: object, scrape: Scrape) -> Iterable[tuple[str, object]]:
+    """Return the row of a gateway or of a worker as the rows of the models there."""
+    if len(scrape.models) == 1:
+        return [(scrape.models[0], row)]
+    if isinstance(row, WorkerStatus):
+        return [(row.worker.model, row)]
+    return row.models.items() if isinstance(row, Metrics) else ()
 
 
 class Exporter:
@@ -548,14 +566,14 @@ class Exporter:
         service: Service,
         peers: PeerGateways | None = None,
         *,
-        model: str,
+        models: Sequence[str],
         vllm_names: bool,
     ) -> None:
-        """vllm_names: write the metrics that have vLLM's names as well."""
+        """models: their names. vllm_names: write the metrics that have vLLM's names as well."""
         self.metrics = metrics
         self._service = service
         self._ask = None if peers is None else peers.answer(CountsQuery, Metrics, lambda _: metrics)
-        self._model = model
+        self._models = models
         self._vllm_names = vllm_names
 
     async def gateways(self) -> list[Metrics]:
@@ -564,7 +582,7 @@ class Exporter:
 
     def text(self, gateways: Sequence[Metrics]) -> bytes:
         """Return the metrics of these gateways and of the cluster in Prometheus' text format."""
-        scrape = Scrape(self._model, gateways, self._service.status)
+        scrape = Scrape(self._models, gateways, self._service.status)
         shown = [each for each in METRICS if self._vllm_names or not each.name.startswith(VLLM)]
         if self._vllm_names:
             shown += [in_vllm(each) for each in METRICS if each.name in VLLM_NAMES]

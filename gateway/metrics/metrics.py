@@ -70,6 +70,17 @@ class TenantCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     missed: ByName = msgspec.field(default_factory=Counter)
 
 
+class ModelCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The counts of one of several models; the fields of the same names of Metrics count all models."""
+
+    prompt_tokens: Count = 0
+    generated_tokens: Count = 0
+    ttft: FirstTokenTimes = msgspec.field(default_factory=FirstTokenTimes)
+    itl: TokenTimes = msgspec.field(default_factory=TokenTimes)
+    decode: CallTimes = msgspec.field(default_factory=CallTimes)
+    duration: CallTimes = msgspec.field(default_factory=CallTimes)
+
+
 class CountsQuery(msgspec.Struct, frozen=True):
     """Asks another gateway of the port for its Metrics."""
 
@@ -92,6 +103,8 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     unknown_keys: Count = 0  # of bodies
     forms: ByName = msgspec.field(default_factory=Counter)  # checks of structured outputs, by outcome
     tenants: Annotated[dict[Name, TenantCounts], Meta(max_length=MAX_TENANTS + 1)] = {}
+    # Of a gateway that serves several models, by name.
+    models: Annotated[dict[Name, ModelCounts], Meta(max_length=MAX_SERIES)] = {}
     worker_us: ByName = msgspec.field(default_factory=Counter)  # by tenant: step time of workers
     tenants_file: ByName = msgspec.field(default_factory=Counter)  # its changes, by outcome
     ttft: FirstTokenTimes = msgspec.field(default_factory=FirstTokenTimes)
@@ -114,6 +127,10 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 name if len(self.tenants) < MAX_TENANTS else OTHERS, TenantCounts()
             )
         return counts
+
+    def of_call(self, model: str) -> "list[Metrics | ModelCounts]":
+        """Return the counts that a call is counted in. model: as in Request.model."""
+        return [self, self.models.setdefault(model, ModelCounts())] if model else [self]
 
     def refused_calls(self) -> dict[str, dict[str, int]]:
         """Return tenant -> reason -> refused calls, of the tenants that had any."""

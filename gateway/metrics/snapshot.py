@@ -47,6 +47,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: str
     node: str = ""
     is_draining: bool = False
+    is_asleep: bool = False
     beat_age_s: float = 0.0
     num_attempts: int = 0
     num_running: int = 0
@@ -268,6 +269,7 @@ class ReadingWindow:
             role=worker.role.value,
             node=worker.node,
             is_draining=status.is_draining,
+            is_asleep=worker.is_asleep,
             beat_age_s=round(status.beat_age_s, 3),
             num_attempts=status.num_attempts,
             num_pages=worker.num_pages,

@@ -65,10 +65,12 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayStatus,
     Migrate,
+    Sleep,
     Status,
+    Wake,
 )
 from baton.messages.timeline import RequestTimeline
-from baton.messages.workers import Address, Worker, WorkerRole, WorkerTimes
+from baton.messages.workers import Address, Worker, WorkerRole, WorkerTimes, are_asleep
 from baton.request import AttemptKey, FinishReason, Request, TokenEvent
 from baton.rpc.peers import Dial, Peer, PeerRegistry
 from baton.tenants import Refusal
@@ -95,8 +97,13 @@ class Frontend:
         dial: Dial,
         clock: Clock,
         limits: ReplayLimits | None = None,
+        *,
+        wakes_models: bool = False,
     ) -> None:
-        """id: of this life of the process, 32 hex digits. routers: their addresses."""
+        """id: of this life of the process, 32 hex digits. routers: their addresses.
+
+        wakes_models: a request for a model that sleeps wakes the model.
+        """
         self.hello = Hello(process=Kind.GATEWAY, id=id)
         self.counters: Counter[str] = Counter()
         self.worker_us: Counter[str] = Counter()  # by tenant: time of steps of workers, in microseconds
@@ -111,6 +118,7 @@ class Frontend:
         self._window = SubmitWindow(clock)
         self._clock = clock
         self._limits = limits or ReplayLimits()
+        self._wakes_models = wakes_models
         self._streams: dict[str, RequestStream] = {}
         # tenant -> its WAITING streams, by request id; none is empty
         self._waiting: dict[str, dict[str, RequestStream]] = {}
@@ -201,6 +209,11 @@ class Frontend:
         """See Service."""
         self._searches.ask(query, found)
 
+    def order(self, order: Sleep | Wake) -> None:
+        """See Service."""
+        if (router := self._peer_registry.router) is not None:
+            router.send(order)
+
     # The host: see Node.
 
     def joined(self, peer: Peer) -> None:
@@ -254,6 +267,8 @@ class Frontend:
             self._looked_s = now_s
             self._watch.ask(self.report() if self.report is not None else None)
             self._find_overdue(now_s)
+            if self._wakes_models and self._waiting:
+                self._wake_models()
         for router in self._watch.silent():
             logger.warning("a router does not answer, another is asked", extra={"router": router.hello.id})
             self.left(router)
@@ -523,6 +538,14 @@ class Frontend:
                     break
                 if stream.retry_s <= now_s and stream.state is StreamState.WAITING and self._is_open(stream):
                     self._submit(stream)
+
+    def _wake_models(self) -> None:
+        """Wake the models that requests wait for."""
+        waiting = (stream for streams in self._waiting.values() for stream in streams.values())
+        for model in {stream.request.model for stream in waiting}:
+            if are_asleep(self.workers, model):
+                self.counters["wakes"] += 1
+                self.order(Wake(model=model))
 
     def _wait(self, stream: RequestStream) -> None:
         self._waiting.setdefault(stream.request.tenant, {})[stream.request_id] = stream

@@ -43,7 +43,7 @@ from baton.gateway.streams.timeline import RequestMarks
 from baton.messages.bounds import short_id
 from baton.messages.codec import fits_request
 from baton.messages.control import Routed
-from baton.messages.operations import FindRequests, Status
+from baton.messages.operations import FindRequests, Sleep, Status, Wake
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, TokenEvent
 from baton.rpc.peer_clock import ClockOffset
@@ -153,6 +153,9 @@ class Service(Protocol):
 
     def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
         """Ask all gateways for ended requests, and call `found` with each answer."""
+
+    def order(self, order: Sleep | Wake) -> None:
+        """Have a router pass an order on to the workers of a model; without a router nothing happens."""
 
     @property
     def why_not_ready(self) -> str:

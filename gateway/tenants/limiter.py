@@ -46,20 +46,25 @@ class DemandMeter:
 class Permit:
     """The admission of one call: report each batch of `tokens`, then `leave` once."""
 
-    __slots__ = ("_call", "_counts", "_demand", "_first_s", "_last_s", "_metrics", "_num_tokens", "_slots")
+    __slots__ = (
+        *("_all", "_call", "_counts", "_demand", "_first_s", "_last_s", "_metrics", "_num_tokens"),
+        "_slots",
+    )
 
     def __init__(self, call: Call, metrics: Metrics, slots: "Charge", demand: StreamCounts) -> None:
         """slots: those of the call; they are released when the call ends."""
         self._call = call
         self._demand = demand
         self._metrics = metrics
+        self._all = metrics.of_call(call.served)
         self._counts = metrics.tenant(call.tenant.name)
         self._slots = slots
         self._num_tokens = 0
         self._first_s: float | None = None
         self._last_s: dict[int, float] = {}  # of each choice, by its index
         metrics.num_open += 1
-        metrics.prompt_tokens += call.num_prompt_tokens
+        for each in self._all:
+            each.prompt_tokens += call.num_prompt_tokens
         self._counts.num_open += call.num_answers
         self._counts.prompt_tokens += call.num_prompt_tokens
 
@@ -67,22 +72,26 @@ class Permit:
         """Count a batch of tokens of a choice."""
         before_s = self._last_s.get(choice)
         if before_s is not None:
-            self._metrics.itl.observe(now_s - before_s)
+            for each in self._all:
+                each.itl.observe(now_s - before_s)
         elif self._first_s is None:
             self._first_s = now_s
-            self._metrics.ttft.observe(now_s - self._call.arrival_s)
+            for each in self._all:
+                each.ttft.observe(now_s - self._call.arrival_s)
         self._last_s[choice] = now_s
         self._num_tokens += num_tokens
-        self._metrics.generated_tokens += num_tokens
+        for each in self._all:
+            each.generated_tokens += num_tokens
         self._counts.generated_tokens += num_tokens
 
     def leave(self, outcome: str, num_cached_tokens: int, now_s: float) -> None:
         """Count the end. outcome: a key of TenantCounts.calls. num_cached_tokens: of the prompts."""
         self._metrics.num_open -= 1
         self._metrics.cached_tokens += num_cached_tokens
-        self._metrics.duration.observe(now_s - self._call.arrival_s)
-        if self._first_s is not None:
-            self._metrics.decode.observe(now_s - self._first_s)
+        for each in self._all:
+            each.duration.observe(now_s - self._call.arrival_s)
+            if self._first_s is not None:
+                each.decode.observe(now_s - self._first_s)
         counts = self._counts
         counts.num_open -= self._call.num_answers
         counts.calls[outcome] += 1

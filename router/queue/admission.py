@@ -7,6 +7,9 @@
    more.
 4. `started`, `computed`, `ended`: the charge is corrected to the used work. A request ends once.
 
+A cluster of several models has one admission queue a model. `SharedAdmission` has what they share: the quotas
+of tenants, which bound a tenant's requests over all models.
+
 `tick` refuses requests that have waited too long, and updates the overload level. `TenantTallies` counts for
 operators what happened to the requests of each tenant.
 
@@ -38,7 +41,7 @@ from baton.messages.workers import PrefillTimes, WorkerRole
 from baton.request import AttemptKey, Request, SamplingParams
 from baton.router.checkpoint import attributes_of
 from baton.router.in_flight import InFlight, NewPrompt, scheduling_class_of
-from baton.router.membership import Member, Membership
+from baton.router.membership import Member, MemberView
 from baton.router.policies.base import TenantClaim
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.objectives import OUTLOOK_AGE_S, Forecast, ObjectiveChecker, Prediction, objective_of
@@ -60,7 +63,7 @@ MAX_SHED: Final = 1024  # at a tick
 class Capacity:
     """The room that workers have for one more attempt, by their in-flight load and limits."""
 
-    def __init__(self, members: Membership, in_flight: InFlight, *, decoders_compute: bool = False) -> None:
+    def __init__(self, members: MemberView, in_flight: InFlight, *, decoders_compute: bool = False) -> None:
         """decoders_compute: decode workers may compute prompts of any length."""
         self._members = members
         self.in_flight = in_flight
@@ -250,19 +253,57 @@ def degraded(request: Request) -> Request:
     return msgspec.structs.replace(request, sampling=narrower)
 
 
-class AdmissionQueue:
-    """All attempts from submission to end, ordered by quotas, shares and objectives."""
+class SharedAdmission:
+    """The part that the admission queues of all models share."""
 
-    def __init__(self, clock: Clock, members: Membership, capacity: Capacity, model: CostModel) -> None:
-        self.queues = TenantQueues()
+    def __init__(self, clock: Clock) -> None:
         self.quotas = TenantQuotas(clock)
+        self.waits = Times()  # of dispatched attempts in their queue
+        self.admission_queues: list[AdmissionQueue] = []
+
+    def hold_or_release(self, tenant: str) -> None:
+        """Let a tenant's requests wait in every queue while the tenant has all its active requests."""
+        is_full = self.quotas.is_full(tenant)
+        for each in self.admission_queues:
+            if is_full:
+                each.queues.hold(tenant)
+            else:
+                each.queues.release(tenant)
+
+    def num_queued(self, tenant: str) -> int:
+        """The number of a tenant's waiting requests, of all models."""
+        return sum(each.queues.num_of(tenant) for each in self.admission_queues)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the quotas count other requests than the queues have."""
+        nums = sum((each.num_open() for each in self.admission_queues), Counter[tuple[str, bool]]())
+        for tenant, _ in nums:
+            assert self.quotas.num_active(tenant) == nums[tenant, True], tenant
+            assert self.quotas.num_requests(tenant) == nums[tenant, True] + nums[tenant, False], tenant
+
+
+class AdmissionQueue:
+    """All attempts of one model from submission to end, ordered by quotas, shares and objectives."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        members: MemberView,
+        capacity: Capacity,
+        model: CostModel,
+        shared: SharedAdmission,
+    ) -> None:
+        """members: the workers of the model."""
+        shared.admission_queues.append(self)
+        self.queues = TenantQueues()
+        self.quotas = shared.quotas
         self.capacity = capacity
         self.in_flight = capacity.in_flight
         self.forecast = Forecast(clock, members, self.in_flight, model)
         self.objectives = ObjectiveChecker(clock, self.forecast)
         self.overload = OverloadManager(members, self.forecast, clock.now_s())
         self.tallies = TenantTallies()
-        self.waits = Times()  # of dispatched attempts in the queue
+        self._shared = shared
         self._clock = clock
         self._estimator = WorkEstimator()
         self._attempts: dict[AttemptKey, QueuedAttempt] = {}
@@ -294,7 +335,7 @@ class AdmissionQueue:
         self.tallies.of(request.tenant).weight = request.scheduling_key.weight
         self._attempts[attempt.key] = attempt
         self.overload.opened(request)
-        self._hold_or_release(request.tenant)
+        self._shared.hold_or_release(request.tenant)
         self.queues.add(attempt)
         ttft_s = objective.ttft_s if request.scheduling_key.degradation.may_shed else inf
         if not is_begun and (end_s := min(objective.deadline_s, ttft_s)) < inf:
@@ -307,7 +348,7 @@ class AdmissionQueue:
         if attempt is None or attempt.is_dispatched or attempt.submit.is_begun:
             return None
         tenant, quotas = attempt.tenant, attempt.scheduling_key.quotas
-        refused = self.quotas.queue_refusal(tenant, quotas, self.queues.num_of(tenant))
+        refused = self.quotas.queue_refusal(tenant, quotas, self._shared.num_queued(tenant))
         if refused is not None:
             self.refuse(key, refused)
         return refused
@@ -358,13 +399,13 @@ class AdmissionQueue:
         self.queues.take(waiting)
         self._work_out += waiting.work
         self.quotas.activate(waiting.tenant)
-        self._hold_or_release(waiting.tenant)
+        self._shared.hold_or_release(waiting.tenant)
         waiting.is_dispatched = True
         tally = self.tallies.of(waiting.tenant)
         tally.num_dispatched += 1
         queued_s = waiting.queued_s(self._clock.now_s())
         tally.waited_s += queued_s
-        self.waits.observe(queued_s)
+        self._shared.waits.observe(queued_s)
         is_clipped = self.overload.level >= OverloadLevel.CLIP and not waiting.submit.is_begun
         request = degraded(waiting.request) if is_clipped else waiting.request
         tally.num_degraded += request is not waiting.request
@@ -382,7 +423,7 @@ class AdmissionQueue:
         self.quotas.enter(request.tenant, request.scheduling_key.quotas, 0.0)
         self.quotas.activate(request.tenant)
         self.overload.opened(request)
-        self._hold_or_release(request.tenant)
+        self._shared.hold_or_release(request.tenant)
         return attempt
 
     def refuse(self, key: AttemptKey, refused: QuotaRefusal) -> None:
@@ -447,13 +488,14 @@ class AdmissionQueue:
         waits_s: defaultdict[str, list[float]] = defaultdict(list)
         for waiting in self.queues:
             waits_s[waiting.tenant].append(waiting.queued_s(now_s))
+        num_open = self.num_open()
         escalations = self.overload.controller.escalations
         return QueueStatus(
             level=self.overload.level,
             escalations={level.name.lower(): count for level, count in escalations.items()},
             num_queued=len(self.queues),
             oldest_wait_s=min(MAX_SECONDS, max(map(max, waits_s.values()), default=0.0)),
-            tenants=self.tallies.statuses(waits_s, self.quotas.num_active),
+            tenants=self.tallies.statuses(waits_s, lambda tenant: num_open[tenant, True]),
         )
 
     def check_integrity(self) -> None:
@@ -461,10 +503,11 @@ class AdmissionQueue:
         self.queues.check_integrity()
         waiting = {key for key, attempt in self._attempts.items() if not attempt.is_dispatched}
         assert {each.key for each in self.queues} == waiting
-        nums = Counter((each.tenant, each.is_dispatched) for each in self._attempts.values())
-        for tenant, _ in nums:
-            assert self.quotas.num_active(tenant) == nums[tenant, True], tenant
-            assert self.quotas.num_requests(tenant) == nums[tenant, True] + nums[tenant, False], tenant
+        self._shared.check_integrity()
+
+    def num_open(self) -> "Counter[tuple[str, bool]]":
+        """The number of open attempts by tenant and by whether they are dispatched."""
+        return Counter((each.tenant, each.is_dispatched) for each in self._attempts.values())
 
     def _refusal(self, attempt: QueuedAttempt) -> QuotaRefusal | None:
         """The reason to refuse a new request at its submission."""
@@ -510,7 +553,7 @@ class AdmissionQueue:
                 self._estimator.learn_answer(tenant, num_answered)
             self.tallies.of(tenant).work += charged.total
         self.quotas.leave(tenant, was_active=attempt.is_dispatched)
-        self._hold_or_release(tenant)
+        self._shared.hold_or_release(tenant)
 
     def _prompt(self, waiting: QueuedAttempt) -> NewPrompt:
         submit, num_tokens = waiting.submit, round(waiting.charged.prompt)
@@ -518,12 +561,6 @@ class AdmissionQueue:
             num_tokens = waiting.request.num_tokens  # paid for, and has to be computed again
         lag = self.queues.lag_of(waiting)
         return NewPrompt(scheduling_class_of(waiting.request), num_tokens, lag, self.queues.known_lag)
-
-    def _hold_or_release(self, tenant: str) -> None:
-        if self.quotas.is_full(tenant):
-            self.queues.hold(tenant)
-        else:
-            self.queues.release(tenant)
 
     def _correct(self, attempt: QueuedAttempt, work: float) -> None:
         self.queues.correct(attempt.rank, attempt.tenant, work)

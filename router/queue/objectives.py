@@ -32,7 +32,7 @@ from baton.clock import Clock
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import AttemptKey, Request
 from baton.router.in_flight import InFlight, NewPrompt
-from baton.router.membership import Membership
+from baton.router.membership import MemberView
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.quotas import QuotaRefusal, RequestWork
 from baton.tenants import Refusal, Sla
@@ -142,7 +142,7 @@ class _Outlook(NamedTuple):
 class Forecast:
     """Predicts the latency of new requests from the in-flight load and the measured speeds."""
 
-    def __init__(self, clock: Clock, members: Membership, in_flight: InFlight, model: CostModel) -> None:
+    def __init__(self, clock: Clock, members: MemberView, in_flight: InFlight, model: CostModel) -> None:
         self.rate = ServiceRate(clock.now_s())
         self._clock = clock
         self._members = members

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import WorkerRole
 from baton.request import Request
-from baton.router.membership import Membership
+from baton.router.membership import MemberView
 from baton.router.queue.objectives import Forecast, objective_of
 from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
 
@@ -93,7 +93,7 @@ class OverloadManager:
     Knows the objectives and classes of all open requests: those that wait and those that run.
     """
 
-    def __init__(self, members: Membership, forecast: Forecast, now_s: float) -> None:
+    def __init__(self, members: MemberView, forecast: Forecast, now_s: float) -> None:
         self.controller = OverloadController(now_s)
         self._members = members
         self._forecast = forecast
@@ -182,7 +182,7 @@ def _lateness(queues: TenantQueues, now_s: float) -> float:
     return latest
 
 
-def _pages_in_use(members: Membership) -> float:
+def _pages_in_use(members: MemberView) -> float:
     num_used = num_all = 0
     for member in members.of_role(WorkerRole.DECODE):
         num_used += sum(member.load.pages.get(state, 0) for state in USED)

@@ -85,6 +85,13 @@ def check_most_are_answered(fates: Counter[str]) -> None:
     assert num_answered > 9 * num_failed, fates
 
 
+def test_two_models_answer_with_their_own_tokens_whatever_fails() -> None:
+    fates: Counter[str] = Counter()
+    for seed in range(30):
+        fates.update(World(seed, models=("a", "b")).run())
+    check_most_are_answered(fates)
+
+
 def test_sixty_seeds_lose_and_leak_nothing() -> None:
     check_most_are_answered(run_all(range(60)))
 

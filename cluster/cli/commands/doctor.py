@@ -145,7 +145,12 @@ def compiler(config: ServeConfig) -> Iterator[Finding]:
 
 
 def model(config: ServeConfig) -> Iterator[Finding]:
-    """Check that the workers can load the model with these settings."""
+    """Check that the workers can load each model with these settings."""
+    for each in config.models:
+        yield from _model(each)
+
+
+def _model(config: ServeConfig) -> Iterator[Finding]:
     from baton.cluster.serve_plan import check_model, speech_of  # --help does not wait for it
 
     try:

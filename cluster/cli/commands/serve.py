@@ -31,8 +31,6 @@ RECALL_SEED: Final = 11
 
 def banner(config: ServeConfig, url: str) -> str:
     """Return the text that `baton serve` prints when it serves: the addresses, and a request to paste."""
-    plural = "s" * (config.decode.num_workers != 1)
-    workers = f"{config.prefill.num_workers} prefill and {config.decode.num_workers} decode worker{plural}"
     where = "on Ray" if config.runtime == "ray" else "in processes of this machine"
     port = config.gateway.operator_port
     operators = url if port is None else f"http://{OPERATOR_HOST}:{port}"
@@ -40,7 +38,7 @@ def banner(config: ServeConfig, url: str) -> str:
         operators = f"(an admin's key) {operators}"
     lines = [
         "",
-        f"  Baton serves {config.model_name}: {workers}, {where}",
+        *(f"  Baton serves {each.model_name}: {_workers(each)}, {where}" for each in config.models),
         f"  API       {url}/v1",
         f"  metrics   {operators}/metrics",
         f"  workers   baton status, {operators}/ui",
@@ -49,6 +47,11 @@ def banner(config: ServeConfig, url: str) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _workers(config: ServeConfig) -> str:
+    plural = "s" * (config.decode.num_workers != 1)
+    return f"{config.prefill.num_workers} prefill and {config.decode.num_workers} decode worker{plural}"
 
 
 def _example(config: ServeConfig, url: str) -> list[str]:
@@ -113,16 +116,17 @@ def _check(config: ServeConfig) -> None:
     from baton.router.policies.registry import policy_class
 
     check_tenants(config)
-    check_parsers(config)
     policy_class(config.router.policy)
     if config.transport != "auto":
         from baton.kvtransfer.transports.registry import transport_set
 
         transport_set(config.transport)
-    if config.ray_address is None or Path(config.model).is_dir() or is_repository(config.model):
-        directory = check_model(config)
-        if speech_of(directory, config.gateway.chat_template) == "token ids":
-            say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
+    for each in config.models:
+        check_parsers(each)
+        if each.ray_address is None or Path(each.model).is_dir() or is_repository(each.model):
+            directory = check_model(each)
+            if speech_of(directory, each.gateway.chat_template) == "token ids":
+                say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
 
 
 def _keys(config: ServeConfig) -> KeyWatch:
@@ -140,7 +144,8 @@ async def _serve(config: ServeConfig, keys: KeyWatch) -> bool:
     stop = asyncio.Event()
     _stop_on_signals(stop)
     runtime = _make_runtime(config, keys.keys)
-    say(f"starting {config.model_name} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
+    names = ", ".join(each.model_name for each in config.models)
+    say(f"starting {names} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
     with recorded() as record:
         return await serve_cluster(
             config,

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, quantiles
+from string import ascii_lowercase
 from traceback import format_exception
 from typing import Final
 
@@ -32,6 +33,9 @@ def _add_options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--trouble", type=Trouble, choices=list(Trouble), default=Trouble.ANY, help="kind of faults"
+    )
+    parser.add_argument(
+        "--models", type=int, default=1, metavar="N", help="number of models, each with workers of its own"
     )
     parser.add_argument("--quiet", action="store_true", help="print only how requests ended")
     parser.add_argument("--replay", type=Path, metavar="BUNDLE", help="file of `baton bundle` to run again")
@@ -59,8 +63,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
+    models = ("",) if arguments.models <= 1 else ascii_lowercase[: arguments.models]
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        world = World(seed, None if arguments.quiet else _write, arguments.trouble)
+        world = World(seed, None if arguments.quiet else _write, arguments.trouble, models=models)
         try:
             fates = world.run()
         except Exception as error:

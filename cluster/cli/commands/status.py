@@ -157,7 +157,7 @@ def _router_line(router: RouterStatus) -> str:
 
 def _row(entry: WorkerStatus) -> tuple[str, ...]:
     worker, load = entry.worker, entry.load
-    state = " (draining)" if entry.is_draining else ""
+    state = " (asleep)" if worker.is_asleep else " (draining)" if entry.is_draining else ""
     hits = load.prefix_hits_tokens / load.prefix_queries_tokens if load.prefix_queries_tokens else 0.0
     pages = " ".join(f"{name} {count}" for name, count in load.pages.items() if count)
     return (

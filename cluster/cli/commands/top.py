@@ -127,13 +127,17 @@ def _slowest_part(row: RequestSummary) -> str:
     return f"{name} {_share(row.seconds[name], row.total_s)}"
 
 
+def _state(row: WorkerRow) -> str:
+    return "sleeps" if row.is_asleep else "drains" if row.is_draining else "serves"
+
+
 WORKERS: Final = ListKind(
     "workers",
     (
         Column("name", 16, lambda row: row.name, lambda row: output.natural(row.name), is_number=False),
         Column("role", 8, lambda row: row.role, is_number=False),
         Column("node", 14, lambda row: row.node or "-", is_number=False),
-        Column("state", 7, lambda row: "drains" if row.is_draining else "serves", is_number=False),
+        Column("state", 7, _state, is_number=False),
         Column("run", 5, lambda row: str(row.num_running), lambda row: row.num_running),
         Column("wait", 5, lambda row: str(row.num_waiting), lambda row: row.num_waiting),
         Column("tok/s", 7, lambda row: count(row.tokens_per_s), lambda row: row.tokens_per_s),

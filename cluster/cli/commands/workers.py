@@ -1,10 +1,13 @@
-"""Orders about workers of a running cluster: `scale`, `drain`, `undrain`, `restart`, `flip`, `migrate`."""
+"""Orders about workers of a running cluster.
+
+`scale`, `drain`, `undrain`, `restart`, `flip`, `migrate`, and `sleep` and `wake` of all workers of a model.
+"""
 
 import argparse
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from baton.cluster.cli import output
@@ -65,23 +68,56 @@ def _scale(arguments: argparse.Namespace) -> None:
     wanted = {WorkerRole.PREFILL: int(found[1]), WorkerRole.DECODE: int(found[2])}
 
     async def scale(operator: Operator) -> None:
-        await operator.scale(wanted[WorkerRole.PREFILL], wanted[WorkerRole.DECODE])
-        deadline_s = asyncio.get_running_loop().time() + arguments.wait
-        while not _has(await operator.status(), wanted):
-            if asyncio.get_running_loop().time() >= deadline_s:
-                raise WorkerLost(
-                    f"the workers are not there after {arguments.wait:g} s: see the log of `baton serve`"
-                )
-            await asyncio.sleep(LOOK_EVERY_S)
+        await operator.scale(wanted[WorkerRole.PREFILL], wanted[WorkerRole.DECODE], arguments.model)
+        await _until(operator, arguments, lambda status: _has(status, wanted, arguments.model))
 
     ask(arguments, scale)
     output.write(f"{wanted[WorkerRole.PREFILL]}P{wanted[WorkerRole.DECODE]}D serves\n")
 
 
-def _has(status: Status, wanted: Mapping[WorkerRole, int]) -> bool:
-    """Return whether there are so many workers of each role, all of them ready."""
-    num = Counter(each.worker.role for each in status.workers)
-    return status.num_ready == num.total() and all(num[role] == most for role, most in wanted.items())
+def _has(status: Status, wanted: Mapping[WorkerRole, int], model: str) -> bool:
+    """Return whether the model, or the only one, has so many workers of each role."""
+    num = Counter(each.worker.role for each in status.workers if each.worker.serves(model))
+    return all(num[role] == most for role, most in wanted.items())
+
+
+def _sleep(arguments: argparse.Namespace) -> None:
+    async def sleep(operator: Operator) -> None:
+        names = _names_of(await operator.status(), arguments.model)
+        await operator.sleep(arguments.model, arguments.level)
+        await _until(operator, arguments, lambda status: names <= _names_of(status, arguments.model, True))
+
+    ask(arguments, sleep)
+    output.write(f"{arguments.model or 'the model'} sleeps\n")
+
+
+def _wake(arguments: argparse.Namespace) -> None:
+    async def wake(operator: Operator) -> None:
+        names = _names_of(await operator.status(), arguments.model)
+        await operator.wake(arguments.model)
+        await _until(operator, arguments, lambda status: names <= _names_of(status, arguments.model, False))
+
+    ask(arguments, wake)
+    output.write(f"{arguments.model or 'the model'} serves again\n")
+
+
+def _names_of(status: Status, model: str, are_asleep: bool | None = None) -> set[str]:
+    """Return the names of the workers of a model; of all, of those that sleep, or of those that do not."""
+    workers = (each.worker for each in status.workers if each.worker.serves(model))
+    return {worker.name for worker in workers if are_asleep in (None, worker.is_asleep)}
+
+
+async def _until(
+    operator: Operator, arguments: argparse.Namespace, is_done: Callable[[Status], bool]
+) -> None:
+    """Wait until the status is as wanted and all workers are ready. Raises WorkerLost after --wait."""
+    deadline_s = asyncio.get_running_loop().time() + arguments.wait
+    while not (is_done(status := await operator.status()) and status.num_ready == len(status.workers)):
+        if asyncio.get_running_loop().time() >= deadline_s:
+            raise WorkerLost(
+                f"the workers are not there after {arguments.wait:g} s: see the log of `baton serve`"
+            )
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 def _migrate(arguments: argparse.Namespace) -> None:
@@ -149,8 +185,33 @@ def _add_flip_options(parser: Parser) -> None:
 def _add_scale_options(parser: Parser) -> None:
     help_ = "prefill and decode workers, such as 2P3D"
     parser.add_argument("layout", metavar="LAYOUT", help=help_)
+    parser.add_argument("--model", metavar="NAME", default="", help="whose workers, where there are several")
     _add_wait(parser, 600.0)
     add_router_options(parser)
+
+
+def _add_sleep_options(parser: Parser) -> None:
+    _add_model(parser)
+    parser.add_argument(
+        "--level",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="1: a worker with a GPU keeps the weights in host memory; 2: no weights are kept (1)",
+    )
+    _add_wait(parser, 600.0)
+    add_router_options(parser)
+
+
+def _add_wake_options(parser: Parser) -> None:
+    _add_model(parser)
+    _add_wait(parser, 600.0)
+    add_router_options(parser)
+
+
+def _add_model(parser: Parser) -> None:
+    help_ = "its name in the API; may be left out where there is one"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=help_)
 
 
 def _add_migrate_options(parser: Parser) -> None:
@@ -224,4 +285,21 @@ sees no replay. A request that cannot move stays where it is. The command return
 """,
     _add_migrate_options,
     _migrate,
+)
+sleep = CliCommand(
+    """Have a model sleep: its workers free their weights and their KV pages, and take no requests.
+
+Running requests end first; after `drain_timeout_s` the others are cut off. The worker processes stay. The
+command returns when all workers of the model sleep, and fails after --wait seconds.
+""",
+    _add_sleep_options,
+    _sleep,
+)
+wake = CliCommand(
+    """Wake a model that sleeps: its workers load the weights again, and serve.
+
+The command returns when all workers of the model are ready, and fails after --wait seconds.
+""",
+    _add_wake_options,
+    _wake,
 )

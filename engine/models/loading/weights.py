@@ -59,6 +59,37 @@ class Checkpoint(Protocol):
         """
 
 
+class HostCheckpoint:
+    """A copy of a checkpoint in host memory; no file is read again."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self._tensors = {
+            name: inner.slice(name, 0, 0, inner.shape(name)[0]).clone() for name in inner.names()
+        }
+        self._num_bytes = {name: inner.num_bytes(name) for name in self._tensors}
+
+    def names(self) -> tuple[str, ...]:
+        """As `Checkpoint.names`."""
+        return tuple(self._tensors)
+
+    def shape(self, name: str) -> Shape:
+        """As `Checkpoint.shape`."""
+        return tuple(self._tensor(name).shape)
+
+    def num_bytes(self, name: str) -> int:
+        """As `Checkpoint.num_bytes`."""
+        return self._num_bytes[name]
+
+    def slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """As `Checkpoint.slice`: a view of the copy."""
+        return self._tensor(name).narrow(dim, start, stop - start)
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise ModelError(f"the checkpoint has no tensor {name!r}")
+        return self._tensors[name]
+
+
 class ReportingCheckpoint:
     """A checkpoint that reports to `progress` how many bytes have been read.
 

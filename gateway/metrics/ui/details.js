@@ -1,7 +1,7 @@
 /** The panel at the side with everything about one worker, tenant, gateway, router or request. */
 import { byId, element, setText, Values } from "./dom.js";
 import { bytes, count, rate, seconds, share } from "./format.js";
-import { drawPages, pagesTitle, STATES, total } from "./views.js";
+import { drawPages, pagesTitle, stateOf, STATES, total } from "./views.js";
 
 export class Details {
   constructor() {
@@ -102,7 +102,7 @@ function liveValues(row) {
   return [
     ["role", row.role],
     ["node", row.node || "-"],
-    ["state", row.is_draining ? "drains" : "serves"],
+    ["state", stateOf(row)],
     ["last heartbeat", `${seconds(row.beat_age_s)} ago`],
     ["attempts", count(row.num_attempts)],
     ["running sequences", count(row.num_running)],

@@ -47,6 +47,7 @@ const RETRY_MS = 2000;
 const WORKER = {
   node: "",
   is_draining: false,
+  is_asleep: false,
   beat_age_s: 0,
   num_attempts: 0,
   num_running: 0,

@@ -91,6 +91,11 @@ const number = (name, order, text = count) => ({
   isNumber: true,
 });
 
+/** @returns {string} the state of a worker */
+export function stateOf(row) {
+  return row.is_asleep ? "sleeps" : row.is_draining ? "drains" : "serves";
+}
+
 /** @type {import("./table.js").Column[]} */
 export const WORKER_COLUMNS = [
   { name: "name", text: (row) => row.name, order: (row) => row.name, width: 9.5 },
@@ -99,7 +104,7 @@ export const WORKER_COLUMNS = [
   {
     name: "state",
     width: 4.8,
-    text: (row) => (row.is_draining ? "drains" : "serves"),
+    text: stateOf,
     order: (row) => (row.is_draining ? 0 : 1),
   },
   number("running", (row) => row.num_running),

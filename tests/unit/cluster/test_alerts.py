@@ -51,7 +51,7 @@ def scraped(
 ) -> Scrapes:
     """Return a scrape at each minute from 0 on. each_minute: changes the gateway's counts before."""
     scrapes, service, metrics = Scrapes(), ScriptedService(), Metrics(gateway="g0")
-    exporter = Exporter(metrics, service, model="tiny", vllm_names=False)
+    exporter = Exporter(metrics, service, models=["tiny"], vllm_names=False)
     for minute in range(num_minutes + 1):
         if each_minute is not None:
             each_minute(metrics)

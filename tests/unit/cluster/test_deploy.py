@@ -312,7 +312,7 @@ class Idle:
 
 def metrics_text() -> str:
     """Return what a gateway with this service exports."""
-    exporter = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False)  # type: ignore[arg-type]
+    exporter = Exporter(Metrics(), Idle(), models=["tiny"], vllm_names=False)  # type: ignore[arg-type]
     return exporter.text([Metrics()]).decode()
 
 

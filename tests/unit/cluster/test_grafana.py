@@ -121,7 +121,7 @@ class Target:
         self._pair = pair
         self._cluster = MeteredCluster()
         self._service = ScriptedService()
-        self._exporter = Exporter(self._cluster.metrics, self._service, model="tiny", vllm_names=True)
+        self._exporter = Exporter(self._cluster.metrics, self._service, models=["tiny"], vllm_names=True)
         self.texts = [self._text(minute) for minute in range(NUM_SCRAPES)]
 
     def scraped(self) -> bytes:

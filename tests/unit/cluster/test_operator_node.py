@@ -10,7 +10,7 @@ from baton.cluster.operator_node import SILENCE_GRACE_S, Verdicts, connected
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Members
-from baton.messages.operations import Drain, Undrain, WorkerRemoved
+from baton.messages.operations import Drain, Sleep, Undrain, Wake, WorkerRemoved
 from baton.messages.workers import Address
 from baton.router.router import Router
 from baton.rpc.server import RpcServer
@@ -62,6 +62,35 @@ async def test_one_of_several_goes_without_being_asked_twice() -> None:
             ):  # the other has begun to go
                 await operator.drain("d1")
         assert not any(isinstance(message, Drain) for message in second.received)
+
+
+@on_loop
+async def test_last_worker_of_its_model_is_the_last_whatever_other_models_have() -> None:
+    async with a_router("a") as (router, address):
+        for model in ("a", "b"):
+            TestPeer.worker(router, a_worker(f"d{model}", model=model))
+        async with connected([address], KEY) as operator:
+            with pytest.raises(ConfigError, match="da is the last decode worker"):
+                await operator.drain("da")
+
+
+@on_loop
+async def test_order_about_a_model_names_one_of_several() -> None:
+    async with a_router("a") as (router, address):
+        workers = {model: TestPeer.worker(router, a_worker(f"d{model}", model=model)) for model in ("a", "b")}
+        async with connected([address], KEY) as operator:
+            for model, message in (
+                ("", "name one of a, b"),
+                ("c", "there is no 'c'; the cluster serves a, b"),
+            ):
+                with pytest.raises(ConfigError, match=message):
+                    await operator.sleep(model, 1)
+                with pytest.raises(ConfigError, match=message):
+                    await operator.scale(1, 1, model)
+            await operator.sleep("b", 2)
+            await operator.wake("b")
+        assert workers["b"].only(Sleep).level == 2 and workers["b"].only(Wake)
+        assert not workers["a"].take(Sleep)
 
 
 @on_loop

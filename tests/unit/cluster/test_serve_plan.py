@@ -20,7 +20,7 @@ from baton.cluster.serve_plan import (
 )
 from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.engine import EngineSettings
-from baton.config.gateway import GatewayConfig
+from baton.config.gateway import GatewayConfig, GatewayModel
 from baton.config.loader import build
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError, ModelError
@@ -58,9 +58,28 @@ def test_further_workers_are_planned_as_the_first_ones_under_unused_names() -> N
     topology = Topology(routers=(ROUTER,), host="", port=8000, num_gpus=0)
     first = {spec.name: spec for spec in specs(config, topology)}
     names = [name for name in first if name != "decode-1"]  # which was taken away
-    more = more_workers(config, topology, WorkerRole.DECODE, 2, names)
+    more = more_workers(config, config, topology, WorkerRole.DECODE, 2, names)
     assert [spec.name for spec in more] == ["decode-1", "decode-3"]
     assert more[0] == first["decode-1"]
+
+
+def test_each_model_has_workers_of_its_own_and_the_gateways_serve_all() -> None:
+    other = {"model": "/models/b", "prefill": {"num_workers": 0}, "decode": {"num_workers": 2}}
+    config = build(ServeConfig, {"model": "tiny", "served_model_name": "a", "other_models": {"b": other}})
+    topology = Topology(routers=(ROUTER,), host="", port=8000, num_gpus=0)
+    planned = specs(config, topology)
+    workers = {spec.name: spec.config for spec in planned if isinstance(spec.config, WorkerConfig)}
+    assert list(workers) == ["a-prefill-0", "a-decode-0", "b-decode-0", "b-decode-1"]
+    assert {each.model_name for each in workers.values()} == {"a", "b"}
+    assert workers["b-decode-1"].engine.model == "/models/b"
+    (gateway,) = (spec.config for spec in planned if isinstance(spec.config, GatewayConfig))
+    assert (gateway.model, gateway.served_model_name, gateway.expects_prefill) == ("tiny", "a", True)
+    assert gateway.other_models == {"b": GatewayModel(model="/models/b", expects_prefill=False)}
+    (more,) = more_workers(config, config.models[1], topology, WorkerRole.DECODE, 1, list(workers))
+    assert (more.name, more.config) == (
+        "b-decode-2",
+        msgspec.structs.replace(workers["b-decode-1"], name="b-decode-2"),
+    )
 
 
 def test_worker_that_has_flipped_is_started_in_its_new_role() -> None:

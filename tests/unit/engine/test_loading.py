@@ -1,13 +1,19 @@
 import os
+import shutil
 import subprocess
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 import torch
 
+from baton.cluster.model_directory import resolve_model
 from baton.engine.engine import load_engine
+from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.loading.weights import HostCheckpoint
 from baton.engine.runner.model_runner import ModelRunner
 from baton.errors import ConfigError, ModelError
 from tests.tiny_models import generate, tiny_config, tiny_engine, token_ids, write_config
@@ -90,3 +96,21 @@ def test_step_too_large_for_the_device_names_the_settings_to_lower(
     monkeypatch.setattr(ModelRunner, "allocate", allocate)
     with pytest.raises(ConfigError, match=r"lower scheduler.max_num_batched_tokens .*: 9 GiB"):
         tiny_engine(tiny_model)
+
+
+def test_weights_in_host_memory_load_without_their_file(tmp_path: Path) -> None:
+    directory = tmp_path / "tiny"
+    shutil.copytree(resolve_model("tiny"), directory)
+    settings: dict[str, Any] = {
+        "load_format": "auto",
+        "cache": {"page_size": 16, "kv_cache_memory_bytes": 2**24},
+    }
+    with closing(tiny_engine(directory, **settings)) as engine:
+        expected = token_ids(generate(engine, PROMPT))
+    kept = HostCheckpoint(SafetensorsCheckpoint(directory))
+    with (directory / "model.safetensors").open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        file.seek(8 + size)
+        file.write(bytes(2**20))  # the fingerprint reads the file, and the engine must not
+    with closing(load_engine(tiny_config(directory, **settings), checkpoint=kept)) as engine:
+        assert token_ids(generate(engine, PROMPT)) == expected

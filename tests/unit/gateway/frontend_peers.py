@@ -74,10 +74,12 @@ class Gateway:
         self[worker].say(Tokens(events=events))
 
 
-def gateway(*workers: str, **limits: Any) -> Gateway:
+def gateway(*workers: str, wakes_models: bool = False, **limits: Any) -> Gateway:
     """With a router and these workers."""
     clock, dialled = ManualClock(50.0), list[Address]()
-    frontend = Frontend(id_of("g"), [ROUTER], dialled.append, clock, ReplayLimits(**limits))
+    of_gateway = ReplayLimits(**limits)
+    dial = dialled.append
+    frontend = Frontend(id_of("g"), [ROUTER], dial, clock, of_gateway, wakes_models=wakes_models)
     made = Gateway(clock, frontend, dialled, {})
     made.join_router()
     made.list_members(*workers)

@@ -26,7 +26,7 @@ class PeerGateway:
     def __init__(self, name: str, key: bytes = KEY) -> None:
         self.peers = PeerGateways(KeyRing.of(key, Kind.GATEWAY))
         metrics = Metrics(gateway=name, num_open=len(name))
-        self.exporter = Exporter(metrics, ScriptedService(), self.peers, model="tiny", vllm_names=False)
+        self.exporter = Exporter(metrics, ScriptedService(), self.peers, models=["tiny"], vllm_names=False)
         self.store = ResponseStore(max_entries=4, max_bytes=2**24, peers=self.peers)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -17,14 +18,14 @@ from tests.unit.cluster.conftest import Baton
 
 # The names of the options, which are vLLM's where vLLM has one. They must not change.
 SERVE_FLAGS = """
---served-model-name --runtime --ray-address --host --port --gateways --routers --prefill --decode --prefill-tp
---decode-tp --prefill-pp --decode-pp --prefill-block-size --prefill-page-size --decode-block-size
+--model --served-model-name --runtime --ray-address --host --port --gateways --routers --prefill --decode
+--prefill-tp --decode-tp --prefill-pp --decode-pp --prefill-block-size --prefill-page-size --decode-block-size
 --decode-page-size --transport
 --kv-digests --no-kv-digests --kv-streams
 --router-policy --redis --decision-log --recording --recording-memory-bytes --local-prefill-tokens
 --chat-template
 --tool-call-parser --reasoning-parser --operator-port --allowed-origins --otlp-traces-endpoint --tenants
---lora-modules
+--lora-modules --wake-on-request --no-wake-on-request
 --cluster-key-file --start-timeout --link-timeout --step-timeout --drain-timeout --config --log-format
 --planner --planner-ttft-ms --planner-tpot-ms --planner-attainment --planner-max-workers --planner-times
 --planner-log
@@ -197,3 +198,39 @@ def test_settings_that_contradict_each_other_are_named_by_their_flag(options: st
 @pytest.mark.parametrize("options", ["--port 1 tiny --gateways 2", "tiny --port 1 --gateways 2"])
 def test_model_may_stand_anywhere(options: str) -> None:
     assert served(options).model == "tiny"
+
+
+def test_several_models_are_given_one_by_one_or_in_a_file(tmp_path: Path) -> None:
+    first, second = served("--model a=tiny --model b=/models/b --decode 2 --max-model-len 512").models
+    assert (first.model_name, first.model, second.model_name, second.model) == ("a", "tiny", "b", "/models/b")
+    assert (first.decode.num_workers, second.decode.num_workers, second.engine.max_model_len) == (2, 2, 512)
+    file = tmp_path / "baton.yaml"
+    file.write_text(
+        "model: tiny\nengine: {max_model_len: 512, cache: {page_size: 32}}\nother_models:\n"
+        "  b: {model: /models/b, decode: {num_workers: 3}, engine: {cache: {page_size: 64}}}\n"
+    )
+    first, second = served(f"--config {file}").models
+    assert (first.model_name, first.decode.num_workers, second.decode.num_workers) == ("tiny", 1, 3)
+    assert (first.engine.cache.page_size, second.engine.cache.page_size) == (32, 64)
+    assert second.engine.max_model_len == 512
+
+
+def test_path_may_have_an_equals_sign_in_it() -> None:
+    assert served("--model /data/x=1/m").model == "/data/x=1/m"
+    assert served("tiny --model m=/data/x=1/m").models[1].model == "/data/x=1/m"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--model a=tiny --model a=/models/b", "--model: expected other names, up to 64 long, got 'a'"),
+        ("--model a=tiny --model b=/m --enable-lora", "--enable-lora: this needs a cluster of one model"),
+        (
+            "--model a=tiny --model b=/m --planner advise --planner-ttft-ms 9 --planner-times t",
+            "--planner: this",
+        ),
+    ],
+)
+def test_settings_that_several_models_cannot_have_are_refused(options: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        served(options)

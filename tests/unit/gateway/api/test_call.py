@@ -21,7 +21,7 @@ from baton.gateway.api.body import (
     decode_body,
     list_prompts,
 )
-from baton.gateway.api.body_reader import BodyReader, ServedModel
+from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.call import SAMPLING_FIELDS, Call
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.inference import Inference
@@ -62,7 +62,8 @@ def read(kind: Any, fields: dict[str, Any], **of_model: Any) -> Call:
 
     async def run() -> Call:
         limiter = Limiter(metrics, 1)
-        inference = Inference(model, metrics, limiter, ManualClock(), config, event_ids, draw_seed=lambda: 11)
+        models, clock = ServedModels([model]), ManualClock()
+        inference = Inference(models, metrics, limiter, clock, config, event_ids, draw_seed=lambda: 11)
         return await inference.read_call(kind, json.dumps(fields).encode(), scope)
 
     return LOOP.run(run())

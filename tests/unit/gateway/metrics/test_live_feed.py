@@ -23,7 +23,7 @@ class Host:
         self.service.status = Status(
             workers=(WorkerStatus(worker=worker(), load=Load(), num_attempts=0, beat_age_s=0.0),)
         )
-        exporter = Exporter(self.metrics, self.service, model="tiny", vllm_names=False)
+        exporter = Exporter(self.metrics, self.service, models=["tiny"], vllm_names=False)
         self.feed = LiveFeed(exporter, self.service, self.clock, model="tiny")
 
     async def take(self, num: int = 1, seconds: float = 1.0) -> None:

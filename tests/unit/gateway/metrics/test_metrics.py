@@ -34,7 +34,7 @@ def samples(exporter: Exporter, *others: Metrics) -> dict[tuple[str, tuple[tuple
 
 
 def exporter(metrics: Metrics, service: ScriptedService, *, vllm_names: bool = True) -> Exporter:
-    return Exporter(metrics, service, model="tiny", vllm_names=vllm_names)
+    return Exporter(metrics, service, models=["tiny"], vllm_names=vllm_names)
 
 
 def service_with_workers() -> ScriptedService:

@@ -13,6 +13,7 @@ from baton.messages.control import (
     Ended,
     Failure,
     Heartbeat,
+    Members,
     Prefill,
     Reachable,
     Rejected,
@@ -20,7 +21,7 @@ from baton.messages.control import (
     Started,
     Submit,
 )
-from baton.messages.operations import Status, StatusQuery
+from baton.messages.operations import Status, StatusQuery, Wake
 from baton.messages.workers import REMOTE_PREFILLS, Load, WorkerStatus
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent
 from baton.token_ids import TokenIds
@@ -344,3 +345,31 @@ def test_answers_without_a_prefill_worker_show_no_prefill() -> None:
     g["router"].say(told(7))
     g["router"].say(told(8))
     assert seen(g) is None
+
+
+@pytest.mark.parametrize("wakes_models", [True, False])
+def test_request_that_waits_for_a_model_that_sleeps_wakes_the_model(wakes_models: bool) -> None:
+    g = gateway(wakes_models=wakes_models)
+    asleep = [a_worker(name, model=name[1:], is_asleep=True) for name in ("pb", "db")]
+    awake = a_worker("da", model="a")
+    g["router"].say(Members(workers=(*asleep, awake)))
+    for name in ("a", "b"):
+        request = a_request(name, model=name)
+        g.open(request)
+        g["router"].say(Rejected(request_id=request.request_id, attempt=0, reason="", retry_after_s=1.0))
+    for _ in range(4):
+        g.tick()
+    woken = [order.model for order in g["router"].take(Wake)]
+    assert woken == (["b"] if wakes_models else [])
+
+
+def test_model_with_one_decode_worker_awake_does_not_sleep() -> None:
+    g = gateway(wakes_models=True)
+    workers = (a_worker("d0", is_asleep=True), a_worker("d1"))
+    g["router"].say(Members(workers=workers))
+    g.open()
+    request = a_request()
+    g["router"].say(Rejected(request_id=request.request_id, attempt=0, reason="", retry_after_s=1.0))
+    for _ in range(8):
+        g.tick()
+    assert not g["router"].take(Wake)

@@ -1,0 +1,85 @@
+"""`/sleep`, `/wake_up` and `/is_sleeping` of vLLM; with `?model=NAME` where there are several models.
+
+1. An order goes to a router, and from there to the workers of the model. It is repeated every ASK_EVERY_S: a
+   worker that falls asleep hears no order to wake, and a router may be lost.
+2. The answer comes when every worker of the model sleeps, or serves again.
+
+gateway/http/auth.py admits operators alone.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+from fastapi import FastAPI, Request, Response
+
+from baton.gateway.api.body_reader import ServedModel, ServedModels
+from baton.gateway.api.errors import ApiError, invalid
+from baton.messages.operations import Sleep, Wake
+
+ASK_EVERY_S: Final = 1.0
+LOOK_EVERY_S: Final = 0.05
+TIMEOUT_S: Final = 600.0  # for running requests to end, or for the model to be loaded
+LEVELS: Final = {"1": 1, "2": 2}
+
+
+def add_sleep_routes(app: FastAPI, models: ServedModels) -> None:
+    """Add the routes; each takes the parameters that vLLM's takes, and `model`."""
+
+    @app.post("/sleep")
+    async def sleep(request: Request) -> Response:
+        """Let running requests end, then free the weights and the KV pages of a model."""
+        params = request.query_params
+        model, level = _model(models, params, "level"), LEVELS.get(params.get("level", "1"))
+        if level is None:
+            raise invalid("level: expected 1 or 2", param="level")
+        await _order(model, Sleep(model=model.key, level=level), are_asleep=True)
+        return Response()
+
+    @app.post("/wake_up")
+    async def wake_up(request: Request) -> Response:
+        """Load a model that sleeps, and serve it again."""
+        model = _model(models, request.query_params)
+        await _order(model, Wake(model=model.key), are_asleep=False)
+        return Response()
+
+    @app.get("/is_sleeping")
+    async def is_sleeping(request: Request) -> dict[str, bool]:
+        """Tell whether a model sleeps."""
+        return {"is_sleeping": _model(models, request.query_params).is_asleep}
+
+
+def _model(models: ServedModels, params: Mapping[str, str], *others: str) -> ServedModel:
+    """Return the model that a call is about. Raises ApiError 400 and 404."""
+    for key in params:
+        if key not in ("model", *others):
+            raise invalid(f"the query parameter {key[:40]!r} is not known", param=key[:40])
+    name = params.get("model")
+    names = ", ".join(map(repr, models.names))
+    if name is None and len(models.names) > 1:
+        raise invalid(f"model: name one of {names}", param="model")
+    if name is not None and name not in models.names:
+        message = f"the model {name[:80]!r} does not exist; there are {names}"
+        raise ApiError(404, message, code="model_not_found", param="model")
+    return models.of(name)
+
+
+async def _order(model: ServedModel, order: Sleep | Wake, *, are_asleep: bool) -> None:
+    """Give an order until all workers of the model sleep, or none does. Raises ApiError 503 after TIMEOUT_S.
+
+    A worker that falls asleep, or wakes, is absent for a while and comes back under its name.
+    """
+    names = {worker.name for worker in model.workers}
+    if not names:
+        raise ApiError(503, "no worker has joined yet", code="no_worker", retry_after_s=ASK_EVERY_S)
+    loop = asyncio.get_running_loop()
+    ask_s = began_s = loop.time()
+    while not names <= {worker.name for worker in model.workers if worker.is_asleep is are_asleep}:
+        now_s = loop.time()
+        if now_s - began_s > TIMEOUT_S:
+            message = f"the workers of {model.name!r} have not followed within {TIMEOUT_S:g} s"
+            raise ApiError(503, message, code="not_done", retry_after_s=ASK_EVERY_S)
+        if now_s >= ask_s:
+            model.service.order(order)
+            ask_s = now_s + ASK_EVERY_S
+        await asyncio.sleep(LOOK_EVERY_S)

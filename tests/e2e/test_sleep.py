@@ -1,0 +1,67 @@
+"""`baton serve tiny --wake-on-request`: a request wakes a model that sleeps."""
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from tests.served import Served, served, until
+
+OPTIONS = (
+    "tiny",
+    "--runtime",
+    "local",
+    "--kv-cache-memory",
+    "32MiB",
+    "--drain-timeout",
+    "2",
+    "--wake-on-request",
+)
+PROMPT = "copy(sun moon star)="
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Served]:
+    with served(*OPTIONS, "--wake-on-request") as found:
+        yield found
+
+
+def call(cluster: Served, method: str, path: str) -> bytes:
+    asked = urllib.request.Request(f"{cluster.url}{path}", method=method)
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return bytes(answer.read())
+
+
+def is_sleeping(cluster: Served) -> bool:
+    return bool(json.loads(call(cluster, "GET", "/is_sleeping"))["is_sleeping"])
+
+
+def test_request_wakes_the_model_and_gets_the_same_tokens(cluster: Served) -> None:
+    before = cluster.complete(PROMPT)
+    call(cluster, "POST", "/sleep")
+    assert is_sleeping(cluster)
+    assert cluster.complete(PROMPT) == before
+    assert not is_sleeping(cluster)
+
+
+def test_answer_that_is_longer_than_the_bound_goes_on_after_the_wake(cluster: Served) -> None:
+    """It wakes the model itself, since it waits for a worker."""
+    whole = [
+        chunk["choices"][0]["text"] for chunk in cluster.stream(PROMPT, max_tokens=3000, ignore_eos=True)
+    ]
+    stream = cluster.stream(PROMPT, max_tokens=3000, ignore_eos=True)
+    got = [next(stream)["choices"][0]["text"]]
+    cluster.baton("sleep", "--port", str(cluster.port))
+    got += [chunk["choices"][0]["text"] for chunk in stream]
+    assert "".join(got) == "".join(whole)
+
+
+def test_worker_that_is_killed_while_it_sleeps_is_started_awake(cluster: Served) -> None:
+    call(cluster, "POST", "/sleep")
+    for name in ("prefill-0", "decode-0"):
+        os.kill(cluster.pid_of(name), signal.SIGKILL)
+    until(lambda: all(not each.worker.is_asleep for each in cluster.status().values()) and cluster.answers())
+    assert set(cluster.status()) == {"prefill-0", "decode-0"}

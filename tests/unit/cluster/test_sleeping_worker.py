@@ -1,0 +1,76 @@
+"""Workers that sleep and wake, in one process with the test: what they free, and what comes back."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.engine.engine import Engine
+from baton.messages.operations import Sleep, Wake
+from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
+from tests.cluster_threads import Cluster, wait_for
+from tests.node_peers import id_of
+from tests.tiny_models import tiny_config, write_config
+
+VOCAB_SIZE, HIDDEN_SIZE = 16_384, 512
+WEIGHT_BYTES = 2 * VOCAB_SIZE * HIDDEN_SIZE * 4  # of the embedding and the head, of each worker
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    model = write_config(tmp_path / "model", vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE)
+    config = tiny_config(model, cache={"kv_cache_memory_bytes": 2**23})
+    with Cluster([config], [config]) as found:
+        yield found
+
+
+def answers(cluster: Cluster, name: str) -> list[list[int]]:
+    requests = [
+        Request(
+            request_id=id_of(f"{name}{number}"),
+            token_ids=TokenIds.of(range(number, number + 40)),
+            sampling=SamplingParams(temperature=temperature, seed=5, max_tokens=20, ignore_eos=True),
+        )
+        for number in range(4)
+        for temperature in (0.0, 1.0)[number % 2 : number % 2 + 1]
+    ]
+    return [answer.token_ids for answer in cluster.ask(requests)]
+
+
+def checked_parts(engine: Engine) -> list["weakref.ref[object]"]:
+    """Check the engine's integrity; return references that keep none of its parts alive."""
+    engine.scheduler.check_integrity()
+    runner = engine.runner
+    return [weakref.ref(part) for part in (engine, engine.pages, runner.model, runner.pool.device)]
+
+
+def order(cluster: Cluster, message: Sleep | Wake, *, are_asleep: bool) -> None:
+    """Give an order, and wait until both workers have followed."""
+    before = {worker.id for worker in cluster.frontend.workers}
+    cluster.gateway.call(lambda: cluster.frontend.order(message))
+
+    def have_followed() -> bool:
+        workers = [each for each in cluster.frontend.workers if each.id not in before]
+        return len(workers) == 2 and all(each.is_asleep is are_asleep for each in workers)
+
+    wait_for(have_followed)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_frees_weights_and_pages_and_the_tokens_after_the_wake_are_those_before(
+    cluster: Cluster, level: int
+) -> None:
+    expected = answers(cluster, "before")
+    freed = [each for worker in cluster.workers for each in checked_parts(worker.hosted.engine)]
+    before = psutil.Process().memory_info().rss
+    order(cluster, Sleep(level=level), are_asleep=True)
+    gc.collect()  # in one process, links of the worker that falls asleep last refer to the other one
+    assert [part for part in freed if part() is not None] == []
+    assert psutil.Process().memory_info().rss < before - 1.8 * WEIGHT_BYTES
+    assert cluster.router.cluster_state.index.num_pages == 0
+    order(cluster, Wake(), are_asleep=False)
+    assert answers(cluster, "after") == expected

@@ -1,0 +1,104 @@
+"""The routes of sleep and wake, over a service that keeps the orders."""
+
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+
+from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
+from baton.gateway.api.errors import ApiError
+from baton.gateway.api.prompt_reader import PromptReader
+from baton.gateway.api.sleep import add_sleep_routes
+from baton.messages.operations import Sleep, Wake
+from baton.messages.workers import Worker
+from tests.event_loop import on_loop
+from tests.node_peers import a_worker
+from tests.scripted_service import ScriptedService
+
+
+class Cluster(ScriptedService):
+    """Workers of two models that follow an order when it comes, or `deaf` to the first orders."""
+
+    def __init__(self, num_deaf: int = 0) -> None:
+        super().__init__()
+        self.num_deaf = num_deaf
+        self.workers = [a_worker(f"{role}{model}", model=model) for model in "ab" for role in "pd"]
+
+    def order(self, order: Sleep | Wake) -> None:
+        super().order(order)
+        if len(self.orders) > self.num_deaf:
+            self.workers = [self.after(each, order) for each in self.workers]
+
+    def after(self, worker: Worker, order: Sleep | Wake) -> Worker:
+        is_asleep = isinstance(order, Sleep) if worker.serves(order.model) else worker.is_asleep
+        return a_worker(worker.name, model=worker.model, is_asleep=is_asleep)
+
+
+async def call(service: ScriptedService, method: str, path: str, *, is_one: bool = False) -> tuple[int, Any]:
+    bodies, app = BodyReader(PromptReader(None, None)), FastAPI()
+    keys = [""] if is_one else ["a", "b"]
+    models = [
+        ServedModel(name=key or "a", key=key, bodies=bodies, service=service, created_s=0) for key in keys
+    ]
+    add_sleep_routes(app, ServedModels(models))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
+        try:
+            answer = await client.request(method, path)
+        except ApiError as error:
+            return error.status, error.code
+        return answer.status_code, answer.json() if answer.content else None
+
+
+@on_loop
+async def test_model_sleeps_and_wakes_and_the_other_does_neither() -> None:
+    service = Cluster()
+    assert await call(service, "POST", "/sleep?model=b&level=2") == (200, None)
+    assert service.orders == [Sleep(model="b", level=2)]
+    assert await call(service, "GET", "/is_sleeping?model=b") == (200, {"is_sleeping": True})
+    assert await call(service, "GET", "/is_sleeping?model=a") == (200, {"is_sleeping": False})
+    assert await call(service, "POST", "/wake_up?model=b") == (200, None)
+    assert service.orders[1:] == [Wake(model="b")]
+    assert await call(service, "GET", "/is_sleeping?model=b") == (200, {"is_sleeping": False})
+
+
+@on_loop
+async def test_order_is_repeated_until_it_is_carried_out() -> None:
+    service = Cluster(num_deaf=1)
+    assert await call(service, "POST", "/sleep?model=a") == (200, None)
+    assert service.orders == [Sleep(model="a")] * 2
+
+
+@on_loop
+async def test_only_model_need_not_be_named() -> None:
+    service = Cluster()
+    assert await call(service, "POST", "/sleep", is_one=True) == (200, None)
+    assert service.orders == [Sleep()]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/sleep", (400, "invalid_value")),
+        ("/sleep?model=a&level=0", (400, "invalid_value")),
+        ("/sleep?model=a&mode=abort", (400, "invalid_value")),
+        ("/sleep?model=c", (404, "model_not_found")),
+        ("/wake_up?model=a&tags=weights", (400, "invalid_value")),
+    ],
+)
+def test_wrong_parameter_is_refused_and_nothing_is_ordered(path: str, answer: tuple[int, str]) -> None:
+    service = Cluster()
+
+    @on_loop
+    async def ask() -> None:
+        assert await call(service, "POST", path) == answer
+
+    ask()
+    assert not service.orders
+
+
+@on_loop
+async def test_cluster_without_workers_cannot_be_put_to_sleep() -> None:
+    service = Cluster()
+    service.workers = []
+    assert await call(service, "POST", "/sleep?model=a") == (503, "no_worker")

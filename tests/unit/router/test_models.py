@@ -1,0 +1,204 @@
+"""Several models behind one router: each has its own queue, and the quotas of tenants go over all."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton.messages.control import (
+    Dispatch,
+    Ended,
+    Heartbeat,
+    Prefill,
+    Pressure,
+    Queued,
+    Rejected,
+    Routed,
+    Submit,
+)
+from baton.messages.operations import Sleep, Status, StatusQuery, Wake
+from baton.messages.workers import Load
+from baton.tenants import Quotas, Refusal, SchedulingKey
+from tests.node_peers import TestPeer, a_request, id_of, name_of
+from tests.unit.router.router_cluster import Cluster, cluster
+
+ONE_ACTIVE = SchedulingKey(quotas=Quotas(max_active_sequences=1))
+ONE_QUEUED = SchedulingKey(quotas=Quotas(max_active_sequences=1, max_queued=1))
+
+
+@pytest.fixture(params=["least-loaded", "cost", "round-robin", "prefix"])
+def c(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Workers of two models with equal weights, so that only the model's name tells them apart."""
+    made = cluster(policy=request.param, local_prefill_tokens=0)
+    for model in ("a", "b"):
+        made.add(f"p-{model}", model=model)
+        made.add(f"d-{model}", model=model, max_num_seqs=1)
+    yield made
+    check(made)
+
+
+def check(c: Cluster) -> None:
+    c.router.dispatchers.check_integrity()
+    c.router.in_flight.check_integrity()
+
+
+def submit(c: Cluster, name: str, model: str, **fields: Any) -> Routed | Rejected | Queued:
+    return answer(c, Submit(request=a_request(name, model=model, **fields)))
+
+
+def answer(c: Cluster, message: Submit) -> Routed | Rejected | Queued:
+    c["g"].say(message)
+    found = c["g"].received.pop()
+    assert isinstance(found, Routed | Rejected | Queued)
+    return found
+
+
+def fill(c: Cluster, model: str) -> None:
+    """Dispatch requests until the decode worker of the model takes no more; one waits then."""
+    for number in range(8):
+        if isinstance(submit(c, f"{model}{number}", model), Queued):
+            return
+    raise AssertionError("the worker is never full")
+
+
+def end(c: Cluster, *names: str) -> None:
+    c["g"].say(Ended(attempts=tuple((id_of(name), 0) for name in names), num_tokens=()))
+
+
+def test_request_runs_on_workers_of_its_model_alone(c: Cluster) -> None:
+    for number in range(6):
+        model = "ab"[number % 2]
+        routed = submit(c, f"r{number}", model)
+        assert isinstance(routed, Routed)
+        assert name_of(routed.decode) == f"d-{model}" and name_of(routed.prefill) in ("", f"p-{model}")
+        end(c, f"r{number}")
+
+
+def test_probe_and_begun_attempt_stay_within_their_model(c: Cluster) -> None:
+    probe = submit(c, "r0", "b", is_probe=True)
+    assert isinstance(probe, Routed)
+    assert (name_of(probe.decode), name_of(probe.prefill)) == ("d-b", "p-b")
+    request = a_request("r1", model="b", attempt=1, generated_token_ids=(3,))
+    begun = answer(c, Submit(request=request, is_begun=True, avoid=(id_of("d-b"),)))
+    assert isinstance(begun, Routed) and name_of(begun.decode) == "d-b"
+
+
+def test_migration_goes_to_no_worker_of_another_model(c: Cluster) -> None:
+    request = a_request("r", model="a", attempt=1)
+    assert isinstance(answer(c, Submit(request=request, is_begun=True, migrates_from=id_of("d-a"))), Rejected)
+
+
+def test_full_model_holds_up_no_request_for_another(c: Cluster) -> None:
+    fill(c, "a")
+    assert isinstance(submit(c, "r", "b"), Routed)
+    status = status_of(c)
+    assert status.queue.num_queued == 1 and status.routers[0].queue.num_queued == 1
+
+
+def test_queued_request_gets_the_room_that_comes_free_in_its_model(c: Cluster) -> None:
+    fill(c, "a")
+    assert isinstance(submit(c, "r", "b"), Routed)
+    c["d-a"].received.clear()
+    end(c, "r")
+    assert not c["d-a"].take(Dispatch)
+    end(c, "a0")
+    assert len(c["d-a"].take(Dispatch)) == 1
+
+
+def test_request_for_a_model_without_workers_is_rejected_and_no_other_worker_hears_of_it(c: Cluster) -> None:
+    fill(c, "a")
+    refused = submit(c, "r", "c")
+    assert isinstance(refused, Rejected) and refused.refusal is Refusal.NO_ROOM
+    assert all(not c[name].take(Prefill) for name in ("p-b",)) and not c["d-b"].take(Dispatch)
+    c.add("d-c", model="c")
+    routed = submit(c, "r", "c")
+    assert isinstance(routed, Routed) and (name_of(routed.decode), routed.prefill) == ("d-c", "")
+
+
+def test_active_requests_of_a_tenant_count_over_all_models(c: Cluster) -> None:
+    key = ONE_ACTIVE
+    assert isinstance(submit(c, "r0", "a", tenant="t", scheduling_key=key), Routed)
+    assert isinstance(submit(c, "r1", "b", tenant="t", scheduling_key=key), Queued)
+    assert isinstance(submit(c, "r2", "b", tenant="u", scheduling_key=key), Routed)
+    end(c, "r2")
+    assert not c["g"].take(Routed)
+    end(c, "r0")
+    assert name_of(c["g"].only(Routed).decode) == "d-b"
+
+
+def test_queued_requests_of_a_tenant_count_over_all_models(c: Cluster) -> None:
+    key = ONE_QUEUED
+    assert isinstance(submit(c, "r0", "a", tenant="t", scheduling_key=key), Routed)
+    assert isinstance(submit(c, "r1", "a", tenant="t", scheduling_key=key), Queued)
+    refused = submit(c, "r2", "b", tenant="t", scheduling_key=key)
+    assert isinstance(refused, Rejected) and refused.refusal is Refusal.MAX_QUEUED
+
+
+def test_status_counts_a_tenant_once_over_all_models(c: Cluster) -> None:
+    assert isinstance(submit(c, "r0", "a", tenant="t"), Routed)
+    assert isinstance(submit(c, "r1", "b", tenant="t"), Routed)
+    (tenant,) = status_of(c).queue.tenants
+    assert (tenant.tenant, tenant.num_active, tenant.num_dispatched) == ("t", 2, 2)
+
+
+def test_overload_of_one_model_is_told_to_its_workers_alone(c: Cluster) -> None:
+    """Pages in use are the pressure; a promise makes it matter."""
+    key = SchedulingKey(max_queue_delay_ms=60_000.0)
+    assert isinstance(submit(c, "r", "a", scheduling_key=key), Routed)
+    for _ in range(40):
+        c["d-a"].say(Heartbeat(load=Load(pages={"active": 64}), attempts=((id_of("r"), 0),)))
+        c.beat("p-a", "p-b", "d-b")
+        c.tick(0.25)
+    levels = {name: c[name].take(Pressure) for name in ("p-a", "d-a", "p-b", "d-b")}
+    assert levels["p-a"] and levels["d-a"] and not levels["p-b"] and not levels["d-b"]
+
+
+def test_gateway_that_leaves_takes_its_requests_out_of_every_queue(c: Cluster) -> None:
+    for model in ("a", "b"):
+        fill(c, model)
+    c["g"].leave()
+    assert not len(c.router.in_flight) and status_of_router(c).routers[0].queue.num_queued == 0
+
+
+def status_of(c: Cluster) -> Status:
+    c["g"].say(StatusQuery())
+    found = c["g"].received.pop()
+    assert isinstance(found, Status)
+    return found
+
+
+def status_of_router(c: Cluster) -> Status:
+    return c.router.status()
+
+
+def test_one_model_has_one_dispatcher() -> None:
+    c = cluster("p0", "d0")
+    assert isinstance(c.submit(), Routed)
+    assert len(list(c.router.dispatchers)) == 1
+
+
+# Sleep.
+
+
+def test_order_to_sleep_goes_to_the_workers_of_the_model_which_get_no_new_work(c: Cluster) -> None:
+    operator = TestPeer.operator(c.router)
+    operator.say(Sleep(model="b", level=2))
+    assert isinstance(operator.only(Status), Status)
+    assert [c[name].take(Sleep) for name in ("p-a", "d-a")] == [[], []]
+    assert all(c[name].only(Sleep).level == 2 for name in ("p-b", "d-b"))
+    assert isinstance(submit(c, "r0", "b"), Rejected)
+    assert isinstance(submit(c, "r1", "a"), Routed)
+
+
+def test_sleeping_worker_is_a_member_without_work_and_hears_of_the_wake(c: Cluster) -> None:
+    for name in ("p-b", "d-b"):
+        c[name].leave()
+        c.add(name, id=id_of(f"{name}-asleep"), model="b", is_asleep=True)
+    assert isinstance(submit(c, "r0", "b"), Rejected)
+    assert status_of(c).num_ready == 4  # nobody has to reach a worker that sleeps
+    c["g"].say(Wake(model="b"))
+    assert c["d-b"].only(Wake) and c["p-b"].only(Wake) and not c["d-a"].take(Wake)
+    for name in ("p-b", "d-b"):
+        c[name].leave()
+        c.add(name, id=id_of(f"{name}-awake"), model="b")
+    assert isinstance(submit(c, "r1", "b"), Routed)
