@@ -101,8 +101,6 @@ INSTEAD: Final = {
     "--tokenizer": "the tokenizer is read from the model's directory; leave it out",
     "--revision": "the model is a directory of yours; leave it out",
     "--trust-remote-code": "no code of a model is ever run; leave it out",
-    "--pipeline-parallel-size": "a replica is split by --tensor-parallel-size alone",
-    "-pp": "a replica is split by --tensor-parallel-size alone",
     "--shutdown-timeout": "give --drain-timeout",
 }
 

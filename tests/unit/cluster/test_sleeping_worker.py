@@ -28,7 +28,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield found
 
 
-def answers(cluster: Cluster, name: str) -> list[list[int]]:
+def answers(cluster: Cluster, name: str) -> list[list[int | None]]:
     requests = [
         Request(
             request_id=id_of(f"{name}{number}"),
