@@ -15,6 +15,7 @@ shorter and longer by the error of the time model, and the requests of all three
 A rehearsal that spends more than TOLERATED of its time outside of the calibrated ranges has no figures.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from re import fullmatch
@@ -27,6 +28,7 @@ from baton.config.engine import SchedulerConfig
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.workers import WorkerRole
+from baton.pages import KEY_BYTES
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
 from baton.sim.timed.full import FullCluster
@@ -239,22 +241,40 @@ def _zeros(num_tokens: int) -> TokenIds:
 
 def _fast_calls(trace: Sequence[TraceRequest], page_size: int) -> Iterator[ClientCall]:
     """Yield calls with keys of the pages that several prompts begin with; others are only counted."""
-    keys = [np.frombuffer(page_keys(each, page_size), np.uint64)[::2] for each in trace]
-    lengths = np.array([len(each) for each in keys])
-    _, places, counts = np.unique(np.concatenate(keys), return_inverse=True, return_counts=True)
-    is_shared = counts[places] > 1
-    ends = np.cumsum(lengths)
-    for each, own, end in zip(trace, keys, ends, strict=True):
-        shared = np.flatnonzero(is_shared[end - len(own) : end])
-        num_shared = int(shared[-1]) + 1 if len(shared) else 0
+    shared = _shared_keys(trace, page_size)
+    for number, each in enumerate(trace):
+        keys = shared.get(number, b"")
         yield ClientCall(
             at_s=each.arrival_s,
             token_ids=_zeros(each.input_tokens),
             num_answered=each.output_tokens,
             max_tokens=each.output_tokens,
-            page_keys=np.repeat(own[:num_shared], 2).tobytes(),
-            num_more_pages=len(own) - num_shared,
+            page_keys=keys,
+            num_more_pages=each.input_tokens // page_size - len(keys) // KEY_BYTES,
         )
+
+
+def _shared_keys(trace: Sequence[TraceRequest], page_size: int) -> dict[int, bytes]:
+    """Return the keys of the leading pages that a prompt shares with others, by the prompt's number."""
+    begins = [each.block_ids[0] if each.block_ids else -each.arrival_s for each in trace]
+    num_alike = Counter(begins)
+    keys = {
+        number: np.frombuffer(page_keys(each, page_size), np.uint64)[::2]
+        for number, each in enumerate(trace)
+        if num_alike[begins[number]] > 1
+    }
+    if not keys:
+        return {}
+    _, places, counts = np.unique(
+        np.concatenate(list(keys.values())), return_inverse=True, return_counts=True
+    )
+    is_shared, end, found = counts[places] > 1, 0, {}
+    for number, own in keys.items():
+        begin, end = end, end + len(own)
+        shared = np.flatnonzero(is_shared[begin:end])
+        if len(shared):
+            found[number] = np.repeat(own[: int(shared[-1]) + 1], 2).tobytes()
+    return found
 
 
 def _full_call(each: TraceRequest, settings: RehearsalSettings) -> ClientCall:

@@ -236,8 +236,8 @@ class CostPolicy:
         self._clock, self._random = context.clock, context.random
         self.select: Select = cheapest
         now_s = self._clock.now_s()
-        self._arrivals = _Arrivals(now_s)
-        self._deficit_arrivals = _Arrivals(now_s)  # of tenants with a deficit: only those delay each other
+        self._arrivals = Arrivals(now_s)
+        self._deficit_arrivals = Arrivals(now_s)  # of tenants with a deficit: only those delay each other
         self._tokens: dict[str, DecayedSum] = {}  # given to each worker
 
     def choose(self, request: Request, view: ClusterView, claim: TenantClaim = NO_CLAIM) -> RoutingChoice:
@@ -449,7 +449,7 @@ class RecentWork:
         self._squares.add(sum(each * each for each in left), now_s)
 
 
-class _Arrivals:
+class Arrivals:
     """The rate of prompts that were dispatched lately."""
 
     def __init__(self, now_s: float) -> None:
@@ -457,10 +457,12 @@ class _Arrivals:
         self._work_s = RecentWork(MEMORY_S, now_s)
 
     def add(self, worker_id: str, compute_s: float, now_s: float) -> None:
+        """A worker was given a prompt."""
         self._num.add(worker_id, 1.0, now_s)
         self._work_s.add(worker_id, compute_s, now_s)
 
     def forget(self, worker_id: str, now_s: float) -> None:
+        """Drop a worker that has left."""
         self._num.forget(worker_id, now_s)
         self._work_s.forget(worker_id, now_s)
 

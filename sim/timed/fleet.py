@@ -1,21 +1,31 @@
-"""The parts of a rehearsal: calls and their outcomes, workers and their pages, and the gateway as a peer."""
+"""The parts of a rehearsal: calls and their outcomes, workers, their pages and their measurements, and the
+gateway as a peer.
+"""
 
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, pairwise
+from random import Random
 from typing import Final
 
 import msgspec
 
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
-from baton.messages.control import Hello, Rejected
-from baton.messages.workers import Address, Worker, WorkerRole
+from baton.messages.control import Hello, Measured, Rejected
+from baton.messages.workers import Address, PrefillTimes, StepTimes, Worker, WorkerRole
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
+from baton.rpc.worker_node import MEASURED_S
+from baton.sim.timed.times import StepWork
 from baton.tenants import SchedulingKey, Sla
 
 BODY_S: Final = 5e-5  # a message on its way
+MAX_REPORTED: Final = 32  # steps in one message, as workers send samples
+LIGHT_SAMPLE_S: Final = 0.2  # between two samples of steps for the light router
+MAX_HONOURED_S: Final = 120.0  # a longer retry-after is not believed
+BACK_OFF_S: Final = 0.5
+MAX_BACK_OFF_S: Final = 8.0
 GATEWAY: Final = f"{7:032x}"
 PARTS: Final = ("queued", "prefill_queued", "prefill_computing", "transfer_exposed", "decode_computing")
 
@@ -116,6 +126,83 @@ class PageStore:
             yield key, pages[key]
 
 
+class PageHolders:
+    """The workers that keep each page, as bits: what the light router's index would say."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._holders: dict[bytes, int] = {}  # key -> bits
+
+    def change(self, changes: Sequence[tuple[bytes, int]], bit: int) -> None:
+        """Note pages that a worker keeps, or no longer: see `PageStore.keep`."""
+        holders = self._holders
+        for key, page in changes:
+            if page >= 0:
+                holders[key] = holders.get(key, 0) | bit
+            else:
+                holders[key] &= ~bit
+
+    def num_held(self, keys: Sequence[bytes]) -> dict[int, int]:
+        """Return the leading tokens that workers hold, by the bits of those that hold any."""
+        found: dict[int, int] = {}
+        before = -1
+        for number, key in enumerate((*keys, b"")):
+            holders = self._holders.get(key, 0) & before
+            if holders != before and number:
+                left = before ^ holders
+                while left:
+                    bit = left & -left
+                    found[bit] = number * self._page_size
+                    left ^= bit
+            if not holders:
+                break
+            before = holders
+        return found
+
+
+class Measurements:
+    """The times that a worker measures, until it tells them to its router."""
+
+    def __init__(self) -> None:
+        self.prefills: list[PrefillTimes] = []
+        self.steps: list[StepTimes] = []
+        self.handoffs: list[tuple[str, PrefillTimes]] = []  # prompts that were handed over, with their takers
+        self._next_sample_s = self._next_taken_s = 0.0
+
+    def add_step(self, work: StepWork, step_s: float) -> None:
+        """Keep the time of a step, up to MAX_REPORTED of them."""
+        if len(self.steps) < MAX_REPORTED:
+            context = work.num_context + work.num_new
+            self.steps.append(StepTimes(work.num_sequences, work.num_new, context, step_s))
+
+    def sample_step(self, work: StepWork, step_s: float, now_s: float) -> None:
+        """Keep the time of a step, if the last one is LIGHT_SAMPLE_S ago."""
+        if now_s >= self._next_sample_s:
+            self._next_sample_s = now_s + LIGHT_SAMPLE_S
+            self.add_step(work, step_s)
+
+    def handed_over(self, decode: str, times: PrefillTimes, exposed_s: float) -> None:
+        """Keep the time of a prompt whose pages were at its decode worker so long after its first token."""
+        times = msgspec.structs.replace(times, exposed_s=exposed_s)
+        self.prefills.append(times)
+        self.handoffs.append((decode, times))
+
+    def take(self) -> Measured | None:
+        """Return what was measured since the last call; None: nothing."""
+        if not (self.prefills or self.steps):
+            return None
+        measured = Measured(prefills=tuple(self.prefills), steps=tuple(self.steps))
+        self.prefills, self.steps = [], []
+        return measured
+
+    def is_due(self, now_s: float) -> bool:
+        """Return whether the last time that this was true is MEASURED_S ago."""
+        if now_s < self._next_taken_s:
+            return False
+        self._next_taken_s = now_s + MEASURED_S
+        return True
+
+
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """The number of workers, and their room."""
 
@@ -149,6 +236,14 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
                 max_num_batched_tokens=round(self.decode_budget / scale),
                 max_model_len=self.max_model_len,
             )
+
+
+def retry_s(rejected: Rejected, retry: int, random: Random) -> float:
+    """Return the seconds until a client asks again, as openai-python does. retry: how often it has before."""
+    if rejected.retry_after_s <= MAX_HONOURED_S:
+        return rejected.retry_after_s
+    back_off_s = min(BACK_OFF_S * 2.0**retry, MAX_BACK_OFF_S)
+    return back_off_s * (1 - 0.25 * random.random())
 
 
 class FastGateway:

@@ -1,65 +1,46 @@
-"""The routing of a fast rehearsal: the choice of the policy `cost`, from what the simulation knows.
+"""The routing of a fast rehearsal: the choice of the policy `cost`, without messages.
 
-The production router learns the speeds of workers, and what they hold, from messages; that takes most of the
-time of a rehearsal. This router reads both from the simulation itself. It keeps the rules: requests wait at
-the router, in their order, until a decode worker has room and a worker has a slot for the prompt
-(router/queue/admission.py); then the pair with the least cost in seconds is chosen
-(router/policies/candidates.py). There are no tenants' shares, no refusals and no pulls from peers.
+The production router learns what workers hold, and when prompts start and end, from messages; encoding and
+applying them takes most of the time of a rehearsal. This router is told both by the simulation. It keeps the
+rules: requests wait at the router, in their order, until a decode worker has room and a worker has a slot for
+the prompt (router/queue/admission.py); then the pair with the least cost in seconds is chosen
+(router/policies/candidates.py), by times that the production cost model learns from the workers' measured
+steps and prompts. There are no tenants' shares, no refusals and no pulls from peers.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from operator import itemgetter
 from random import Random
 from typing import Final, NamedTuple, Protocol
 
-import numpy as np
-
 from baton.clock import Clock
-from baton.messages.workers import Worker, WorkerRole
+from baton.messages.control import Measured
+from baton.messages.workers import PrefillTimes, Worker, WorkerRole
 from baton.request import Request
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS
 from baton.router.policies.candidates import TIE
-from baton.router.policies.cost import MAX_COMBINED, MAX_COMPARED, MAX_HOLDERS, MEMORY_S, MOST_BUSY, NUM_DRAWN
-from baton.router.policies.cost_model import solve_nonnegative
+from baton.router.policies.cost import (
+    BALANCE_S,
+    MAX_COMBINED,
+    MAX_COMPARED,
+    MAX_HOLDERS,
+    NUM_DRAWN,
+    NUM_KEPT,
+    Arrivals,
+    DecayedSum,
+)
+from baton.router.policies.cost_model import (
+    HANDOFF_PRIOR,
+    PREFILL_PRIOR,
+    STEP_PRIOR,
+    Fit,
+    StepFit,
+)
 from baton.router.queue.admission import AHEAD_S, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS
-from baton.sim.timed.times import StepWork, WorkTimes
 
-LOOKS: Final = 1.5  # steps of a busy decode worker until it has noticed and verified pages
-LINEAR_TOKENS: Final = (16, 64, 256, 1024)  # where a time model is made linear
-
-
-class Speed(NamedTuple):
-    """Linear times of a worker: see PREFILL_PRIOR and STEP_PRIOR in router/policies/cost_model.py."""
-
-    prefill_s: float
-    token_s: float
-    pair_s: float
-    step_s: float
-    sequence_s: float
-    context_s: float
-    handoff_s: float
-
-
-def speed_of(times: WorkTimes, most_tokens: float) -> Speed:
-    """Return the linear times that are nearest to a time model, within a step of so many tokens."""
-    sizes = [each for each in LINEAR_TOKENS if each <= most_tokens] or [max(1, int(most_tokens))]
-    prompts = [(each, each * (start + each / 2)) for each in sizes for start in (0, 1024)]
-    prompt_s = [times.step_s(StepWork(1, 0, num_new, pairs)) for num_new, pairs in prompts]
-    batches = [(number, number * context) for number in (1, 4, 16, 48) for context in (64, 512)]
-    batch_s = [times.step_s(StepWork(number, context, 0, 0.0)) for number, context in batches]
-    prompt, step = _linear(prompts, prompt_s), _linear(batches, batch_s)
-    return Speed(*prompt, *step, times.handoff_s(sizes[-1]))
-
-
-def _linear(points: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float, float]:
-    columns = np.array([(1.0, *point) for point in points]) / np.array(seconds)[:, None]
-    scales = np.maximum(columns.max(axis=0), 1e-12)
-    squares = (columns / scales).T @ (columns / scales)
-    squares += 1e-9 * np.eye(len(squares))
-    solved = solve_nonnegative(squares, (columns / scales).sum(axis=0))
-    fixed, first, second = (float(each) for each in solved / scales)
-    return fixed, first, second
+_TOTAL: Final = itemgetter(0)
 
 
 class LightWorker(Protocol):
@@ -72,16 +53,49 @@ class LightWorker(Protocol):
         ...
 
 
+class LightSpeeds:
+    """The times of one worker as the production router learns them: see CostModel."""
+
+    __slots__ = ("_handoffs", "prefill", "step")
+
+    def __init__(self, step: StepFit) -> None:
+        """step: of all workers of the role."""
+        self.prefill, self.step = Fit(PREFILL_PRIOR), step
+        self._handoffs: dict[str, Fit] = {}  # by decode worker
+
+    def handoff(self, decode: str) -> tuple[float, ...]:
+        """Return the seconds of a hand-off: fixed, and of a byte."""
+        fit = self._handoffs.get(decode)
+        return HANDOFF_PRIOR if fit is None else fit.coefficients
+
+    def learn(self, measured: Measured, handoffs: Sequence[tuple[str, PrefillTimes]]) -> None:
+        """Learn from the worker's measurements. handoffs: of its prompts, with the decode workers."""
+        for times in measured.prefills:
+            num_new = times.num_new_tokens
+            self.prefill.learn(times.used_s, 1.0, num_new, num_new * (times.num_tokens - 0.5 * num_new))
+        for each in measured.steps:
+            quantities = each.num_sequences, each.num_context_tokens, each.num_new_tokens
+            self.step.learn(each.step_s, 1.0, *quantities)
+        for decode, times in handoffs:
+            if decode not in self._handoffs:
+                self._handoffs[decode] = Fit(HANDOFF_PRIOR)
+            self._handoffs[decode].learn(times.exposed_s, 1.0, times.moved_bytes)
+        for fit in (self.prefill, *self._handoffs.values()):
+            fit.settle()
+
+
 class Account:
     """The load of one worker, as the router counts it: see WorkerInFlight."""
 
     __slots__ = (
-        *("bit", "computing_tokens", "num_attempts", "num_computing", "num_decoding", "num_tokens"),
-        *("num_output_tokens", "peer", "since_s", "slots", "speed", "work_s", "worker"),
+        *("bit", "computing_tokens", "given", "id", "num_attempts", "num_computing", "num_decoding"),
+        *("num_output_tokens", "num_tokens", "peer", "since_s", "slots", "speeds", "work_s", "worker"),
     )
 
-    def __init__(self, peer: LightWorker, speed: Speed, bit: int) -> None:
-        self.peer, self.speed, self.bit, self.worker = peer, speed, bit, peer.worker
+    def __init__(self, peer: LightWorker, bit: int, now_s: float, speeds: LightSpeeds) -> None:
+        self.peer, self.bit, self.worker, self.id = peer, bit, peer.worker, peer.worker.id
+        self.speeds = speeds
+        self.given = DecayedSum(BALANCE_S, now_s)  # tokens of prompts
         self.slots = max(1, self.worker.num_pages * self.worker.page_size)
         self.num_attempts = self.num_tokens = self.num_computing = self.computing_tokens = 0
         self.num_decoding = self.num_output_tokens = 0
@@ -107,10 +121,11 @@ class Account:
             return False
         return self.num_tokens + num_tokens <= self.slots * OVERCOMMIT
 
-    def step_s(self) -> float:
-        """Seconds of a step of the present batch."""
-        speed = self.speed
-        return speed.step_s + speed.sequence_s * self.num_attempts + speed.context_s * self.num_tokens
+    def room_s(self, num_tokens: int, step_s: float) -> float:
+        """Seconds until there is room for so many tokens: see `PromptScorer.decode_candidates`."""
+        share = (self.num_tokens + num_tokens) / self.slots
+        excess = max(share, (self.num_attempts + 1) / max(1, self.worker.max_num_seqs)) - 1.0
+        return excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
 
 
 class _Prompt(NamedTuple):
@@ -118,6 +133,19 @@ class _Prompt(NamedTuple):
     compute_s: float
     num_new: int
     account: Account
+
+
+class _Decode(NamedTuple):
+    """Seconds of decoding: with the prompt from elsewhere, and what a prompt computed here costs beside."""
+
+    total_s: float
+    account: Account
+    room_s: float
+    delay_s: float
+    patience_s: float
+
+
+_Candidate = tuple[float, _Prompt, Account]
 
 
 class _Entry(NamedTuple):
@@ -132,35 +160,42 @@ class _Entry(NamedTuple):
 class LightRouter:
     """Chooses the workers of each request of one tenant."""
 
-    def __init__(self, clock: Clock, num_held: Callable[[Request], Mapping[int, int]], seed: int) -> None:
-        """num_held: tokens of a prompt that workers hold, by the workers' bits."""
+    def __init__(
+        self, clock: Clock, num_held: Callable[[Request], Mapping[int, int]], token_bytes: float, seed: int
+    ) -> None:
+        """num_held: tokens of a prompt that workers hold, by the workers' bits. token_bytes: of pages."""
         self._clock = clock
+        self._token_bytes = token_bytes
         self._num_held = num_held
         self._random = Random(seed)
+        self._steps = {role: StepFit(Fit(STEP_PRIOR)) for role in WorkerRole}
+        self._arrivals = Arrivals(clock.now_s())
         self._prefills: list[Account] = []
         self._decodes: list[Account] = []
         self._queue: deque[Request] = deque()
         self._entries: dict[str, _Entry] = {}
         self._by_bit: dict[int, Account] = {}
-        self._arrivals = self._work_s = 0.0  # of prompts, over MEMORY_S
-        self._arrived_s = 0.0
 
     def __len__(self) -> int:
         """Requests that wait."""
         return len(self._queue)
 
-    def join(self, peer: LightWorker, speed: Speed) -> int:
+    def join(self, peer: LightWorker) -> int:
         """Add a worker; return its bit."""
-        account = Account(peer, speed, 1 << len(self._by_bit))
+        role = peer.worker.role
+        account = Account(peer, 1 << len(self._by_bit), self._clock.now_s(), LightSpeeds(self._steps[role]))
         self._by_bit[account.bit] = account
-        is_prefill = peer.worker.role is WorkerRole.PREFILL
-        (self._prefills if is_prefill else self._decodes).append(account)
+        (self._prefills if role is WorkerRole.PREFILL else self._decodes).append(account)
         return account.bit
 
     def submit(self, request: Request) -> None:
         """Dispatch a request, or queue it."""
         self._queue.append(request)
         self._dispatch()
+
+    def measured(self, bit: int, measured: Measured, handoffs: Sequence[tuple[str, PrefillTimes]]) -> None:
+        """Learn from a worker's measurements. handoffs: of its prompts, with the decode workers."""
+        self._by_bit[bit].speeds.learn(measured, handoffs)
 
     def started(self, request_id: str) -> None:
         """Take the first token of a request."""
@@ -191,11 +226,11 @@ class LightRouter:
     def _dispatch(self) -> None:
         now_s = self._clock.now_s()
         while self._queue:
-            computing = self._prefills + self._decodes
-            if not any(each.has_slot(now_s) for each in computing):
+            is_full = not any(each.has_slot(now_s) for each in self._prefills or self._decodes)
+            if is_full and not any(each.has_slot(now_s) for each in self._decodes):
                 return
             request = self._queue[0]
-            entry = self._choose(request, now_s)
+            entry = self._choose(request, now_s, needs_slot=is_full)
             if entry is None:
                 return
             self._queue.popleft()
@@ -214,86 +249,114 @@ class LightRouter:
         account.num_computing += 1
         account.work_s += entry.compute_s
         account.computing_tokens += entry.num_new
-        self._fade(now_s)
-        self._arrivals += 1.0
-        self._work_s += entry.compute_s
+        account.given.add(request.num_tokens, now_s)
+        self._arrivals.add(account.id, entry.compute_s, now_s)
 
-    def _fade(self, now_s: float) -> None:
-        kept = max(0.0, 1.0 - (now_s - self._arrived_s) / MEMORY_S)
-        self._arrivals *= kept
-        self._work_s *= kept
-        self._arrived_s = now_s
+    def _choose(self, request: Request, now_s: float, *, needs_slot: bool) -> _Entry | None:
+        """Return the cheapest pair; None where no decode worker has room, or the best has no slot.
 
-    def _rate(self, now_s: float) -> float:
-        """Prompts a second that a worker receives, and more where these delay others in turn."""
-        self._fade(now_s)
-        number = len(self._prefills) or len(self._decodes)
-        busy = min(MOST_BUSY, self._work_s / number / MEMORY_S)
-        return self._arrivals / number / MEMORY_S / (1 - busy)
-
-    def _choose(self, request: Request, now_s: float) -> _Entry | None:
-        """Return the cheapest pair; None where no decode worker has room, or the best has no slot."""
-        num_tokens, random = request.num_tokens, self._random
+        needs_slot: the prompt waits for a slot, since no prefill worker has one.
+        """
+        num_tokens = request.num_tokens
         num_output = min(EXPECTED_OUTPUT_TOKENS, request.sampling.max_tokens or EXPECTED_OUTPUT_TOKENS)
-        held, rate = self._num_held(request), self._rate(now_s)
+        held, rate = self._num_held(request), self._arrivals.rate(now_s)
         num_kv = num_tokens + num_output
-        decodes = [each for each in self._compared(self._decodes, held) if each.has_room(num_kv)]
-        if not decodes:
+        accounts = [each for each in self._compared(self._decodes, held) if each.has_room(num_kv)]
+        if not accounts:
             return None
         prefills = self._compared(self._prefills, held)
-        costs = [self._prompt(each, num_tokens, held, rate, now_s) for each in prefills]
-        costs = sorted(costs, key=itemgetter(0))[:MAX_COMBINED]
-        candidates: list[tuple[float, _Prompt, Account]] = []
-        joins = []
-        for decode in decodes:
-            speed, step_s, num_running = decode.speed, decode.step_s(), decode.num_attempts
-            delay_s = num_running * num_output * (speed.sequence_s + speed.context_s * num_tokens)
-            looks_s = LOOKS * step_s if decode.num_decoding else 0.0
-            joins.append((0.5 * step_s + looks_s + delay_s, decode.bit, decode))
-            local = self._prompt(decode, num_tokens, held, rate, now_s)
-            stalled_s = decode.num_decoding * local.compute_s
-            if decode.has_slot(now_s) or not costs:
-                candidates.append((local.total_s + delay_s + stalled_s, local, decode))
-        for join_s, _, decode in sorted(joins, key=itemgetter(0))[:MAX_COMBINED]:
-            for cost in costs:
-                total_s = cost.total_s + cost.account.speed.handoff_s + join_s
-                candidates.append((total_s, cost, decode))
-        _, prompt, decode = self._cheapest(candidates, random)
-        if not prompt.account.has_slot(now_s):
+        prompts = [self._prompt(each, num_tokens, held, rate, now_s) for each in prefills]
+        decodes = [self._decode(each, num_tokens, num_output, now_s) for each in accounts]
+        candidates = self._local_candidates(decodes, num_tokens, held, rate, now_s)
+        candidates += self._remote_candidates(prompts, decodes, num_tokens, held)
+        placed = [each for each in candidates if each[1].account is not each[2] or each[2].has_slot(now_s)]
+        _, prompt, decode = self._cheapest(placed or candidates, now_s)
+        if needs_slot and not prompt.account.has_slot(now_s):
             return None
         return _Entry(prompt.account, decode, num_kv, num_output, prompt.num_new, prompt.compute_s)
 
-    def _cheapest(
-        self, candidates: Sequence[tuple[float, _Prompt, Account]], random: Random
-    ) -> tuple[float, _Prompt, Account]:
+    def _local_candidates(
+        self, decodes: Sequence[_Decode], num_tokens: int, held: Mapping[int, int], rate: float, now_s: float
+    ) -> list[_Candidate]:
+        """See `local_pair` in router/policies/candidates.py."""
+        found: list[_Candidate] = []
+        for _, account, room_s, delay_s, patience_s in decodes:
+            prompt = self._prompt(account, num_tokens, held, rate, now_s)
+            stalled_s = account.num_decoding * min(prompt.compute_s, patience_s)
+            found.append((prompt.total_s + room_s + delay_s + stalled_s, prompt, account))
+        found.sort(key=_TOTAL)
+        return found[:MAX_COMBINED]
+
+    def _remote_candidates(
+        self, prompts: list[_Prompt], decodes: list[_Decode], num_tokens: int, held: Mapping[int, int]
+    ) -> list[_Candidate]:
+        """See `remote_pair` in router/policies/candidates.py."""
+        if not prompts:
+            return []
+        best = sorted(prompts, key=_TOTAL)[:MAX_COMBINED]
+        found: list[_Candidate] = []
+        for decode in sorted(decodes, key=_TOTAL)[:MAX_COMBINED]:
+            account = decode.account
+            num_bytes = max(0, num_tokens - held.get(account.bit, 0)) * self._token_bytes
+            for prompt in best:
+                fixed_s, byte_s = prompt.account.speeds.handoff(account.id)
+                total_s = prompt.total_s + fixed_s + byte_s * num_bytes + decode.total_s
+                found.append((total_s, prompt, account))
+        return found
+
+    def _cheapest(self, candidates: Sequence[_Candidate], now_s: float) -> _Candidate:
         """See `cheapest` in router/policies/candidates.py."""
         least_s = min([each[0] for each in candidates])
         tie_s = least_s * TIE
         equals = [each for each in candidates if each[0] <= least_s + tie_s]
         if len(equals) > 1:
-            most_s = min(each[1].compute_s for each in equals) + tie_s
+            most_s = min([each[1].compute_s for each in equals]) + tie_s
             equals = [each for each in equals if each[1].compute_s <= most_s]
-        return equals[0] if len(equals) == 1 else random.choice(equals)
+        if len(equals) == 1:
+            return equals[0]
+        random = self._random.getrandbits(32)
+        one, other = equals[random % len(equals)], equals[random // len(equals) % len(equals)]
+        if one is other:
+            return one
+        is_less = other[1].account.given.at(now_s) < one[1].account.given.at(now_s)
+        return other if is_less else one
 
     def _prompt(
         self, account: Account, num_tokens: int, held: Mapping[int, int], rate: float, now_s: float
     ) -> _Prompt:
         """See `prompt_costs` in router/policies/candidates.py."""
-        speed = account.speed
+        fixed_s, token_s, pair_s = account.speeds.prefill.coefficients
         num_new = max(1, num_tokens - held.get(account.bit, 0))
-        compute_s = speed.prefill_s + num_new * (speed.token_s + speed.pair_s * (num_tokens - 0.5 * num_new))
-        wait_s = account.wait_s(now_s) if account.num_computing else 0.0
+        compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
+        wait_s = account.wait_s(now_s)
         total_s = wait_s + compute_s + compute_s * (wait_s + compute_s) * rate
         return _Prompt(total_s, compute_s, num_new, account)
 
+    def _decode(self, account: Account, num_tokens: int, num_output: int, now_s: float) -> _Decode:
+        """See `PromptScorer.decode_candidates`."""
+        fixed_s, sequence_s, context_s, token_s = account.speeds.step.coefficients
+        step_s = fixed_s + sequence_s * account.num_attempts + context_s * account.num_tokens
+        room_s = account.room_s(num_tokens + num_output, step_s)
+        delay_s = account.num_attempts * num_output * (sequence_s + context_s * num_tokens)
+        patience_s = inf
+        if account.num_decoding:
+            longest_s = step_s + token_s * account.worker.max_num_batched_tokens
+            mean_left = 0.5 * account.num_output_tokens / account.num_decoding
+            patience_s = max(0.0, mean_left * longest_s - account.wait_s(now_s))
+        return _Decode(room_s + 0.5 * step_s + delay_s, account, room_s, delay_s, patience_s)
+
     def _compared(self, accounts: Sequence[Account], held: Mapping[int, int]) -> Sequence[Account]:
-        """See CostPolicy: of very many workers, those that hold most and some drawn at random."""
+        """See CostPolicy: all in an order that begins at random; of very many, those that hold most and some
+        drawn at random.
+        """
         number = len(accounts)
+        first = int(self._random.random() * number)
         if number <= MAX_COMPARED:
-            return accounts
+            return [*accounts[first:], *accounts[:first]]
         most = sorted(held.items(), key=lambda each: -each[1])[: 2 * MAX_HOLDERS]
         role = accounts[0].worker.role
-        holders = [each for bit, _ in most if (each := self._by_bit[bit]).worker.role is role][:MAX_HOLDERS]
+        found = [each for bit, _ in most if (each := self._by_bit[bit]).worker.role is role][:MAX_HOLDERS]
         drawn = [accounts[int(self._random.random() * number)] for _ in range(NUM_DRAWN)]
         drawn.sort(key=lambda each: (each.work_s, each.num_attempts))
-        return list({each.bit: each for each in (*holders, *drawn[:2])}.values())
+        found += drawn[: MAX_HOLDERS + NUM_KEPT - len(found)]
+        return list({each.bit: each for each in found}.values())

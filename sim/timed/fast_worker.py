@@ -1,0 +1,480 @@
+"""A worker of the fast mode of a rehearsal: its queue, the keys of its pages and the seconds of its steps.
+
+1. `FastWorker` fills each step as the engine's continuous batching does: a token for each sequence, then
+   chunks of prompts, in the order of their tenants' shares.
+2. Steps in which nothing changes are one run, whose seconds are summed in closed form. A prompt or a sequence
+   that comes meanwhile cuts the run at the end of its present step.
+3. A worker looks between two steps. The pages of a prompt pass several looks: of its worker, when the decode
+   worker has granted pages and when the last page has left; of the decode worker, when the writer has stopped
+   and when the pages are verified.
+"""
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from baton.fair_queue import FairShare
+from baton.messages.codec import AnyMessage
+from baton.messages.control import (
+    Dispatch,
+    Heartbeat,
+    Hello,
+    KvEventBatch,
+    KvEventsWanted,
+    Prefill,
+    PullSource,
+)
+from baton.messages.workers import Load, PrefillTimes
+from baton.request import AttemptKey, Request
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
+from baton.sim.timed.fleet import (
+    Measurements,
+    PageStore,
+)
+from baton.sim.timed.light_router import LightRouter, LightWorker
+from baton.sim.timed.times import StepWork, WorkTimes
+
+if TYPE_CHECKING:
+    from baton.sim.timed.fast import FastCluster
+
+STEPS_A_REPORT: Final = 64
+MOST_RUN_S: Final = 0.05  # of a run where other workers slow it down, or cease to
+LOOKAHEAD: Final = 64  # see engine/scheduler/policies.py
+
+
+class PromptJob:
+    """A prompt at the worker that computes it, with the pages that it pulls under way."""
+
+    def __init__(
+        self, worker: "FastWorker", request: Request, decode: str, source: PullSource | None
+    ) -> None:
+        cluster, store = worker.cluster, worker.store
+        self.request, self.decode = request, decode
+        self.given_s = self.pulled_s = cluster.events.now_s
+        self.begun_s = -1.0
+        self.num_tokens = self.request.num_tokens
+        self.num_held = self.num_done = self.num_last = 0  # num_last: tokens of the latest chunk
+        self.own_s = 0.0  # its part of the time of its steps
+        self.granted_s = self.given_s  # the decode worker has said where its pages go
+        self.pulled_bytes = self._num_pulled_tokens = 0
+        if source is not None:
+            keys, page_size = cluster.keys_of(self.request), worker.worker.page_size
+            there = cluster.workers[source.worker].store.num_held(keys)
+            num_pulled = min(there, len(source.pages))
+            self._num_pulled_tokens = num_pulled * page_size
+            num_missing = num_pulled - store.num_held(keys)
+            if num_missing > 0:
+                num_tokens = round(num_missing * page_size * cluster.scale)
+                self.pulled_bytes = num_tokens * worker.times.kv_token_bytes
+                self.pulled_s += worker.times.transfer_s(self.pulled_bytes)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to compute."""
+        return self.num_tokens - self.num_done
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of the prompt that are computed, not held or pulled."""
+        return self.num_tokens - self.num_held
+
+    def find_held(self, worker: "FastWorker") -> None:
+        """Count the leading tokens that need no computation; at least one token is computed."""
+        held = worker.store.num_held(worker.cluster.keys_of(self.request)) * worker.worker.page_size
+        self.num_held = self.num_done = min(max(held, self._num_pulled_tokens), self.num_tokens - 1)
+
+    def compute(self, num_new: int, now_s: float) -> float:
+        """Compute a chunk; return its pairs of a new token and a token that it attends to."""
+        if self.begun_s < 0:
+            self.begun_s = now_s
+        self.num_done += num_new
+        self.num_last = num_new
+        return num_new * (self.num_done - num_new / 2)
+
+
+class Run:
+    """Steps of a worker that nothing changes: one with chunks of prompts, or several without."""
+
+    __slots__ = ("begin_s", "chunks", "num_steps", "step_s", "work")
+
+    def __init__(
+        self, begin_s: float, step_s: float, num_steps: int, work: StepWork, chunks: list[PromptJob]
+    ) -> None:
+        self.begin_s, self.step_s, self.num_steps = begin_s, step_s, num_steps
+        self.work, self.chunks = work, chunks
+
+    @property
+    def end_s(self) -> float:
+        """The end of the last step."""
+        return self.begin_s + self.step_s * self.num_steps
+
+
+class FastWorker:
+    """A worker as a peer of the router: it computes prompts, and decodes if its role says so."""
+
+    silence_s = quiet_s = 0.0
+    clock_offset: ClockOffset | None = SAME_CLOCK
+
+    def __init__(self, cluster: "FastCluster", hello: Hello, times: WorkTimes, budget: float) -> None:
+        """budget: tokens of a step; inf: one whole prompt a step."""
+        assert hello.worker is not None
+        self.cluster = cluster
+        self.hello = hello
+        self.worker = hello.worker
+        self.times = times
+        self.store = PageStore(self.worker.num_pages)
+        self.is_keeping = True  # pages, for later prompts
+        self.given_tokens = 0
+        self.busy_s = 0.0
+        self.bit = 0  # at the light router
+        self.attempts: dict[AttemptKey, None] = {}  # dispatched here and not ended
+        self._budget = budget
+        self._share = FairShare()
+        self._jobs: list[tuple[float, int, PromptJob]] = []  # by the tenants' virtual clocks
+        self._numbers = count()
+        self._run: Run | None = None
+        self._is_between = False  # the end of a run is handled; what comes of it is in the next one
+        self._num_steps = 0  # in all
+        self._begun_s = 0.0  # the beginning of the last one
+        self._ends: list[tuple[int, int, Request]] = []  # a heap: last step of each sequence
+        self._num_context = 0  # tokens that all sequences attend to
+        self._waiting: deque[Request] = deque()  # sequences without room
+        # A worker notices between two steps what has happened meanwhile.
+        self._granted: list[PromptJob] = []  # computed, with a grant that came late: the way opens in a step,
+        self._opened: list[PromptJob] = []  # then the pages leave
+        self._sent: list[PromptJob] = []  # whose pages have left
+        self._arrived: list[Request] = []  # whose pages have come: a step later the writer has stopped,
+        self._stopped: list[Request] = []  # another one later they are verified,
+        self._verified: list[Request] = []  # and the sequence decodes
+        self._used_pages = 0
+        self._most_steps = 2**20 if not cluster.contention.neighbours else 1
+        self._num_changes = 0
+        self.measurements = Measurements()
+
+    @property
+    def is_stepping(self) -> bool:
+        """A step runs, or its end is being handled."""
+        return self._run is not None or self._is_between
+
+    @property
+    def next_look_s(self) -> float:
+        """The moment at which the worker looks for messages."""
+        run, now_s = self._run, self.cluster.events.now_s
+        if run is None:
+            return now_s
+        return run.begin_s + run.step_s * max(1, math.ceil((now_s - run.begin_s) / run.step_s - 1e-9))
+
+    # The router.
+
+    def send(self, message: AnyMessage) -> None:
+        """Take a message of the router."""
+        if isinstance(message, KvEventsWanted):
+            events = KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_snapshot=True)
+            self.cluster.router.received(self, events)
+        elif isinstance(message, Dispatch):
+            request = message.request
+            self.attempts[request.key] = None
+            self.cluster.holders[request.request_id] = self
+            if not message.prefill:
+                self._take(request, self.worker.id, message.source)
+        elif isinstance(message, Prefill):
+            self._take(message.request, message.decode, message.source)
+
+    def close(self) -> None:
+        """See Peer."""
+        raise AssertionError("the router gave up a worker that is well")
+
+    def tick(self) -> None:
+        """Age the tenants' shares."""
+        self._share.age()
+
+    def beat(self) -> None:
+        """Send a heartbeat and what was measured since the last one."""
+        router = self.cluster.router
+        router.received(self, Heartbeat(load=Load(), attempts=tuple(self.attempts)))
+        if (measured := self.measurements.take()) is not None:
+            router.received(self, measured)
+
+    # Prompts and sequences.
+
+    def receive(self, request: Request) -> None:
+        """Take a request whose pages have come: verify them, then decode."""
+        if not self.is_stepping:
+            self.join(request)
+        else:
+            self._cut()
+            self._arrived.append(request)
+
+    def join(self, request: Request) -> None:
+        """Decode a request that has its first token, from the next step on in which its pages have room."""
+        self.cluster.handed_over(request)
+        self._keep(request)
+        if self.cluster.num_output_tokens(request) <= 1:
+            self.cluster.joined(request)
+            self.cluster.ended(request)
+            return
+        self._waiting.append(request)
+        self._cut()
+        self._step()
+
+    def _admit(self) -> None:
+        """Take in the sequences that have room."""
+        worker = self.worker
+        while self._waiting:
+            request = self._waiting[0]
+            num_left = self.cluster.num_output_tokens(request) - 1
+            num_pages = -(-(request.num_tokens + num_left) // worker.page_size)
+            is_full = (
+                self._used_pages + num_pages > worker.num_pages or len(self._ends) >= worker.max_num_seqs
+            )
+            if self._ends and is_full:
+                return
+            self._waiting.popleft()
+            self.cluster.joined(request)
+            self._used_pages += num_pages
+            heappush(self._ends, (self._num_steps + num_left, next(self._numbers), request))
+            self._num_context += request.num_tokens + 1
+
+    def take(self, request: Request, decode: LightWorker) -> None:
+        """See LightWorker."""
+        assert isinstance(decode, FastWorker)
+        self.cluster.holders[request.request_id] = decode
+        self._take(request, decode.worker.id)
+
+    def _take(self, request: Request, decode: str, source: PullSource | None = None) -> None:
+        """Begin to pull what the router says, and queue the prompt."""
+        self.given_tokens += request.num_tokens
+        job = PromptJob(self, request, decode, source)
+        job.granted_s = self.cluster.workers[decode].next_look_s
+        if job.pulled_s > self.cluster.events.now_s:
+            self.cluster.at(job.pulled_s, partial(self._queue, job))
+        else:
+            self._queue(job)
+
+    def _queue(self, job: PromptJob) -> None:
+        job.find_held(self)
+        share, tenant = self._share, job.request.tenant
+        share.join(tenant, job.request.scheduling_key.weight)
+        share.correct(tenant, job.num_tokens)
+        due = share.clock(tenant)  # when the tenant's share has the prompt done
+        share.leave(tenant)
+        insort(self._jobs, (due, next(self._numbers), job))
+        self._cut()
+        self._step()
+
+    # Steps.
+
+    def _cut(self) -> None:
+        """End the present run with its present step."""
+        run, now_s = self._run, self.cluster.events.now_s
+        if run is not None and run.num_steps > 1:
+            num_steps = max(1, math.ceil((now_s - run.begin_s) / run.step_s - 1e-9))
+            if num_steps < run.num_steps:
+                run.num_steps = num_steps
+                self.cluster.at(run.end_s, partial(self._stepped, run, num_steps))
+
+    def _step(self) -> None:
+        if self.is_stepping:
+            return
+        self._admit()
+        if not (self._ends or self._jobs):
+            return
+        cluster, num_seqs, num_steps = self.cluster, len(self._ends), 1
+        chunks, num_new, num_pairs = self._chunks(num_seqs) if self._jobs else ([], 0, 0.0)
+        if not (chunks or self._arrived or self._stopped or self._verified or self._opened):
+            num_steps = max(1, min(self._ends[0][0] - self._num_steps, self._most_steps))
+        scale = cluster.scale
+        context = round((self._num_context + num_seqs * (num_steps - 1) / 2) * scale)
+        work = StepWork(num_seqs + len(chunks), context, round(num_new * scale), num_pairs * scale * scale)
+        step_s, contention = self.times.step_s(work), cluster.contention
+        if contention.neighbours:
+            now_s = cluster.events.now_s
+            step_s *= contention.slowdown(cluster.num_busy, now_s)
+            contention.add_tokens(num_seqs * num_steps, now_s)
+            self._most_steps = max(1, int(MOST_RUN_S / step_s))
+        cluster.num_busy += 1
+        self._run = run = Run(cluster.events.now_s, step_s, num_steps, work, chunks)
+        cluster.at(run.end_s, partial(self._stepped, run, num_steps))
+
+    def _chunks(self, num_seqs: int) -> tuple[list[PromptJob], int, float]:
+        """Return the prompts of a step, their new tokens and their pairs."""
+        now_s, (due, _, first) = self.cluster.events.now_s, self._jobs[0]
+        begun = due - first.num_tokens / first.request.scheduling_key.weight
+        self._share.present = max(self._share.present, begun)
+        chunks, num_new, num_pairs = list[PromptJob](), 0, 0.0
+        for job, num_tokens in list(self._fill(self._budget - num_seqs)):
+            num_pairs += job.compute(num_tokens, now_s)
+            num_new += num_tokens
+            chunks.append(job)
+        return chunks, num_new, num_pairs
+
+    def _fill(self, budget: float) -> Iterator[tuple[PromptJob, int]]:
+        """Yield the prompts of a step and their tokens, as ContinuousPolicy shares a step's tokens out."""
+        for place, (_, _, job) in enumerate(self._jobs):
+            if budget < 1:
+                return
+            if job.begun_s < 0:
+                job.find_held(self)  # prompts before it may have computed more of it
+            if job.num_left > budget:
+                yield from self._split(int(budget), place)
+                return
+            yield job, job.num_left
+            budget = budget - job.num_left if math.isfinite(budget) else 0
+
+    def _split(self, budget: int, place: int) -> Iterator[tuple[PromptJob, int]]:
+        """Give half to the prompt that cannot be finished, and half to shorter ones of its tenant."""
+        head, share = self._jobs[place][2], budget // 2
+        later = (job for _, _, job in self._jobs[place + 1 : place + 1 + LOOKAHEAD])
+        tenant = head.request.tenant
+        shorter = [job for job in later if job.num_left < head.num_left and job.request.tenant == tenant]
+        given = []
+        for job in sorted(shorter, key=lambda job: job.num_left):
+            if not share:
+                break
+            given.append((job, min(share, job.num_left)))
+            share -= given[-1][1]
+        yield head, budget - sum(num_tokens for _, num_tokens in given)
+        yield from given
+
+    def _stepped(self, run: Run, num_steps: int) -> None:
+        if run is not self._run or num_steps != run.num_steps:
+            return  # the run was cut
+        self._run, self._is_between, self._begun_s = None, True, run.begin_s + run.step_s * (num_steps - 1)
+        self.cluster.num_busy -= 1
+        self.busy_s += run.step_s * num_steps
+        self._num_steps += num_steps
+        self._num_context += num_steps * len(self._ends)
+        self._measure(run, num_steps)
+        self._end_sequences()
+        done = [job for job in run.chunks if not job.num_left]
+        if done:
+            self._jobs = [each for each in self._jobs if each[2].num_left]
+            for job in done:
+                self._computed(job)
+        self._notice()
+        self._is_between = False
+        if self.cluster.light is not None:
+            self._tell(self.cluster.light)
+        self._step()
+
+    def _measure(self, run: Run, num_steps: int) -> None:
+        """Note the time of a step, and the part of it that each prompt has."""
+        if run.chunks:
+            token_s = run.step_s / sum([job.num_last for job in run.chunks])
+            for job in run.chunks:
+                job.own_s += token_s * job.num_last
+        if self.cluster.light is not None:
+            self.measurements.sample_step(run.work, run.step_s, self.cluster.events.now_s)
+        elif run.chunks or self._num_steps % STEPS_A_REPORT < num_steps:
+            self.measurements.add_step(run.work, run.step_s)
+
+    def _tell(self, light: LightRouter) -> None:
+        """Tell the light router what was measured, as often as workers do."""
+        measurements = self.measurements
+        if measurements.is_due(self.cluster.events.now_s) and (measured := measurements.take()) is not None:
+            light.measured(self.bit, measured, measurements.handoffs)
+            measurements.handoffs = []
+
+    def _notice(self) -> None:
+        """Handle what has come during a step: a worker's loop looks between two steps."""
+        sent, self._sent = self._sent, []
+        for job in sent:
+            self._hand_over(job)
+        while True:
+            opened, self._opened, self._granted = self._opened, self._granted, []
+            for job in opened:
+                self._send(job)
+            verified, self._verified = self._verified, self._stopped
+            self._stopped, self._arrived = self._arrived, []
+            for request in verified:
+                self.join(request)
+            has_step = self._ends or self._jobs or self._waiting  # else the next look is at once
+            if has_step or not (self._opened or self._stopped or self._verified):
+                return
+
+    def _pages_left(self, job: PromptJob) -> None:
+        if not self.is_stepping:
+            self._hand_over(job)
+        else:
+            self._sent.append(job)
+
+    def _hand_over(self, job: PromptJob) -> None:
+        self.cluster.workers[job.decode].receive(job.request)
+
+    def _end_sequences(self) -> None:
+        while self._ends and self._ends[0][0] <= self._num_steps:
+            request = heappop(self._ends)[2]
+            num_tokens = request.num_tokens + self.cluster.num_output_tokens(request)
+            self._num_context -= num_tokens
+            self._used_pages -= -(-(num_tokens - 1) // self.worker.page_size)
+            self.cluster.ended(request)
+
+    def _computed(self, job: PromptJob) -> None:
+        """Hand a computed prompt to its decode worker."""
+        cluster, request = self.cluster, job.request
+        is_remote = job.decode != self.worker.id
+        exposed_s = 0.0
+        if is_remote:
+            exposed_s = self.times.handoff_s(round(job.num_last * cluster.scale))
+        self._keep(request)
+        self._report(job, exposed_s, is_remote)
+        cluster.first_token(job)
+        if not is_remote:
+            self.join(request)
+        elif job.granted_s > self._begun_s:
+            self._granted.append(job)
+        else:
+            self._send(job)
+
+    def _send(self, job: PromptJob) -> None:
+        """Have the last pages of a computed prompt leave."""
+        exposed_s = self.times.handoff_s(round(job.num_last * self.cluster.scale))
+        self.cluster.at(self.cluster.events.now_s + exposed_s, partial(self._pages_left, job))
+
+    def _keep(self, request: Request) -> None:
+        """Keep the request's pages and tell the router."""
+        cluster = self.cluster
+        if not self.is_keeping:
+            return
+        changes = list(self.store.keep(cluster.keys_of(request), cluster.num_more_pages(request)))
+        if cluster.light is not None:
+            cluster.page_holders.change(changes, self.bit)
+        elif changes:
+            events = KvEventBatch(
+                first=self._num_changes,
+                keys=b"".join(key for key, _ in changes),
+                pages=tuple(page for _, page in changes),
+                generations=(0,) * len(changes),
+            )
+            self._num_changes += len(changes)
+            self.cluster.router.received(self, events)
+
+    def _report(self, job: PromptJob, exposed_s: float, is_remote: bool) -> None:
+        """Note what a prompt took, in the tokens that the router sees.
+
+        The light router hears of it once the pages are at the decode worker, as the production router does.
+        """
+        token_bytes = self.times.kv_token_bytes * self.cluster.scale
+        is_light, now_s = self.cluster.light is not None, self.cluster.events.now_s
+        times = PrefillTimes(
+            job.request.request_id,
+            job.request.attempt,
+            job.begun_s - job.given_s,
+            now_s - job.begun_s,
+            job.num_new,
+            job.num_tokens,
+            pulled_bytes=job.pulled_bytes,
+            pulled_s=job.pulled_s - job.given_s,
+            moved_bytes=round(job.num_tokens * token_bytes) if is_remote else 0,
+            exposed_s=exposed_s,
+            own_s=job.own_s if is_light else 0.0,
+        )
+        if is_light and is_remote:
+            self.cluster.under_way[job.request.request_id] = self, times, now_s
+        else:
+            self.measurements.prefills.append(times)
