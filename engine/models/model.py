@@ -37,19 +37,11 @@ class Model(Protocol):
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; w: position p sees (p - w, p]; None: all positions before it."""
 
-    def forward(
-        self,
-        step: ModelInput,
-        kv_pool: Tensor,
-        groups: LayerGroups | None = None,
-        received_TE: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
         """Final hidden states [R, E] of the rows in `step.logit_rows_R`, normed.
 
-        Writes the KV of the step's tokens into kv_pool [num_pages, layers here, 2, K, page_size, D].
-        groups: learns which layers are written while the pass runs; counted from the first one here.
-        In a pipeline stage before the last one: the hidden states [T, E] that the next stage goes on with.
-        received_TE: those of the stage before, used up; None: the first stage embeds the tokens.
+        Writes the KV of the step's tokens into kv_pool [num_pages, num_layers, 2, K, page_size, D].
+        groups: learns which layers are written while the pass runs.
         """
 
     def logits(self, hidden_RE: Tensor) -> Tensor:

@@ -495,8 +495,9 @@ class ModelRunner:
     def _run_layers(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None) -> Tensor:
         """Logits from the last pipeline stage; from the others, hidden states that are on their way."""
         model, pp = self.model, self.pp
-        if pp.is_first and pp.is_last:
+        if pp.size == 1:
             return model.logits(model.forward(step, kv_pool, groups))
+        assert isinstance(model, Decoder), "`load` has checked that"
         received_TE = None
         if not pp.is_first:
             shape = len(step.token_ids_T), self.model_config.hidden_size

@@ -84,12 +84,10 @@ def _adapter_files(fields: Any) -> AdapterFiles | None:
 def _sampling(fields: Any) -> SamplingTensors | None:
     if fields is None:
         return None
-    return SamplingTensors(
-        **{
-            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            for name, value in fields.items()
-        }
-    )
+    values: dict[str, Any] = {
+        name: value if isinstance(value, bool) else torch.from_numpy(value) for name, value in fields.items()
+    }
+    return SamplingTensors(**values)
 
 
 FLOAT: Final = 64  # added to the code of an array of floats, which is the size of its elements

@@ -37,8 +37,15 @@ def test_tokens_and_logprobs_are_those_of_one_rank(
     directory = write_config(tmp_path / "model", **keys)
     found = []
     for tp, pp in ((1, 1), (tp_size, pp_size)):
-        sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-        with closing(tiny_engine(directory, scheduler=STEPS, cache=CACHE, **sizes)) as engine:
+        with closing(
+            tiny_engine(
+                directory,
+                tensor_parallel_size=tp,
+                pipeline_parallel_size=pp,
+                scheduler=STEPS,
+                cache=CACHE,
+            )
+        ) as engine:
             found.append([answers(engine, seed) for seed in range(3)])
             assert engine.load().num_preemptions > 0 and engine.load().prefix_hits_tokens > 0
             assert not engine.has_work() and engine.load().pages["active"] == 0

@@ -60,8 +60,8 @@ def test_each_worker_has_a_line() -> None:
     )
     lines = lines_of(status)
     assert lines[0].split()[:7] == ["worker", "role", "node", "pid", "tp", "pp", "running"]
-    assert lines[1].split()[:5] == ["decode-0", "decode", "host-7/0123abcd", "4711", "1"]
-    assert lines[1].split()[5:11] == ["3", "1", "0", "0", "4", "1234"]
+    assert lines[1].split()[:6] == ["decode-0", "decode", "host-7/0123abcd", "4711", "1", "1"]
+    assert lines[1].split()[6:12] == ["3", "1", "0", "0", "4", "1234"]
     assert lines[1].endswith("25%   free 60 active 4 of 64 x 16 tokens")  # states without pages are left out
     assert lines[2].startswith("prefill-0 (draining)  prefill  -                -  ")
     assert lines[3] == "2 gateways, 4 requests under way"
