@@ -15,10 +15,11 @@ import baton
 from baton.config.cluster import ServeConfig
 from baton.config.engine import EngineSettingsT
 from baton.errors import ModelError
+from baton.tokenizer_file import SENTENCEPIECE_FILE
 
 TINY: Final = "tiny"
 # Files of the repository's top folder: others are copies for other programs.
-_FILES: Final = ["*.json", "*.safetensors", "*.jinja"]
+_FILES: Final = ["*.json", "*.safetensors", "*.jinja", SENTENCEPIECE_FILE]
 _OTHER_FILES: Final = ["*/*"]
 _REPOSITORY: Final = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
 

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from baton.engine.runner.logits_processors import upload
 from baton.engine.scheduler.sequence import Row, Sequence
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, ModelError
 from baton.kernels.sample import NOT_A_TOKEN, mask_logits, num_mask_words
 from baton.request import SamplingParams, StructuredOutputs
+from baton.tokenizer_file import TOKENIZER_FILE, has_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-TOKENIZER_FILE: Final = "tokenizer.json"
 MAX_COMPILED: Final = 64  # grammars that are kept for each tenant
 MAX_COMPILED_CHARS: Final = 2**18  # of their forms; a compiled grammar takes many times that
 MAX_TENANTS: Final = 64  # with grammars that are kept
@@ -68,7 +68,7 @@ class StructuredOutputMask:
     """
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """directory: of the model; its tokenizer.json is read before the first grammar is compiled.
+        """directory: of the model; its tokenizer is read before the first grammar is compiled.
 
         vocab_size: of the logits, which may have more tokens than the tokenizer.
         """
@@ -88,7 +88,7 @@ class StructuredOutputMask:
             raise InvalidRequest(
                 "structured_outputs: the model has no end token, at which an answer could end"
             )
-        if not (self._directory / TOKENIZER_FILE).is_file():
+        if not has_tokenizer(self._directory):
             raise InvalidRequest(f"structured_outputs: the model has no {TOKENIZER_FILE}")
 
     def applies(self, sampling: SamplingParams) -> bool:
@@ -190,7 +190,7 @@ class StructuredOutputMask:
         progress = self._of(sequence)
         try:
             matcher = progress.matcher = progress.matcher or progress.compiled.result().deep_copy()
-        except (ImportError, OSError, ValueError, InvalidRequest) as error:
+        except (ImportError, OSError, ValueError, InvalidRequest, ModelError) as error:
             return _failed(sequence, str(error))
         began_s = perf_counter()
         if self._catch_up(matcher, progress, sequence):
@@ -242,7 +242,9 @@ class StructuredOutputMask:
         from baton.structured_output import grammar_of, parser_limits
 
         if self._tokenizer is None:
-            text = (self._directory / TOKENIZER_FILE).read_text("utf-8")
+            text = read_tokenizer(self._directory)
+            if text is None:
+                raise InvalidRequest(f"structured_outputs: the model has no {TOKENIZER_FILE}")
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
         began_s = perf_counter()
         matcher = LLMatcher(self._tokenizer, grammar_of(form), log_level=0, limits=parser_limits())

@@ -20,7 +20,7 @@ import msgspec
 from baton.errors import ConfigError, InvalidRequest, ModelError, shown
 from baton.gateway.api.body import check_depth
 from baton.gateway.api.errors import invalid
-from baton.gateway.text.tokenizer import read_text
+from baton.tokenizer_file import read_text
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand

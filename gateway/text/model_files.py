@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 
 from baton.errors import InvalidRequest, ModelError
-from baton.gateway.text.tokenizer import read_text
 from baton.request import SamplingParams
+from baton.tokenizer_file import read_text
 
 GENERATION_FILE: Final = "generation_config.json"
 CONFIG_FILE: Final = "config.json"

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from `tokenizer.json` of a model directory.
+"""Text to token ids and back, from the tokenizer of a model directory.
 
 `Tokenizer` encodes whole texts and decodes whole answers. A `Detokenizer` decodes one stream token by token,
 without half a character. `ChoiceText` cuts that text before the first stop string.
@@ -29,25 +29,12 @@ import tokenizers
 from baton.errors import InvalidRequest, ModelError
 from baton.gateway.text.answer_reader import overlap
 from baton.request import FinishReason, SamplingParams
+from baton.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 
 Decode = Callable[[Sequence[int]], str]
 INCOMPLETE: Final = "\ufffd"  # decoders write this for bytes that are not, or not yet, a character
 MAX_PENDING: Final = 64  # tokens; bounds the work on a model that only writes broken bytes
-MAX_FILE_BYTES: Final = 64 * 2**20
-TOKENIZER_FILE: Final = "tokenizer.json"
 NUM_CONTEXT_TOKENS: Final = 8  # of the prompt; the space before the first word may depend on them
-
-
-def read_text(path: Path) -> str | None:
-    """Return the file's text, or None when the file is absent. Raises ModelError for an unreadable file."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ModelError(f"{path}: should be at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
 
 
 class Detokenizer(Protocol):
@@ -153,7 +140,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
-        """Read `tokenizer.json`. Raises ModelError when the file is absent or damaged."""
+        """As `find`. Raises ModelError when there is no tokenizer, too."""
         tokenizer = cls.find(directory)
         if tokenizer is None:
             path = directory / TOKENIZER_FILE
@@ -162,12 +149,11 @@ class Tokenizer:
 
     @classmethod
     def find(cls, directory: Path) -> "Tokenizer | None":
-        """Read `tokenizer.json`; None when the file is absent. Raises ModelError when it is damaged."""
-        path = directory / TOKENIZER_FILE
-        text = read_text(path)
+        """Read the tokenizer; None when there is none. Raises ModelError when it is damaged."""
+        text = read_tokenizer(directory)
         if text is None:
             return None
-        with _library_faults(f"{path}: is not a tokenizer"):
+        with _library_faults(f"{directory / TOKENIZER_FILE}: is not a tokenizer"):
             inner = tokenizers.Tokenizer.from_str(text)
         return cls(inner)
 

@@ -163,7 +163,7 @@ def _model(config: ServeConfig) -> Iterator[Finding]:
         return
     yield _ok(f"model: {directory}")
     if speech == "token ids":
-        yield _warning(f"{directory} has no tokenizer.json: prompts are token ids", "put its tokenizer there")
+        yield _warning(f"{directory} has no tokenizer: prompts are token ids", "put its tokenizer there")
     elif speech == "text":
         yield _warning(
             f"{directory} has no chat template: it completes text", "put chat_template.jinja there"

@@ -126,7 +126,7 @@ def _check(config: ServeConfig) -> None:
         if each.ray_address is None or Path(each.model).is_dir() or is_repository(each.model):
             directory = check_model(each)
             if speech_of(directory, each.gateway.chat_template) == "token ids":
-                say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
+                say(f"warning: {directory} has no tokenizer: prompts are token ids, and so are answers")
 
 
 def _keys(config: ServeConfig) -> KeyWatch:

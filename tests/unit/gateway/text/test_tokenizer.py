@@ -12,15 +12,14 @@ from transformers import PreTrainedTokenizerFast
 from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest, ModelError
 from baton.gateway.text.tokenizer import (
-    MAX_FILE_BYTES,
     MAX_PENDING,
     ChoiceText,
     StopStrings,
     Tokenizer,
     WindowDetokenizer,
-    read_text,
 )
 from baton.request import FinishReason, SamplingParams
+from baton.tokenizer_file import MAX_FILE_BYTES, read_text
 from tests.unit.gateway import tiny_tokenizers
 
 BYTE_LEVEL = Tokenizer(tiny_tokenizers.byte_level())

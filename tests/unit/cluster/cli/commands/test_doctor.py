@@ -155,7 +155,7 @@ def test_a_model_that_knows_no_text_is_a_warning(tmp_path: Path) -> None:
     with_config_alone(tmp_path)
     found, warned = findings(doctor.model, model=str(tmp_path), engine={"load_format": "dummy"})
     assert (found.verdict, warned.verdict) == ("ok", "warning")
-    assert "has no tokenizer.json: prompts are token ids" in warned.what
+    assert "has no tokenizer: prompts are token ids" in warned.what
 
 
 def test_a_file_of_tenants_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
