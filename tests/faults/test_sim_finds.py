@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from baton.decode_worker.attempt import DecodeAdmission
-from baton.engine.scheduler.scheduler import ExternalPageHolds
+from baton.engine.scheduler.page_holds import ExternalPageHolds
 from baton.gateway.streams.request_stream import RequestStream, WorkerConnections
 from baton.kvtransfer.ranks.messages import CloseShard, ShardVerified, VerifyShard
 from baton.prefill_worker.prefill_job import Offer, PrefillJob
