@@ -65,3 +65,13 @@ def test_throughput_beside_a_rival_is_of_the_same_work(
     assert rows["Baton / limit"]["value"] > 0
     parts = [row["value"] for name, row in rows.items() if name.startswith("  ")]
     assert sum(parts) == pytest.approx(100)
+
+
+def test_stages_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "PIPELINE_TOKENS", 4)
+    write_config(tmp_path)
+    bench.measure.main(None, [str(tmp_path), "--pipeline", "2", "--rounds", "1", "--output", str(tmp_path)])
+    rows = {row["name"]: row for row in json.loads((tmp_path / "engine.json").read_text())["rows"]}
+    assert rows["1 stages of 1 thread"]["value"] > 0 and rows["2 stages / 1"]["value"] > 0
+    assert [rows[f"  stage {stage} is busy"]["note"] for stage in (0, 1)] == ["1 layers"] * 2
+    assert rows["bubble of 2 stages, batch 16"]["limit"] == "<= 10"
