@@ -2,34 +2,45 @@
 
     python -m baton.bench.sim.suite --only speed                    requests a second, and fast against full
     python -m baton.bench.sim.suite --only accuracy                 calibrates, then serves 12 loads
+    python -m baton.bench.sim.suite --only advice --trace FILE      calibrates, then serves every candidate
     python -m baton.bench.sim.suite --only accuracy --times FILE    with a model of `baton calibrate`
 
 Accuracy: `baton serve` answers the load of each run, open loop, and the same load is rehearsed in the full
 mode. The time model was calibrated before, by other loads. Loads are shares of the capacity that a rehearsal
-of all requests at once has. Nothing else should run on the machine.
+of all requests at once has.
+
+Advice: `baton serve` answers three workloads with every layout that fits this machine, and `baton advise`
+chooses among the same layouts. A layout is better by what the advice optimises: it keeps the objectives, with
+fewer devices, with more headroom. Headroom is measured for the layouts of the fewest devices that keep them.
+
+Nothing else should run on the machine.
 """
 
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
-import msgspec
 import uvloop
 
-from baton.bench.clusters import served_cluster
 from baton.bench.report import Report, Row, at_least, at_most, format_number, option, percentile, suite
-from baton.bench.serve.client import Address, Client
-from baton.bench.serve.figures import Run
-from baton.bench.serve.load import Load, Shape, model_of, random_jobs, trace_jobs
+from baton.bench.serve.figures import Run, Slo
+from baton.bench.sim.advice import advice_rows, workload_of
 from baton.bench.sim.calibration import calibrate
+from baton.bench.sim.served import (
+    LENGTHS,
+    NUM_FOR_CAPACITY,
+    WORKLOADS,
+    at_rate,
+    capacity,
+    serving,
+    workloads_of,
+)
 from baton.config.cluster import ServeConfig
-from baton.config.environment import environment_of_child
-from baton.sim.rehearsal import Figure, Layout, Rehearsal, RehearsalSettings, rehearse, rehearse_each
+from baton.sim.rehearsal import Figure, Layout, Mode, Rehearsal, RehearsalSettings, rehearse
 from baton.sim.timed.times import (
     Curve,
     ReplicaTimes,
@@ -41,20 +52,18 @@ from baton.sim.timed.workload import Lengths, TraceRequest, synthetic
 
 LAYOUTS: Final = ("1P1D", "2P1D", "1P2D", "2M")
 LOADS: Final = (0.3, 0.6, 0.9)
-LENGTHS: Final = {
-    "chat": Lengths(96, 256, 48, 96, 0.3),
-    "documents": Lengths(700, 1100, 24, 48),
-}
-NUM_FOR_CAPACITY: Final = 200
+ADVICE_LAYOUTS: Final = ("1M", "2M", "1P1D", "2P1D", "1P2D")
 FIGURES: Final = {
     "output_tokens_per_s": ("throughput", "tokens/s", 5.0),
     "tpot_p50_ms": ("TPOT p50", "ms", 7.0),
     "ttft_p50_ms": ("TTFT p50", "ms", 10.0),
     "ttft_p90_ms": ("TTFT p90", "ms", 15.0),
 }
+PARTS: Final = ("speed", "accuracy", "advice")
+ADVICE_REQUESTS_PER_S: Final = 400  # more than workers of this machine answer
 LEAST_WITHIN: Final = 80.0  # percent of the truths within their intervals
-WARM_UP_SEED: Final = 999
-NUM_WARM_UP: Final = 8
+MODES: Final[tuple[Mode, ...]] = ("full", "fast")
+AGREEMENT_LAYOUTS: Final = ("1P1D", "2P2D", "3P1D", "1P3D", "4M")
 LEAST_PER_S: Final = {"full": 300.0, "fast": 5000.0}
 MOST_APART: Final = 3.0  # percent, fast against full
 NUM_RESULTS: Final = 3  # timings of which the best counts: other work on the machine only adds
@@ -83,18 +92,11 @@ def cases(layouts: Sequence[str], loads: Sequence[float]) -> list[Case]:
     ]
 
 
-def capacity_of(case: Case, times: TimeModel) -> float:
-    """Return the requests a second of a layout that is asked for everything at once."""
-    lengths = LENGTHS[case.lengths]
-    trace = synthetic(NUM_FOR_CAPACITY, 1.0, lengths, 99)
-    at_once = [msgspec.structs.replace(each, arrival_s=0.0) for each in trace]
-    course = rehearse_each(at_once, case.layout, times, RehearsalSettings())
-    return len(course.ttft_ms) / course.duration_s
-
-
 def load_of(case: Case, times: TimeModel, seconds: float, seed: int) -> list[TraceRequest]:
-    """Return the requests of a run."""
-    return synthetic(case.load * capacity_of(case, times), seconds, LENGTHS[case.lengths], seed)
+    """Return the requests of a run, at a share of the layout's capacity."""
+    lengths = LENGTHS[case.lengths]
+    most = capacity(case.layout, times, synthetic(NUM_FOR_CAPACITY, 1.0, lengths, 99))
+    return synthetic(case.load * most, seconds, lengths, seed)
 
 
 def measured(run: Run) -> dict[str, float]:
@@ -110,27 +112,8 @@ def measured(run: Run) -> dict[str, float]:
 
 async def serve(case_loads: Sequence[tuple[Case, Sequence[TraceRequest]]], model: str) -> list[Run]:
     """Serve the loads of one layout, one after the other."""
-    layout = case_loads[0][0].layout
-    with TemporaryDirectory() as folder:
-        async with served_cluster(
-            Path(folder),
-            ("--runtime", "local"),
-            prefill=layout.num_prefill,
-            decode=layout.num_decode,
-            model=model,
-            environment=environment_of_child(num_threads=1),
-        ) as cluster:
-            client = Client(Address(cluster.url))
-            listed = await model_of(client)
-            load = partial(Load, client, listed.name)
-            vocab_size = listed.vocab_size or 1000
-            warm_up = random_jobs(NUM_WARM_UP, WARM_UP_SEED, vocab_size=vocab_size)
-            await load(Shape(concurrency=2)).run(warm_up)
-            runs = []
-            for _, trace in case_loads:
-                runs.append(await load(Shape()).run(trace_jobs(trace, vocab_size=vocab_size)))
-            client.close()
-            return runs
+    async with serving(case_loads[0][0].layout, model) as serve_load:
+        return [await serve_load(trace, Slo()) for _, trace in case_loads]
 
 
 def compare(case: Case, predicted: Rehearsal, run: Run) -> Iterator[tuple[str, float, bool, Row]]:
@@ -203,26 +186,49 @@ def usual_times() -> TimeModel:
     )
 
 
+def agreement_rows(times: TimeModel, num_requests: int, report: Report) -> list[Row]:
+    """Rehearse loads on layouts in both modes; return a row for each figure, with the worst of them."""
+    apart: dict[str, dict[str, float]] = {}
+    for number, (layout, load) in enumerate(product(AGREEMENT_LAYOUTS, LOADS)):
+        name = list(WORKLOADS)[number % len(WORKLOADS)]
+        report.tell(f"both modes: {layout}, {name}, load {load:g}")
+        own = Layout.parse(layout)
+        requests = synthetic(1.0, 1.2 * num_requests, WORKLOADS[name], number)[:num_requests]
+        rate = load * capacity(own, times, requests)
+        trace = at_rate(requests, rate, num_requests / rate)
+        full, fast = (
+            rehearse(trace, own, times, RehearsalSettings(mode=mode, has_intervals=False)).figures
+            for mode in MODES
+        )
+        for figure, value in full.items():
+            error = 100 * abs(fast[figure].value / value.value - 1)
+            apart.setdefault(figure, {})[f"{layout}, {name}, load {load:g}"] = error
+    return [_agreement_row(figure, errors) for figure, errors in apart.items()]
+
+
+def _agreement_row(figure: str, errors: Mapping[str, float]) -> Row:
+    worst = max(errors, key=lambda case: errors[case])
+    note = f"median of {len(errors)} loads, worst {errors[worst]:.1f} %: {worst}"
+    return at_most(f"fast against full: {figure}", median(errors.values()), "%", MOST_APART, note)
+
+
 def speed_rows(report: Report, num_requests: int) -> list[Row]:
     """Time rehearsals in processor seconds, and compare the modes."""
     times, rows = usual_times(), []
     lengths = Lengths(100, 300, 20, 60, 0.2)
-    results: dict[str, Rehearsal] = {}
-    for mode in ("full", "fast"):
+    for mode in MODES:
         report.tell(f"{mode} mode")
         trace = synthetic(40.0, num_requests / 40.0, lengths)
         settings = RehearsalSettings(mode=mode, has_intervals=False)
         taken_s = []
         for _ in range(NUM_RESULTS):
             begin_s = time.process_time()
-            results[mode] = rehearse(trace, Layout.parse("2P2D"), times, settings)
+            rehearse(trace, Layout.parse("2P2D"), times, settings)
             taken_s.append(time.process_time() - begin_s)
         per_s = len(trace) / min(taken_s)
         note = f"{len(trace)} requests on 2P2D, processor time, best of {NUM_RESULTS}"
         rows.append(at_least(f"{mode} mode", per_s, "requests/s", LEAST_PER_S[mode], note))
-    for name, figure in results["full"].figures.items():
-        apart = 100 * abs(results["fast"].figures[name].value / figure.value - 1)
-        rows.append(at_most(f"fast against full: {name}", apart, "%", MOST_APART))
+    rows += agreement_rows(times, num_requests // 2, report)
     report.tell("1,000 workers")
     begin_s = time.process_time()
     trace = synthetic(4000.0, 1.0, lengths)
@@ -232,10 +238,32 @@ def speed_rows(report: Report, num_requests: int) -> list[Row]:
     return rows
 
 
+def times_of(options: Namespace, report: Report) -> TimeModel:
+    """Return the time model that the options name, or calibrate one."""
+    if options.times is not None:
+        return TimeModel.read(options.times)
+    report.tell("calibrating")
+    config = ServeConfig(model=options.model)
+    times = calibrate(config, options.calibrate_seconds, 3, report.tell)
+    times.save(report.folder / "times.json")
+    return times
+
+
+def asked_advice(options: Namespace, times: TimeModel, report: Report) -> list[Row]:
+    """Serve the workloads with every layout, and ask for advice."""
+    layouts = [Layout.parse(name) for name in options.candidates]
+    number = round(ADVICE_REQUESTS_PER_S * options.advice_seconds)
+    workloads = [
+        workload_of(name, requests, layouts, times, options.advice_load, options.advice_seconds)
+        for name, requests in workloads_of(options.trace, number, seed=1).items()
+    ]
+    return uvloop.run(advice_rows(workloads, layouts, times, options.model, report.tell))
+
+
 @suite(
     "sim",
     "Rehearsals",
-    option("--only", choices=("speed", "accuracy"), help="one half of the suite (both)"),
+    option("--only", choices=PARTS, help="one part of the suite (all)"),
     option("--requests", 2000, "that speed rehearses"),
     option("--model", "tiny"),
     option("--times", type=Path, metavar="FILE", help="of `baton calibrate`"),
@@ -243,20 +271,22 @@ def speed_rows(report: Report, num_requests: int) -> list[Row]:
     option("--calibrate-seconds", 110.0, "without --times"),
     option("--layouts", LAYOUTS),
     option("--loads", LOADS, "shares of the capacity"),
+    option("--trace", [], action="append", type=Path, metavar="FILE", help="that advice is asked for"),
+    option("--candidates", ADVICE_LAYOUTS, "of advice"),
+    option("--advice-seconds", 15.0, "of each load that a candidate serves"),
+    option("--advice-load", 0.4, "share of the capacity of the best candidate"),
 )
 def measure(options: Namespace, report: Report) -> None:
-    """Measure speed, then accuracy."""
-    if options.only != "accuracy":
+    """Measure speed, then accuracy, then advice."""
+    parts = [options.only] if options.only else PARTS
+    if "speed" in parts:
         report.rows += speed_rows(report, options.requests)
-    if options.only != "speed":
-        if options.times is not None:
-            times = TimeModel.read(options.times)
-        else:
-            report.tell("calibrating")
-            config = ServeConfig(model=options.model)
-            times = calibrate(config, options.calibrate_seconds, 3, report.tell)
-            times.save(report.folder / "times.json")
-        report.rows += accuracy_rows(options, times, report)
+    if parts != ["speed"]:
+        times = times_of(options, report)
+        if "accuracy" in parts:
+            report.rows += accuracy_rows(options, times, report)
+        if "advice" in parts:
+            report.rows += asked_advice(options, times, report)
 
 
 if __name__ == "__main__":
