@@ -11,9 +11,9 @@ import msgspec
 from baton.adapters import named_paths, read_adapter
 from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.runtimes.base import ProcessSpec
-from baton.config.cluster import MODEL_TEXTS, ServeConfig, WorkerConfig
+from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.engine import EngineConfig, EngineSettings
-from baton.config.gateway import GatewayConfig, GatewayModel
+from baton.config.gateway import GatewayConfig, GatewayModel, text_settings
 from baton.engine.models.loading.checkpoint import read_entries
 from baton.engine.models.registry import (
     check_split,
@@ -185,7 +185,7 @@ def _gateway_model(config: ServeConfig) -> GatewayModel:
     return GatewayModel(
         model=config.model,
         expects_prefill=config.prefill.num_workers > 0,
-        **{name: getattr(config.gateway, name) for name in MODEL_TEXTS},
+        **text_settings(config.gateway),
     )
 
 

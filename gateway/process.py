@@ -15,12 +15,11 @@ import msgspec
 from baton.adapters import Adapter, NamedAdapter, named_paths, read_adapter
 from baton.clock import Clock, SystemClock
 from baton.config.environment import node_name
-from baton.config.gateway import GatewayConfig, GatewayModel
+from baton.config.gateway import GatewayConfig, GatewayModel, TextSettings, text_settings
 from baton.errors import Overloaded
 from baton.gateway.api.admin import Canary, ServedAdapters
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.inference import Inference
-from baton.gateway.api.prompt_reader import TextSettings
 from baton.gateway.app import make_app
 from baton.gateway.http.server import HttpServer
 from baton.gateway.metrics.dashboard import LiveFeed
@@ -255,9 +254,7 @@ def _served_model(
     return ServedModel(
         name=name,
         key=name if is_one_of_several else "",
-        bodies=BodyReader.from_directory(
-            directory, msgspec.convert(config, TextSettings, from_attributes=True)
-        ),
+        bodies=BodyReader.from_directory(directory, TextSettings(**text_settings(config))),
         service=service,
         created_s=int(time.time()),
         defaults=read_sampling_defaults(directory, config.generation_config),

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.config.engine import EngineConfig, EngineSettings
-from baton.config.gateway import GatewaySettings, is_loopback
+from baton.config.gateway import GatewaySettings, TextSettings, is_loopback, text_settings
 from baton.config.loader import build, merged
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
@@ -83,21 +83,14 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
-# Settings of `gateway` that each model has of its own.
-MODEL_TEXTS: Final = ("chat_template", "tool_call_parser", "reasoning_parser", "generation_config")
-
-
-class OtherModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A further model of a cluster. Workers and engines are those of the first model where nothing is set."""
+class OtherModel(TextSettings, frozen=True, kw_only=True):
+    """A further model of a cluster, with its own text settings in place of those of `gateway`."""
 
     model: str  # as ServeConfig.model
-    prefill: WorkersConfig | None = None
-    decode: WorkersConfig | None = None
-    engine: dict[str, Any] = {}  # settings of the engine that differ, nested as in `engine`
-    chat_template: str | None = None  # as gateway.chat_template
-    tool_call_parser: str | None = None  # as gateway.tool_call_parser
-    reasoning_parser: str | None = None  # as gateway.reasoning_parser
-    generation_config: Literal["auto", "vllm"] = "auto"  # as gateway.generation_config
+    prefill: WorkersConfig | None = None  # None: the settings of the first model's prefill workers
+    decode: WorkersConfig | None = None  # None: the settings of the first model's decode workers
+    # Settings of the engine that differ from those of the first model, nested as in `engine`.
+    engine: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,8 +99,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # a directory, at the same path on every machine, a repository of Hugging Face, or "tiny"
     model: str
     served_model_name: str | None = None  # the model's name in the API; None: the last part of `model`
-    # Further models behind the same gateways, by the name in the API. The option is given once a model, also
-    # for the first: --model a=tiny --model b=/models/b; a request that names no model gets the first.
+    # Further models behind the same gateways, by their names in the API. The option --model is given once for
+    # each model, the first included: --model a=tiny --model b=/models/b.
     other_models: dict[str, OtherModel] = {}
     runtime: Literal["ray", "local"] = "ray"  # local: processes of this machine, without Ray
     ray_address: str | None = None  # Ray cluster to join; "auto": the one on this machine; None: start one
@@ -155,29 +148,29 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for pool in self.pools.values():
             num_stages = pool.engine(self.engine).pipeline_parallel_size
             if num_stages > 1 and self.planner.mode != "off":
-                raise ConfigError(
-                    "planner.mode: there are no times of workers of several pipeline stages yet"
-                )
+                raise ConfigError("planner.mode: workers with pipeline stages have no calibrated times yet")
         if self.other_models:
             self._check_several()
 
     def _check_several(self) -> None:
-        """Raise ConfigError for settings that only a cluster of one model may have."""
-        longest = MAX_MODEL_NAME_CHARS
+        """Raise ConfigError for wrong names, and for settings that need a cluster of one model."""
         for name in self.other_models:
-            if not 1 <= len(name) <= longest or name == self.model_name:
-                raise ConfigError(f"other_models: expected other names, up to {longest} long, got {name!r}")
+            if not 1 <= len(name) <= MAX_MODEL_NAME_CHARS or name == self.model_name:
+                raise ConfigError(
+                    "other_models: each model needs a name of its own, of at most "
+                    f"{MAX_MODEL_NAME_CHARS} characters, got {name!r}"
+                )
         for setting, is_set in (
             ("planner.mode", self.planner.mode != "off"),
             ("engine.enable_lora", self.engine.enable_lora),
         ):
             if is_set:
-                raise ConfigError(f"{setting}: this needs a cluster of one model, leave other_models out")
-        _ = self.models  # which checks each of them
+                raise ConfigError(f"{setting}: this needs a cluster of one model; leave other_models out")
+        _ = self.models  # checks the settings of each model
 
     @property
     def models(self) -> "tuple[ServeConfig, ...]":
-        """The settings of each model's part of the cluster, as of a cluster of that model alone."""
+        """The settings of each model, as if the cluster served that model alone. The first model is first."""
         if not self.other_models:
             return (self,)
         first = msgspec.structs.replace(self, other_models={}, served_model_name=self.model_name)
@@ -210,7 +203,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def _of_other(first: ServeConfig, name: str, other: OtherModel) -> ServeConfig:
     engine = merged(msgspec.to_builtins(first.engine), other.engine)
-    texts = {each: getattr(other, each) for each in MODEL_TEXTS}
     return msgspec.structs.replace(
         first,
         model=other.model,
@@ -218,5 +210,5 @@ def _of_other(first: ServeConfig, name: str, other: OtherModel) -> ServeConfig:
         prefill=other.prefill or first.prefill,
         decode=other.decode or first.decode,
         engine=build(EngineSettings, engine, f"other_models.{name}.engine"),
-        gateway=msgspec.structs.replace(first.gateway, **texts),
+        gateway=msgspec.structs.replace(first.gateway, **text_settings(other)),
     )

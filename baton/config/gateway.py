@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -17,10 +17,9 @@ Timeout: TypeAlias = Annotated[float, Meta(ge=0.01, le=86_400)]
 HeldBytes: TypeAlias = Annotated[int, Meta(ge=1024, le=2**50)]
 
 
-class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of all gateways of a cluster: requests, connections, timeouts."""
+class TextSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings with which a gateway reads and writes the text of one model."""
 
-    strict: bool = False  # refuse unknown keys in request bodies with 400 instead of counting them
     chat_template: str | None = None  # a Jinja file on the gateway's machine; None: the model's own template
     # The form of the model's tool calls by vLLM's names, such as hermes; None: the chat template tells it.
     tool_call_parser: str | None = None
@@ -28,6 +27,17 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     reasoning_parser: str | None = None
     # "auto": sampling defaults of the model's generation_config.json, as in vLLM; "vllm": vLLM's own defaults
     generation_config: Literal["auto", "vllm"] = "auto"
+
+
+def text_settings(settings: TextSettings) -> dict[str, Any]:
+    """Return the text settings among these settings, by name."""
+    return {name: getattr(settings, name) for name in TextSettings.__struct_fields__}
+
+
+class GatewaySettings(TextSettings, frozen=True, kw_only=True):
+    """The settings of all gateways of a cluster: requests, connections, timeouts."""
+
+    strict: bool = False  # refuse unknown keys in request bodies with 400 instead of counting them
     vllm_metric_names: bool = True  # /metrics also serves vLLM's metric names, for dashboards and llm-d
     lora_modules: tuple[str, ...] = ()  # adapters from the start, name=path each; see engine.enable_lora
     # Open at once; the last tenth is kept for /health, /ping and /metrics.
@@ -49,7 +59,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_stored_responses: Annotated[int, Meta(ge=0, le=2**20)] = 1024
     max_stored_response_bytes: HeldBytes = 16 * 2**20  # memory of these, of each tenant
     max_wait_s: Timeout = 30.0  # a request may wait for a worker with room; then it gets 503
-    # A request for a model that sleeps wakes the model, and waits up to max_wait_s; otherwise it gets 503.
+    # True: a request for a model that sleeps wakes the model, and waits up to max_wait_s. False: it gets 503.
     wake_on_request: bool = False
     max_begun_wait_s: Timeout = 300.0  # an answer that has begun may wait for a worker in place of a lost one
     ping_interval_s: Timeout = 15.0  # silence in a stream until the gateway sends a keep-alive comment
@@ -79,15 +89,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
 
 
-class GatewayModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A further model that a gateway serves. Its settings have the meaning of those of the first model."""
+class GatewayModel(TextSettings, frozen=True, kw_only=True):
+    """A further model that a gateway serves."""
 
     model: str  # the directory with the tokenizer and the chat template
-    chat_template: str | None = None  # as GatewaySettings has it for the first model, and so the others below
-    tool_call_parser: str | None = None  # see there
-    reasoning_parser: str | None = None  # see there
-    generation_config: Literal["auto", "vllm"] = "auto"  # see there
-    expects_prefill: bool | None = None  # prefill workers of this model are configured, see GatewayConfig
+    expects_prefill: bool | None = None  # as GatewayConfig.expects_prefill, of the workers of this model
 
 
 class GatewayConfig(GatewaySettings, frozen=True):
@@ -96,7 +102,7 @@ class GatewayConfig(GatewaySettings, frozen=True):
     model: str  # the directory with the tokenizer and the chat template
     routers: Routers  # addresses of all routers of the cluster
     served_model_name: str = ""  # as requests name the model; "": the directory's name
-    # Further models by the name in the API. With any, requests carry the name of their model to the router.
+    # Further models, by their names in the API. If there is one, requests to the router name their model.
     other_models: dict[str, GatewayModel] = {}
     host: str = "127.0.0.1"  # address to listen on for clients
     port: Port = 8000  # to listen on for clients; 0: any that is free

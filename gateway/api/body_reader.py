@@ -34,6 +34,7 @@ from typing import BinaryIO, Final, TypeAlias
 import msgspec
 
 from baton.adapters import NamedAdapter
+from baton.config.gateway import TextSettings
 from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
 from baton.gateway.api.body import raw_fields
@@ -45,7 +46,6 @@ from baton.gateway.api.prompt_reader import (
     PromptReader,
     ReadBody,
     ReadPolicy,
-    TextSettings,
 )
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant

@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 import orjson
 
+from baton.config.gateway import TextSettings
 from baton.errors import InvalidRequest
 from baton.gateway.api.body import (
     AnyBody,
@@ -115,14 +116,6 @@ class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     response: AskedResponse | None = None  # of the body of a response
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     tokenised_s: float = 0.0  # seconds of tokenising the prompts
-
-
-class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a gateway that tell how text is read. The names are those of `GatewaySettings`."""
-
-    chat_template: str | None = None  # a file in place of the model's own chat template
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
 
 
 class LongText(Exception):

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from baton.cluster.model_directory import resolve_model
+from baton.config.gateway import TextSettings
 from baton.errors import InvalidRequest, Overloaded
 from baton.fair_queue import CREDIT_AGES
 from baton.gateway.api.body_reader import (
@@ -29,7 +30,6 @@ from baton.gateway.api.prompt_reader import (
     PromptReader,
     ReadBody,
     ReadPolicy,
-    TextSettings,
 )
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.tokenizer import Tokenizer
