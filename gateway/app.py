@@ -100,8 +100,8 @@ def make_app(
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
 
-    canaries: of the models. posts: by path. websocket: answers `/v1/stream`. find: of the requests of this
-    gateway.
+    canaries: one for each model, in order. posts: by path. websocket: answers `/v1/stream`. find: of the
+    requests of this gateway.
     """
     app = FastAPI(
         title="Baton",
@@ -135,11 +135,16 @@ def make_app(
         allowed_origins=allowed_origins,
         begin_trace=None if tracer is None else tracer.context,
     )
-    if not allowed_origins:
-        return guarded
-    # As in vLLM. Browsers ask before a request, without a key: this is answered before keys are checked.
+    return _with_cors(guarded, allowed_origins) if allowed_origins else guarded
+
+
+def _with_cors(app: ASGIApp, allowed_origins: Sequence[str]) -> ASGIApp:
+    """Let pages of these sites use the API, as in vLLM.
+
+    Browsers ask before a request, without a key: this is answered before keys are checked.
+    """
     return CORSMiddleware(
-        guarded,
+        app,
         allow_origins=allowed_origins,
         allow_methods=["*"],
         allow_headers=["*"],
@@ -163,7 +168,7 @@ def _add_health(app: FastAPI, models: ServedModels, canaries: Sequence[Canary]) 
         asleep = [model.name for model in models if model.is_asleep]
         for canary, served in zip(canaries, models, strict=True):
             if served.is_asleep:
-                continue  # a check would say nothing of it, and would wake it
+                continue  # a check would wake the model
             try:
                 await canary.check()
             except BatonError as error:

@@ -74,10 +74,7 @@ class GatewayProcess:
             tenants, self.metrics.tenants_file = self._watch.tenants, self._watch.counters
         models = _served_models(config, service)
         self._models, first = models, models.first
-        forms = first.bodies.forms
-        self.metrics.forms, self.metrics.form_check = forms.outcomes, forms.times
-        for model in models:
-            model.bodies.forms.outcomes, model.bodies.forms.times = forms.outcomes, forms.times
+        self.metrics.forms, self.metrics.form_check = first.bodies.forms.outcomes, first.bodies.forms.times
         self.limiter = Limiter(
             self.metrics,
             config.max_open_requests,
@@ -241,9 +238,12 @@ def _served_models(config: GatewayConfig, service: Service) -> ServedModels:
         for name, path in named_paths(config.lora_modules).items()
     }
     others = [
-        _served_model(name, other, service, is_one_of_several=True)
-        for name, other in config.other_models.items()
+        _served_model(name, settings, service, is_one_of_several=True)
+        for name, settings in config.other_models.items()
     ]
+    forms = first.bodies.forms
+    for other in others:  # one count over all models
+        other.bodies.forms.outcomes, other.bodies.forms.times = forms.outcomes, forms.times
     return ServedModels([first, *others])
 
 

@@ -210,7 +210,7 @@ class TimedProcess(SimProcess):
         self._events.at(self.now_s() + delay_s, lambda: self._due(call))
 
     def _take_turn(self) -> None:
-        if self.is_busy:  # a call that was posted early in a turn has asked for the next one too soon
+        if self.is_busy:  # a call asked for this turn before the last one got longer
             self._events.at(self._busy_until_s, self._take_turn)
             return
         self._is_in_turn = True

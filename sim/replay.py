@@ -422,11 +422,9 @@ class _Comparison:
     def _choice(self, question: PairQuestion, pair: Pair) -> ReplayedPair:
         candidate = pair.choice.candidate if pair.choice is not None else None
         if candidate is None:
-            view, workers = (
-                self._pairing.view_of(question.submit.request.model, question.reached),
-                (pair.decode.id, pair.prefill_id),
-            )
-            candidate = predicted(self._context, question.submit.request, view, question.claim, *workers)
+            request, workers = question.submit.request, (pair.decode.id, pair.prefill_id)
+            view = self._pairing.view_of(request.model, question.reached)
+            candidate = predicted(self._context, request, view, question.claim, *workers)
         return ReplayedPair(
             pair.decode.id, pair.prefill_id, candidate.terms.ttft_s, candidate.num_held_tokens
         )

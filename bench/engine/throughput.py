@@ -30,7 +30,7 @@ import shlex
 import subprocess
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product, repeat
 from pathlib import Path
 from statistics import median, quantiles
@@ -328,6 +328,32 @@ def pipeline_rows(
     return [*rows, at_most(name, median(bubbles), "%", bar, spread)]
 
 
+def whole_work_rows(
+    engine: Engine, rivals: Mapping[str, str], method: str | None, num_rounds: int, report: Report
+) -> list[Row]:
+    """Do the same work with Baton and its rivals in turns; close the engine. method: of quantised weights."""
+    jobs = random_jobs(NUM_REQUESTS, 0, vocab_size=engine.vocab_size)
+    num_tokens = sum(job.num_tokens for job in jobs)
+    figures: dict[str, list[float]] = {"baton": [], **{name: [] for name in rivals}}
+    with process.freeze_gc():
+        run_jobs(engine, jobs)
+        for index in range(num_rounds):
+            report.tell(f"round {index + 1} of {num_rounds}")
+            figures["baton"] += [num_tokens / run_jobs(engine, jobs) for _ in range(3)]
+            for name, command in rivals.items():
+                figures[name].append(rival_tokens_per_s(command))
+        clock = StepClock(engine)
+        parts = clock.shares(run_jobs(engine, jobs))
+    limit = measure_limit(engine.runner.model_config, clock.steps, method)
+    engine.close()
+    total_s = sum(parts.values())
+    shares = (
+        Row(f"  {name}", 100 * seconds / total_s, "% of a run") for name, seconds in sorted(parts.items())
+    )
+    report.extra = {"tokens_per_s": figures, "seconds": parts}
+    return [*rows_of(figures, limit, num_tokens), *shares]
+
+
 @suite(
     "engine",
     "Engine throughput",
@@ -385,30 +411,10 @@ def measure(options: Namespace, report: Report) -> None:
         cache = {"enable_prefix_caching": prefix_caching, "kv_cache_memory_bytes": KV_BYTES}
         return load_with(cache=cache, quantization=method)
 
-    engine = load(False)
-    jobs = random_jobs(NUM_REQUESTS, 0, vocab_size=engine.vocab_size)
-    num_tokens = sum(job.num_tokens for job in jobs)
-    figures: dict[str, list[float]] = {"baton": [], **{name: [] for name in rivals}}
-    with process.freeze_gc():
-        run_jobs(engine, jobs)
-        for index in range(options.rounds):
-            report.tell(f"round {index + 1} of {options.rounds}")
-            figures["baton"] += [num_tokens / run_jobs(engine, jobs) for _ in range(3)]
-            for name, command in rivals.items():
-                figures[name].append(rival_tokens_per_s(command))
-        clock = StepClock(engine)
-        parts = clock.shares(run_jobs(engine, jobs))
-    limit = measure_limit(engine.runner.model_config, clock.steps, method)
-    report.rows += rows_of(figures, limit, num_tokens)
-    total_s = sum(parts.values())
-    report.rows += [
-        Row(f"  {name}", 100 * seconds / total_s, "% of a run") for name, seconds in sorted(parts.items())
-    ]
-    engine.close()
+    report.rows += whole_work_rows(load(False), rivals, method, options.rounds, report)
     if options.pairs:
         with process.freeze_gc():
             report.rows.append(prefix_cache_cost(load, options.pairs, report))
-    report.extra = {"tokens_per_s": figures, "seconds": parts}
 
 
 if __name__ == "__main__":

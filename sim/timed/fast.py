@@ -18,14 +18,7 @@ from typing import Final
 
 from baton.config.router import RouterConfig
 from baton.messages.bounds import Kind
-from baton.messages.control import (
-    Ended,
-    Hello,
-    Reachable,
-    Rejected,
-    Started,
-    Submit,
-)
+from baton.messages.control import Ended, Hello, Reachable, Rejected, Started, Submit
 from baton.messages.workers import PrefillTimes, WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import AttemptKey, Request, SamplingParams
@@ -37,14 +30,7 @@ from baton.rpc.peers import TICK_S, Peer
 from baton.rpc.worker_node import MEASURED_S
 from baton.sim.process import Events, OffsetClock
 from baton.sim.timed.fast_worker import FastWorker, PromptJob
-from baton.sim.timed.fleet import (
-    CallOutcome,
-    ClientCall,
-    FastGateway,
-    Fleet,
-    PageHolders,
-    retry_s,
-)
+from baton.sim.timed.fleet import CallOutcome, ClientCall, FastGateway, Fleet, PageHolders, retry_s
 from baton.sim.timed.light_router import LightRouter
 from baton.sim.timed.times import Contention, WorkTimes
 from baton.tenants import Refusal, Sla
@@ -94,7 +80,7 @@ class FastCluster:
         self.parts: defaultdict[str, float] = defaultdict(float)  # seconds of all requests, as in timelines
         self.page_holders = PageHolders(page_size)
         self.holders: dict[str, FastWorker] = {}  # request id -> its decode worker
-        # Request id -> the worker that has computed its prompt, what that took, and the first token's moment.
+        # Request id -> the worker that has computed the prompt, the prompt's times, the moment of its end.
         self.under_way: dict[str, tuple[FastWorker, PrefillTimes, float]] = {}
         self._random = Random(seed)
         self._numbers = count()
@@ -108,24 +94,29 @@ class FastCluster:
         self._keeps_pages = fleet.prefill_keeps or fleet.decode_keeps
         self._gateway = FastGateway(self._rejected)
         self.router.joined(self._gateway)
-        for worker in fleet.workers(page_size, scale):
-            is_prefill = worker.role is WorkerRole.PREFILL
-            hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
-            own = times[worker.role] if isinstance(times, Mapping) else times
-            budget = fleet.prefill_budget if is_prefill else fleet.decode_budget
-            peer = FastWorker(self, hello, own, budget / scale)
-            peer.is_keeping = fleet.prefill_keeps if is_prefill else fleet.decode_keeps
-            self.workers[worker.id] = peer
-            if self.light is None:
-                self.router.joined(peer)
-            else:
-                peer.bit = self.light.join(peer)
+        self._join_workers(fleet, times, page_size)
         prefill = WorkerRole.PREFILL
         self.prefill_workers = [each for each in self.workers.values() if each.worker.role is prefill]
         self._family = family_of(next(iter(self.workers.values())).worker)
         peers: list[Peer] = [] if is_light else [self._gateway, *self.workers.values()]
         for each in peers:
             self.router.received(each, Reachable(workers=tuple(self.workers)))
+
+    def _join_workers(
+        self, fleet: Fleet, times: WorkTimes | Mapping[WorkerRole, WorkTimes], page_size: int
+    ) -> None:
+        for worker in fleet.workers(page_size, self.scale):
+            is_prefill = worker.role is WorkerRole.PREFILL
+            hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
+            own = times[worker.role] if isinstance(times, Mapping) else times
+            budget = fleet.prefill_budget if is_prefill else fleet.decode_budget
+            peer = FastWorker(self, hello, own, budget / self.scale)
+            peer.is_keeping = fleet.prefill_keeps if is_prefill else fleet.decode_keeps
+            self.workers[worker.id] = peer
+            if self.light is None:
+                self.router.joined(peer)
+            else:
+                peer.bit = self.light.join(peer)
 
     def select(self, select: Select) -> None:
         """Have the policy `cost` choose among its candidates by another rule."""

@@ -4,9 +4,9 @@
    chunks of prompts, in the order of their tenants' shares.
 2. Steps in which nothing changes are one run, whose seconds are summed in closed form. A prompt or a sequence
    that comes meanwhile cuts the run at the end of its present step.
-3. A worker looks between two steps. The pages of a prompt pass several looks: of its worker, when the decode
-   worker has granted pages and when the last page has left; of the decode worker, when the writer has stopped
-   and when the pages are verified.
+3. A worker handles events between two steps, in a turn of its loop. A hand-off takes several turns: of the
+   prefill worker, when the grant has come and when the last page has left; of the decode worker, when the
+   writer has stopped and when the pages are verified.
 """
 
 import math
@@ -32,10 +32,7 @@ from baton.messages.control import (
 from baton.messages.workers import Load, PrefillTimes
 from baton.request import AttemptKey, Request
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
-from baton.sim.timed.fleet import (
-    Measurements,
-    PageStore,
-)
+from baton.sim.timed.fleet import Measurements, PageStore
 from baton.sim.timed.light_router import LightRouter, LightWorker
 from baton.sim.timed.times import StepWork, WorkTimes
 
@@ -60,7 +57,7 @@ class PromptJob:
         self.num_tokens = self.request.num_tokens
         self.num_held = self.num_done = self.num_last = 0  # num_last: tokens of the latest chunk
         self.own_s = 0.0  # its part of the time of its steps
-        self.granted_s = self.given_s  # the decode worker has said where its pages go
+        self.granted_s = self.given_s  # when the grant of the decode worker comes
         self.pulled_bytes = self._num_pulled_tokens = 0
         if source is not None:
             keys, page_size = cluster.keys_of(self.request), worker.worker.page_size
@@ -144,13 +141,13 @@ class FastWorker:
         self._ends: list[tuple[int, int, Request]] = []  # a heap: last step of each sequence
         self._num_context = 0  # tokens that all sequences attend to
         self._waiting: deque[Request] = deque()  # sequences without room
-        # A worker notices between two steps what has happened meanwhile.
-        self._granted: list[PromptJob] = []  # computed, with a grant that came late: the way opens in a step,
-        self._opened: list[PromptJob] = []  # then the pages leave
-        self._sent: list[PromptJob] = []  # whose pages have left
-        self._arrived: list[Request] = []  # whose pages have come: a step later the writer has stopped,
-        self._stopped: list[Request] = []  # another one later they are verified,
-        self._verified: list[Request] = []  # and the sequence decodes
+        # Hand-offs, by the turn of the loop that handles them next.
+        self._granted: list[PromptJob] = []  # computed before the grant came; opened in the next turn
+        self._opened: list[PromptJob] = []  # their pages leave in the next turn
+        self._sent: list[PromptJob] = []  # their pages have left
+        self._arrived: list[Request] = []  # their pages have come; the writer has stopped in the next turn
+        self._stopped: list[Request] = []  # their pages are verified in the next turn
+        self._verified: list[Request] = []  # they decode from the next turn on
         self._used_pages = 0
         self._most_steps = 2**20 if not cluster.contention.neighbours else 1
         self._num_changes = 0
@@ -162,8 +159,8 @@ class FastWorker:
         return self._run is not None or self._is_between
 
     @property
-    def next_look_s(self) -> float:
-        """The moment at which the worker looks for messages."""
+    def next_turn_s(self) -> float:
+        """The time of the next turn of the worker's loop."""
         run, now_s = self._run, self.cluster.events.now_s
         if run is None:
             return now_s
@@ -250,7 +247,7 @@ class FastWorker:
         """Begin to pull what the router says, and queue the prompt."""
         self.given_tokens += request.num_tokens
         job = PromptJob(self, request, decode, source)
-        job.granted_s = self.cluster.workers[decode].next_look_s
+        job.granted_s = self.cluster.workers[decode].next_turn_s
         if job.pulled_s > self.cluster.events.now_s:
             self.cluster.at(job.pulled_s, partial(self._queue, job))
         else:
@@ -381,7 +378,7 @@ class FastWorker:
             measurements.handoffs = []
 
     def _notice(self) -> None:
-        """Handle what has come during a step: a worker's loop looks between two steps."""
+        """One turn of the worker's loop: handle the events that came during a step."""
         sent, self._sent = self._sent, []
         for job in sent:
             self._hand_over(job)
@@ -393,7 +390,7 @@ class FastWorker:
             self._stopped, self._arrived = self._arrived, []
             for request in verified:
                 self.join(request)
-            has_step = self._ends or self._jobs or self._waiting  # else the next look is at once
+            has_step = self._ends or self._jobs or self._waiting  # else the next turn is at once
             if has_step or not (self._opened or self._stopped or self._verified):
                 return
 

@@ -24,22 +24,8 @@ from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, Tena
 from baton.messages.workers import WorkerStatus
 
 COLUMNS: Final = (
-    *(
-        "worker",
-        "role",
-        "node",
-        "pid",
-        "tp",
-        "pp",
-        "running",
-        "waiting",
-        "in",
-        "out",
-        "attempts",
-        "tokens",
-        "hits",
-    ),
-    "pages",
+    *("worker", "role", "node", "pid", "tp", "pp"),
+    *("running", "waiting", "in", "out", "attempts", "tokens", "hits", "pages"),
 )
 QUEUE_COLUMNS: Final = (
     *("tenant", "weight", "share", "waiting", "oldest", "active", "in time", "degraded", "refused"),

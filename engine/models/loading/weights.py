@@ -448,11 +448,9 @@ class ParameterSurvey(Parameters):
     """Records the name and the shape of each parameter that a model reads, and places none."""
 
     def __init__(self, scheme: Quantization | None = None, layers: range | None = None) -> None:
-        nothing, device = (
-            DummyCheckpoint({}, dtype=torch.float32, deviation=0.0, seed=0),
-            torch.device("meta"),
-        )
-        super().__init__(nothing, TensorParallel(), torch.float32, device, scheme=scheme, layers=layers)
+        nothing = DummyCheckpoint({}, dtype=torch.float32, deviation=0.0, seed=0)
+        meta = torch.device("meta")
+        super().__init__(nothing, TensorParallel(), torch.float32, meta, scheme=scheme, layers=layers)
         self.shapes: dict[str, Shape] = {}
         self.stored_bytes: dict[str, int] = {}  # of an element, where the dtype of the model does not matter
         self.weights: dict[str, Shape] = {}  # module -> shape of a quantised weight
