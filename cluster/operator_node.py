@@ -218,8 +218,11 @@ class Operator:
         """
         workers = (await self.status()).workers
         _check_drain(worker, workers, may_be_last)
-        if any(worker in (each.worker.id, each.worker.name) and each.worker.role is role for each in workers):
+        found = [each.worker for each in workers if worker in (each.worker.id, each.worker.name)]
+        if any(each.role is role for each in found):
             raise ConfigError(f"{worker} is a {role} worker")
+        if any(each.is_asleep for each in found):
+            raise ConfigError(f"{worker} sleeps: wake its model first (baton wake)")
         await self._ask(Flip(worker=worker, role=role))
 
     def tell(self, *, head_away_s: float | None = None, plans: tuple[PlanSummary, ...] | None = None) -> None:

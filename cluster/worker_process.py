@@ -104,7 +104,7 @@ class HostedWorker:
         A worker that is to flip serves on in its next role, and one that has slept as it did before.
         """
         self._serve_role(stop)
-        while not stop.is_set():
+        while not (stop.is_set() or self.node.is_dismissed):
             if self.node.sleep_level:
                 if not self._sleep(stop):
                     return
@@ -158,12 +158,17 @@ class HostedWorker:
         """
         described, level, port = self.node.hello.worker, self.node.sleep_level, self.address.port
         assert described is not None, "a worker describes itself"
+        is_woken, role = self.node.is_woken, self.node.next_role or described.role
+        self._config = msgspec.structs.replace(self._config, role=role)
         self._free()
-        if level == 1:
-            self._weights = copy_weights(_resolved(self._config))
-        logger.warning("%s sleeps", self._config.name)
-        hello = _hello_of(msgspec.structs.replace(described, id=secrets.token_hex(16), is_asleep=True))
-        is_woken = self._wait_for_wake(hello, port, stop)
+        if not is_woken:
+            if level == 1:
+                self._weights = copy_weights(_resolved(self._config))
+            logger.warning("%s sleeps", self._config.name)
+            hello = _hello_of(
+                msgspec.structs.replace(described, id=secrets.token_hex(16), role=role, is_asleep=True)
+            )
+            is_woken = self._wait_for_wake(hello, port, stop)
         if is_woken:
             logger.warning("%s is woken", self._config.name)
             self._config = msgspec.structs.replace(self._config, port=port)

@@ -119,6 +119,10 @@ class WorkerThread:
         self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive(), f"{self.config.name} does not end"
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         try:
             self.hosted = self._kind(self.config, KEY)

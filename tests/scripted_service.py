@@ -1,7 +1,7 @@
 """A Service that follows the script of a test and computes nothing."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from baton.errors import BatonError
 from baton.gateway.streams.request_stream import Sink
@@ -38,6 +38,7 @@ class ScriptedService:
         self.prefill_seen_s: float | None = None
         self.has_room = True  # a worker takes what is opened
         self.workers: Sequence[Worker] = (worker(),)
+        self.draining: Collection[str] = ()
         self.requests: list[Request] = []
         self.besides: list[str] = []
         self.sinks: dict[str, Sink] = {}  # of the requests that run

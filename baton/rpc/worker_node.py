@@ -349,6 +349,8 @@ class WorkerNode(ABC):
         self.is_draining = False
         self.next_role: WorkerRole | None = None  # to be taken once the worker has drained
         self.sleep_level = 0  # of `Sleep`; the worker sleeps once it has drained
+        self.is_woken = False  # after that `Sleep`: the worker wakes as soon as it sleeps
+        self.is_dismissed = False  # by `Drain`: the worker ends once it has drained
         self._peer_registry = peer_registry
         self._links = links
         self._engine = engine
@@ -396,15 +398,16 @@ class WorkerNode(ABC):
                 self._peer_registry.keep_up()
                 self._keep_up()
             case Drain() if self._peer_registry.is_router(peer):
+                self.is_dismissed = True
                 self.drain()
             case Flip() if self._peer_registry.is_router(peer):
                 self.next_role = message.role
                 self.drain()
             case Sleep() if self._peer_registry.is_router(peer):
-                self.sleep_level = message.level
+                self.sleep_level, self.is_woken = message.level, False
                 self.drain()
             case Wake() if self._peer_registry.is_router(peer):
-                pass  # it sleeps not yet, or not any more
+                self.is_woken = True
             case Pressure() if self._peer_registry.is_router(peer):
                 self._levels[peer.hello.id] = message.level
                 self._set_pressure()

@@ -204,11 +204,19 @@ class BodyReader:
             await helper.close()
 
 
+class OpenOrder(msgspec.Struct, frozen=True):
+    """An operator's order to sleep, or to wake, that not all workers of a model have followed."""
+
+    are_asleep: bool  # once they have
+    workers: frozenset[str]  # names; one that falls asleep, or wakes, is absent for a while
+
+
 class ServedModel(msgspec.Struct, kw_only=True):
     """A model that a gateway serves: its name, the reader of its bodies, its limits."""
 
     name: str
     key: str = ""  # `Request.model` of its requests: its name, or "" where the gateway serves one model
+    order: "OpenOrder | None" = None  # the latest that workers have not followed yet
     bodies: BodyReader
     service: Service
     created_s: int  # start of serving, in seconds since 1970

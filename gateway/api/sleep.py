@@ -3,6 +3,7 @@
 1. An order goes to a router, and from there to the workers of the model. It is repeated every ASK_EVERY_S: a
    worker that falls asleep hears no order to wake, and a router may be lost.
 2. The answer comes when every worker of the model sleeps, or serves again.
+3. The latest order holds: a call that waits gets 409 when the opposite is ordered.
 
 gateway/http/auth.py admits operators alone.
 """
@@ -13,7 +14,7 @@ from typing import Final
 
 from fastapi import FastAPI, Request, Response
 
-from baton.gateway.api.body_reader import ServedModel, ServedModels
+from baton.gateway.api.body_reader import OpenOrder, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
 from baton.messages.operations import Sleep, Wake
 
@@ -64,22 +65,41 @@ def _model(models: ServedModels, params: Mapping[str, str], *others: str) -> Ser
     return models.of(name)
 
 
-async def _order(model: ServedModel, order: Sleep | Wake, *, are_asleep: bool) -> None:
-    """Give an order until all workers of the model sleep, or none does. Raises ApiError 503 after TIMEOUT_S.
+async def _order(model: ServedModel, message: Sleep | Wake, *, are_asleep: bool) -> None:
+    """Give an order until all workers of the model sleep, or all serve.
 
-    A worker that falls asleep, or wakes, is absent for a while and comes back under its name.
+    Raises ApiError 409 when the opposite is ordered meanwhile, and 503 after TIMEOUT_S.
     """
-    names = {worker.name for worker in model.workers}
-    if not names:
+    former = model.order
+    order = OpenOrder(are_asleep, frozenset(worker.name for worker in model.workers))
+    if former is not None:
+        order = OpenOrder(are_asleep, order.workers | former.workers)
+    if not order.workers:
         raise ApiError(503, "no worker has joined yet", code="no_worker", retry_after_s=ASK_EVERY_S)
+    model.order = order
     loop = asyncio.get_running_loop()
-    ask_s = began_s = loop.time()
-    while not names <= {worker.name for worker in model.workers if worker.is_asleep is are_asleep}:
-        now_s = loop.time()
-        if now_s - began_s > TIMEOUT_S:
-            message = f"the workers of {model.name!r} have not followed within {TIMEOUT_S:g} s"
-            raise ApiError(503, message, code="not_done", retry_after_s=ASK_EVERY_S)
-        if now_s >= ask_s:
-            model.service.order(order)
-            ask_s = now_s + ASK_EVERY_S
-        await asyncio.sleep(LOOK_EVERY_S)
+    ask_s = look_s = began_s = loop.time()
+    if former is not None and former.are_asleep is not are_asleep:
+        look_s += ASK_EVERY_S  # workers may begin to follow that order, and have not said so
+    try:
+        while (now_s := loop.time()) < look_s or not _have_followed(model, order):
+            if model.order is not None and model.order.are_asleep is not are_asleep:
+                reason = f"the opposite was ordered of {model.name!r} meanwhile"
+                raise ApiError(409, reason, code="superseded")
+            if now_s - began_s > TIMEOUT_S:
+                reason = f"the workers of {model.name!r} have not followed within {TIMEOUT_S:g} s"
+                raise ApiError(503, reason, code="not_done", retry_after_s=ASK_EVERY_S)
+            if now_s >= ask_s:
+                model.service.order(message)
+                ask_s = now_s + ASK_EVERY_S
+            await asyncio.sleep(LOOK_EVERY_S)
+    finally:
+        if model.order is order:
+            model.order = None
+
+
+def _have_followed(model: ServedModel, order: OpenOrder) -> bool:
+    """Return whether all workers of the order sleep; or serve, and will not fall asleep."""
+    draining = () if order.are_asleep else model.service.draining
+    following = (each for each in model.workers if each.is_asleep is order.are_asleep)
+    return order.workers <= {each.name for each in following if each.id not in draining}

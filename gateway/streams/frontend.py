@@ -10,7 +10,7 @@ or clients.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 from baton.clock import Clock, PauseDetector
@@ -155,6 +155,11 @@ class Frontend:
     def workers(self) -> Sequence[Worker]:
         """See Service."""
         return list(self._peer_registry.members.values())
+
+    @property
+    def draining(self) -> Collection[str]:
+        """See Service."""
+        return self._draining.keys()
 
     @property
     def prefill_seen_s(self) -> float | None:

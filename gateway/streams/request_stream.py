@@ -29,7 +29,7 @@ workers of a node that is lost as a whole, within NODE_ENDS_S, count as one proc
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple, Protocol
@@ -164,6 +164,10 @@ class Service(Protocol):
     @property
     def workers(self) -> Sequence[Worker]:
         """The workers of the cluster."""
+
+    @property
+    def draining(self) -> Collection[str]:
+        """The ids of workers that take no new requests; of workers that have left, too."""
 
     @property
     def prefill_seen_s(self) -> float | None:

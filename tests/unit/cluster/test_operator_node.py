@@ -11,7 +11,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Members
 from baton.messages.operations import Drain, Sleep, Undrain, Wake, WorkerRemoved
-from baton.messages.workers import Address
+from baton.messages.workers import Address, WorkerRole
 from baton.router.router import Router
 from baton.rpc.server import RpcServer
 from tests.event_loop import on_loop
@@ -72,6 +72,16 @@ async def test_last_worker_of_its_model_is_the_last_whatever_other_models_have()
         async with connected([address], KEY) as operator:
             with pytest.raises(ConfigError, match="da is the last decode worker"):
                 await operator.drain("da")
+
+
+@on_loop
+async def test_sleeping_worker_takes_no_other_role() -> None:
+    async with a_router("a") as (router, address):
+        for name in ("d0", "d1"):
+            TestPeer.worker(router, a_worker(name, is_asleep=name == "d0"))
+        async with connected([address], KEY) as operator:
+            with pytest.raises(ConfigError, match="d0 sleeps: wake its model first"):
+                await operator.flip("d0", WorkerRole.PREFILL)
 
 
 @on_loop

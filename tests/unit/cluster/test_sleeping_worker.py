@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from baton.engine.engine import Engine
-from baton.messages.operations import Sleep, Wake
+from baton.messages.operations import Drain, Sleep, Wake
+from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.cluster_threads import Cluster, wait_for
@@ -74,3 +75,38 @@ def test_sleep_frees_weights_and_pages_and_the_tokens_after_the_wake_are_those_b
     assert cluster.router.cluster_state.index.num_pages == 0
     order(cluster, Wake(), are_asleep=False)
     assert answers(cluster, "after") == expected
+
+
+def send(cluster: Cluster, *messages: Sleep | Wake) -> None:
+    def give() -> None:
+        for message in messages:
+            cluster.frontend.order(message)
+
+    cluster.gateway.call(give)
+
+
+def test_worker_that_is_woken_while_it_drains_serves_again(cluster: Cluster) -> None:
+    expected = answers(cluster, "before")
+    before = {worker.id for worker in cluster.frontend.workers}
+    send(cluster, Sleep(), Wake())
+    wait_for(lambda: len({each.id for each in cluster.frontend.workers if not each.is_asleep} - before) == 2)
+    assert answers(cluster, "after") == expected
+
+
+@pytest.mark.parametrize("is_drained_first", [True, False])
+def test_worker_that_is_drained_for_good_does_not_sleep(cluster: Cluster, is_drained_first: bool) -> None:
+    """A long answer keeps the worker draining until both orders are there."""
+    long = Request(
+        request_id=id_of("long"),
+        token_ids=TokenIds.of(range(8)),
+        sampling=SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True),
+    )
+    answer = cluster.begin(long)
+    wait_for(lambda: bool(answer.token_ids))
+    decode = cluster.router.members.find("decode-0")
+    assert decode is not None
+    orders = [Drain(worker=decode.id), Sleep()]
+    for order in orders if is_drained_first else reversed(orders):
+        decode.peer.send(order)
+    (worker,) = cluster.workers_of(WorkerRole.DECODE)
+    wait_for(lambda: worker.has_ended)

@@ -1,5 +1,6 @@
 """The routes of sleep and wake, over a service that keeps the orders."""
 
+import asyncio
 from typing import Any
 
 import httpx2
@@ -102,3 +103,84 @@ async def test_cluster_without_workers_cannot_be_put_to_sleep() -> None:
     service = Cluster()
     service.workers = []
     assert await call(service, "POST", "/sleep?model=a") == (503, "no_worker")
+
+
+class SlowCluster(Cluster):
+    """Workers that follow no order by themselves, in one application with its open orders."""
+
+    def __init__(self) -> None:
+        super().__init__(num_deaf=10**6)
+        self.model = ServedModel(
+            name="a",
+            key="a",
+            bodies=BodyReader(PromptReader(None, None)),
+            service=self,
+            created_s=0,
+        )
+        self.app = FastAPI()
+        add_sleep_routes(self.app, ServedModels([self.model]))
+
+    async def post(self, path: str) -> int:
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(self.app), base_url="http://x"
+        ) as client:
+            try:
+                return (await client.post(path)).status_code
+            except ApiError as error:
+                return error.status
+
+    def begin(self, path: str) -> "asyncio.Task[int]":
+        return asyncio.ensure_future(self.post(path))
+
+    async def until_ordered(self, kind: type[Sleep | Wake]) -> None:
+        while not self.orders or not isinstance(self.orders[-1], kind):
+            await asyncio.sleep(0.01)
+
+    def follow(self, *, are_asleep: bool) -> None:
+        order: Sleep | Wake = Sleep(model="a") if are_asleep else Wake(model="a")
+        self.workers = [self.after(each, order) for each in self.workers]
+
+
+@on_loop
+async def test_later_order_ends_the_opposite_one() -> None:
+    service = SlowCluster()
+    falls_asleep = service.begin("/sleep")
+    await service.until_ordered(Sleep)
+    wakes = service.begin("/wake_up")
+    assert await falls_asleep == 409
+    await service.until_ordered(Wake)
+    service.follow(are_asleep=True)
+    num_orders = len(service.orders)
+    while len(service.orders) == num_orders:
+        await asyncio.sleep(0.01)
+    assert not wakes.done() and service.orders[-1] == Wake(model="a")
+    service.follow(are_asleep=False)
+    assert await wakes == 200
+
+
+@on_loop
+async def test_worker_that_is_absent_while_it_wakes_is_put_to_sleep_too() -> None:
+    service = SlowCluster()
+    service.follow(are_asleep=True)
+    wakes = service.begin("/wake_up")
+    await service.until_ordered(Wake)
+    all_workers, service.workers = service.workers, service.workers[:1]
+    falls_asleep = service.begin("/sleep")
+    assert await wakes == 409
+    await service.until_ordered(Sleep)
+    await asyncio.sleep(1.1)
+    assert not falls_asleep.done(), "one worker still loads the model"
+    service.workers = all_workers
+    service.follow(are_asleep=True)
+    assert await falls_asleep == 200
+
+
+@on_loop
+async def test_worker_that_drains_to_fall_asleep_is_not_yet_woken() -> None:
+    service = SlowCluster()
+    service.draining = [worker.id for worker in service.workers if worker.model == "a"]
+    wakes = service.begin("/wake_up")
+    await service.until_ordered(Wake)
+    assert not wakes.done()
+    service.draining = ()
+    assert await wakes == 200
