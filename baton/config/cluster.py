@@ -156,7 +156,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Raise ConfigError for wrong names, and for settings that need a cluster of one model."""
         if len(self.model_name) > MAX_MODEL_NAME_CHARS:
             raise ConfigError(
-                f"served_model_name: expected up to {MAX_MODEL_NAME_CHARS} characters, as workers' names have it"
+                f"served_model_name: expected up to {MAX_MODEL_NAME_CHARS} characters; workers' names have it"
             )
         for name in self.other_models:
             if not 1 <= len(name) <= MAX_MODEL_NAME_CHARS or name == self.model_name:

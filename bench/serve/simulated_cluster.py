@@ -9,7 +9,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Final
 
 import msgspec
@@ -83,6 +83,7 @@ class SimulatedCluster:
             for index in range(num_prefill + num_decode)
         ]
         self._decoders = [each for each in self.workers if each.role is WorkerRole.DECODE]
+        self.draining: Collection[str] = ()
         self.status: Status | None = None
 
     def _worker(self, index: int, role: WorkerRole, num_prefill: int) -> Worker:

@@ -105,7 +105,7 @@ def test_worker_that_is_drained_for_good_does_not_sleep(cluster: Cluster, is_dra
     wait_for(lambda: bool(answer.token_ids))
     decode = cluster.router.members.find("decode-0")
     assert decode is not None
-    orders = [Drain(worker=decode.id), Sleep()]
+    orders: list[Drain | Sleep] = [Drain(worker=decode.id), Sleep()]
     for order in orders if is_drained_first else reversed(orders):
         decode.peer.send(order)
     (worker,) = cluster.workers_of(WorkerRole.DECODE)
