@@ -65,11 +65,12 @@ def pin_revision(config: ServeConfig) -> ServeConfig:
 
     Raises as `resolve_model`.
     """
-    others = {
-        name: msgspec.structs.replace(other, model=_pinned(other.model))
-        for name, other in config.other_models.items()
-    }
-    config = msgspec.structs.replace(config, other_models=others)
+    if config.other_models:
+        others = {
+            name: msgspec.structs.replace(other, model=_pinned(other.model))
+            for name, other in config.other_models.items()
+        }
+        config = msgspec.structs.replace(config, other_models=others)
     if not is_repository(config.model):
         return config
     name = config.served_model_name or served_name(config.model)
