@@ -341,7 +341,10 @@ class FairLru(Generic[Item]):
         return next(iter(self._next_group()), None)
 
     def next_of_least_value(self, value: Callable[[Item], float], num_compared: int) -> Item | None:
-        """Return the least valuable of the oldest items of the next group; of equals, the oldest."""
+        """Return the least valuable of the `num_compared` oldest items of the group that evicts next.
+
+        Of equals, the oldest; None when there is none.
+        """
         return min(islice(self._next_group(), num_compared), key=value, default=None)
 
     def _next_group(self) -> Iterable[Item]:

@@ -89,7 +89,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     head_dim: int
     dtype: str
     cache_dtype: str = "auto"  # as `dtype`
-    # The number of layers in each pipeline stage; empty: one stage has them all. Rank r is in stage
+    # The number of layers in each pipeline stage; empty: one stage has all layers. Rank r is in stage
     # r // tp_size.
     stage_layers: tuple[int, ...] = ()
 
@@ -106,25 +106,30 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.cache_dtype not in CACHE_DTYPES:
             raise ConfigError(f"cache_dtype must be one of {CACHE_DTYPES}, got {self.cache_dtype!r}")
         if self.stage_layers and (min(self.stage_layers) < 1 or sum(self.stage_layers) != self.num_layers):
-            raise ConfigError(f"stage_layers {self.stage_layers} are not {self.num_layers} layers")
+            raise ConfigError(
+                f"stage_layers must be 1 or more for each stage and {self.num_layers} in all, "
+                f"got {self.stage_layers}"
+            )
 
     @property
     def num_stages(self) -> int:
+        """The number of pipeline stages of a replica."""
         return max(1, len(self.stage_layers))
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks of a replica."""
         return self.num_stages * self.tp_size
 
     def layers_of(self, rank: int) -> range:
-        """Return the layers that a rank has."""
+        """Return the layers of a rank's stage."""
         stage = rank // self.tp_size
         sizes = self.stage_layers or (self.num_layers,)
         first = sum(sizes[:stage])
         return range(first, first + sizes[stage])
 
     def of_stage(self, rank: int) -> "PageLayout":
-        """Return the layout of the pages of a rank's stage alone: as if the model had no other layers."""
+        """Return the layout of the pages in a rank's stage, as if the model had only the stage's layers."""
         if not self.stage_layers:
             return self
         return msgspec.structs.replace(self, num_layers=len(self.layers_of(rank)), stage_layers=())
@@ -157,7 +162,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token on one rank of each stage: keys and values of all layers."""
+        """Bytes of one token's keys and values of all layers, on one rank of each stage together."""
         return 2 * self.num_layers * self.heads_per_rank * self.row_bytes
 
     @property

@@ -248,7 +248,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sampling: SamplingParams = SamplingParams()
     tenant: str = ""
     cache_salt: bytes = b""  # derived from the tenant by the gateway; only requests of one salt share pages
-    model: str = ""  # that workers serve, by `Worker.model`; "": the cluster has one model
+    model: str = ""  # that shall answer, by `Worker.model`; "": the model of a cluster that has one
     adapter: Adapter | None = None  # that changes the model; workers read it when they first meet it
     priority: int = 0  # lower values are served first, as in vLLM
     sla: Sla = Sla()

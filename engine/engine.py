@@ -108,7 +108,7 @@ def load_engine(
 def copy_weights(config: EngineConfig) -> Checkpoint | None:
     """Return a copy of the model's files in host memory, for `load_engine`; None where it would save nothing.
 
-    On a CPU the files are in the system's cache as it is, and dummy weights have no files.
+    For a CPU the system's own cache has the files, and dummy weights have no files.
     """
     device = choose_device(config.device, 0)
     if device.type == "cpu" or config.load_format == "dummy":
@@ -149,9 +149,8 @@ class Engine(Replica):
         self._busy_since_s: float | None = None  # the end of the last step, if there was more work
         self._in_flight: deque[_Step] = deque()  # launched; their tokens are still to come
         self._is_async = choose_async(config, runner.device)
-        # The stages of a pipeline compute as many steps at once. Policies that serve comparison only have one
-        # step in flight.
-        self._depth = runner.rank.pp.size if config.scheduler.policy == "continuous" else 1
+        # Steps in flight: one for each stage of a pipeline. The policies for comparison keep one in flight.
+        self._depth = runner.pp.size if config.scheduler.policy == "continuous" else 1
         scheduler.num_batches = self._depth
         self._seeds = random.Random(config.seed)
         self._meter = PreemptionMeter(runner.pool)
@@ -190,7 +189,8 @@ class Engine(Replica):
         self._loading: dict[Sequence, float] = {}  # waits for pages from the disk -> since when
         self._adapters.held = []
         max_pages, shares_steps = layout.num_pages(self.max_model_len), self._depth > 1
-        self._builders = deque(  # one for each step in flight, in turn: a batch comes back to its builder
+        # One for each step in flight, in turn, so that the same sequences come back to the same builder.
+        self._builders = deque(
             StepBuilder(layout.page_size, max_num_seqs, max_pages, shares_steps=shares_steps)
             for _ in range(self._depth)
         )
@@ -236,8 +236,8 @@ class Engine(Replica):
             raise InvalidRequest(f"extra_args: no logits processor of this server takes {names}")
 
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
-        """As `Replica.step`. With asynchronous scheduling, the tokens of a step come with the next call; in a
-        pipeline, with the call that launches the last step of as many as there are stages.
+        """As `Replica.step`. With asynchronous scheduling, the tokens of a step come with the next call. In a
+        pipeline of N stages they come with the call that launches the (N - 1)th step after it.
 
         A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. Any
         other failure, an interrupt included, loses all requests: pages may be known by now although their
@@ -265,8 +265,8 @@ class Engine(Replica):
         The scheduler plans with placeholders for those tokens, and the device reads them where they were
         sampled, so it computes without a pause. Sampling waits for them: it reads the tokens of sequences.
 
-        In a pipeline a step is sampled when the last stage has computed it. Steps in flight have different
-        sequences.
+        In a pipeline several steps are in flight, with different sequences. A step is sampled once the last
+        stage has computed it.
         """
         began_s = perf_counter()
         if (rates := self._meter.rates) is not None:
@@ -292,7 +292,7 @@ class Engine(Replica):
         if meter.is_sampled:
             meter.begin(began_s)
             meter.lap("schedule", launched_s)
-        sampling = self._sampler.parameters_of_draws(batch) if self.runner.rank.pp.size > 1 else None
+        sampling = self._sampler.parameters_of_draws(batch) if self.runner.pp.size > 1 else None
         answer = self._run(batch, watch, sampling)
         step = _Step(batch, num_tokens, answer, sampling is not None, began_s, launched_s)
         if self._depth > 1:
@@ -335,8 +335,8 @@ class Engine(Replica):
         return step.draws
 
     def _release_held(self) -> None:
-        """Let sequences be admitted once their grammars are compiled and their pages are read from the disk,
-        unless they wait for an adapter.
+        """Let sequences be admitted once their grammars are compiled, their pages are read from the disk and
+        their adapters are placed.
 
         After MAX_LOAD_S the disk hangs: it holds no request until it has read or written a page.
         """
@@ -446,7 +446,9 @@ class Engine(Replica):
         disk.close()
 
     def _flush(self, disk: DiskTier) -> None:
-        """Write the pages of the host tier, then those of the device, which are copied over them."""
+        """Write the pages of the host tier to the disk, then copy the device's pages over them and write
+        those.
+        """
         cache, until_s = self.scheduler.cache, time.monotonic() + FLUSH_S
         self._wait_for_copies()
         disk.put(cache.host.written_pages(), until_s)
@@ -494,7 +496,9 @@ class Engine(Replica):
     def _run(
         self, batch: Batch, watch: LayerWatch | None, sampling: SamplingTensors | None = None
     ) -> PendingTensor:
-        """Launch a step on all ranks; the logits, or the tokens that the last stage draws with `sampling`."""
+        """Launch a step on all ranks; return the logits, or the tokens that the last stage draws with
+        `sampling`.
+        """
         num_groups = watch.begin(batch.chunks) if watch is not None and batch.sequences else 0
         self._num_steps += 1
         last = self._in_flight[-1].draws if self._in_flight else None
@@ -601,8 +605,8 @@ def _time_swap(pool: KvPool) -> float:
 
 def choose_async(config: EngineConfig, device: torch.device) -> bool:
     """Return whether the next step is planned while one runs. Unset: on a GPU. A CPU plans and computes in
-    one thread, so tokens would only come later; drafts follow the tokens of the step before. A pipeline has
-    other steps in flight."""
+    one thread, so tokens would only come later; drafts follow the tokens of the step before. A pipeline keeps
+    several steps in flight in any case."""
     if config.speculative is not None or config.pipeline_parallel_size > 1:
         return False
     chosen = config.scheduler.async_scheduling

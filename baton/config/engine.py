@@ -33,7 +33,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # A waiting window closes early when it reaches one of these.
     preferred_batch_sizes: tuple[NumSequences, ...] = ()
     # Plan the next step while one runs, so that a device never waits for the host. None: on a GPU. Pipeline
-    # stages have several steps in flight in any case.
+    # stages keep several steps in flight in any case.
     async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
@@ -54,8 +54,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
     # Share of the device that weights, activations and KV pages may take.
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    # Bytes of host memory to which evicted and preempted KV pages go; 0: both are computed again. None: a
-    # sixteenth of the free memory, at most 8 GiB and as many pages as the device has.
+    # Bytes of host memory of each rank for evicted and preempted KV pages; 0: none, they are computed again.
+    # None: a sixteenth of the free memory, at most 8 GiB, and no more pages than the device has.
     host_cache_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
     # The directory of KV pages that outlive host memory and the process; None: there is no disk tier.
     kv_disk_path: str | None = None
@@ -124,7 +124,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: seeded random weights, only config.json is read
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of workers; auto: cuda where there is a GPU
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1  # ranks that one worker splits the model over
-    # Stages of some layers each that one worker splits the model into, on CPUs. Every stage has
+    # Stages over which one worker splits the layers of the model, on CPUs only. Each stage has
     # tensor_parallel_size ranks.
     pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
     # Tokens, prompt and output together, one of each at least; None: the model's own limit.
@@ -143,7 +143,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_lora: bool = False  # serve LoRA adapters beside the model
     # Adapters that a worker computes with; more while more have requests.
     max_loras: Annotated[int, Meta(ge=1, le=1024)] = 8
-    # Adapters whose files a worker keeps in host memory; others are read again. None: as max_loras.
+    # Adapters whose files a worker keeps in host memory; other files are read again. None: max_loras.
     max_cpu_loras: Annotated[int, Meta(ge=1, le=1024)] | None = None
     max_lora_rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 16  # the highest rank of an adapter
     # Speculative decoding on workers that decode, such as {"method": "ngram"}; None: off.
@@ -166,7 +166,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "cache.kv_disk_path": self.cache.kv_disk_path is not None,
         }
         for key in (key for key, is_on in refused.items() if is_on):
-            raise ConfigError(f"{key}: workers of several pipeline stages cannot do this yet")
+            raise ConfigError(f"{key}: this does not work with pipeline_parallel_size above 1 yet")
 
     @property
     def num_ranks(self) -> int:

@@ -196,7 +196,7 @@ def _struct_in(expected: Any) -> type[msgspec.Struct] | None:
 
 
 def _struct_by_name(expected: Any) -> type[msgspec.Struct] | None:
-    """The struct of which a value has any number, by name."""
+    """The struct of the values of a mapping by name; None: the type is no such mapping."""
     return _struct_in(get_args(expected)[1]) if get_origin(expected) is dict else None
 
 

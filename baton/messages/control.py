@@ -322,7 +322,7 @@ class Alive(Message, frozen=True):
     step: RunningStep
 
 
-ON_DISK: Final = 1  # as the generation of a page of the host tier
+ON_DISK: Final = 1  # the generation of a page on disk, in the host tier
 
 
 class KvEventBatch(Message, frozen=True):
@@ -331,8 +331,8 @@ class KvEventBatch(Message, frozen=True):
     Change i is about the page named `keys[16 * i : 16 * i + 16]` (see baton/pages.py): it is in page
     `pages[i]` of that generation, or nowhere any more where `pages[i]` is -1. Changes are numbered from 0 in
     each life of a worker, `first` is this message's first number: a gap means that some were lost.
-    `is_snapshot`: before these there is nothing, in any tier. A disk is part of the host tier here, with
-    generation ON_DISK in place of 0.
+    `is_snapshot`: before these there is nothing, in any tier. A page on disk counts as a page of the host
+    tier, with generation ON_DISK in place of 0.
     """
 
     first: Count

@@ -74,14 +74,14 @@ class Scale(Message, frozen=True):
 
     num_prefill: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)]
     num_decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS // 2)]
-    model: Name = ""  # of several
+    model: Name = ""  # whose workers; "": the model of a cluster that has one
 
 
 class Sleep(Message, frozen=True):
     """Operator or gateway to router, router to the workers of the model: drain, then give the memory back.
 
-    A worker that sleeps joins again under another id (`Worker.is_asleep`), with no weights and no pages. The
-    router answers with its Status, as for Drain. A worker that sleeps already does nothing.
+    The worker joins again under another id (`Worker.is_asleep`), with no weights and no pages. A worker that
+    sleeps already does nothing. The router answers with its Status, as for Drain.
     """
 
     model: Name = ""  # "": the model of a cluster that has one
@@ -91,12 +91,13 @@ class Sleep(Message, frozen=True):
 
 
 class Wake(Message, frozen=True):
-    """Operator or gateway to router, router to the sleeping workers of the model: load it and serve again.
+    """Operator or gateway to router, router to the workers of the model: load the model and serve again.
 
-    The router answers with its Status, as for Drain.
+    A worker that does not sleep yet, or no longer, does nothing. The router answers with its Status, as for
+    Drain.
     """
 
-    model: Name = ""
+    model: Name = ""  # as in `Sleep`
 
 
 class Relayed(Message, frozen=True):

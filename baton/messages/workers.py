@@ -56,12 +56,12 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     is_asleep: bool = False  # it has neither weights nor pages, and takes no work until it is woken
 
     def serves(self, model: str) -> bool:
-        """True when requests for the model may run here; "" is the model of a cluster that has one."""
+        """Return whether requests for the model may run here; "": the model of a cluster that has one."""
         return not model or self.model == model
 
 
 def are_asleep(workers: Iterable[Worker], model: str) -> bool:
-    """Return whether the model, as in `Worker.serves`, has decode workers, and all of them sleep."""
+    """Return whether the model has decode workers and all of them sleep. model: as in `Worker.serves`."""
     decoders = [each for each in workers if each.role is WorkerRole.DECODE and each.serves(model)]
     return bool(decoders) and all(each.is_asleep for each in decoders)
 
@@ -119,7 +119,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # Of these, by decode worker, the latest last; a worker that was left out starts again from 0.
     kv_bytes_to: Annotated[dict[Id, Count], Meta(max_length=MAX_DESTINATIONS)] = {}
     num_padded_tokens: Count = 0  # computed beside those of `step_tokens`, for nothing
-    # Nanoseconds to bring the KV of a token to the device, from each tier below; as the worker has measured.
+    # Measured nanoseconds to bring the KV of one token to the device, from host memory and from disk.
     tier_token_ns: dict[Tier, Count] = {}
     step_tokens: Sizes = msgspec.field(default_factory=Sizes)  # of each step, without padding
     times: TimesByName = {}

@@ -144,7 +144,7 @@ class KeyRing:
         self._followers.append(call)
 
     def unfollow(self, call: Callable[[], None]) -> None:
-        """End `follow`. The ring may live longer than the function's owner, and keeps it alive no more."""
+        """End `follow`, so that a ring that lives longer does not keep the function's owner alive."""
         self._followers = [each for each in self._followers if each is not call]
 
 

@@ -326,7 +326,7 @@ def check_one_choice(request: Request) -> None:
 
 
 def failure_of(output: StepOutput) -> tuple[Failure, str]:
-    """The failure of an attempt with this last output, which has an error, and the reason."""
+    """Return the failure of an attempt that ends with this output, and the reason. output: has an error."""
     if output.is_invalid:
         return Failure.INVALID, (output.error or "")[:MAX_REASON_CHARS]
     return Failure.ERROR, "the model's output for it could not be sampled"
@@ -444,7 +444,7 @@ class WorkerNode(ABC):
 
 
 class SleepingWorker:
-    """A Node without an engine: the routers know that it sleeps. All calls come from one thread."""
+    """The Node of a worker that sleeps, without an engine. All calls come from one thread."""
 
     def __init__(self, peer_registry: PeerRegistry) -> None:
         self.hello = peer_registry.hello
@@ -465,7 +465,7 @@ class SleepingWorker:
         self._peer_registry.tick()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
-        """See Node. Other messages than orders of routers mean nothing to a sleeping worker."""
+        """See Node. A sleeping worker ignores all messages but orders of routers to wake or to drain."""
         if self._peer_registry.is_router(peer):
             self.is_woken = self.is_woken or isinstance(message, Wake)
             self.is_draining = self.is_draining or isinstance(message, Drain)

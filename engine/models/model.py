@@ -56,10 +56,10 @@ def build_model(config: ModelConfig, parameters: Parameters, max_model_len: int)
 
 
 def split_layers(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
-    """The number of layers of each pipeline stage. ConfigError for more stages than layers.
+    """Return the number of layers of each pipeline stage. ConfigError for more stages than layers.
 
-    The heaviest stage has as few weights as possible, with the output head in the last stage: a decode step
-    multiplies by each weight once.
+    The split minimises the weights of the heaviest stage, since a decode step multiplies by each weight once.
+    The output head counts in the last stage.
     """
     check_stages(config, num_stages)
     layers, head = _layer_weights(config), config.vocab_size * config.hidden_size

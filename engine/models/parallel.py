@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT: Final = timedelta(seconds=60)  # for all ranks to meet, once their processes are up
 STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a step is lost
-HEAD_BYTES: Final = 8192  # of a command that needs no second message
+HEAD_BYTES: Final = 8192  # of a command's first message; a longer command has a second one
 LOAD_TIMEOUT: Final = timedelta(minutes=10)  # between the first and the last rank to have loaded its part
 IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps a lost rank shows by its closed connection alone
 
@@ -153,9 +153,7 @@ class Pipeline:
 
     @property
     def answers(self) -> bool:
-        """True on the rank of the last stage that sends rank 0 its results; the stage's other ranks have the
-        same.
-        """
+        """True on the one rank that sends results to rank 0. The last stage's other ranks have the same."""
         return self.size > 1 and self.rank == self._last_rank
 
     def answer(self, result: Tensor) -> None:
@@ -163,7 +161,7 @@ class Pipeline:
         self._send(result if result.numel() else result.new_zeros(1), 0)
 
     def receive_answer(self, result: Tensor) -> PendingTensor:
-        """On rank 0: the result of the next step without one, once the last stage has computed the step."""
+        """On rank 0: begin to receive the result of the oldest step whose result has not been asked for."""
         pending = self._receive(result if result.numel() else result.new_zeros(1), self._last_rank)
         return pending._replace(tensor=result)
 
@@ -177,7 +175,7 @@ class Pipeline:
 
     def _send(self, tensor: Tensor, rank: int) -> None:
         assert self.group is not None, "there is one stage"
-        while len(self._sending) >= self.size:  # stages are no further apart than steps are in flight
+        while len(self._sending) >= self.size:  # as many steps are in flight as there are stages
             _wait(self._sending.popleft()[1], self._name)
         tensor = tensor.contiguous()
         self._sending.append((tensor, _begin(self.group.send, tensor, rank, self._name)))
@@ -277,7 +275,7 @@ class ReplicaRank:
         return f"rank {self.index} of {self.size}"
 
 
-# Foreign errors are translated at this border. whose: the rank that loses a peer.
+# torch's errors become WorkerLost here. whose: the rank that loses a peer.
 
 
 def _begin(

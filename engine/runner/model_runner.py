@@ -110,7 +110,7 @@ class KvPool:
 
 
 def _pin(memory: Tensor) -> None:
-    """Lock memory of any origin for copies from and to GPUs. Copies are slower where that is refused."""
+    """Pin memory for copies from and to GPUs. Where the driver refuses, copies are slower."""
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(status):
         logger.warning("%s bytes of host pages cannot be pinned: %s", f"{memory.nbytes:,}", status)
@@ -129,7 +129,7 @@ CUDA_CONTEXT_BYTES: Final = (
 )  # of a process, beyond the memory that torch reserves; a cautious guess
 MAX_CPU_SHARE: Final = 0.25  # of the available memory
 MAX_HOST_BYTES: Final = 8 * 2**30  # of host pages, without a setting
-MAX_HOST_SHARE: Final = 1 / 16  # of the available memory; each worker of a machine, and each rank, takes it
+MAX_HOST_SHARE: Final = 1 / 16  # of the available memory, for each rank of each worker on a machine
 
 
 def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device, graph_bytes: int = 0) -> int:
@@ -146,8 +146,8 @@ def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device, gr
 def count_host_pages(cache: CacheConfig, layout: PageLayout, num_pages: int) -> int:
     """The number of host pages: those of the configured memory, or a part of the available memory.
 
-    num_pages: on the device. Without a setting the host has no more: a small pool, as of a test, has a small
-    host tier.
+    num_pages: on the device. Without a setting the host has no more pages than the device, so that a small
+    pool has a small host tier.
     """
     if cache.host_cache_memory_bytes is not None:
         return cache.host_cache_memory_bytes // layout.page_bytes

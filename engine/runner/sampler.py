@@ -256,9 +256,9 @@ class Sampler:
         )
 
     def parameters_of_draws(self, batch: Batch) -> SamplingTensors | None:
-        """The parameters with which `kernels.sample.sample` draws the batch's tokens from its logits alone.
+        """Return the parameters with which `kernels.sample.sample` can draw the batch's tokens.
 
-        None when the batch needs more, such as logits processors or log probabilities, or draws nothing.
+        None when the batch needs more than logits, such as logits processors, or draws nothing.
         """
         if batch.drafts or any(sequence.needs_prompt_logprobs for sequence in batch.sequences):
             return None
@@ -270,7 +270,7 @@ class Sampler:
         return _tensors([*map(Row, sequences)], self._device) if sequences else None
 
     def drawn(self, batch: Batch, token_ids_R: Tensor) -> Draws:
-        """The draws of a batch with `parameters_of_draws`, from its tokens."""
+        """Return the draws of a batch whose tokens were drawn with `parameters_of_draws`."""
         self._sequences = None  # their positions are no longer those of the kept tensors
         is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
         rows = [*map(Row, _sampling_sequences(batch))]

@@ -548,10 +548,10 @@ class StepBuilder:
     def __init__(
         self, page_size: int, max_num_seqs: int, max_pages: int, *, shares_steps: bool = False
     ) -> None:
-        """page_size: a power of two. shares_steps: other builders build some of the steps."""
+        """page_size: a power of two. shares_steps: other builders build the steps between two of this one."""
         self._page_size = page_size
         self._shares_steps = shares_steps
-        self._versions: list[int] = []  # of the page tables of that step
+        self._versions: list[int] = []  # of the page tables in this builder's last step
         self._tables = PageTableRows(max_num_seqs, max_pages)
         self._num_pure_decodes = 0  # the last steps, one after another
         self._sequences: list[Sequence] = []  # of the last step, if that was one

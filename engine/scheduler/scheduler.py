@@ -62,7 +62,7 @@ class Scheduler:
         self.rates: PreemptionRates | None = None  # set once measured; until then preemption recomputes
         self.pressure_mode = PressureMode()
         self.drafter: Drafter | None = None  # proposes tokens to decodes; None: no speculative decoding
-        self.num_batches = 1  # among which running sequences are spread; a pipeline has as many in flight
+        self.num_batches = 1  # running sequences are spread over
         self._config = config
         self.cache = cache
         self.pool = cache.pool  # the ledger; transfers hold pages in it too
@@ -244,7 +244,7 @@ class Scheduler:
         )
 
     def launch(self, batch: Batch) -> None:
-        """Keep the sequences of the latest batch that sample out of other batches until it is committed.
+        """Keep the sequences that sample in the latest batch out of other batches until its `commit`.
 
         Chunks that do not sample count as computed: later chunks of their prompts may follow in the next
         batches. Launched batches are committed in order.

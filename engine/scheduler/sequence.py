@@ -485,7 +485,7 @@ class SequenceQueues:
         self.prefilling: dict[SequenceKey, Sequence] = {}
         self.decoding: dict[SequenceKey, Sequence] = {}
         self.in_flight: dict[SequenceKey, Sequence] = {}
-        self._launched: deque[Decodes] = deque()  # of steps in flight, those that were all decodes then
+        self._launched: deque[Decodes] = deque()  # of the steps in flight that had all decodes
         self._decodes: Decodes | None = None  # None: `decoding` has changed
         self.num_last_admitted = 0  # by the last plan that admitted any: the rows of a request-level batch
         self.preempted_for: SequenceKey | None = None  # waits for pages that others were preempted for
@@ -576,7 +576,7 @@ class SequenceQueues:
         self.have_quotas = self.have_quotas and any(min(each) < inf for each in self._quotas.values())
 
     def launch(self, batch: Batch) -> None:
-        """Keep the sequences of a batch that sample out of other batches until `land`."""
+        """Keep the sequences that sample in a batch out of other batches until `land`."""
         if self.are_decodes(batch) and self._decodes is not None:
             self._launched.append(self._decodes)
             self.in_flight.update(self.decoding)
@@ -588,7 +588,7 @@ class SequenceQueues:
                 self.in_flight[chunk.sequence.key] = chunk.sequence
 
     def land(self, batch: Batch) -> None:
-        """Let the sequences of a launched batch be in other batches again, but those that have ended."""
+        """Let the sequences of a launched batch, unless they have ended, be in other batches again."""
         if self._launched and self._launched[0].sequences is batch.sequences:
             decodes = self._launched.popleft()
             if not self.decoding:

@@ -120,7 +120,7 @@ class StepPlanner:
         cost_cap: CostCap,
         num_batches: int = 1,
     ) -> None:
-        """rates: None preempts by recomputing. num_batches: among which running sequences are spread."""
+        """rates: None preempts by recomputing. num_batches: see Scheduler."""
         self.queues = queues
         self.budget = max_num_batched_tokens
         self.seats = max_num_seqs - queues.num_running
@@ -179,7 +179,7 @@ class StepPlanner:
     def schedule_decodes(self) -> int:
         """Give every decode its token and, when its last page is full, a page; return how many run.
 
-        In a pipeline those that have waited longest come first, and leave the others for the next steps.
+        In a pipeline the decodes that have waited longest run, and the others are left for the next steps.
         Without shortage this is the whole cost of planning a decode step.
         """
         decodes, page_size = self.queues.decodes, self._pool.page_size
