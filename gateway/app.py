@@ -167,8 +167,8 @@ def _add_health(app: FastAPI, models: ServedModels, canaries: Sequence[Canary]) 
         """Answer when a request has just gone through the workers, prefill included where configured."""
         asleep = [model.name for model in models if model.is_asleep]
         for canary, served in zip(canaries, models, strict=True):
-            if served.is_asleep:
-                continue  # a check would wake the model
+            if served.is_changing:
+                continue  # a check proves nothing then, and might wake the model
             try:
                 await canary.check()
             except BatonError as error:

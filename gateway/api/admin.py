@@ -194,6 +194,10 @@ class Canary:
         await asyncio.shield(self._probing)
 
     def _needs_prefill(self) -> bool:
+        """Return whether a probe takes the way through a prefill worker; those that sleep cannot compute."""
+        prefills = [worker for worker in self._workers if worker.role is WorkerRole.PREFILL]
+        if prefills and all(worker.is_asleep for worker in prefills):
+            return False
         if self._expects_prefill is None and self._has_prefill():
             self._expects_prefill = True
         return bool(self._expects_prefill)

@@ -49,7 +49,7 @@ from baton.gateway.api.prompt_reader import (
 )
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
-from baton.messages.workers import Worker, are_asleep
+from baton.messages.workers import Worker, WorkerRole, are_asleep
 from baton.request import SamplingParams
 from baton.rpc.process import LENGTH_BYTES, frame, lower_priority
 from baton.tenants import has_slots
@@ -238,6 +238,14 @@ class ServedModel(msgspec.Struct, kw_only=True):
     def is_asleep(self) -> bool:
         """True when the decode workers of the model sleep."""
         return are_asleep(self.service.workers, self.key)
+
+    @property
+    def is_changing(self) -> bool:
+        """True while the model falls asleep, sleeps or wakes: no decode worker takes requests, by order."""
+        workers, draining = self.workers, self.service.draining
+        awake = [each for each in workers if not each.is_asleep and each.id not in draining]
+        takes_requests = any(each.role is WorkerRole.DECODE for each in awake)
+        return self.order is not None or (not takes_requests and any(each.is_asleep for each in workers))
 
     @property
     def max_model_len(self) -> int | None:

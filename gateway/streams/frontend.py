@@ -545,9 +545,9 @@ class Frontend:
                     self._submit(stream)
 
     def _wake_models(self) -> None:
-        """Wake the models that requests wait for."""
-        waiting = (stream for streams in self._waiting.values() for stream in streams.values())
-        for model in {stream.request.model for stream in waiting}:
+        """Wake the models that requests of clients wait for."""
+        waiting = (stream.request for streams in self._waiting.values() for stream in streams.values())
+        for model in {request.model for request in waiting if not request.is_probe}:
             if are_asleep(self.workers, model):
                 self.counters["wakes"] += 1
                 self.order(Wake(model=model))

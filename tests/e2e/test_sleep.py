@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 
@@ -57,6 +59,24 @@ def test_answer_that_is_longer_than_the_bound_goes_on_after_the_wake(cluster: Se
     cluster.baton("sleep", "--port", str(cluster.port))
     got += [chunk["choices"][0]["text"] for chunk in stream]
     assert "".join(got) == "".join(whole)
+
+
+def test_health_checks_pass_while_the_model_falls_asleep_and_do_not_wake_it(cluster: Served) -> None:
+    running = cluster.stream(PROMPT, max_tokens=600, ignore_eos=True)
+    next(running)
+    asked = threading.Thread(target=call, args=(cluster, "POST", "/sleep"))
+    asked.start()
+    reading = threading.Thread(target=list, args=(running,))
+    reading.start()
+    while asked.is_alive():
+        call(cluster, "GET", "/health")  # raises HTTPError for 503
+        asked.join(0.1)
+    reading.join()
+    for _ in range(10):
+        time.sleep(0.2)
+        call(cluster, "GET", "/health")
+    assert is_sleeping(cluster)
+    assert cluster.complete(PROMPT)
 
 
 def test_worker_that_is_killed_while_it_sleeps_is_started_awake(cluster: Served) -> None:

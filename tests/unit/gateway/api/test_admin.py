@@ -197,6 +197,18 @@ async def test_configured_prefill_worker_is_missed_from_the_beginning() -> None:
 
 
 @on_loop
+async def test_prefill_worker_that_sleeps_beside_an_awake_decode_worker_is_not_probed() -> None:
+    """As after a kill of the decode worker while both slept: it is started awake."""
+    service = apart()
+    service.workers = [
+        msgspec.structs.replace(each, is_asleep=each.role is WorkerRole.PREFILL) for each in service.workers
+    ]
+    await Canary(service, ManualClock(), expects_prefill=True).check()
+    (request,) = service.requests
+    assert not request.is_probe
+
+
+@on_loop
 async def test_recent_requests_of_clients_replace_the_probe() -> None:
     service, clock = apart(), ManualClock(100.0)
     canary = Canary(service, clock)

@@ -12,7 +12,7 @@ from baton.gateway.api.errors import ApiError
 from baton.gateway.api.prompt_reader import PromptReader
 from baton.gateway.api.sleep import add_sleep_routes
 from baton.messages.operations import Sleep, Wake
-from baton.messages.workers import Worker
+from baton.messages.workers import Worker, WorkerRole
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker
 from tests.scripted_service import ScriptedService
@@ -184,3 +184,28 @@ async def test_worker_that_drains_to_fall_asleep_is_not_yet_woken() -> None:
     assert not wakes.done()
     service.draining = ()
     assert await wakes == 200
+
+
+@on_loop
+async def test_model_changes_from_an_order_until_all_have_followed() -> None:
+    """Health checks leave a model alone that changes."""
+    service = SlowCluster()
+    assert not service.model.is_changing
+    falls_asleep = service.begin("/sleep")
+    await service.until_ordered(Sleep)
+    assert service.model.is_changing and not service.model.is_asleep
+    service.follow(are_asleep=True)
+    assert await falls_asleep == 200
+    assert service.model.is_changing and service.model.is_asleep
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_model_changes_once_one_worker_sleeps_and_no_decode_worker_takes_requests(drains: bool) -> None:
+    """As by an order that another gateway, or a command, has given."""
+    service = SlowCluster()
+    prefill, decode = (
+        a_worker("p", model="a", role=WorkerRole.PREFILL, is_asleep=True),
+        a_worker("d", model="a", role=WorkerRole.DECODE),
+    )
+    service.workers, service.draining = [prefill, decode], [decode.id] if drains else []
+    assert service.model.is_changing is drains

@@ -363,6 +363,17 @@ def test_request_that_waits_for_a_model_that_sleeps_wakes_the_model(wakes_models
     assert woken == (["b"] if wakes_models else [])
 
 
+def test_health_check_wakes_no_model() -> None:
+    g = gateway(wakes_models=True)
+    g["router"].say(Members(workers=(a_worker("d0", is_asleep=True),)))
+    request = a_request(is_probe=True)
+    g.open(request)
+    g["router"].say(Rejected(request_id=request.request_id, attempt=0, reason="", retry_after_s=1.0))
+    for _ in range(8):
+        g.tick()
+    assert not g["router"].take(Wake)
+
+
 def test_model_with_one_decode_worker_awake_does_not_sleep() -> None:
     g = gateway(wakes_models=True)
     workers = (a_worker("d0", is_asleep=True), a_worker("d1"))
