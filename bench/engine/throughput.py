@@ -300,13 +300,11 @@ def time_stages(engine: Engine, ranks: Sequence[psutil.Process]) -> StageTimes:
     return StageTimes(num_tokens / elapsed_s, elapsed_s, busy_s)
 
 
-def pipeline_rows(
-    load: Callable[[int], Engine], num_stages: int, num_rounds: int, report: Report
-) -> list[Row]:
+def pipeline_rows(load: Callable[..., Engine], num_stages: int, num_rounds: int, report: Report) -> list[Row]:
     """Decode with one stage and with several in turns; return the rates, the busy shares and the bubble."""
     here = psutil.Process()
     before = set(here.children())
-    engines = {1: load(1), num_stages: load(num_stages)}
+    engines = {number: load(pipeline_parallel_size=number) for number in (1, num_stages)}
     ranks = [here, *sorted(set(here.children()) - before, key=lambda rank: rank.pid)]
     runs: defaultdict[int, list[StageTimes]] = defaultdict(list)
     for turn in range(num_rounds + 1):  # the first is no part of the figures
@@ -380,9 +378,6 @@ def measure(options: Namespace, report: Report) -> None:
         cache = {"kv_cache_memory_bytes": KV_BYTES}
         return load_engine(engine_config({**settings, "load_format": load_format, "cache": cache, **more}))
 
-    def load_quantised(method: str | None) -> Engine:
-        return load_with(quantization=method)
-
     if options.lora:
         with process.freeze_gc():
             engine = load_with(enable_lora=True, max_loras=options.lora)
@@ -391,18 +386,16 @@ def measure(options: Namespace, report: Report) -> None:
         return
 
     if options.pipeline:
-
-        def load_stages(num_stages: int) -> Engine:
-            return load_with(pipeline_parallel_size=num_stages)
-
         native.set_num_threads(options.pipeline)  # stages share them: one each
         with process.freeze_gc():
-            report.rows += pipeline_rows(load_stages, options.pipeline, options.rounds, report)
+            report.rows += pipeline_rows(load_with, options.pipeline, options.rounds, report)
         return
 
     if options.quantization and not rivals:
         with process.freeze_gc():
-            report.rows += quantised_rows(load_quantised, options.quantization, options.rounds, report)
+            report.rows += quantised_rows(
+                lambda method: load_with(quantization=method), options.quantization, options.rounds, report
+            )
         return
 
     method: str | None = next(iter(options.quantization), None)

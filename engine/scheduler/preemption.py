@@ -3,7 +3,7 @@
 - `HeldPages` counts the pages of each scheduling key, against its share and its quota.
 - `PreemptionCandidates` lists the sequences that may give pages, the first to give them first.
 - `cheaper_mode` chooses between recomputing and swapping.
-- `PageQuotas` bounds the pages of each scheduling key.
+- `PageQuotas` bounds the pages of each scheduling key, and `most_tokens` the length of a sequence.
 
 `StepPlanner` preempts; this module changes no sequence. With one scheduling key and no quota, sequences are
 ordered by rank alone.
@@ -23,6 +23,7 @@ from baton.engine.scheduler.sequence import (
     SequenceRank,
     rank_of,
 )
+from baton.errors import InvalidRequest
 from baton.fair_queue import Share
 
 # (class, pages in excess of the share, recent work, rank), or the rank alone.
@@ -305,3 +306,22 @@ class PageQuotas:
             if num_pages <= self._held.room(share):
                 return
             self._preempt(candidate)
+
+
+def most_tokens(sequence: Sequence, pool: PagePool) -> int:
+    """The length that the sequence can reach in this pool. InvalidRequest if it could not run alone."""
+    if not sequence.num_prompt_tokens:
+        raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
+    quota = sequence.max_kv_pages
+    num_pages = pool.num_pages if quota is None else min(quota, pool.num_pages)
+    most = min(sequence.max_num_tokens, num_pages * pool.page_size)
+    if sequence.num_tokens < most:
+        return most
+    begun = sequence.num_generated_tokens
+    holder = "the model and its KV pages hold"
+    if quota is not None and quota < pool.num_pages:
+        holder = f"the quota max_kv_pages of {quota} pages, and the model, hold"
+    raise InvalidRequest(
+        f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens"
+        f"{f' and {begun} of the answer' if begun else ''}; {holder} {most}, one of them for the answer"
+    )

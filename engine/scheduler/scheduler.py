@@ -28,11 +28,10 @@ import numpy as np
 
 from baton.clock import Clock
 from baton.config.engine import SchedulerConfig
-from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.scheduler.page_holds import ExternalPageHolds
 from baton.engine.scheduler.policies import batch_policy
-from baton.engine.scheduler.preemption import PreemptionRates
+from baton.engine.scheduler.preemption import PreemptionRates, most_tokens
 from baton.engine.scheduler.sequence import (
     Batch,
     Drafter,
@@ -46,7 +45,7 @@ from baton.engine.scheduler.sequence import (
     attribute_step_cost,
 )
 from baton.engine.scheduler.step_planner import CostCap, PressureMode, StepPlanner
-from baton.errors import IntegrityError, InvalidRequest
+from baton.errors import IntegrityError
 from baton.request import MAX_CHOICES, FilledPages, FinishReason, StepOutput
 
 _RUNNING, _ENDING, _FINISHED = SequenceStatus.RUNNING, SequenceStatus.ENDING, SequenceStatus.FINISHED
@@ -207,8 +206,7 @@ class Scheduler:
         self._version += 1
         by_key = self._queues.by_key
         self.cache.host.begin_step()
-        in_flight = self._queues.in_flight
-        self._to_preempt = {key: mode for key, mode in self._to_preempt.items() if key in in_flight}
+        self._to_preempt = {k: mode for k, mode in self._to_preempt.items() if k in self._queues.in_flight}
         if plan.preempted_for is not None:
             self._queues.preempted_for = plan.preempted_for
         for key, mode in plan.preempted.items():
@@ -256,16 +254,13 @@ class Scheduler:
         self._launched.append(batch)
         self._version += 1
 
-    def advance(self, batch: Batch) -> None:
+    def advance(self, batch: Batch, *, only_sampling: bool = False) -> None:
         """Count the tokens of the latest batch as computed, as the next plan needs while the batch runs.
 
         Each chunk that samples appends a placeholder to its sequence: -1 - i for the i-th of these chunks.
         Drafts count as computed once they are accepted. Chunks of sequences that have ended are ignored.
+        only_sampling: `launch` has counted the other chunks.
         """
-        self._advance(batch)
-
-    def _advance(self, batch: Batch, *, only_sampling: bool = False) -> None:
-        """only_sampling: `launch` has counted the other chunks."""
         self._advanced = batch
         self._version += 1
         chunks = zip(batch.sequences, batch.ends.tolist(), batch.placeholders(), strict=True)
@@ -297,11 +292,9 @@ class Scheduler:
         """
         is_launched = bool(self._launched) and batch is self._launched[0]
         if is_launched:
-            self._queues.land(batch)
+            self._queues.land(self._launched.popleft())
         if batch is not self._advanced:
-            self._advance(batch, only_sampling=is_launched)
-        if is_launched:
-            self._launched.popleft()
+            self.advance(batch, only_sampling=is_launched)
         self._advanced = None
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
         for chunk in batch.page_ends:
@@ -553,22 +546,3 @@ class SequencePages:
         sequence.page_table.clear()
         sequence.table_version += 1
         sequence.num_known_pages = 0
-
-
-def most_tokens(sequence: Sequence, pool: PagePool) -> int:
-    """The length that the sequence can reach in this pool. InvalidRequest if it could not run alone."""
-    if not sequence.num_prompt_tokens:
-        raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
-    quota = sequence.max_kv_pages
-    num_pages = pool.num_pages if quota is None else min(quota, pool.num_pages)
-    most = min(sequence.max_num_tokens, num_pages * pool.page_size)
-    if sequence.num_tokens < most:
-        return most
-    begun = sequence.num_generated_tokens
-    holder = "the model and its KV pages hold"
-    if quota is not None and quota < pool.num_pages:
-        holder = f"the quota max_kv_pages of {quota} pages, and the model, hold"
-    raise InvalidRequest(
-        f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens"
-        f"{f' and {begun} of the answer' if begun else ''}; {holder} {most}, one of them for the answer"
-    )
