@@ -318,7 +318,7 @@ class DiskStore:
         del self._segments[oldest.place]
         oldest.close()
         self._path(oldest.place).unlink()
-        dropped = [key for key in oldest.keys if self._where[key] is oldest]
+        dropped = [key for key in oldest.keys if self._where.get(key) is oldest]
         for key in dropped:
             del self._where[key]
         return dropped

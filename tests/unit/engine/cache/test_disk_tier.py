@@ -217,6 +217,29 @@ def test_damage_in_a_read_costs_the_damaged_pages_alone(tmp_path: Path) -> None:
     store.close()
 
 
+def test_key_with_records_in_two_segments_may_be_forgotten_and_dropped(tmp_path: Path) -> None:
+    """As after a loss of power, when the file system has not kept that a damaged record was removed."""
+    store, key = store_in(tmp_path), KEYS[0]
+    for each in KEYS[:3]:  # a whole segment
+        store.put(each, parts_of(page_of(each)))
+    (first,) = segments(tmp_path)
+    kept = first.read_bytes()
+    first.write_bytes(kept[:8192] + bytes([kept[8192] ^ 1]) + kept[8193:])
+    assert read(store, key) is None
+    store.put(key, parts_of(page_of(key)))
+    store.close()
+    first.write_bytes(kept)
+    second = segments(tmp_path)[1]
+    content = second.read_bytes()
+    second.write_bytes(content[:8192] + bytes([content[8192] ^ 1]) + content[8193:])
+
+    store = store_in(tmp_path)
+    assert read(store, key) is None
+    dropped = [gone for each in KEYS[3:15] for gone in store.put(each, parts_of(page_of(each)))]
+    assert set(KEYS[1:3]) <= set(dropped) and key not in dropped
+    store.close()
+
+
 def _write_without_end(root: Path) -> None:
     store = store_in(root, max_bytes=2**22)
     while True:
