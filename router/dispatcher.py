@@ -9,7 +9,7 @@
    the first token, the gateway gets `AttemptFailed`. Freed room goes to queued attempts at once.
 
 A router has one `Dispatcher` a model, so a model without room delays no request for another model.
-`Dispatchers` has all of them (docs/decisions/0043).
+`Dispatchers` has all of them (docs/decisions/0041).
 """
 
 import secrets

@@ -190,13 +190,17 @@ async def test_worker_that_drains_to_fall_asleep_is_not_yet_woken() -> None:
 async def test_model_changes_from_an_order_until_all_have_followed() -> None:
     """Health checks leave a model alone that changes."""
     service = SlowCluster()
-    assert not service.model.is_changing
+
+    def state() -> tuple[bool, bool]:
+        return service.model.is_changing, service.model.is_asleep
+
+    assert state() == (False, False)
     falls_asleep = service.begin("/sleep")
     await service.until_ordered(Sleep)
-    assert service.model.is_changing and not service.model.is_asleep
+    assert state() == (True, False)
     service.follow(are_asleep=True)
     assert await falls_asleep == 200
-    assert service.model.is_changing and service.model.is_asleep
+    assert state() == (True, True)
 
 
 @pytest.mark.parametrize("drains", [True, False])
