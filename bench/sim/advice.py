@@ -50,6 +50,7 @@ class Measured(NamedTuple):
     layout: Layout
     attained: float  # share of the requests that kept the objectives
     headroom: float = 0.0  # largest of SPEEDS at which it is able; 1.0 where it was not tried faster
+    failures: tuple[str, ...] = ()  # of answers, which miss the objectives
 
     @property
     def is_able(self) -> bool:
@@ -110,8 +111,8 @@ async def measured_on(
 
 
 async def _measure(layout: Layout, workload: Workload, serve: Serve, fewest: dict[str, int]) -> Measured:
-    attained = attained_by(await serve(workload.requests, workload.slo))
-    measured = Measured(layout, attained)
+    run = await serve(workload.requests, workload.slo)
+    measured = Measured(layout, attained_by(run), failures=tuple(run.failures))
     if not measured.is_able:
         return measured
     headroom = 1.0
@@ -154,7 +155,8 @@ def rows_of(workload: Workload, measured: Mapping[str, Measured], advice: Advice
         option, headroom = predicted[name], f"headroom {each.headroom:g}" if each.is_able else "misses"
         figures = option.best_known.figures
         told = f"{100 * figures['attainment'].value:.0f} %" if figures else "not calibrated"
-        note = f"{headroom}; predicted {told}, headroom {option.headroom:g}"
+        failed = f"{len(each.failures)} failed: {each.failures[0]}; " if each.failures else ""
+        note = f"{failed}{headroom}; predicted {told}, headroom {option.headroom:g}"
         rows.append(Row(f"{workload.name}, {name}: attained", 100 * each.attained, "%", note=note))
     best = max(measured.values(), key=lambda each: each.merit)
     chosen = advice.chosen.layout.name if advice.chosen is not None else ""

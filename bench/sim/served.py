@@ -51,7 +51,12 @@ def workloads_of(traces: Sequence[Path], num_requests: int, seed: int) -> dict[s
         found["chat"] = [
             msgspec.structs.replace(each, block_ids=()) for each in spread if each.input_tokens <= CHAT_TOKENS
         ]
-    return {name: requests[:num_requests] for name, requests in found.items()}
+    return {name: [_answered(each) for each in requests[:num_requests]] for name, requests in found.items()}
+
+
+def _answered(request: TraceRequest) -> TraceRequest:
+    """Return the request with an answer of two tokens at least: one alone has no TPOT."""
+    return msgspec.structs.replace(request, output_tokens=max(2, request.output_tokens))
 
 
 def _spread(requests: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
