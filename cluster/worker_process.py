@@ -7,7 +7,7 @@
 4. A worker that flips drains in the same way. Then it joins again, as another worker with the other role: the
    engine with its cached pages and the KV endpoint with its links stay.
 5. A worker that shall sleep drains in the same way. Then it frees the engine and the KV endpoint, and joins
-   again as a worker that takes no work, until it is woken and loads the model again.
+   again as a worker that takes no work. An order to wake makes it load the model and join once more.
 
 An error that concerns more than one request ends the process: the supervisor starts another process.
 """

@@ -102,7 +102,7 @@ from baton.rpc.connection import Call, DroppedPeers
 
 TICK_S: Final = 0.25  # between two checks of leases and heartbeats
 FETCH_POLL_S: Final = 0.002  # between two looks at pages that come from a disk
-MAX_FETCH_S: Final = 4.0  # then a pull begins without them, and is refused
+MAX_FETCH_S: Final = 4.0  # then a pull begins without the pages, and is refused
 # Orders pages with these keys that lie on disk. None: nothing has to come; else a function that says whether
 # some are still to come.
 Fetch: TypeAlias = Callable[[Sequence[bytes]], Callable[[], bool] | None]
@@ -190,7 +190,7 @@ class OpenTransfer:
 
 
 class FetchingPull(NamedTuple):
-    """A peer's pull that has not begun, because pages come from a disk."""
+    """A peer's pull that waits for pages from a disk before it begins."""
 
     link: Link
     request: PullRequest
@@ -477,7 +477,7 @@ class PageEndpoint(ABC):
         self._begin(link, handoff, handoff.begin)
 
     def _begin_fetched(self) -> None:
-        """Begin the pulls whose pages have come from the disk, or do not come."""
+        """Begin the pulls whose pages have come from the disk, or have not come in time."""
         now_s = self._clock.now_s()
         for transfer, (link, request, is_coming, until_s) in list(self._fetches.items()):
             if not is_coming() or now_s >= until_s:

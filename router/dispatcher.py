@@ -407,9 +407,9 @@ class Dispatcher:
 class Dispatchers:
     """The dispatchers of all models, over one in-flight load, one cluster state and one set of quotas.
 
-    The model "" is that of a cluster that serves one model: its dispatcher has all workers. Another model
-    gets its own dispatcher with its first request after a worker of the model has joined. Until then the
-    dispatcher of "" takes its requests, and refuses them for lack of a worker.
+    The dispatcher of the model "" serves a cluster of one model, and has all workers. A named model gets a
+    dispatcher with the first request that comes when the model has a worker. Until then the dispatcher of ""
+    takes the model's requests, and refuses them for lack of a worker.
     """
 
     def __init__(

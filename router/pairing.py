@@ -39,7 +39,7 @@ class NoSlot(NamedTuple):
 
 
 class _Reach(NamedTuple):
-    """The key of the caches."""
+    """The key of the caches: a model, and the workers that a gateway reaches."""
 
     model: str
     reached: frozenset[str]
@@ -208,7 +208,7 @@ class Pairing:
         return Pair(decode, self._members.get(choice.prefill), reason, choice if is_own else None)
 
     def view_of(self, model: str, reached: frozenset[str]) -> ClusterView:
-        """The workers of a model that a gateway reaches which reaches these."""
+        """Return the workers of a model among those that a gateway reaches. reached: their ids."""
         reach = _Reach(model, reached)
         if reach not in self._views:
             decoders = self._decoders_for(reach)

@@ -93,8 +93,8 @@ class Sleep(Message, frozen=True):
 class Wake(Message, frozen=True):
     """Operator or gateway to router, router to the workers of the model: load the model and serve again.
 
-    A worker that does not sleep yet, or no longer, does nothing. The router answers with its Status, as for
-    Drain.
+    A worker that is about to sleep wakes as soon as it sleeps. A worker that serves does nothing. The router
+    answers with its Status, as for Drain.
     """
 
     model: Name = ""  # as in `Sleep`

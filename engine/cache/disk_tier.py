@@ -57,7 +57,7 @@ _POLL_S: Final = 0.001
 STOP_S: Final = 5.0  # for the order that the thread is at
 MAX_QUEUED_WRITES: Final = 4096  # later pages are not written
 FIRST_BYTES_PER_S: Final = 1e9  # that a disk is assumed to read before it has been measured
-RECOVERY: Final = 0.9  # of the measured time, for each request that computes its pages instead
+RECOVERY: Final = 0.9  # factor of the measured time, each time that a request computes its pages instead
 NEWEST_SHARE: Final = 0.25  # weight of the latest batch in the measured time
 _MOST_BUFFERS: Final = 1024  # that Linux takes in one read
 
@@ -162,9 +162,9 @@ class DiskStore:
         return dropped
 
     def read(self, pages: Mapping[bytes, PageParts]) -> Iterator[tuple[bytes, bool]]:
-        """Read pages in the order of the files; yield each key once its page was read.
+        """Read pages in the order of the files; yield each key once its page was read, and True.
 
-        False, with anything in the page, if it is absent or damaged: it is forgotten then.
+        False, with anything in the page, if the record is absent or damaged; a damaged record is forgotten.
         """
         runs = self._runs(pages)
         yield from ((key, False) for key in pages if key not in self._where)
@@ -173,7 +173,7 @@ class DiskStore:
             yield from self._read_run(keys, [pages[key] for key in keys])
 
     def _runs(self, pages: Mapping[bytes, PageParts]) -> list[list[bytes]]:
-        """The keys that are here, in the order of the files, cut where a read ends."""
+        """Return the keys that are here, in the order of the files; each list is one read."""
         num_buffers = 1 + max(map(len, pages.values()), default=0)  # of a page, with the gap behind it
         most = max(1, min(_READ_BYTES // self._stride, _MOST_BUFFERS // num_buffers))
         runs: list[list[bytes]] = []
@@ -207,9 +207,9 @@ class DiskStore:
     def _read_buffers(self, segment: _Segment, buffers: Sequence[memoryview], offset: int) -> int:
         """Read past the system's cache of files where that is possible.
 
-        The disk then writes to the host pages itself, and leaves the processor to the steps: a copy out of
-        the cache would take about as long as the disk. Direct reads need aligned memory, and not every file
-        system has them.
+        The disk then writes straight to the host pages. A copy out of the cache would take about as long as
+        the disk, on a processor that the steps need. Direct reads need aligned memory and a file system that
+        supports them.
         """
         if self._can_be_direct and segment.direct_fd >= 0:
             try:
@@ -385,7 +385,7 @@ class DiskTier:
     ) -> None:
         """host_pages: of each rank. has_passed: see `StepMarks`; of rank 0, whose steps end last.
 
-        is_current(page, generation): a host page has had no other contents since.
+        is_current(page, generation): True when the host page still has the contents of that generation.
         """
         self.num_places = store.num_places
         self.places: dict[bytes, int] = dict(store.places())
@@ -419,7 +419,7 @@ class DiskTier:
     def pays(self, compute_page_s: float) -> bool:
         """Return whether a page is read faster than it is computed.
 
-        A disk that was slow is believed to be a little faster each time that it is passed by.
+        Each False lowers the measured time a little, so that a disk that was slow is tried again.
         """
         if self.page_s <= compute_page_s:
             return True
@@ -512,7 +512,7 @@ class DiskTier:
         return [pages[host_page] for pages in self._host_pages]
 
     def _take_batch(self) -> Mapping[bytes, PageParts]:
-        """The first loads whose marks have passed, which are then in `_batch` until they end."""
+        """Move the first loads whose marks have passed to `_batch`, and return them."""
         most = max(1, _BATCH_BYTES // self._store.page_bytes)
         while self._loads and len(self._batch) < most and self._has_passed(self._loads[0][2]):
             key, host_page, _ = self._loads.popleft()

@@ -33,7 +33,7 @@ from baton.fair_queue import FairLru, Group
 from baton.messages.control import ON_DISK
 from baton.pages import PageKeys
 
-NUM_COMPARED: Final = 16  # of the oldest host pages, the one that saves least gives its page
+NUM_COMPARED: Final = 16  # oldest host pages, of which the one that saves the fewest seconds is evicted
 MAX_CHANGED_KEYS: Final = 1 << 16  # some eight megabytes
 
 
@@ -122,7 +122,7 @@ class HostTier:
         return [*self._cached, *self._pinned]
 
     def written_pages(self) -> list[tuple[bytes, int]]:
-        """The cached keys and their pages, without pages that no step has been given to copy."""
+        """Return the cached keys and their pages, without pages whose copy no step has taken yet."""
         return [(key, page) for key, (page, _) in self._cached.items() if page not in self._to_host]
 
     def begin_step(self) -> None:
@@ -286,10 +286,9 @@ class HostTier:
         return host_page
 
     def _value_s(self, key: bytes) -> float:
-        """Seconds that a host page saves if its tokens come again, against the next best way to have it.
+        """Return the seconds that a host page saves if its tokens come again.
 
-        The bytes are those of any other page. A page with a copy on disk saves a read at most; others save
-        computing.
+        A page with a copy on disk saves the faster of reading and computing; other pages save computing.
         """
         if self.disk is not None and key in self.disk.places:
             return min(self.disk.page_s, self.compute_page_s)
@@ -426,7 +425,7 @@ class PrefixCache:
 
     def prefetch(self, sequence: Sequence) -> bool:
         """Order the pages on disk that continue the known prefix of a sequence; True while some are to
-        come from a disk that does not hang. Pages that are computed faster than read are not ordered.
+        come from a disk that does not hang. Orders none when computing pages is faster than reading them.
         """
         if self.host.disk is None or self.host.disk.is_stalled or sequence.needs_prompt_logprobs:
             return False

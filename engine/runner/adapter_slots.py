@@ -1,8 +1,8 @@
 """Keeps the LoRA adapters of a replica: the contents of their files, and the slots for computing.
 
-1. A request with an adapter is checked: a thread reads the adapter's files if there is room to keep them.
-2. The sequence is held. A step places its adapter in a slot on rank 0 once the files have been read; until
-   then the steps of other sequences go on.
+1. When a request with an adapter is checked, a thread reads the files if there is room to keep the contents.
+2. The sequence is held until the files have been read and a step has placed the adapter in a slot on rank 0.
+   Meanwhile the steps of other sequences go on.
 3. The next step gives the other ranks the files.
 4. Slots of adapters without sequences are freed when there are more than `max_loras`; contents of files
    that no held sequence waits for make room when there are `max_cpu_loras`.
@@ -66,7 +66,7 @@ class AdapterSlots:
         self.held.append(sequence)
 
     def place_held(self, live: Set[bytes]) -> list[tuple[Sequence, str]]:
-        """Place the adapters whose files have been read, and hold their sequences no more.
+        """Place the adapters whose files have been read, and release their sequences.
 
         live: digests of the adapters with sequences. Returns the sequences that cannot run, and why.
         """

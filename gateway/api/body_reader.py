@@ -278,7 +278,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
 
 
 class ServedModels:
-    """The models that a gateway serves, by name. The first is meant where a request names none."""
+    """The models that a gateway serves, by name. A request that names no model gets the first."""
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self._models = {model.name: model for model in models}
@@ -293,7 +293,7 @@ class ServedModels:
         return list(self._models)
 
     def of(self, name: str | None) -> ServedModel:
-        """Return the model of this name; the first, which refuses an unknown name, where there is none."""
+        """Return the model of this name. None and an unknown name: the first, which refuses unknown names."""
         return self.first if name is None else self._models.get(name, self.first)
 
     def of_body(self, data: bytes) -> ServedModel:

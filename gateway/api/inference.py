@@ -107,8 +107,8 @@ MAX_UNSENT: Final = 8  # messages; with more, the client lags
 IDLE_TIMES: Final = 4  # the idle timeouts between two calls; an HTTP connection is simply opened again
 MAX_CANCEL_BYTES: Final = 4096
 ASLEEP: Final = (
-    "the model {model!r} sleeps until an operator wakes it: baton wake, or POST /wake_up "
-    "(--wake-on-request has requests wake it)"
+    "the model {model!r} sleeps: an operator wakes it by baton wake or POST /wake_up; with --wake-on-request "
+    "a request does"
 )
 WAKE_S: Final = 10.0  # until a client may ask again for a model that sleeps
 GOING_AWAY: Final = 1001  # the code of a close

@@ -71,7 +71,7 @@ class TenantCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The counts of one of several models; the fields of the same names of Metrics count all models."""
+    """The counts of one of several models. Metrics has the same fields over all models."""
 
     prompt_tokens: Count = 0
     generated_tokens: Count = 0

@@ -119,7 +119,7 @@ def plan_transfer(
     first_layer, stop_layer = layers or (common.start, common.stop)
     if not common.start <= first_layer <= stop_layer <= common.stop or (layers and first_layer == stop_layer):
         raise ValueError(
-            f"layers [{first_layer}, {stop_layer}) are out of range: both ranks have those of "
+            f"layers [{first_layer}, {stop_layer}) are out of range: the ranks share "
             f"[{common.start}, {common.stop})"
         )
     shared = range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
@@ -187,7 +187,7 @@ class ShardRanks(NamedTuple):
     source: int
     destination: int
     layers: tuple[int, int]  # [first, stop)
-    group: int = 0  # in which the layers are
+    group: int = 0  # the group of layers that `layers` is a part of
 
 
 @lru_cache(maxsize=64)
@@ -217,13 +217,13 @@ def default_layer_groups(source: PageLayout) -> int:
 
 def _heads(layout: PageLayout, rank: int) -> range:
     if not 0 <= rank < layout.num_ranks:
-        raise ValueError(f"rank {rank} is out of range: there are {layout.num_ranks}")
+        raise ValueError(f"rank {rank} is out of range: the layout has {layout.num_ranks} ranks")
     first = rank % layout.tp_size * layout.heads_per_rank
     return range(first, first + layout.heads_per_rank)
 
 
 def _common_layers(one: PageLayout, other: PageLayout, rank: int, other_rank: int) -> range:
-    """The layers that both ranks have; an empty range within the first one's layers if there is none."""
+    """Return the layers that both ranks have; if there is none, an empty range among the layers of `rank`."""
     ours, theirs = one.layers_of(rank), other.layers_of(other_rank)
     first = min(max(ours.start, theirs.start), ours.stop)
     return range(first, max(first, min(ours.stop, theirs.stop)))

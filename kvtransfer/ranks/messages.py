@@ -281,7 +281,7 @@ class Route(NamedTuple):
     rank: int
     peer: PeerRank
     layers: tuple[int, int]
-    group: int  # of layers that leave together, in which these layers are
+    group: int  # see ShardRanks
 
 
 def registration_id(transfer: bytes, shard: int) -> bytes:

@@ -90,7 +90,7 @@ class Located(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """Pages that a worker holds below its device."""
+    """The numbers of a prompt's pages that a worker holds outside its device."""
 
     num_on_host: int
     num_on_disk: int
@@ -116,7 +116,7 @@ class Holder:
         self.limit = num_own_pages  # pages that are kept here
         self.next_number: int | None = None  # of the worker's next event; None: its pages are unknown
         self.is_asked = False  # for all of its pages
-        self.has_outside = False  # some page has been below the device
+        self.has_outside = False  # a page has been in host memory or on disk
         self._seed = seed
         self._table = self._new_table(_LEAST_KEYS)
 
@@ -183,7 +183,7 @@ class Holder:
         return Located(tuple(pages.tolist()), tuple(generations.tolist()))
 
     def outside(self, keys: Keys) -> Outside:
-        """The pages of a prompt that are below the device.
+        """Count the pages of a prompt that are in host memory or on disk.
 
         Pages on the device are prefix-closed: where the last page is there, all are.
         """
@@ -473,7 +473,7 @@ class PrefixIndex:
         return Located((), ()) if holder is None else holder.locate(keys_of(keys))
 
     def outside(self, worker_id: str, keys: bytes, num_pages: int) -> Outside:
-        """Which of the first `num_pages` of these pages the worker has below its device."""
+        """Count the first `num_pages` of these pages that the worker has in host memory or on disk."""
         holder = self._holders.get(worker_id)
         if holder is None or not holder.has_outside:
             return Outside(0, 0)

@@ -29,8 +29,8 @@ class CostTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The parts of a pair's cost, in seconds."""
 
     queue_s: float = 0.0  # behind other prompts
-    # Of a prefix from a peer, or from the worker's own host memory and disk, as far as the queue does not
-    # hide it.
+    # To bring a prefix to the device, from a peer or from the worker's host memory and disk, less the time in
+    # the queue.
     pull_s: float = 0.0
     compute_s: float = 0.0
     handoff_s: float = 0.0
@@ -67,7 +67,7 @@ class PullCandidate(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     pull_s: Callable[[str, int], float]  # (pulling worker, number of tokens) -> seconds
     page_format: PageFormat = ("", "")
-    load_s: float = 0.0  # before that, to bring the tokens to its device
+    load_s: float = 0.0  # for the peer to bring the tokens to its own device before the pull
 
 
 class DecodeCandidate(msgspec.Struct, frozen=True, gc=False):

@@ -309,7 +309,7 @@ class CostModel:
         own.handoff.settle()
 
     def learn_tiers(self, worker_id: str, token_ns: Mapping[Tier, int]) -> None:
-        """The times that a worker has measured of its memory below the device."""
+        """Take the measured times of a worker's host memory and disk."""
         if token_ns:
             host_ns, disk_ns = (token_ns.get(tier, 0) for tier in (Tier.HOST, Tier.DISK))
             self.tier_token_s[worker_id] = 1e-9 * host_ns, 1e-9 * disk_ns

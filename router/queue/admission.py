@@ -254,7 +254,7 @@ def degraded(request: Request) -> Request:
 
 
 class SharedAdmission:
-    """The part that the admission queues of all models share."""
+    """The state that the admission queues of all models share."""
 
     def __init__(self, clock: Clock) -> None:
         self.quotas = TenantQuotas(clock)
@@ -275,7 +275,7 @@ class SharedAdmission:
         return sum(each.queues.num_of(tenant) for each in self.admission_queues)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the quotas count other requests than the queues have."""
+        """Raise AssertionError when the quotas and the queues disagree about the open requests."""
         nums = sum((each.num_open() for each in self.admission_queues), Counter[tuple[str, bool]]())
         for tenant, _ in nums:
             assert self.quotas.num_active(tenant) == nums[tenant, True], tenant

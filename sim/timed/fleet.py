@@ -182,7 +182,7 @@ class Measurements:
             self.add_step(work, step_s)
 
     def handed_over(self, decode: str, times: PrefillTimes, exposed_s: float) -> None:
-        """Keep the time of a prompt whose pages were at its decode worker so long after its first token."""
+        """Keep the times of a prompt whose hand-off has ended. exposed_s: from its first token until then."""
         times = msgspec.structs.replace(times, exposed_s=exposed_s)
         self.prefills.append(times)
         self.handoffs.append((decode, times))
@@ -196,7 +196,7 @@ class Measurements:
         return measured
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether the last time that this was true is MEASURED_S ago."""
+        """Return True once every MEASURED_S."""
         if now_s < self._next_taken_s:
             return False
         self._next_taken_s = now_s + MEASURED_S

@@ -187,7 +187,7 @@ def test_layers_that_do_not_exist_are_refused(layers: tuple[int, int]) -> None:
 @pytest.mark.parametrize("layers", [(0, 1), (1, 3), (2, 2)])
 def test_layers_of_another_stage_are_refused(layers: tuple[int, int]) -> None:
     staged = layout(1, 16, num_layers=5, stage_layers=(2, 3))
-    with pytest.raises(ValueError, match=r"are out of range: both ranks have those of \[2, 5\)"):
+    with pytest.raises(ValueError, match=r"are out of range: the ranks share \[2, 5\)"):
         plan_transfer(layout(1, 16, num_layers=5), staged, 0, 1, layers)
 
 
