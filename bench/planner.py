@@ -1,22 +1,24 @@
 """The planner on traces, against a static cluster, threshold scaling and an oracle in hindsight.
 
-python -m baton.bench.planner [--trace FILE ...] [--only NAME ...] [--seed 0] [--output FOLDER]
+python -m baton.bench.planner [--trace FILE ...] [--only NAME ...] [--policy NAME ...] [--seed 0]
+                              [--output FOLDER]
 
 Each trace runs through bench/elastic.py under each policy, with the time model of a 70B model on eight A800.
 A worker is paid for from its order to its end, start-up included. `static` is the smallest fixed layout that
 meets the objectives. `threshold` scales each role by its use as a horizontal pod autoscaler does, at the
 best of four thresholds. `reactive` knows the work of each minute that has passed exactly, and nothing of the
 next: the best of several margins, and of times for which it keeps workers. What it misses no policy without a
-forecast can meet. `oracle` knows all arrivals: it orders workers ahead of need, and keeps one through a gap
-that is shorter than its start-up. Traces of files are superposed on themselves so that they need about
-ten workers. `disturbed`: metrics that are lost for ten minutes, an operator who scales, and an objective out
-of reach.
+forecast can meet. `periodic` knows the past as well, and expects the work of a period ago, too: the best of
+several periods, chosen in hindsight. `oracle` knows all arrivals: it orders workers ahead of need, and keeps
+one through a gap that is shorter than its start-up. Traces of files are superposed on themselves so that they
+need about ten workers. `disturbed`: metrics that are lost for ten minutes, an operator who scales, and an
+objective out of reach.
 """
 
 import math
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
@@ -45,6 +47,9 @@ THRESHOLDS: Final = (0.5, 0.6, 0.7, 0.8)
 MARGINS: Final = (1.0, 1.15, 1.3)  # workers over the work that is known
 KEPT_S: Final = (300.0, 1800.0, math.inf)  # for which workers are kept that were needed
 KNOWN_S: Final = 60.0  # the work of each such time is known when it has passed
+PERIODS: Final = 3  # of the load's own periods, that `periodic` tries
+PERIODIC_MARGINS: Final = (1.15, 1.3, 1.6)
+POLICIES: Final = ("static", "threshold", "reactive", "periodic", "planner")  # beside the oracle
 DISTURBED_S: Final = (3600.0, 4200.0)  # without metrics; an operator scales just before
 STABLE_S: Final = 300.0  # the time for which a pod autoscaler keeps the most that it has wanted
 
@@ -220,19 +225,58 @@ def best_of(results: Iterable[Result]) -> Result:
 
 def reactive(workload: Workload, begin: tuple[int, int]) -> Result:
     """Return the course of the best policy that knows all that has come, and expects as much."""
-    work = _work(workload, KNOWN_S)
+    return best_of(
+        simulate(workload, begin, PastWork(workload, margin, kept_s))
+        for margin in MARGINS
+        for kept_s in KEPT_S
+    )
 
-    def run(margin: float, kept_s: float) -> Result:
-        def policy(now_s: float, fleet: ElasticFleet) -> tuple[int, int] | None:
-            end, kept = int((now_s + 1e-6) / KNOWN_S), int(min(now_s, kept_s) / KNOWN_S)
-            if not kept:
-                return None
-            prefill, decode = (max(1, math.ceil(each[end - kept : end].max() * margin)) for each in work)
-            return prefill, decode
 
-        return simulate(workload, begin, policy)
+def periodic(workload: Workload, begin: tuple[int, int]) -> Result:
+    """Return the course of the best policy that also expects the work of a period ago."""
+    prefill, decode = _work(workload, KNOWN_S)
+    return best_of(
+        simulate(workload, begin, PastWork(workload, margin, KEPT_S[0], period_s))
+        for margin in PERIODIC_MARGINS
+        for period_s in _periods(prefill + decode)
+    )
 
-    return best_of(run(margin, kept_s) for margin in MARGINS for kept_s in KEPT_S)
+
+def _periods(work: np.ndarray) -> list[float]:
+    """Return the times after which the work repeats itself best, in seconds."""
+    size = len(work)
+    lags = range(2, size // 2 + 1)
+    rest = work - work.mean()
+    alike = {lag: float(rest[lag:] @ rest[:-lag]) / (size - lag) for lag in lags}
+    peaks = [lag for lag in lags if alike[lag] >= max(alike.get(lag - 1, 0.0), alike.get(lag + 1, 0.0))]
+    return [lag * KNOWN_S for lag in sorted(peaks, key=lambda lag: -alike[lag])[:PERIODS]]
+
+
+class PastWork:
+    """Orders workers for the most work of a time that has passed, each minute of which is known exactly."""
+
+    def __init__(self, workload: Workload, margin: float, kept_s: float, period_s: float = 0.0) -> None:
+        """margin: workers over the work. kept_s: the time that has passed. period_s: after which work is
+        expected again; 0: never.
+        """
+        self._work = _work(workload, KNOWN_S)
+        self._margin, self._kept_s, self._period_s = margin, kept_s, period_s
+        self._ahead_s = 1.3 * workload.startup_s + KNOWN_S
+
+    def __call__(self, now_s: float, fleet: ElasticFleet) -> tuple[int, int] | None:
+        end = int((now_s + 1e-6) / KNOWN_S)
+        known = slice(end - int(min(now_s, self._kept_s) / KNOWN_S), end)
+        if known.start >= end:
+            return None
+        again = slice(0, 0)
+        if 0 < self._period_s <= now_s:
+            then = int((now_s - self._period_s) / KNOWN_S)
+            again = slice(then, min(end, then + math.ceil(self._ahead_s / KNOWN_S)))
+        prefill, decode = (
+            max(1, math.ceil(max(each[known].max(), each[again].max(initial=0.0)) * self._margin))
+            for each in self._work
+        )
+        return prefill, decode
 
 
 def oracle(workload: Workload) -> Result:
@@ -402,6 +446,7 @@ def _known(ids: Sequence[int], seen: set[int]) -> Iterator[int]:
     "the planner on simulated workers",
     option("--trace", [], action="append", type=Path, metavar="FILE"),
     option("--only", [], "this workload alone, or `disturbed`", action="append", metavar="NAME"),
+    option("--policy", [], "beside the oracle (all)", action="append", choices=POLICIES),
     option("--seed", 0),
 )
 def measure(options: Namespace, report: Report) -> None:
@@ -413,27 +458,34 @@ def measure(options: Namespace, report: Report) -> None:
     for name, make in workloads:
         if not options.only or name in options.only:
             report.tell(name)
-            report.show(name, workload_rows(make()))
+            report.show(name, workload_rows(make(), options.policy or POLICIES))
     if not options.only or "disturbed" in options.only:
         report.show("disturbed", disturbed_rows(options.seed))
 
 
-def workload_rows(workload: Workload) -> Iterator[Row]:
+def workload_rows(workload: Workload, policies: Collection[str] = POLICIES) -> Iterator[Row]:
     """Yield the worker-hours and the attainment of one workload under each policy, with the bars."""
     begin, fixed = static(workload)
     best = oracle(workload)
-    planned = simulate(workload, begin, Planned(workload))
-    for name, result in (
-        ("oracle", best),
-        ("static", fixed),
-        ("threshold", best_of(simulate(workload, begin, Threshold(each)) for each in THRESHOLDS)),
-        ("reactive", reactive(workload, begin)),
-        ("planner", planned),
-    ):
+    courses: dict[str, Callable[[], Result]] = {
+        "static": lambda: fixed,
+        "threshold": lambda: best_of(simulate(workload, begin, Threshold(each)) for each in THRESHOLDS),
+        "reactive": lambda: reactive(workload, begin),
+        "periodic": lambda: periodic(workload, begin),
+        "planner": lambda: simulate(workload, begin, Planned(workload)),
+    }
+    results = {"oracle": best} | {name: run() for name, run in courses.items() if name in policies}
+    for name, result in results.items():
         is_planner, is_late = name == "planner", workload.startup_s > 120 or "diurnal" in workload.name
         yield Row(f"{workload.name}, {name}, worker-hours", result.worker_h, "h")
         bar = (0.97 if is_late else GOAL) if is_planner else None
         yield at_least(f"{workload.name}, {name}, attainment", result.attainment, "", bar)
+    if "planner" in results:
+        yield from _planner_rows(workload, results["planner"], best, fixed)
+
+
+def _planner_rows(workload: Workload, planned: Result, best: Result, fixed: Result) -> Iterator[Row]:
+    """Yield how the planner compares with the oracle and with a static cluster."""
     yield at_most(f"{workload.name}, hours over the oracle's", planned.worker_h / best.worker_h, "x", 1.1)
     yield at_most(f"{workload.name}, hours over static's", planned.worker_h / fixed.worker_h, "x", 1.0)
     if workload.name == "steady":
