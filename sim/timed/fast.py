@@ -156,9 +156,6 @@ class FastCluster:
         """Return how many pages of the prompt have no keys."""
         return self._open[request.request_id].call.num_more_pages
 
-    def _num_held(self, request: Request) -> dict[int, int]:
-        return self.page_holders.num_held(self.keys_of(request))
-
     def num_output_tokens(self, request: Request) -> int:
         """Return how many tokens the answer has."""
         num_answered = self._open[request.request_id].call.num_answered
@@ -204,7 +201,10 @@ class FastCluster:
             return
         self.router.received(self._gateway, Ended(attempts=(key,), num_tokens=(num_answered,)))
 
-    # The clients, and the gateway.
+    # The clients, the gateway and the light router.
+
+    def _num_held(self, request: Request) -> dict[int, int]:
+        return self.page_holders.num_held(self.keys_of(request))
 
     def _next_call(self) -> None:
         call = next(self._calls, None)

@@ -373,7 +373,7 @@ class FastWorker:
     def _tell(self, light: LightRouter) -> None:
         """Tell the light router what was measured, as often as workers do."""
         measurements = self.measurements
-        if measurements.is_due(self.cluster.events.now_s) and (measured := measurements.take()) is not None:
+        if (measured := measurements.take_due(self.cluster.events.now_s)) is not None:
             light.measured(self.bit, measured, measurements.handoffs)
             measurements.handoffs = []
 

@@ -195,12 +195,12 @@ class Measurements:
         self.prefills, self.steps = [], []
         return measured
 
-    def is_due(self, now_s: float) -> bool:
-        """Return True once every MEASURED_S."""
+    def take_due(self, now_s: float) -> Measured | None:
+        """As `take`, once every MEASURED_S; None in between."""
         if now_s < self._next_taken_s:
-            return False
+            return None
         self._next_taken_s = now_s + MEASURED_S
-        return True
+        return self.take()
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):

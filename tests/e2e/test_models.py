@@ -109,7 +109,7 @@ def test_each_model_answers_with_the_tokens_of_its_own_plain_engine(
             assert tokens(cluster, model, prompt) == expected[model][number]
 
 
-def test_models_of_all_names_are_listed_and_an_unknown_one_is_404(cluster: Served) -> None:
+def test_all_models_are_listed_and_an_unknown_name_is_404(cluster: Served) -> None:
     listed = json.loads(get(cluster, "/v1/models"))["data"]
     assert [card["id"] for card in listed] == ["a", "b"]
     assert json.loads(get(cluster, "/v1/models/b"))["id"] == "b"
@@ -131,7 +131,7 @@ def test_chats_and_tokenize_use_the_model_that_they_name(cluster: Served) -> Non
         assert cluster.post("/tokenize", {"model": model, "prompt": "copy(sun)="})[0] == 200
 
 
-def test_metrics_have_the_name_of_the_model_as_those_of_vllm(cluster: Served) -> None:
+def test_metrics_with_names_of_vllm_have_the_label_of_their_model(cluster: Served) -> None:
     tokens(cluster, "b", PROMPTS[0])
     families = {
         family.name: family for family in text_string_to_metric_families(get(cluster, "/metrics").decode())
@@ -144,7 +144,7 @@ def test_metrics_have_the_name_of_the_model_as_those_of_vllm(cluster: Served) ->
     assert by_model["b"] >= NUM_TOKENS and sum(by_model.values()) == own
 
 
-def test_health_and_status_and_top_show_the_workers_of_both(cluster: Served) -> None:
+def test_health_status_and_top_show_the_workers_of_both_models(cluster: Served) -> None:
     assert json.loads(get(cluster, "/health"))["models"] == ["a", "b"]
     names = {f"{model}-{role}-0" for model in ("a", "b") for role in ("prefill", "decode")}
     assert set(cluster.status()) == names
