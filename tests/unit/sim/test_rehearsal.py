@@ -13,20 +13,20 @@ from baton.tenants import Sla
 
 TIMES = usual_times()
 CHAT = Lengths(100, 300, 20, 60, 0.2)
+SECONDS = 30.0  # of load: routers break ties by chance, which counts in medians of few requests
 
 
 @cache
 def rehearsed(workers: str, mode: Mode, rate: float = 30.0, shared: float = 0.0) -> Rehearsal:
-    trace = synthetic(rate, 10.0, CHAT._replace(shared=shared))
+    trace = synthetic(rate, SECONDS, CHAT._replace(shared=shared))
     return rehearse(trace, Layout.parse(workers), TIMES, RehearsalSettings(mode=mode, has_intervals=False))
 
 
 @pytest.mark.parametrize("workers", ["2P2D", "2M"])
 def test_fast_mode_agrees_with_the_full_mode(workers: str) -> None:
     fast, full = (rehearsed(workers, mode) for mode in ("fast", "full"))
-    for name in ("ttft_p50_ms", "tpot_p50_ms", "e2el_p50_ms", "output_tokens_per_s"):
-        # Routers break ties by chance, which alone changes medians of so few requests by 2 %.
-        assert fast.figures[name].value == pytest.approx(full.figures[name].value, rel=0.04), name
+    for name in ("ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "e2el_p50_ms", "output_tokens_per_s"):
+        assert fast.figures[name].value == pytest.approx(full.figures[name].value, rel=0.03), name
     assert fast.num_refused == full.num_refused == 0
 
 
@@ -41,7 +41,7 @@ def test_parts_of_the_time_add_up_to_the_latency(mode: Mode) -> None:
 
 def test_same_arguments_give_the_same_figures() -> None:
     again = rehearse(
-        synthetic(30.0, 10.0, CHAT), Layout.parse("2M"), TIMES, RehearsalSettings(has_intervals=False)
+        synthetic(30.0, SECONDS, CHAT), Layout.parse("2M"), TIMES, RehearsalSettings(has_intervals=False)
     )
     assert again == rehearsed("2M", "fast")
 
