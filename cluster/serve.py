@@ -221,7 +221,7 @@ class Cluster:
     async def scale(self, num_prefill: int, num_decode: int, model: str = "") -> None:
         """Start missing workers of each role, and drain those that are too many, the last ones first.
 
-        model: whose workers; "" is the model of a cluster that has one.
+        model: of the workers; "" is the model of a cluster that has one.
         """
         wanted = {WorkerRole.PREFILL: num_prefill, WorkerRole.DECODE: num_decode}
         config = self._config_of(model)

@@ -315,7 +315,7 @@ class Engine(Replica):
         return outputs
 
     def _place_adapters(self) -> list[StepOutput]:
-        """Place adapters whose files have been read; return the last outputs of sequences that cannot run."""
+        """Place adapters that have been read; return the last outputs of sequences that cannot run."""
         live = {each.adapter.digest for each in self.scheduler.sequences() if each.adapter is not None}
         failed = self._adapters.place_held(live)
         for sequence, _ in failed:

@@ -3,7 +3,7 @@
 Frequent requests go to plain ASGI applications; FastAPI serves the others.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -17,14 +17,13 @@ from starlette.websockets import WebSocket
 
 import baton
 from baton.errors import BatonError
-from baton.gateway.api.admin import Canary, Find, ServedAdapters, add_adapter_routes, add_admin_routes
+from baton.gateway.api.admin import Canary, Find, add_admin_routes
 from baton.gateway.api.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_error
 from baton.gateway.api.dialects.response_store import ResponseStore, list_items
 from baton.gateway.api.dialects.responses import ResponsesBody
 from baton.gateway.api.errors import ApiError, as_api_error, unsupported
-from baton.gateway.api.sleep import add_sleep_routes
 from baton.gateway.http.api_page import HEADERS as API_PAGE_HEADERS
 from baton.gateway.http.api_page import api_page
 from baton.gateway.http.auth import AuthMiddleware
@@ -96,12 +95,12 @@ def make_app(
     responses: ResponseStore,
     find: Find,
     tracer: Tracer | None,
-    adapters: ServedAdapters,
+    routes: Iterable[Callable[[FastAPI], None]],
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
 
     canaries: one for each model, in order. posts: by path. websocket: answers `/v1/stream`. find: of the
-    requests of this gateway.
+    requests of this gateway. routes: each adds routes of one part.
     """
     app = FastAPI(
         title="Baton",
@@ -120,9 +119,8 @@ def make_app(
     _add_models(app, models)
     _add_responses(app, responses)
     add_admin_routes(app, service, find)
-    if len(models.names) == 1:  # an adapter does not say which model it changes
-        add_adapter_routes(app, adapters)
-    add_sleep_routes(app, models)
+    for add_routes in routes:
+        add_routes(app)
     _answer_errors(app)
     _add_api_page(app)
     describe_routes(app.openapi())  # made once and kept until another route is added

@@ -6,20 +6,23 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from fastapi import FastAPI
 
 from baton.adapters import Adapter, NamedAdapter, named_paths, read_adapter
 from baton.clock import Clock, SystemClock
 from baton.config.environment import node_name
 from baton.config.gateway import GatewayConfig, GatewayModel, TextSettings, text_settings
 from baton.errors import Overloaded
-from baton.gateway.api.admin import Canary, ServedAdapters
+from baton.gateway.api.admin import Canary, ServedAdapters, add_adapter_routes
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.inference import Inference
+from baton.gateway.api.sleep import add_sleep_routes
 from baton.gateway.app import make_app
 from baton.gateway.http.server import HttpServer
 from baton.gateway.metrics.dashboard import LiveFeed
@@ -110,9 +113,14 @@ class GatewayProcess:
             responses=self._inference.responses,
             find=self.find,
             tracer=self._tracer,
-            adapters=self._adapters,
+            routes=self._routes(),
         )
         self._server = HttpServer(app, config, self._refused)
+
+    def _routes(self) -> Iterator[Callable[[FastAPI], None]]:
+        yield partial(add_sleep_routes, models=self._models)
+        if len(self._models.names) == 1:  # an adapter does not say which model it changes
+            yield partial(add_adapter_routes, adapters=self._adapters)
 
     async def prepare(self) -> None:
         """Start the text helpers, so that no request waits for them; optional before `start`."""

@@ -477,7 +477,7 @@ class PageEndpoint(ABC):
         self._begin(link, handoff, handoff.begin)
 
     def _begin_fetched(self) -> None:
-        """Begin the pulls whose pages have come from the disk, or have not come in time."""
+        """Begin the pulls with pages that have come from the disk, or have not come in time."""
         now_s = self._clock.now_s()
         for transfer, (link, request, is_coming, until_s) in list(self._fetches.items()):
             if not is_coming() or now_s >= until_s:

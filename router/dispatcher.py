@@ -3,7 +3,7 @@
 1. `submit`: a gateway submits an attempt. The page keys of a long prompt are computed first, in slices. The
    admission queue (router/queue/admission.py) takes the attempt, or the gateway gets `Rejected`: too many
    attempts are open, or a quota or an objective forbids this one.
-2. `dispatch_queued`: each attempt whose turn has come is dispatched to a pair of workers with room. The
+2. `dispatch_queued`: each attempt is dispatched in its turn to a pair of workers with room. The
    attempt is entered as in-flight load, both workers get their messages, and other routers are told.
 3. `started`, `ended`: the gateway reports the first token and the end. When the decode worker leaves before
    the first token, the gateway gets `AttemptFailed`. Freed room goes to queued attempts at once.
@@ -355,7 +355,7 @@ class Dispatcher:
     def _pair(
         self, gateway: GatewayPeer, queued: QueuedAttempt, claim: TenantClaim
     ) -> Pair | Unpaired | NoSlot:
-        """Choose a pair whose decode worker has room. A worker that holds the prompt already needs no room.
+        """Choose a pair with room on the decode worker. A worker that holds the prompt already needs no room.
 
         Full workers are computed lazily: only after a decode worker was found to be full.
         """

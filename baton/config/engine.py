@@ -143,7 +143,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_lora: bool = False  # serve LoRA adapters beside the model
     # Adapters that a worker computes with; more while more have requests.
     max_loras: Annotated[int, Meta(ge=1, le=1024)] = 8
-    # Adapters whose files a worker keeps in host memory; other files are read again. None: max_loras.
+    # Adapters that a worker keeps in host memory; the files of others are read again. None: max_loras.
     max_cpu_loras: Annotated[int, Meta(ge=1, le=1024)] | None = None
     max_lora_rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 16  # the highest rank of an adapter
     # Speculative decoding on workers that decode, such as {"method": "ngram"}; None: off.
@@ -175,7 +175,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_cpu_loras(self) -> int:
-        """The adapters whose files a worker keeps in host memory."""
+        """The adapters that a worker keeps in host memory."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
 

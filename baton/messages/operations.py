@@ -74,7 +74,7 @@ class Scale(Message, frozen=True):
 
     num_prefill: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)]
     num_decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS // 2)]
-    model: Name = ""  # whose workers; "": the model of a cluster that has one
+    model: Name = ""  # of the workers; "": the model of a cluster that has one
 
 
 class Sleep(Message, frozen=True):

@@ -383,7 +383,7 @@ class DiskTier:
         has_passed: Callable[[int], bool],
         is_current: Callable[[int, int], bool],
     ) -> None:
-        """host_pages: of each rank. has_passed: see `StepMarks`; of rank 0, whose steps end last.
+        """host_pages: of each rank. has_passed: see `StepMarks`; of rank 0, which ends its steps last.
 
         is_current(page, generation): True when the host page still has the contents of that generation.
         """
@@ -512,7 +512,7 @@ class DiskTier:
         return [pages[host_page] for pages in self._host_pages]
 
     def _take_batch(self) -> Mapping[bytes, PageParts]:
-        """Move the first loads whose marks have passed to `_batch`, and return them."""
+        """Move the first loads with marks that have passed to `_batch`, and return them."""
         most = max(1, _BATCH_BYTES // self._store.page_bytes)
         while self._loads and len(self._batch) < most and self._has_passed(self._loads[0][2]):
             key, host_page, _ = self._loads.popleft()

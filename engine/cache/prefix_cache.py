@@ -122,7 +122,7 @@ class HostTier:
         return [*self._cached, *self._pinned]
 
     def written_pages(self) -> list[tuple[bytes, int]]:
-        """Return the cached keys and their pages, without pages whose copy no step has taken yet."""
+        """Return the cached keys and their pages, without pages that no step has copied yet."""
         return [(key, page) for key, (page, _) in self._cached.items() if page not in self._to_host]
 
     def begin_step(self) -> None:

@@ -161,7 +161,7 @@ class Pipeline:
         self._send(result if result.numel() else result.new_zeros(1), 0)
 
     def receive_answer(self, result: Tensor) -> PendingTensor:
-        """On rank 0: begin to receive the result of the oldest step whose result has not been asked for."""
+        """On rank 0: begin to receive the result of the oldest step that has no receiver yet."""
         pending = self._receive(result if result.numel() else result.new_zeros(1), self._last_rank)
         return pending._replace(tensor=result)
 
@@ -275,27 +275,27 @@ class ReplicaRank:
         return f"rank {self.index} of {self.size}"
 
 
-# torch's errors become WorkerLost here. whose: the rank that loses a peer.
+# torch's errors become WorkerLost here. who: the rank that loses a peer.
 
 
 def _begin(
-    operation: Callable[[list[Tensor], int, int], PendingCollective], tensor: Tensor, rank: int, whose: str
+    operation: Callable[[list[Tensor], int, int], PendingCollective], tensor: Tensor, rank: int, who: str
 ) -> PendingCollective:
     """Begin to send the tensor to a rank, or to receive it."""
     try:
         return operation([tensor], rank, 0)
     except RuntimeError as error:
-        raise _lost(f"{whose} lost a peer", error) from error
+        raise _lost(f"{who} lost a peer", error) from error
 
 
-def _wait(work: PendingCollective, whose: str, timeout: timedelta | None = None) -> None:
+def _wait(work: PendingCollective, who: str, timeout: timedelta | None = None) -> None:
     try:
         if timeout is None:
             work.wait()
         else:
             work.wait(timeout)
     except RuntimeError as error:
-        raise _lost(f"{whose} lost a peer", error) from error
+        raise _lost(f"{who} lost a peer", error) from error
 
 
 def _lost(what: str, error: RuntimeError) -> WorkerLost:

@@ -66,7 +66,7 @@ class AdapterSlots:
         self.held.append(sequence)
 
     def place_held(self, live: Set[bytes]) -> list[tuple[Sequence, str]]:
-        """Place the adapters whose files have been read, and release their sequences.
+        """Place the adapters that have been read, and release their sequences.
 
         live: digests of the adapters with sequences. Returns the sequences that cannot run, and why.
         """

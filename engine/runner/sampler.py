@@ -270,7 +270,7 @@ class Sampler:
         return _tensors([*map(Row, sequences)], self._device) if sequences else None
 
     def drawn(self, batch: Batch, token_ids_R: Tensor) -> Draws:
-        """Return the draws of a batch whose tokens were drawn with `parameters_of_draws`."""
+        """Return the draws of a batch that was drawn with `parameters_of_draws`."""
         self._sequences = None  # their positions are no longer those of the kept tensors
         is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
         rows = [*map(Row, _sampling_sequences(batch))]

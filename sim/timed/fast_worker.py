@@ -2,7 +2,7 @@
 
 1. `FastWorker` fills each step as the engine's continuous batching does: a token for each sequence, then
    chunks of prompts, in the order of their tenants' shares.
-2. Steps in which nothing changes are one run, whose seconds are summed in closed form. A prompt or a sequence
+2. Steps in which nothing changes are one run: its seconds are summed in closed form. A prompt or a sequence
    that comes meanwhile cuts the run at the end of its present step.
 3. A worker handles events between two steps, in a turn of its loop. A hand-off takes several turns: of the
    prefill worker, when the grant has come and when the last page has left; of the decode worker, when the
@@ -200,7 +200,7 @@ class FastWorker:
     # Prompts and sequences.
 
     def receive(self, request: Request) -> None:
-        """Take a request whose pages have come: verify them, then decode."""
+        """Take a request with its pages: verify them, then decode."""
         if not self.is_stepping:
             self.join(request)
         else:

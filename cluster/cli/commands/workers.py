@@ -185,7 +185,9 @@ def _add_flip_options(parser: Parser) -> None:
 def _add_scale_options(parser: Parser) -> None:
     help_ = "prefill and decode workers, such as 2P3D"
     parser.add_argument("layout", metavar="LAYOUT", help=help_)
-    parser.add_argument("--model", metavar="NAME", default="", help="whose workers, where there are several")
+    parser.add_argument(
+        "--model", metavar="NAME", default="", help="the model of the workers, where there are several"
+    )
     _add_wait(parser, 600.0)
     add_router_options(parser)
 
