@@ -57,7 +57,7 @@ def listener_mismatch(hello: EndpointHello, listeners: ListenerAddresses) -> str
     """Return why these cannot be the listeners of the peer's ranks; None when each rank has its own."""
     num_ranks = hello.layout.num_ranks
     if len(listeners.ranks) != num_ranks:
-        return f"{len(listeners.ranks)} ranks listen in a layout of {num_ranks}"
+        return f"{len(listeners.ranks)} ranks listen, expected {num_ranks}"
     if len({rank.incarnation for rank in listeners.ranks}) != num_ranks:
         return "two ranks are one process"
     return None

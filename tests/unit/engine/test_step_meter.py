@@ -33,7 +33,8 @@ def test_steps_are_counted_with_their_tokens_and_times(is_async: bool, tiny_mode
 @pytest.mark.parametrize("is_async", [False, True])
 def test_phases_of_the_step_after_a_load_are_timed(is_async: bool, tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model, scheduler={"async_scheduling": is_async})
-    add(engine, "a", 30, 8)
+    for name in "abcdefghijklmnop":  # enough rows that the forward pass is no small part of a step
+        add(engine, name, 30, 8)
     engine.step()
     assert not any(name.startswith("step_") for name in engine.load().times)
     before_s = engine.load().times["step"].sum if not is_async else 0.0

@@ -248,8 +248,8 @@ def test_incompatible_field_is_named(theirs: EndpointHello, reason: str) -> None
     ("incarnations", "reason"),
     [
         ("ab", None),
-        ("a", "1 ranks listen in a layout of tp_size 2"),
-        ("abc", "3 ranks listen in a layout of tp_size 2"),
+        ("a", "1 ranks listen, expected 2"),
+        ("abc", "3 ranks listen, expected 2"),
         ("aa", "two ranks are one process"),
     ],
 )

@@ -73,7 +73,7 @@ def test_status_of_a_router_fits_a_message() -> None:
 
 
 def test_least_busy_tenants_are_left_out_first() -> None:
-    status = a_status(740, MAX_TENANTS)
+    status = a_status(700, MAX_TENANTS)
     told = fitted(status)
     num_left_out = told.queue.num_left_out
     assert told.left_out == {} and 0 < num_left_out < MAX_TENANTS
