@@ -24,7 +24,7 @@ def convert(content: bytes, config: Mapping[str, Any], added: Mapping[str, int])
     """Return the tokenizer of a SentencePiece model as JSON.
 
     content: of tokenizer.model. config: of tokenizer_config.json. added: token -> id, of added_tokens.json.
-    Raises whatever the libraries raise for a damaged file, and ValueError for a model of another kind.
+    Raises the errors of the libraries for a damaged file, and ValueError for a model of another kind.
     """
     proto = ModelProto()
     proto.ParseFromString(content)

@@ -63,6 +63,15 @@ class WeightFormat(IntEnum):
 Method = Literal["int8", "fp8", "int4"]
 
 
+def format_of(method: Method, *, rounds_inputs: bool = True) -> WeightFormat:
+    """The format of weights that are quantised by a method. The inputs of fp8 are never rounded."""
+    if method == "fp8":
+        return WeightFormat.FP8
+    if method == "int8":
+        return WeightFormat.INT8_ROUNDED if rounds_inputs else WeightFormat.INT8
+    return WeightFormat.INT4_ROUNDED if rounds_inputs else WeightFormat.INT4
+
+
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrix:
     """A weight of a linear layer.
@@ -159,12 +168,7 @@ def quantise(
     fp8 has one scale for each output and split, and never rounds inputs. None: the inputs of a split cannot
     be cut into groups.
     """
-    formats = {
-        "int8": WeightFormat.INT8_ROUNDED if rounds_inputs else WeightFormat.INT8,
-        "int4": WeightFormat.INT4_ROUNDED if rounds_inputs else WeightFormat.INT4,
-        "fp8": WeightFormat.FP8,
-    }
-    weight_format, num_inputs = formats[method], weight_NK.shape[1]
+    weight_format, num_inputs = format_of(method, rounds_inputs=rounds_inputs), weight_NK.shape[1]
     group = group_of(num_inputs, weight_format.group_unit, num_inputs, num_splits)
     if group is None:
         return None

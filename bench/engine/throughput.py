@@ -54,8 +54,10 @@ from baton.engine.models.decoder import Decoder
 from baton.engine.models.loading.checkpoint import weight_files
 from baton.engine.models.registry import ModelConfig
 from baton.engine.runner.step_inputs import StepArrays
+from baton.errors import ConfigError
 from baton.kernels import native
 from baton.kernels.native import TORCH_DTYPES
+from baton.kernels.quantised import Method, WeightFormat, format_of
 from baton.pages import DTYPE_BYTES
 from baton.rpc import process
 
@@ -78,8 +80,6 @@ DECODE_BARS: Final[dict[int, dict[str, float]]] = {
     8: {"int8": 1.4, "int4": 1.6},
     32: {"int8": 1.1, "int4": 1.0},
 }
-BITS: Final = {"int8": 8, "fp8": 8, "int4": 4}  # of a weight, without its share of a scale
-SUMMED_AS_INTEGERS: Final = ("int8", "int4")  # VNNI and AMX multiply them twice as fast as bf16
 LORA_RANK: Final = 8  # PEFT's default
 LORA_BAR: Final = 0.85  # decoding with an adapter for each request over one adapter, at least
 PIPELINE_BATCH: Final = 16
@@ -148,16 +148,17 @@ class Limit(NamedTuple):
     seconds: float
 
 
-def measure_limit(model: ModelConfig, steps: list[StepArrays], method: str | None = None) -> Limit:
+def measure_limit(model: ModelConfig, steps: list[StepArrays], method: Method | None = None) -> Limit:
     """Add up, over the steps, the larger of the time to read the weights and the time to multiply.
 
     method: of quantised weights. Integers count as twice as fast as the model's dtype, which is measured.
     """
     dtype = TORCH_DTYPES[model.dtype]
     read_gbps, matmul_tflops = read_bandwidth_gbps(CPU), matmul_peak_tflops(CPU, dtype)
-    matmul_tflops *= 2 if method in SUMMED_AS_INTEGERS else 1
+    weight_format = WeightFormat.PLAIN if method is None else format_of(method)
+    matmul_tflops *= 2 if weight_format.rounds_inputs else 1
     layers, head = num_layer_parameters(model), num_head_parameters(model)
-    weight_bytes = DTYPE_BYTES[model.dtype] if method is None else BITS[method] / 8
+    weight_bytes = DTYPE_BYTES[model.dtype] if method is None else weight_format.num_bits / 8
     read_s = (layers + head) * weight_bytes / read_gbps / 1e9
     multiply_s = [
         2 * (layers * len(s.token_ids) + head * len(s.logit_rows)) / matmul_tflops / 1e12 for s in steps
@@ -327,7 +328,7 @@ def pipeline_rows(load: Callable[..., Engine], num_stages: int, num_rounds: int,
 
 
 def whole_work_rows(
-    engine: Engine, rivals: Mapping[str, str], method: str | None, num_rounds: int, report: Report
+    engine: Engine, rivals: Mapping[str, str], method: Method | None, num_rounds: int, report: Report
 ) -> list[Row]:
     """Do the same work with Baton and its rivals in turns; close the engine. method: of quantised weights."""
     jobs = random_jobs(NUM_REQUESTS, 0, vocab_size=engine.vocab_size)
@@ -398,7 +399,9 @@ def measure(options: Namespace, report: Report) -> None:
             )
         return
 
-    method: str | None = next(iter(options.quantization), None)
+    if len(options.quantization) > 1:
+        raise ConfigError("--quantization: beside rivals, Baton has one method")
+    method: Method | None = next(iter(options.quantization), None)
 
     def load(prefix_caching: bool) -> Engine:
         cache = {"enable_prefix_caching": prefix_caching, "kv_cache_memory_bytes": KV_BYTES}

@@ -3,8 +3,9 @@
 // Everything is written with GCC/Clang vector types of the CPU's own width, so it compiles for any CPU; GCC keeps wider
 // vectors in memory. AVX2, AVX-512 and AVX-512 BF16 have paths of their own where an instruction exists. All arithmetic is
 // in fp32 and in an order that depends only on the row, never on how many rows share the call, or on the width of the
-// CPU's vectors: a token's values depend on neither its batch nor the CPU. The compiler fuses no product with a sum, since
-// it might choose differently in two copies of a loop; `multiply_add` does.
+// CPU's vectors: a token's values do not depend on its batch, nor on the width where CPUs multiply and add in one
+// rounding. The compiler fuses no product with a sum, since it might choose differently in two copies of a loop;
+// `multiply_add` does.
 #pragma once
 
 #include <math.h>
@@ -57,6 +58,8 @@ INLINE f32s multiply_add(f32s a, f32s b, f32s c) {
     return (f32s)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif LANES == 8 && defined(__FMA__)
     return (f32s)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif LANES == 4 && defined(__FMA__)
+    return (f32s)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
 #elif defined(__aarch64__)
     return (f32s)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else

@@ -85,7 +85,7 @@ def check_most_are_answered(fates: Counter[str]) -> None:
     assert num_answered > 9 * num_failed, fates
 
 
-def test_two_models_answer_with_their_own_tokens_whatever_fails() -> None:
+def test_two_models_answer_with_their_own_tokens_under_faults() -> None:
     fates: Counter[str] = Counter()
     for seed in range(30):
         fates.update(World(seed, models=("a", "b")).run())

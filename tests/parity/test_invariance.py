@@ -1,9 +1,14 @@
 """The same tokens, and in both dtypes the same log probabilities to the bit, whatever happens on the way.
 
-Chunk sizes, page sizes, the company in the batch, prefix hits, preemption at every turn, swapping and two
-tensor-parallel ranks are compared with one plain run.
+Chunk sizes, page sizes, the company in the batch, prefix hits, preemption at every turn, swapping, several
+ranks and the width of the CPU's vectors are compared with one plain run.
 """
 
+import json
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import product
@@ -241,3 +246,33 @@ def test_prefix_hits_change_no_bit(
     ]
     for first, rest in zip(tokens(greedy), tokens(continued), strict=True):
         assert rest[:34] == first[30:]
+
+
+def answers_of_process(directory: Path, settings: dict[str, Any], *flags: str) -> str:
+    """Return the answers of an engine with kernels of its own; a process loads them once."""
+    command = [sys.executable, "-m", "tests.parity.narrow_vectors", str(directory), json.dumps(settings)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(
+        [*command, *flags], stdout=subprocess.PIPE, encoding="utf-8", env=environment, timeout=280, check=True
+    )
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
+@pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx2"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "settings"),
+    [
+        *((name, dtype, {}) for name in (*FAST, "gpt-oss", "gemma2") for dtype in DTYPES),
+        *((FAST[0], torch.bfloat16, {"quantization": method}) for method in ("int8", "int4", "fp8")),
+        *((FAST[0], torch.bfloat16, {"cache": {"kv_cache_dtype": codes}}) for codes in ("int8", "fp8")),
+    ],
+)
+def test_narrower_vectors_change_no_bit(
+    name: str, dtype: torch.dtype, settings: dict[str, Any], flag: str, model_directory: Directory
+) -> None:
+    directory = model_directory(name, dtype)
+    answers = answers_of_process(directory, settings)
+    assert len(answers) > 1000
+    assert answers_of_process(directory, settings, flag) == answers

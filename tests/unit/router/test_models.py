@@ -195,7 +195,7 @@ def test_sleeping_worker_is_a_member_without_work_and_hears_of_the_wake(c: Clust
         c[name].leave()
         c.add(name, id=id_of(f"{name}-asleep"), model="b", is_asleep=True)
     assert isinstance(submit(c, "r0", "b"), Rejected)
-    assert status_of(c).num_ready == 4  # nobody has to reach a worker that sleeps
+    assert status_of(c).num_ready == 4  # the workers that serve need no links to sleeping workers
     c["g"].say(Wake(model="b"))
     assert c["d-b"].only(Wake) and c["p-b"].only(Wake) and not c["d-a"].take(Wake)
     for name in ("p-b", "d-b"):
