@@ -206,7 +206,7 @@ def _run(
     config = RouterConfig(policy=settings.policy, seed=settings.seed, max_attempts=MAX_ATTEMPTS)
     sizes = {WorkerRole.PREFILL: layout.prefill_tp, WorkerRole.DECODE: layout.decode_tp}
     by_role = {role: FittedTimes(times, size, validity, scale) for role, size in sizes.items()}
-    contention = Contention(times if settings.shares_machine else None)
+    contention = Contention(times, shares_machine=settings.shares_machine)
     arguments = config, _fleet(layout, times, settings, page_size), by_role, page_size
     if settings.mode == "fast":
         cluster = FastCluster(*arguments, seed=settings.seed, contention=contention, is_light=True)
@@ -214,7 +214,7 @@ def _run(
         busy_s = {worker.worker.name: worker.busy_s for worker in cluster.workers.values()}
         return _course(outcomes, layout, times, busy_s, cluster.parts, NUM_HOPS * BODY_S)
     full = FullCluster(*arguments, seed=settings.seed, contention=contention)
-    outcomes = full.run(_full_call(each, settings) for each in trace)
+    outcomes = full.run(_full_call(number, each) for number, each in enumerate(trace))
     return _course(outcomes, layout, times, full.busy_s, full.parts)
 
 
@@ -256,10 +256,10 @@ def _fast_calls(trace: Sequence[TraceRequest], page_size: int) -> Iterator[Clien
 
 def _shared_keys(trace: Sequence[TraceRequest], page_size: int) -> dict[int, bytes]:
     """Return the keys of the leading pages that a prompt shares with others, by the prompt's number."""
-    begins = [each.block_ids[0] if each.block_ids else -each.arrival_s for each in trace]
+    begins = [each.block_ids[0] if each.block_ids else -1 - number for number, each in enumerate(trace)]
     num_alike = Counter(begins)
     keys = {
-        number: np.frombuffer(page_keys(each, page_size), np.uint64)[::2]
+        number: np.frombuffer(page_keys(each, page_size, number), np.uint64)[::2]
         for number, each in enumerate(trace)
         if num_alike[begins[number]] > 1
     }
@@ -277,8 +277,8 @@ def _shared_keys(trace: Sequence[TraceRequest], page_size: int) -> dict[int, byt
     return found
 
 
-def _full_call(each: TraceRequest, settings: RehearsalSettings) -> ClientCall:
-    return ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each), num_answered=each.output_tokens)
+def _full_call(number: int, each: TraceRequest) -> ClientCall:
+    return ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each, number), num_answered=each.output_tokens)
 
 
 def _course(
@@ -289,21 +289,20 @@ def _course(
     parts: Mapping[str, float],
     hops_s: float = 0.0,
 ) -> Course:
-    """Return the latencies of the answered requests, with the overheads that no step has.
+    """Return the latencies of the answered requests, with what no step has.
 
     hops_s: of messages until a first token, where the simulation sends none.
     """
     answered = [each for each in outcomes if each.ended_s >= 0]
     num_tokens = np.array([each.call.num_answered for each in answered], float)
-    asked_s, first_s, ended_s = (
+    asked_s, first_s, ended_s, way_s, first_wait_s, last_wait_s = (
         np.array([getattr(each, name) for each in answered], float)
-        for name in ("asked_s", "first_token_s", "ended_s")
+        for name in ("asked_s", "first_token_s", "ended_s", "way_s", "first_wait_s", "last_wait_s")
     )
-    over = times.overheads
     num_later = np.where(num_tokens > 1, num_tokens - 1, np.nan)
-    handoff_s = over.handoff_s if layout.num_prefill else 0.0
-    ttft_s = first_s - asked_s + over.first_token_s + hops_s
-    later_s = ended_s - first_s + handoff_s * (num_tokens > 1)
+    first_s, ended_s = first_s + first_wait_s, ended_s + last_wait_s
+    ttft_s = first_s - asked_s + way_s + hops_s
+    later_s = ended_s - first_s
     duration_s = float(ended_s.max() - min(each.asked_s for each in outcomes)) if answered else 0.0
     roles = {name: name.rpartition("-")[0] if layout.num_prefill else "worker" for name in busy_s}
     busy = {

@@ -127,8 +127,8 @@ def run_trace(
     if select is not None:
         rehearsal.select(select)
     outcomes = rehearsal.run(
-        ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each), num_answered=each.output_tokens)
-        for each in trace
+        ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each, number), num_answered=each.output_tokens)
+        for number, each in enumerate(trace)
     )
     given = [worker.given_tokens for worker in rehearsal.prefill_workers]
     waits_s = [each.ttft_s for each in outcomes]

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 from unittest.mock import patch
 
 import msgspec
@@ -40,13 +40,16 @@ from baton.config.environment import environment_of_child
 from baton.engine.engine import Engine, load_engine
 from baton.engine.scheduler.sequence import Batch
 from baton.kvtransfer.transports.base import AUTO
+from baton.messages.status import Times
 from baton.messages.workers import WorkerRole
 from baton.pages import PageLayout
 from baton.request import Request, SamplingParams
 from baton.router.policies.cost_model import solve_nonnegative
+from baton.rpc.liveness import BEAT_S
 from baton.sim.rehearsal import Layout, RehearsalSettings, rehearse_each
 from baton.sim.timed.full import work_of
 from baton.sim.timed.times import (
+    Cost,
     Overheads,
     ReplicaTimes,
     StepSample,
@@ -72,8 +75,9 @@ STEPS_SHARE: Final = 0.45
 NEIGHBOURS_SHARE: Final = 0.2
 TRANSFERS_SHARE: Final = 0.1
 NUM_ALONE: Final = 12  # served requests, one after the other
-NUM_TOGETHER: Final = 8
-LONG_ANSWER: Final = 96
+HANDS_OVER: Final = "round-robin"  # the policy that never has a decode worker compute a prompt
+# Loads that show what processes take beside steps: requests, tokens of an answer, requests at once.
+COST_LOADS: Final = ((32, 2, 4), (12, 64, 1), (32, 96, 4), (96, 96, 16))
 READY: Final = "ready"
 
 
@@ -368,10 +372,13 @@ def measure_transfers(
 
 
 async def measure_overheads(config: ServeConfig, model: TimeModel, num_threads: int) -> Overheads:
-    """Serve requests by one prefill and one decode worker, and compare with a rehearsal."""
+    """Serve requests by one prefill and one decode worker, and compare with a rehearsal.
+
+    Every prompt is handed over, so that hand-offs are measured.
+    """
     with TemporaryDirectory() as folder:
         environment = environment_of_child(num_threads=num_threads)
-        options = ("--runtime", "local", *options_of(config))
+        options = ("--runtime", "local", "--router-policy", HANDS_OVER, *options_of(config))
         async with served_cluster(
             Path(folder), options, prefill=1, decode=1, model=config.model, environment=environment
         ) as cluster:
@@ -402,51 +409,73 @@ async def _overheads(cluster: WatchedCluster, model: TimeModel) -> Overheads:
         TraceRequest(arrival_s=10.0 * at, input_tokens=num_input, output_tokens=num_output)
         for at, (num_input, num_output) in enumerate(lengths)
     ]
-    predicted = rehearse_each(trace, Layout.parse("1P1D"), model, RehearsalSettings(mode="full"))
+    predicted = rehearse_each(
+        trace, Layout.parse("1P1D"), model, RehearsalSettings(mode="full", policy=HANDS_OVER)
+    )
     ttft_s = median(each.ttft_s for each in measured.samples) - median(predicted.ttft_ms.tolist()) / 1e3
     later = [
         (each.num_tokens - 1, each.e2el_s - each.ttft_s - num_ms / 1e3)
         for each, num_ms in zip(measured.samples, predicted.e2el_ms - predicted.ttft_ms, strict=True)
     ]
     handoff_s, step_s = _line(later)
-    request_cpu_s, token_cpu_s = await _front_cpu(cluster, client, listed.name, vocab_size)
+    gateway, others = await _costs(cluster, client, listed.name, vocab_size)
     client.close()
     return Overheads(
         first_token_s=max(0.0, ttft_s - step_s),  # the prompt takes a step, too
         handoff_s=handoff_s,
         step_s=step_s,
-        request_cpu_s=request_cpu_s,
-        token_cpu_s=token_cpu_s,
+        gateway=gateway,
+        others=others,
     )
 
 
-async def _front_cpu(
-    cluster: WatchedCluster, client: Client, name: str, vocab_size: int
-) -> tuple[float, float]:
-    """Return the processor seconds of gateway, router and client for a request and for a token."""
-    points = []
-    for num_output in (2, LONG_ANSWER):
-        lengths = [(64, num_output)] * (4 * NUM_TOGETHER)
-        pids = [pid for each, pid in (await cluster.pids()).items() if each.startswith(("gateway", "router"))]
-        before_s = _cpu_s(pids)
-        await _ask(client, name, lengths, NUM_TOGETHER, vocab_size, num_output)
-        points.append((num_output, (_cpu_s(pids) - before_s) / len(lengths)))
-    return _line(points)
+async def _costs(cluster: WatchedCluster, client: Client, name: str, vocab_size: int) -> tuple[Cost, Cost]:
+    """Return what the gateway, and the other processes beside the steps of workers, take to serve."""
+    columns, spent = list[tuple[float, float, float]](), list[tuple[float, float]]()  # of a request
+    for seed, (number, num_output, concurrency) in enumerate(COST_LOADS):
+        before = await _usage(cluster)
+        await _ask(client, name, [(64, num_output)] * number, concurrency, vocab_size, seed)
+        gateway_s, others_s, num_steps = (await _usage(cluster) - before) / number
+        columns.append((1.0, num_steps, num_output))
+        spent.append((gateway_s, others_s))
+    gateway, others = (_least_squares(columns, seconds) for seconds in zip(*spent, strict=True))
+    return Cost(*gateway), Cost(*others)
 
 
-def _cpu_s(pids: Sequence[int]) -> float:
+async def _usage(cluster: WatchedCluster) -> "np.ndarray[Any, Any]":
+    """Return processor seconds of gateways, those of others beside the steps of workers, and steps."""
+    await asyncio.sleep(2 * BEAT_S)  # workers report their steps with heartbeats
+    status = await cluster.status()
+    assert status is not None
+    num_steps = sum(each.load.times.get("step", Times()).num for each in status.workers)
+    workers = {each.worker.pid for each in status.workers}
+    gateway_s, others_s = 0.0, time.process_time()
+    for name, pid in (await cluster.pids()).items():
+        if name.startswith("gateway"):
+            gateway_s += _cpu_s(pid)
+        else:
+            others_s += _cpu_s(pid, is_worker=pid in workers)
+    return np.array([gateway_s, others_s, num_steps])
+
+
+def _cpu_s(pid: int, *, is_worker: bool = False) -> float:
+    """Return the processor seconds of a process; of a worker without its first thread, which computes."""
     import psutil
 
-    times = [psutil.Process(pid).cpu_times() for pid in pids]
-    return time.process_time() + sum(each.user + each.system for each in times)
+    threads = psutil.Process(pid).threads()
+    return sum(each.user_time + each.system_time for each in threads if not (is_worker and each.id == pid))
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _line(points: Sequence[tuple[float, float]]) -> list[float]:
     """Return the least-squares line through points, as its value at 0 and its slope, both at least 0."""
-    columns = np.array([[1.0, x] for x, _ in points])
-    values = np.array([y for _, y in points])
-    base, slope = solve_nonnegative(columns.T @ columns, columns.T @ values)
-    return float(base), float(slope)
+    return _least_squares([(1.0, x) for x, _ in points], [value for _, value in points])
+
+
+def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Return the coefficients of the columns, all at least 0."""
+    matrix = np.array(columns, float)
+    solved = solve_nonnegative(matrix.T @ matrix, matrix.T @ np.array(values))
+    return [float(each) for each in solved]
 
 
 async def _ask(

@@ -166,6 +166,7 @@ class FastCluster:
         request, now_s = job.request, self.events.now_s
         outcome = self._open[request.request_id]
         outcome.given_s, outcome.begun_s, outcome.first_token_s = job.given_s, job.begun_s, now_s
+        outcome.first_wait_s = self.contention.wait_s(now_s)
         outcome.num_held = job.num_held
         self.served.append((now_s, request.tenant, request.num_tokens))
         if self.light is not None:
@@ -190,6 +191,7 @@ class FastCluster:
         """Note that a request has its last token."""
         outcome, key = self._open.pop(request.request_id), request.key
         outcome.ended_s, num_answered = self.events.now_s, outcome.call.num_answered
+        outcome.last_wait_s = self.contention.wait_s(outcome.ended_s)
         self.served.append((self.events.now_s, request.tenant, num_answered))
         for name, seconds in outcome.parts().items():
             self.parts[name] += seconds
@@ -220,12 +222,12 @@ class FastCluster:
         request_id = f"{next(self._numbers):032x}"
         self._num_to_come -= 1
         self._open[request_id] = CallOutcome(call=call, asked_s=self.events.now_s, retry=retry)
+        self._open[request_id].way_s = self.contention.ask(self.num_busy, self.events.now_s)
         self.outcomes.append(self._open[request_id])
         self._submit(request_id, 0)
 
     def _submit(self, request_id: str, attempt: int) -> None:
         call = self._open[request_id].call
-        self.contention.add_request(self.events.now_s)
         request = Request(
             request_id=request_id,
             token_ids=TokenIds.of(call.token_ids),

@@ -288,14 +288,13 @@ class FastWorker:
         scale = cluster.scale
         context = round((self._num_context + num_seqs * (num_steps - 1) / 2) * scale)
         work = StepWork(num_seqs + len(chunks), context, round(num_new * scale), num_pairs * scale * scale)
-        step_s, contention = self.times.step_s(work), cluster.contention
+        contention, now_s = cluster.contention, cluster.events.now_s
+        step_s = self.times.step_s(work) * contention.slowdown(cluster.num_busy, now_s)
+        contention.add_steps(num_steps, num_seqs * num_steps, cluster.num_busy, now_s)
         if contention.neighbours:
-            now_s = cluster.events.now_s
-            step_s *= contention.slowdown(cluster.num_busy, now_s)
-            contention.add_tokens(num_seqs * num_steps, now_s)
             self._most_steps = max(1, int(MOST_RUN_S / step_s))
         cluster.num_busy += 1
-        self._run = run = Run(cluster.events.now_s, step_s, num_steps, work, chunks)
+        self._run = run = Run(now_s, step_s, num_steps, work, chunks)
         cluster.at(run.end_s, partial(self._stepped, run, num_steps))
 
     def _chunks(self, num_seqs: int) -> tuple[list[PromptJob], int, float]:

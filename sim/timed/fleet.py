@@ -56,6 +56,11 @@ class CallOutcome(msgspec.Struct, kw_only=True):
     call: ClientCall
     asked_s: float
     retry: int = 0
+    # Seconds beside the simulated course: the way to a worker and back, and what the first and the last token
+    # wait for the gateway.
+    way_s: float = 0.0
+    first_wait_s: float = 0.0
+    last_wait_s: float = 0.0
     num_held: int = 0  # tokens of the prompt that were not computed
     given_s: float = -1.0  # a worker has the prompt
     begun_s: float = -1.0  # the first step of the prompt

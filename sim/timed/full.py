@@ -62,7 +62,7 @@ class SteadyNetwork(Network):
 
     def moves_s(self, num_tokens: int) -> float:
         """See Network."""
-        return self._times.transfer_s(num_tokens * self._times.kv_token_bytes)
+        return self._times.handoff_s(num_tokens)
 
 
 class TimedContext(SimContext):
@@ -121,8 +121,9 @@ class FullClient:
         outcome, now_s = self.outcome, self._cluster.events.now_s
         if outcome.first_token_s < 0:
             outcome.first_token_s = now_s
+            outcome.first_wait_s = self._cluster.contention.wait_s(now_s)
         if events[-1].finish_reason is not None:
-            outcome.ended_s = now_s
+            outcome.ended_s, outcome.last_wait_s = now_s, self._cluster.contention.wait_s(now_s)
             self._cluster.events.at(now_s, partial(self._cluster.ended, self))  # the marks are whole by then
 
     def failed(self, error: BatonError) -> None:
@@ -147,7 +148,7 @@ class FullCluster:
         self.events = Events()
         self.outcomes: list[CallOutcome] = []
         self.parts: dict[str, float] = {}  # seconds of all requests, by the names of timelines
-        self._contention = contention or Contention()
+        self.contention = contention or Contention()
         self._numbers = 0
         self._num_open = 0
         random = Random(seed)
@@ -222,9 +223,9 @@ class FullCluster:
 
     def _ask(self, call: ClientCall) -> None:
         client = FullClient(self, call)
+        client.outcome.way_s = self.contention.ask(self._num_busy, self.events.now_s)
         self.outcomes.append(client.outcome)
         self._numbers += 1
-        self._contention.add_request(self.events.now_s)
         request = Request(
             request_id=f"{self._numbers:032x}",
             token_ids=TokenIds.of(call.token_ids),
@@ -247,9 +248,12 @@ class FullCluster:
 
     def _step_s(self, times: WorkTimes, work: StepWork) -> float:
         """Return the seconds of a step that begins now, beside the workers that are busy now."""
-        contention, now_s = self._contention, self.events.now_s
-        seconds = times.step_s(work)
-        if contention.neighbours:
-            seconds *= contention.slowdown(sum(process.is_busy for process in self._processes), now_s)
-            contention.add_tokens(work.num_sequences, now_s)
+        num_busy, now_s = self._num_busy, self.events.now_s
+        seconds = times.step_s(work) * self.contention.slowdown(num_busy, now_s)
+        self.contention.add_steps(1, work.num_sequences, num_busy, now_s)
         return seconds
+
+    @property
+    def _num_busy(self) -> int:
+        """Workers in a step."""
+        return sum(process.is_busy for process in self._processes)

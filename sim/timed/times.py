@@ -31,8 +31,8 @@ KNOT_GAIN: Final = 0.93  # a knot must make the error of held-out shapes this mu
 NUM_FOLDS: Final = 5
 TOLERATED: Final = 0.01  # share of a rehearsal's time that may be outside of the calibrated ranges
 BEYOND: Final = 1.05  # multiple of the largest measured value that is still inside
-FADE_S: Final = 0.5  # of the gateway's load
-VERSION: Final = 1
+FADE_S: Final = 0.5  # of the processors that other processes take
+VERSION: Final = 2
 
 
 class StepWork(NamedTuple):
@@ -188,15 +188,23 @@ class TransferModel(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[float, ...]
 
 
-class Overheads(msgspec.Struct, frozen=True, kw_only=True):
-    """The seconds that a served request takes beside steps and transfers, where nothing else is asked."""
+class Cost(msgspec.Struct, frozen=True):
+    """The processor seconds that processes take to serve, beside the steps of workers."""
 
+    request_s: float = 0.0
+    message_s: float = 0.0  # of the tokens of one step
+    token_s: float = 0.0
+
+
+class Overheads(msgspec.Struct, frozen=True, kw_only=True):
+    """What a served request takes beside steps and transfers."""
+
+    # Seconds where nothing else is asked.
     first_token_s: float = 0.0  # of the way to the worker, and of the first token to the client
     handoff_s: float = 0.0  # more, until the second token, where another worker has computed the prompt
     step_s: float = 0.0  # of a worker's loop, in each step beside the engine's part
-    # Processor seconds of gateway, router and client, which they take from workers of the same machine.
-    request_cpu_s: float = 0.0
-    token_cpu_s: float = 0.0
+    gateway: Cost = Cost()  # a gateway does one thing after the other
+    others: Cost = Cost()  # routers, clients, and the threads of workers that compute no step
 
 
 class ReplicaTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,42 +263,59 @@ class TimeModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contention:
-    """The slowdown of workers that share the processors of one machine, with each other and the gateway."""
+    """What requests wait for beside steps: the gateway, and processors that workers share with it.
 
-    def __init__(self, model: TimeModel | None = None) -> None:
-        """model: None for workers that share nothing."""
-        self.neighbours = model.neighbours if model is not None else ()
+    The gateway's backlog is the work that it has been given and not done. Costs of all processes, as a fading
+    mean of the processors that they take, slow down workers that have no devices of their own.
+    """
+
+    def __init__(self, model: TimeModel | None = None, *, shares_machine: bool = True) -> None:
+        """model: None for requests that wait for nothing. shares_machine: workers run on one machine."""
+        self.neighbours = model.neighbours if model is not None and shares_machine else ()
         self._over = model.overheads if model is not None else Overheads()
-        self._load = self._load_s = 0.0  # of the gateway: a fading mean, and its moment
+        self._load = self._backlog_s = self._now_s = 0.0
 
-    def add_tokens(self, number: int, now_s: float) -> None:
-        """Count tokens that the gateway sends on."""
-        self._add(number * self._over.token_cpu_s, now_s)
+    def ask(self, num_busy: int, now_s: float) -> float:
+        """Take a request beside so many busy workers; return the seconds of its way that no step has."""
+        slowdown = self.slowdown(num_busy, now_s)
+        wait_s = self._backlog_s
+        self._add(self._over.gateway.request_s, self._over.others.request_s, slowdown)
+        return wait_s + slowdown * self._over.first_token_s
 
-    def add_request(self, now_s: float) -> None:
-        """Count a request that the gateway takes."""
-        self._add(self._over.request_cpu_s, now_s)
+    def wait_s(self, now_s: float) -> float:
+        """Return how long a message of tokens that comes now waits for the gateway."""
+        self._pass(now_s)
+        return self._backlog_s
+
+    def add_steps(self, num_steps: int, num_tokens: int, num_busy: int, now_s: float) -> None:
+        """Take the messages of a worker's steps, with so many tokens in all."""
+        gateway, others = (
+            num_steps * cost.message_s + num_tokens * cost.token_s
+            for cost in (self._over.gateway, self._over.others)
+        )
+        self._add(gateway, others, self.slowdown(num_busy, now_s))
 
     def slowdown(self, num_others: int, now_s: float) -> float:
-        """Return the multiple of the seconds of a step that begins now, with so many other workers busy."""
+        """Return the multiple of the seconds of work that begins now, with so many other workers busy."""
+        self._pass(now_s)
         neighbours = self.neighbours
         if not neighbours:
             return 1.0
-        self._fade(now_s)
         place = min(num_others + self._load, len(neighbours) - 1.0)
         low = int(place)
         high = min(low + 1, len(neighbours) - 1)
         return neighbours[low] + (place - low) * (neighbours[high] - neighbours[low])
 
-    def _add(self, cpu_s: float, now_s: float) -> None:
-        if self.neighbours:
-            self._fade(now_s)
-            self._load += cpu_s / FADE_S
+    def _add(self, gateway_s: float, others_s: float, slowdown: float) -> None:
+        self._load += (gateway_s + others_s) / FADE_S
+        self._backlog_s += slowdown * gateway_s
 
-    def _fade(self, now_s: float) -> None:
-        if now_s > self._load_s:
-            self._load *= math.exp((self._load_s - now_s) / FADE_S)
-            self._load_s = now_s
+    def _pass(self, now_s: float) -> None:
+        passed_s = now_s - self._now_s
+        if passed_s > 0:
+            self._load *= math.exp(-passed_s / FADE_S)
+            self._backlog_s = max(0.0, self._backlog_s - passed_s)
+            self._now_s = now_s
 
 
 class Validity:
@@ -332,7 +357,7 @@ class FittedTimes:
         self.kv_token_bytes = model.kv_token_bytes
         self.validity = validity or Validity()
         self._steps, self._transfer = model.replicas[size].steps, model.transfer
-        self._loop_s = model.overheads.step_s
+        self._loop_s, self._handoff_s = model.overheads.step_s, model.overheads.handoff_s
         self._scale = scale
 
     def step_s(self, work: StepWork) -> float:
@@ -354,7 +379,7 @@ class FittedTimes:
 
     def handoff_s(self, num_tokens: int) -> float:
         """See WorkTimes."""
-        return self.transfer_s(num_tokens * self.kv_token_bytes)
+        return self._scale * self._handoff_s + self.transfer_s(num_tokens * self.kv_token_bytes)
 
 
 # Fits.

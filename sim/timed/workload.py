@@ -119,18 +119,21 @@ def _azure_rows(path: Path) -> Iterator[TraceRequest]:
             yield TraceRequest(arrival_s=moment_s - first_s, input_tokens=tokens[0], output_tokens=tokens[1])
 
 
-def tokens_of(traced: TraceRequest) -> tuple[int, ...]:
-    """Return tokens that are alike where the blocks' ids are; without ids every prompt is alone."""
+def tokens_of(traced: TraceRequest, number: int) -> tuple[int, ...]:
+    """Return tokens that are alike where the blocks' ids are. number: of a prompt without ids, which shares
+    no page with prompts of other numbers.
+    """
     size = traced.block_tokens
     if not traced.block_ids:
-        first = int(traced.arrival_s * 1e6) % 2**30
+        first = 2**30 + number
         return tuple((first + at) % 2**31 for at in range(traced.input_tokens))
     ids = [(block * size + at) % 2**31 for block in traced.block_ids for at in range(size)]
     return tuple(ids[: traced.input_tokens])
 
 
-def page_keys(traced: TraceRequest, page_size: int) -> bytes:
+def page_keys(traced: TraceRequest, page_size: int, number: int) -> bytes:
     """Return 16 bytes for each full page of the prompt, alike where the prompts are alike up to there.
+    number: as in `tokens_of`.
 
     A block's id at its depth stands for all tokens before: no token is made, and nothing is hashed in a
     chain. The keys are not those of `PageKeys`.
@@ -143,7 +146,7 @@ def page_keys(traced: TraceRequest, page_size: int) -> bytes:
             np.minimum(last // np.uint64(traced.block_tokens), np.uint64(len(ids) - 1)).astype(np.intp)
         ]
     else:
-        owner = np.full(len(pages), int(traced.arrival_s * 1e6) + 2**40, np.uint64)
+        owner = np.full(len(pages), 2**40 + number, np.uint64)
     mixed = (owner * np.uint64(0x9E3779B97F4A7C15)) ^ (pages * np.uint64(0xD6E8FEB86659FD93))
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(29)

@@ -18,7 +18,7 @@ SMALL = Fleet(num_prefill=2, num_decode=2, num_prefill_pages=4000, decode_keeps=
 def test_equal_blocks_are_equal_tokens() -> None:
     one, other = (
         tokens_of(
-            TraceRequest(arrival_s=0, input_tokens=40, output_tokens=1, block_ids=blocks, block_tokens=16)
+            TraceRequest(arrival_s=0, input_tokens=40, output_tokens=1, block_ids=blocks, block_tokens=16), 0
         )
         for blocks in ((1, 2, 3), (1, 2, 4))
     )

@@ -10,6 +10,7 @@ from baton.bench.sim.suite import usual_times
 from baton.errors import ConfigError
 from baton.sim.timed.times import (
     Contention,
+    Cost,
     Curve,
     FittedTimes,
     Overheads,
@@ -113,15 +114,26 @@ def test_ranks_that_were_not_calibrated_are_an_error() -> None:
         FittedTimes(usual_times(), size=8)
 
 
-def test_busy_neighbours_and_the_gateway_slow_steps_down() -> None:
-    over = Overheads(token_cpu_s=1e-3)
+def test_busy_neighbours_and_other_processes_slow_steps_down() -> None:
+    over = Overheads(others=Cost(message_s=1e-3, token_s=2e-3))
     model = msgspec.structs.replace(usual_times(), neighbours=(1.0, 1.5, 3.0), overheads=over)
     contention = Contention(model)
     assert [contention.slowdown(number, 0.0) for number in range(4)] == [1.0, 1.5, 3.0, 3.0]
-    contention.add_tokens(250, 0.0)  # half a processor, over half a second
+    contention.add_steps(50, 100, 0, 0.0)  # half a processor, over half a second
     assert contention.slowdown(0, 0.0) == pytest.approx(1.25)
     assert contention.slowdown(0, 60.0) == pytest.approx(1.0)
-    assert Contention().slowdown(5, 0.0) == 1.0
+    assert Contention().slowdown(5, 0.0) == Contention(model, shares_machine=False).slowdown(5, 0.0) == 1.0
+
+
+def test_requests_and_tokens_wait_for_the_work_that_the_gateway_has() -> None:
+    over = Overheads(first_token_s=2e-3, gateway=Cost(request_s=0.25, message_s=0.5))
+    contention = Contention(msgspec.structs.replace(usual_times(), overheads=over))
+    assert contention.ask(3, 1.0) == pytest.approx(2e-3)
+    assert contention.ask(3, 1.0) == pytest.approx(0.25 + 2e-3)
+    contention.add_steps(2, 7, 0, 1.25)
+    assert contention.wait_s(1.25) == pytest.approx(0.25 + 1.0)
+    assert contention.wait_s(2.0) == pytest.approx(0.5) and contention.wait_s(9.0) == 0.0
+    assert Contention().ask(3, 1.0) == 0.0
 
 
 def test_loop_of_a_worker_is_a_part_of_every_step() -> None:
