@@ -221,7 +221,7 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models/{name:path}", responses={404: {"description": "There is no such model"}})
     async def one_model(name: str, request: Request) -> dict[str, Any]:
         model = models.of(name)
-        models.read_policy(model, request.state.tenant).check_model(name)
+        model.read_policy(request.state.tenant).check_model(name)
         return _card(model, name)
 
 

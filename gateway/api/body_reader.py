@@ -263,12 +263,10 @@ class ServedModel(msgspec.Struct, kw_only=True):
         *,
         is_strict: bool = False,
         may_store: bool = False,
-        others: Sequence[str] = (),
     ) -> ReadPolicy:
-        """Return the limits for a body of the tenant. may_store: responses are stored. others: models."""
+        """Return the limits for a body of the tenant. may_store: responses are stored."""
         return ReadPolicy(
             model=self.name,
-            others=tuple(others),
             may_use=tenant.may_use(self.name),
             adapters={name: tenant.may_use(name) for name in self.adapters},
             max_model_len=self.max_model_len,
@@ -304,13 +302,6 @@ class ServedModels:
         with contextlib.suppress(msgspec.MsgspecError):
             return self.of(None if named is None else msgspec.json.decode(named, type=str))
         return self.first  # which refuses the body
-
-    def read_policy(
-        self, model: ServedModel, tenant: Tenant, *, is_strict: bool = False, may_store: bool = False
-    ) -> ReadPolicy:
-        """Return the limits for a body of the tenant that one of the models reads."""
-        others = [each.name for each in self if each is not model and tenant.may_use(each.name)]
-        return model.read_policy(tenant, is_strict=is_strict, may_store=may_store, others=others)
 
 
 class HelperQueue:

@@ -242,7 +242,7 @@ class Inference:
 
     def _read_policy(self, model: ServedModel, tenant: Tenant) -> ReadPolicy:
         may_store = self.responses.is_on
-        return self._models.read_policy(model, tenant, is_strict=self._config.strict, may_store=may_store)
+        return model.read_policy(tenant, is_strict=self._config.strict, may_store=may_store)
 
     async def _history(self, data: bytes, tenant: str) -> bytes:
         """Return the conversation that the body of a response goes on with. Raises ApiError 404."""

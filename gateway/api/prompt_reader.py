@@ -61,7 +61,6 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # the served name
     may_use: bool  # the tenant may use the model
-    others: tuple[str, ...] = ()  # other models that the tenant may use
     adapters: dict[str, bool] = {}  # the served name of each adapter -> the tenant may use it
     max_model_len: int | None  # None: no worker has joined yet
     is_strict: bool = False  # unknown keys are refused
@@ -80,11 +79,11 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
         name = self.model if asked_for is None else asked_for
         may_use = self.may_use if name == self.model else self.adapters.get(name)
         if may_use is None:
-            known = ", ".join(map(repr, (self.model, *self.others)))
-            message = f"the model {name[:80]!r} does not exist; {known} {'do' if self.others else 'does'}"
+            message = f"The model `{name[:80]}` does not exist."  # no other name: the tenant may not know it
             raise ApiError(404, message, code="model_not_found", param="model")
         if not may_use:
-            raise ApiError(403, f"this key may not use the model {name!r}", code="model_forbidden")
+            named = "first model, and the request names none" if asked_for is None else f"model {name!r}"
+            raise ApiError(403, f"this key may not use the {named}", code="model_forbidden")
 
     def check_length(self, num_tokens: int) -> None:
         """Raise ApiError or InvalidRequest for a prompt length that the model cannot take."""

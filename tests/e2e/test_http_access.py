@@ -185,6 +185,28 @@ def test_all_paths_but_health_need_a_key(tenants: str) -> None:
         assert request.tenant == "acme" and len(request.cache_salt) == 16
 
 
+def test_names_of_models_that_a_tenant_may_not_use_are_not_told(tenants: str) -> None:
+    """k-zeta may not use the only model of the server."""
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
+        headers = {"authorization": "Bearer k-zeta"}
+        answers = [
+            httpx2.get(f"{served.url}/v1/models/nope", headers=headers),
+            *(
+                httpx2.post(served.url + path, json={**asked, **fields}, headers=headers)
+                for path, asked in (
+                    ("/v1/completions", {"prompt": "a"}),
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                    ("/tokenize", {"prompt": "a"}),
+                )
+                for fields in ({"model": "nope"}, dict[str, str]())
+            ),
+        ]
+        assert [answer.status_code for answer in answers] == [404, *[404, 403] * 3]
+        assert not any("tiny" in answer.text for answer in answers)
+        messages = {answer.json()["error"]["message"] for answer in answers if answer.status_code == 404}
+        assert messages == {"The model `nope` does not exist."}
+
+
 def test_salts_differ_by_tenant_and_a_client_only_divides_its_own(tenants: str) -> None:
     def salt(served: Served, key: str, **extra_body: str) -> bytes:
         client(served, key).completions.create(model="tiny", prompt="a", extra_body=extra_body)

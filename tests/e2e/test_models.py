@@ -115,7 +115,7 @@ def test_all_models_are_listed_and_an_unknown_name_is_404(cluster: Served) -> No
     assert json.loads(get(cluster, "/v1/models/b"))["id"] == "b"
     status, answer = cluster.post("/v1/completions", body("c", "x"))
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
-    assert "'a', 'b' do" in answer["error"]["message"]
+    assert answer["error"]["message"] == "The model `c` does not exist."
 
 
 def test_request_that_names_no_model_gets_the_first(cluster: Served) -> None:
