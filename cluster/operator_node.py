@@ -7,6 +7,7 @@ In `baton serve`, `Verdicts` decides which workers to replace.
 import asyncio
 import contextlib
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -28,6 +29,7 @@ from baton.messages.operations import (
     GatewayStatus,
     Migrate,
     Migrated,
+    OrderT,
     PlanSummary,
     RecordingPart,
     RecordingQuery,
@@ -41,6 +43,7 @@ from baton.messages.operations import (
     Wake,
     WatchWorkers,
     WorkerRemoved,
+    numbered,
 )
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, WorkerRole, WorkerStatus
@@ -272,15 +275,15 @@ class Operator:
         _check_model(model, (await self.status()).workers)
         await self._order(Scale(num_prefill=num_prefill, num_decode=num_decode, model=model))
 
-    async def sleep(self, model: str, level: int) -> None:
-        """Have the workers of a model sleep. ConfigError: see `scale`."""
-        _check_model(model, (await self.status()).workers)
-        await self._ask(Sleep(model=model, level=level))
+    async def new_order(self, order: OrderT) -> OrderT:
+        """Return an order about a model with its number. ConfigError: see `scale`."""
+        status = await self.status()
+        _check_model(order.model, status.workers)
+        return numbered(order, status.orders, time.time())
 
-    async def wake(self, model: str) -> None:
-        """Have the sleeping workers of a model load it. ConfigError: see `scale`."""
-        _check_model(model, (await self.status()).workers)
-        await self._ask(Wake(model=model))
+    async def order(self, order: Sleep | Wake) -> Status:
+        """Give a numbered order about a model, and return the status; to repeat the order changes nothing."""
+        return _joined([each for each in await self._ask(order) if isinstance(each, Status)])
 
     async def _order(self, order: Undrain | RestartWorker | Scale) -> None:
         """Send an order to one router. Two routers would pass it on twice, and a second stop kills."""
@@ -409,6 +412,7 @@ def _joined(statuses: Sequence[Status]) -> Status:
         gateways=_latest([gateway for status in statuses for gateway in status.gateways]),
         num_ready=min(status.num_ready for status in statuses),
         num_attempts=sum(status.num_attempts for status in statuses),
+        orders=tuple(order for status in statuses for order in status.orders),
         routers=tuple(router for status in statuses for router in status.routers),
     )
 

@@ -76,6 +76,7 @@ class HostedWorker:
         self._incarnation = incarnation
         self._ring = KeyRing.of(keys, Kind.WORKER)
         self._weights: Checkpoint | None = None  # while it sleeps
+        self._order_number = 0  # see Worker
         self._open(progress)
 
     def _open(self, progress: Progress | None = None) -> None:
@@ -159,16 +160,21 @@ class HostedWorker:
         described, level, port = self.node.hello.worker, self.node.sleep_level, self.address.port
         assert described is not None, "a worker describes itself"
         is_woken, role = self.node.is_woken, self.node.next_role or described.role
+        self._order_number = self.node.order.number
         self._config = msgspec.structs.replace(self._config, role=role)
         self._free()
         if not is_woken:
             if level == 1:
                 self._weights = copy_weights(_resolved(self._config))
             logger.warning("%s sleeps", self._config.name)
-            hello = _hello_of(
-                msgspec.structs.replace(described, id=secrets.token_hex(16), role=role, is_asleep=True)
+            asleep = msgspec.structs.replace(
+                described,
+                id=secrets.token_hex(16),
+                role=role,
+                is_asleep=True,
+                order_number=self._order_number,
             )
-            is_woken = self._wait_for_wake(hello, port, stop)
+            is_woken = self._wait_for_wake(_hello_of(asleep), port, stop)
         if is_woken:
             logger.warning("%s is woken", self._config.name)
             self._config = msgspec.structs.replace(self._config, port=port)
@@ -199,6 +205,7 @@ class HostedWorker:
                     calls.get(timeout=IDLE_S)()
         finally:
             thread.close()
+        self._order_number = node.order.number
         return node.is_woken and not stop.is_set()
 
     def _serve_role(self, stop: threading.Event) -> None:
@@ -283,6 +290,7 @@ class HostedWorker:
             num_host_pages=engine.scheduler.cache.host.num_places,
             node=node_name(),
             pid=os.getpid(),
+            order_number=self._order_number,
         )
         return _hello_of(worker)
 

@@ -20,6 +20,7 @@ from baton.clock import Clock, PauseDetector
 from baton.errors import ProtocolError, WireError
 from baton.messages.bounds import MAX_WORKERS
 from baton.messages.control import Alive, Heartbeat
+from baton.messages.operations import Sleep, Wake, followed_order, latest_order
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, RunningStep, Worker, WorkerRole
 from baton.rpc.peers import Peer
@@ -86,6 +87,7 @@ class Membership:
         self._members: dict[str, Member] = {}  # by id, in order of joining
         self._latest: dict[str, Worker] = {}  # name -> the last worker that joined; it may have left
         self._fenced: dict[str, None] = {}  # ids, oldest first
+        self._orders: dict[str, Sleep | Wake] = {}  # by model, as in ModelOrder: the latest
         self._pauses = PauseDetector(clock.now_s())
         self._counted: tuple[int, Reached] | None = None
         self._num_ready = 0
@@ -109,6 +111,26 @@ class Membership:
     def all(self) -> Iterable[Member]:
         """All members, in order of joining."""
         return self._members.values()
+
+    @property
+    def orders(self) -> Iterable[Sleep | Wake]:
+        """The latest order about each model."""
+        return self._orders.values()
+
+    def order(self, order: Sleep | Wake) -> list[Member]:
+        """Take an order about a model; return the members that shall follow it, none if a later one holds."""
+        members = [member for member in self._members.values() if member.serves(order.model)]
+        latest = latest_order(self.orders, order.model)
+        if latest is not None and order.rank < latest.rank:
+            return []
+        if members and (latest is None or order.rank > latest.rank):
+            self._orders[order.model] = order
+        return members
+
+    def missed_order(self, worker: Worker) -> Sleep | Wake | None:
+        """Return the order that holds for the model of a worker; None if the worker has followed it."""
+        latest = latest_order(self.orders, worker.model)
+        return latest if latest is not None and latest.rank > followed_order(worker).rank else None
 
     def join(self, worker: Worker, peer: Peer) -> Member | None:
         """Add a worker. Returns the member that it replaces; the caller closes that connection.
@@ -135,6 +157,8 @@ class Membership:
         self._members[worker.id] = Member(worker, peer, self._clock.now_s())
         self._remember(worker)
         self.version += 1
+        if worker.order_number:  # a router that has just started learns the orders so
+            self.order(followed_order(worker))
         return former
 
     def remove(self, member: Member) -> None:

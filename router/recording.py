@@ -48,6 +48,7 @@ from baton.messages.operations import (
     Sleep,
     SupervisorReport,
     Undrain,
+    Wake,
     WatchWorkers,
 )
 from baton.request import AttemptKey
@@ -203,6 +204,7 @@ Record: TypeAlias = (
     | Scale
     | Flip
     | Sleep
+    | Wake
     | SharedDispatch
     | SharedStarted
     | SharedEnded

@@ -350,6 +350,7 @@ class Router:
             num_ready=self.members.num_ready(tuple(each.reached for each in self._gateways.values())),
             num_attempts=self.in_flight.num_own,
             num_watchers=len(self._watchers),
+            orders=tuple(self.members.orders),
             head_away_s=max((each.head_away_s for each in self._watchers.values()), default=0.0),
             plans=next((each.plans for each in self._watchers.values() if each.plans), ()),
             routers=(self._own_status(),),
@@ -449,6 +450,9 @@ class Router:
             self._gone(former, f"{worker.id} has replaced it")
             former.peer.close()
         self.cluster_state.joined(worker, peer)
+        member, order = self.members.get(worker.id), self.members.missed_order(worker)
+        if member is not None and order is not None:
+            self._give(member, order)
         self.dispatchers.send_overload_levels()
         # The new worker needs the list even if the list has not changed.
         self._announced = None
@@ -507,13 +511,16 @@ class Router:
             watcher.send(replace(order, worker=member.worker.name))
 
     def _order_model(self, order: Sleep | Wake) -> None:
-        """Pass an order on to the workers of its model; those that are to sleep get no new work."""
-        for member in self.members.all():
-            if member.serves(order.model):
-                if isinstance(order, Sleep):
-                    self.members.drain(member)
-                member.peer.send(order)
+        """Pass an order on to the workers of its model, unless a later one holds."""
+        for member in self.members.order(order):
+            self._give(member, order)
         self._announce()
+
+    def _give(self, member: Member, order: Sleep | Wake) -> None:
+        """Pass an order on to a worker, which gets no new work if it is to sleep."""
+        if isinstance(order, Sleep):
+            self.members.drain(member)
+        member.peer.send(order)
 
     # Members.
 

@@ -54,6 +54,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     node: Name = ""  # name of the machine, for operators
     pid: Count = 0  # process id on that machine
     is_asleep: bool = False  # it has neither weights nor pages, and takes no work until it is woken
+    order_number: Count = 0  # of the latest order to sleep or wake that it has followed; see ModelOrder
 
     def serves(self, model: str) -> bool:
         """Return whether requests for the model may run here; "": the model of a cluster that has one."""

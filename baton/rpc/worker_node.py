@@ -33,7 +33,7 @@ from baton.messages.control import (
     Members,
     Pressure,
 )
-from baton.messages.operations import Drain, Flip, Sleep, Wake
+from baton.messages.operations import Drain, Flip, Sleep, Wake, followed_order
 from baton.messages.status import OverloadLevel, Times, snapshot
 from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerRole, WorkerTimes
 from baton.request import AttemptKey, Request, StepOutput
@@ -346,16 +346,22 @@ class WorkerNode(ABC):
         self, engine: ReportedEngine, peer_registry: PeerRegistry, links: PageLinks, reports: WorkerReports
     ) -> None:
         self.hello = peer_registry.hello
+        assert self.hello.worker is not None, "a worker describes itself"
+        self.order = followed_order(self.hello.worker)  # the latest
         self.is_draining = False
         self.next_role: WorkerRole | None = None  # to be taken once the worker has drained
         self.sleep_level = 0  # of `Sleep`; the worker sleeps once it has drained
-        self.is_woken = False  # after that `Sleep`: the worker wakes as soon as it sleeps
         self.is_dismissed = False  # by `Drain`: the worker ends once it has drained
         self._peer_registry = peer_registry
         self._links = links
         self._engine = engine
         self._reports = reports
         self._levels: dict[str, OverloadLevel] = {}  # router's id -> its overload level
+
+    @property
+    def is_woken(self) -> bool:
+        """The latest order is to wake: a worker that is to sleep wakes as soon as it sleeps."""
+        return isinstance(self.order, Wake)
 
     @property
     @abstractmethod
@@ -403,11 +409,8 @@ class WorkerNode(ABC):
             case Flip() if self._peer_registry.is_router(peer):
                 self.next_role = message.role
                 self.drain()
-            case Sleep() if self._peer_registry.is_router(peer):
-                self.sleep_level, self.is_woken = message.level, False
-                self.drain()
-            case Wake() if self._peer_registry.is_router(peer):
-                self.is_woken = True
+            case Sleep() | Wake() if self._peer_registry.is_router(peer):
+                self._take_order(message)
             case Pressure() if self._peer_registry.is_router(peer):
                 self._levels[peer.hello.id] = message.level
                 self._set_pressure()
@@ -415,6 +418,15 @@ class WorkerNode(ABC):
                 self._reports.want(peer)
             case _:
                 self._heard(peer, message)
+
+    def _take_order(self, order: Sleep | Wake) -> None:
+        """Follow an order, unless it is known or a later one holds."""
+        if order.rank <= self.order.rank:
+            return
+        self.order = order
+        if isinstance(order, Sleep):
+            self.sleep_level = order.level
+            self.drain()
 
     def _keep_up(self) -> None:
         self._links.keep_up(self._peer_registry.with_pages())
@@ -448,9 +460,15 @@ class SleepingWorker:
 
     def __init__(self, peer_registry: PeerRegistry) -> None:
         self.hello = peer_registry.hello
+        assert self.hello.worker is not None, "a worker describes itself"
+        self.order = followed_order(self.hello.worker)  # the latest
         self.is_draining = False
-        self.is_woken = False
         self._peer_registry = peer_registry
+
+    @property
+    def is_woken(self) -> bool:
+        """The latest order is to wake."""
+        return isinstance(self.order, Wake)
 
     def joined(self, peer: Peer) -> None:
         """See Node."""
@@ -467,5 +485,6 @@ class SleepingWorker:
     def received(self, peer: Peer, message: AnyMessage) -> None:
         """See Node. A sleeping worker ignores all messages but orders of routers to wake or to drain."""
         if self._peer_registry.is_router(peer):
-            self.is_woken = self.is_woken or isinstance(message, Wake)
+            if isinstance(message, Sleep | Wake):
+                self.order = max(self.order, message, key=lambda order: order.rank)
             self.is_draining = self.is_draining or isinstance(message, Drain)

@@ -49,6 +49,7 @@ from baton.gateway.api.prompt_reader import (
 )
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
+from baton.messages.operations import Sleep, Wake
 from baton.messages.workers import Worker, WorkerRole, are_asleep
 from baton.request import SamplingParams
 from baton.rpc.process import LENGTH_BYTES, frame, lower_priority
@@ -205,9 +206,9 @@ class BodyReader:
 
 
 class OpenOrder(msgspec.Struct, frozen=True):
-    """An operator's order to sleep, or to wake, that not all workers of a model have followed."""
+    """An operator's order that not all workers of a model have followed."""
 
-    are_asleep: bool  # once they have
+    order: Sleep | Wake
     workers: frozenset[str]  # names; one that falls asleep, or wakes, is absent for a while
 
 
@@ -216,7 +217,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
 
     name: str
     key: str = ""  # `Request.model` of its requests: its name, or "" where the gateway serves one model
-    order: "OpenOrder | None" = None  # the latest that workers have not followed yet
+    open_order: OpenOrder | None = None  # the latest of this gateway
     bodies: BodyReader
     service: Service
     created_s: int  # start of serving, in seconds since 1970
@@ -235,6 +236,13 @@ class ServedModel(msgspec.Struct, kw_only=True):
         return [worker for worker in self.service.workers if worker.serves(self.key)]
 
     @property
+    def orders(self) -> list[Sleep | Wake]:
+        """The orders that this gateway has given, or has heard of from the routers."""
+        status = self.service.status
+        own = () if self.open_order is None else (self.open_order.order,)
+        return [*own, *(() if status is None else status.orders)]
+
+    @property
     def is_asleep(self) -> bool:
         """True when the decode workers of the model sleep."""
         return are_asleep(self.service.workers, self.key)
@@ -245,7 +253,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
         workers, draining = self.workers, self.service.draining
         awake = [each for each in workers if not each.is_asleep and each.id not in draining]
         takes_requests = any(each.role is WorkerRole.DECODE for each in awake)
-        return self.order is not None or (not takes_requests and any(each.is_asleep for each in workers))
+        return self.open_order is not None or (not takes_requests and any(each.is_asleep for each in workers))
 
     @property
     def max_model_len(self) -> int | None:

@@ -1,14 +1,16 @@
 """`/sleep`, `/wake_up` and `/is_sleeping` of vLLM; with `?model=NAME` where there are several models.
 
-1. An order goes to a router, and from there to the workers of the model. It is repeated every ASK_EVERY_S: a
-   worker that falls asleep hears no order to wake, and a router may be lost.
+1. An order gets a number, and goes to all routers and from there to the workers of the model. It is repeated
+   every ASK_EVERY_S: a router may be lost, or may come.
 2. The answer comes when every worker of the model sleeps, or serves again.
-3. The latest order holds: a call that waits gets 409 when the opposite is ordered.
+3. The order with the highest number holds, whichever gateway it came over: a call that waits gets 409 when
+   the opposite is ordered. A new order gets a higher number than all orders that the gateway knows of.
 
 gateway/http/auth.py admits operators alone.
 """
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -16,7 +18,7 @@ from fastapi import FastAPI, Request, Response
 
 from baton.gateway.api.body_reader import OpenOrder, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
-from baton.messages.operations import Sleep, Wake
+from baton.messages.operations import Sleep, Wake, is_superseded, latest_order, numbered
 
 ASK_EVERY_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.05
@@ -34,14 +36,14 @@ def add_sleep_routes(app: FastAPI, models: ServedModels) -> None:
         model, level = _model(models, params, "level"), LEVELS.get(params.get("level", "1"))
         if level is None:
             raise invalid("level: expected 1 or 2", param="level")
-        await _order(model, Sleep(model=model.key, level=level), are_asleep=True)
+        await _order(model, Sleep(model=model.key, level=level))
         return Response()
 
     @app.post("/wake_up")
     async def wake_up(request: Request) -> Response:
         """Load a model that sleeps, and serve it again."""
         model = _model(models, request.query_params)
-        await _order(model, Wake(model=model.key), are_asleep=False)
+        await _order(model, Wake(model=model.key))
         return Response()
 
     @app.get("/is_sleeping")
@@ -65,41 +67,42 @@ def _model(models: ServedModels, params: Mapping[str, str], *others: str) -> Ser
     return models.of(name)
 
 
-async def _order(model: ServedModel, message: Sleep | Wake, *, are_asleep: bool) -> None:
-    """Give an order until all workers of the model sleep, or all serve.
+async def _order(model: ServedModel, asked: Sleep | Wake) -> None:
+    """Give an order until all workers of the model have followed.
 
-    Raises ApiError 409 when the opposite is ordered meanwhile, and 503 after TIMEOUT_S.
+    Raises ApiError 409 when a later order to do the opposite holds, and 503 after TIMEOUT_S.
     """
-    former = model.order
-    order = OpenOrder(are_asleep, frozenset(worker.name for worker in model.workers))
-    if former is not None:
-        order = OpenOrder(are_asleep, order.workers | former.workers)
-    if not order.workers:
+    order, former = numbered(asked, model.orders, time.time()), latest_order(model.orders, model.key)
+    workers = frozenset(worker.name for worker in model.workers)
+    if model.open_order is not None:
+        workers |= model.open_order.workers
+    if not workers:
         raise ApiError(503, "no worker has joined yet", code="no_worker", retry_after_s=ASK_EVERY_S)
-    model.order = order
+    model.open_order = opened = OpenOrder(order, workers)
     loop = asyncio.get_running_loop()
     ask_s = look_s = began_s = loop.time()
-    if former is not None and former.are_asleep is not are_asleep:
+    if former is not None and type(former) is not type(order):
         look_s += ASK_EVERY_S  # workers may begin to follow that order, and have not said so
     try:
-        while (now_s := loop.time()) < look_s or not _have_followed(model, order):
-            if model.order is not None and model.order.are_asleep is not are_asleep:
+        while (now_s := loop.time()) < look_s or not _have_followed(model, opened):
+            if is_superseded(order, model.orders):
                 reason = f"the opposite was ordered of {model.name!r} meanwhile"
                 raise ApiError(409, reason, code="superseded")
             if now_s - began_s > TIMEOUT_S:
                 reason = f"the workers of {model.name!r} have not followed within {TIMEOUT_S:g} s"
                 raise ApiError(503, reason, code="not_done", retry_after_s=ASK_EVERY_S)
             if now_s >= ask_s:
-                model.service.order(message)
+                model.service.order(order)
                 ask_s = now_s + ASK_EVERY_S
             await asyncio.sleep(LOOK_EVERY_S)
     finally:
-        if model.order is order:
-            model.order = None
+        if model.open_order is opened:
+            model.open_order = None
 
 
-def _have_followed(model: ServedModel, order: OpenOrder) -> bool:
+def _have_followed(model: ServedModel, opened: OpenOrder) -> bool:
     """Return whether all workers of the order sleep; or serve, and will not fall asleep."""
-    draining = () if order.are_asleep else model.service.draining
-    following = (each for each in model.workers if each.is_asleep is order.are_asleep)
-    return order.workers <= {each.name for each in following if each.id not in draining}
+    is_to_sleep = isinstance(opened.order, Sleep)
+    draining = () if is_to_sleep else model.service.draining
+    following = (each for each in model.workers if each.is_asleep is is_to_sleep)
+    return opened.workers <= {each.name for each in following if each.id not in draining}

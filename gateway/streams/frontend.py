@@ -68,6 +68,8 @@ from baton.messages.operations import (
     Sleep,
     Status,
     Wake,
+    latest_order,
+    numbered,
 )
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, Worker, WorkerRole, WorkerTimes, are_asleep
@@ -216,7 +218,7 @@ class Frontend:
 
     def order(self, order: Sleep | Wake) -> None:
         """See Service."""
-        if (router := self._peer_registry.router) is not None:
+        for router in self._peer_registry.routers:
             router.send(order)
 
     # The host: see Node.
@@ -547,10 +549,13 @@ class Frontend:
     def _wake_models(self) -> None:
         """Wake the models that requests of clients wait for."""
         waiting = (stream.request for streams in self._waiting.values() for stream in streams.values())
+        orders = () if self.status is None else self.status.orders
         for model in {request.model for request in waiting if not request.is_probe}:
             if are_asleep(self.workers, model):
                 self.counters["wakes"] += 1
-                self.order(Wake(model=model))
+                latest = latest_order(orders, model)
+                # The first one after the order to sleep, so all gateways give the same order.
+                self.order(latest if isinstance(latest, Wake) else numbered(Wake(model=model), orders, 0.0))
 
     def _wait(self, stream: RequestStream) -> None:
         self._waiting.setdefault(stream.request.tenant, {})[stream.request_id] = stream

@@ -155,7 +155,7 @@ class Service(Protocol):
         """Ask all gateways for ended requests, and call `found` with each answer."""
 
     def order(self, order: Sleep | Wake) -> None:
-        """Have a router pass an order on to the workers of a model; without a router nothing happens."""
+        """Have all routers pass a numbered order on to a model's workers; without any nothing happens."""
 
     @property
     def why_not_ready(self) -> str:

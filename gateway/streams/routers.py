@@ -69,6 +69,7 @@ class RouterWatch:
         return msgspec.structs.replace(
             self._statuses[router.hello.id],
             num_attempts=sum(each.num_attempts for each in self._statuses.values()),
+            orders=tuple(order for each in self._statuses.values() for order in each.orders),
             routers=tuple(router for each in self._statuses.values() for router in each.routers),
         )
 

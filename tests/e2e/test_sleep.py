@@ -79,9 +79,16 @@ def test_health_checks_pass_while_the_model_falls_asleep_and_do_not_wake_it(clus
     assert cluster.complete(PROMPT)
 
 
-def test_worker_that_is_killed_while_it_sleeps_is_started_awake(cluster: Served) -> None:
+def test_worker_that_is_killed_while_it_sleeps_sleeps_again_until_it_is_woken(cluster: Served) -> None:
     call(cluster, "POST", "/sleep")
+    before = {entry.worker.id for entry in cluster.status().values()}
     for name in ("prefill-0", "decode-0"):
         os.kill(cluster.pid_of(name), signal.SIGKILL)
-    until(lambda: all(not each.worker.is_asleep for each in cluster.status().values()) and cluster.answers())
+
+    def sleep_again() -> bool:
+        workers = [entry.worker for entry in cluster.status().values() if entry.worker.id not in before]
+        return len(workers) == 2 and all(each.is_asleep for each in workers)
+
+    until(lambda: sleep_again() and is_sleeping(cluster))
+    assert cluster.complete(PROMPT)
     assert set(cluster.status()) == {"prefill-0", "decode-0"}

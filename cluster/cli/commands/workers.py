@@ -7,18 +7,21 @@ import argparse
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, TypeVar
 
 from baton.cluster.cli import output
 from baton.cluster.cli.connections import add_router_options, ask
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.operator_node import Operator
-from baton.errors import ConfigError, WorkerLost
-from baton.messages.operations import Status
-from baton.messages.workers import Worker, WorkerRole
+from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.messages.operations import Sleep, Status, Wake, is_superseded
+from baton.messages.workers import Worker, WorkerRole, WorkerStatus
 
 LOOK_EVERY_S: Final = 0.2
+REPEAT_S: Final = 0.5  # between two orders to sleep or to wake
+UNREACHED_S: Final = 15.0  # without an answer of any router
+AnswerT = TypeVar("AnswerT")
 
 
 def _drain(arguments: argparse.Namespace) -> None:
@@ -82,29 +85,60 @@ def _has(status: Status, wanted: Mapping[WorkerRole, int], model: str) -> bool:
 
 
 def _sleep(arguments: argparse.Namespace) -> None:
-    async def sleep(operator: Operator) -> None:
-        names = _names_of(await operator.status(), arguments.model)
-        await operator.sleep(arguments.model, arguments.level)
-        await _until(operator, arguments, lambda status: names <= _names_of(status, arguments.model, True))
-
-    ask(arguments, sleep)
+    order = Sleep(model=arguments.model, level=arguments.level)
+    ask(arguments, lambda operator: _order(operator, order, arguments.wait))
     output.write(f"{arguments.model or 'the model'} sleeps\n")
 
 
 def _wake(arguments: argparse.Namespace) -> None:
-    async def wake(operator: Operator) -> None:
-        names = _names_of(await operator.status(), arguments.model)
-        await operator.wake(arguments.model)
-        await _until(operator, arguments, lambda status: names <= _names_of(status, arguments.model, False))
-
-    ask(arguments, wake)
+    ask(arguments, lambda operator: _order(operator, Wake(model=arguments.model), arguments.wait))
     output.write(f"{arguments.model or 'the model'} serves again\n")
 
 
-def _names_of(status: Status, model: str, are_asleep: bool | None = None) -> set[str]:
-    """Return the names of the workers of a model; of all, of those that sleep, or of those that do not."""
-    workers = (each.worker for each in status.workers if each.worker.serves(model))
-    return {worker.name for worker in workers if are_asleep in (None, worker.is_asleep)}
+async def _order(operator: Operator, asked: Sleep | Wake, wait_s: float) -> None:
+    """Give an order again and again until all workers of the model have followed and are ready.
+
+    Raises WorkerLost after `wait_s`, when no router answers for UNREACHED_S, or when the opposite is ordered.
+    """
+    deadline_s = asyncio.get_running_loop().time() + wait_s
+    order = await _answered(lambda: operator.new_order(asked), deadline_s)
+    model, names = order.model or "the model", set[str]()
+    while True:
+        try:
+            status = await _answered(lambda: operator.order(order), deadline_s)
+        except (PeerGone, TimeoutError):
+            reason = f"no router answers: `baton status` tells later whether {model} has followed the order"
+            raise WorkerLost(reason) from None
+        if is_superseded(order, status.orders):
+            raise WorkerLost(f"the opposite was ordered of {model} meanwhile, and holds")
+        of_model = [each for each in status.workers if each.worker.serves(order.model)]
+        names |= {each.worker.name for each in of_model}  # one that follows is absent for a while
+        left = names - {each.worker.name for each in of_model if _follows(each, order)}
+        if not left and status.num_ready == len(status.workers):
+            return
+        if asyncio.get_running_loop().time() >= deadline_s:
+            missing = ", ".join(sorted(left)) or "the connections of all workers"
+            reason = f"the order still waits for {missing} after {wait_s:g} s: see the log of `baton serve`"
+            raise WorkerLost(reason)
+        await asyncio.sleep(REPEAT_S)
+
+
+async def _answered(question: Callable[[], Awaitable[AnswerT]], deadline_s: float) -> AnswerT:
+    """Ask until a router answers, for UNREACHED_S at most. Raises PeerGone or TimeoutError then."""
+    loop = asyncio.get_running_loop()
+    deadline_s = min(deadline_s, loop.time() + UNREACHED_S)
+    while True:
+        try:
+            return await question()
+        except (PeerGone, TimeoutError):
+            if loop.time() >= deadline_s:
+                raise
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _follows(entry: WorkerStatus, order: Sleep | Wake) -> bool:
+    """Return whether a worker sleeps; or serves, and is not about to sleep."""
+    return entry.worker.is_asleep if isinstance(order, Sleep) else not entry.is_draining
 
 
 async def _until(
@@ -292,7 +326,8 @@ sleep = CliCommand(
     """Have a model sleep: its workers free their weights and their KV pages, and take no requests.
 
 Running requests end first; after `drain_timeout_s` the others are cut off. The worker processes stay. The
-command returns when all workers of the model sleep, and fails after --wait seconds.
+command returns when all workers of the model sleep. It fails after --wait seconds, and when the model is
+woken meanwhile.
 """,
     _add_sleep_options,
     _sleep,
@@ -300,7 +335,8 @@ command returns when all workers of the model sleep, and fails after --wait seco
 wake = CliCommand(
     """Wake a model that sleeps: its workers load the weights again, and serve.
 
-The command returns when all workers of the model are ready, and fails after --wait seconds.
+The command returns when all workers of the model are ready. It fails after --wait seconds, and when the
+model is put to sleep meanwhile.
 """,
     _add_wake_options,
     _wake,

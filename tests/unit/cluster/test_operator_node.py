@@ -94,11 +94,11 @@ async def test_order_about_a_model_names_one_of_several() -> None:
                 ("c", "there is no 'c'; the cluster serves a, b"),
             ):
                 with pytest.raises(ConfigError, match=message):
-                    await operator.sleep(model, 1)
+                    await operator.new_order(Sleep(model=model))
                 with pytest.raises(ConfigError, match=message):
                     await operator.scale(1, 1, model)
-            await operator.sleep("b", 2)
-            await operator.wake("b")
+            for order in (Sleep(model="b", level=2), Wake(model="b")):
+                await operator.order(await operator.new_order(order))
         assert workers["b"].only(Sleep).level == 2 and workers["b"].only(Wake)
         assert not workers["a"].take(Sleep)
 

@@ -1,5 +1,6 @@
 """Workers that sleep and wake, in one process with the test: what they free, and what comes back."""
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from baton.messages.operations import Drain, Sleep, Wake
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
-from tests.cluster_threads import Cluster, wait_for
+from tests.cluster_threads import Cluster, GatewayThread, WorkerThread, wait_for
 from tests.node_peers import id_of
 from tests.tiny_models import tiny_config, write_config
 
@@ -68,29 +69,71 @@ def test_sleep_frees_weights_and_pages_and_the_tokens_after_the_wake_are_those_b
     expected = answers(cluster, "before")
     freed = [each for worker in cluster.workers for each in checked_parts(worker.hosted.engine)]
     before = psutil.Process().memory_info().rss
-    order(cluster, Sleep(level=level), are_asleep=True)
+    order(cluster, Sleep(level=level, number=1), are_asleep=True)
     gc.collect()  # in one process, links of the worker that falls asleep last refer to the other one
     assert [part for part in freed if part() is not None] == []
     assert psutil.Process().memory_info().rss < before - 1.8 * WEIGHT_BYTES
     assert cluster.router.cluster_state.index.num_pages == 0
-    order(cluster, Wake(), are_asleep=False)
+    order(cluster, Wake(number=2), are_asleep=False)
     assert answers(cluster, "after") == expected
 
 
-def send(cluster: Cluster, *messages: Sleep | Wake) -> None:
+def send(gateway: GatewayThread, *messages: Sleep | Wake) -> None:
     def give() -> None:
         for message in messages:
-            cluster.frontend.order(message)
+            gateway.frontend.order(message)
 
-    cluster.gateway.call(give)
+    gateway.call(give)
+
+
+def serving(cluster: Cluster) -> set[str]:
+    """Return the ids of the workers that do not sleep."""
+    return {each.id for each in cluster.frontend.workers if not each.is_asleep}
 
 
 def test_worker_that_is_woken_while_it_drains_serves_again(cluster: Cluster) -> None:
     expected = answers(cluster, "before")
-    before = {worker.id for worker in cluster.frontend.workers}
-    send(cluster, Sleep(), Wake())
-    wait_for(lambda: len({each.id for each in cluster.frontend.workers if not each.is_asleep} - before) == 2)
+    before = serving(cluster)
+    send(cluster.gateway, Sleep(number=1), Wake(number=2))
+    wait_for(lambda: len(serving(cluster) - before) == 2)
     assert answers(cluster, "after") == expected
+
+
+def test_orders_of_two_gateways_that_repeat_them_settle_on_the_later_one(cluster: Cluster) -> None:
+    before = serving(cluster)
+    with contextlib.closing(GatewayThread(cluster.workers[0].config.routers)) as other:
+        wait_for(lambda: len(other.frontend.workers) == 2)
+        send(cluster.gateway, Sleep(number=1))
+        wait_for(lambda: bool(other.frontend.draining))
+
+        def repeat() -> None:
+            send(cluster.gateway, Sleep(number=1))
+            send(other, Wake(number=2))
+
+        def is_awake_again() -> bool:
+            repeat()
+            return len(serving(cluster) - before) == 2
+
+        wait_for(is_awake_again)
+        settled = serving(cluster) - before
+        for number in range(20):
+            repeat()
+            assert answers(cluster, f"after {number}")
+        assert serving(cluster) - before == settled
+
+
+def test_worker_that_starts_again_while_its_model_sleeps_falls_asleep(cluster: Cluster) -> None:
+    expected = answers(cluster, "before")
+    order(cluster, Sleep(number=1), are_asleep=True)
+    (former,) = cluster.workers_of(WorkerRole.DECODE)
+    former.close()
+    before = {worker.id for worker in cluster.frontend.workers}
+    with contextlib.closing(WorkerThread(former.config)) as again:
+        again.wait()
+        wait_for(lambda: any(each.is_asleep and each.id not in before for each in cluster.frontend.workers))
+        assert not serving(cluster)
+        order(cluster, Wake(number=2), are_asleep=False)
+        assert answers(cluster, "after") == expected
 
 
 @pytest.mark.parametrize("is_drained_first", [True, False])

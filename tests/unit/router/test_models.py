@@ -202,3 +202,37 @@ def test_sleeping_worker_is_a_member_without_work_and_hears_of_the_wake(c: Clust
         c[name].leave()
         c.add(name, id=id_of(f"{name}-awake"), model="b")
     assert isinstance(submit(c, "r1", "b"), Routed)
+
+
+def test_order_with_the_highest_number_holds_whichever_gateway_gave_it(c: Cluster) -> None:
+    gateways = c["g"], TestPeer.gateway(c.router, "g2")
+    orders: list[Sleep | Wake] = [Sleep(model="b", number=5), Wake(model="b", number=6)]
+    for _ in range(3):  # each gateway repeats its order until it hears of the other one
+        for gateway, order in zip(gateways, orders, strict=True):
+            gateway.say(order)
+    heard = [each for each in c["d-b"].received if isinstance(each, Sleep | Wake)]
+    assert heard == [orders[0], *orders[1:] * 3]
+    assert status_of(c).orders == (orders[1],)
+    c["g"].say(Sleep(model="b", number=7))
+    assert c["d-b"].take(Sleep)[-1].number == 7
+
+
+def test_worker_that_starts_while_its_model_sleeps_is_put_to_sleep_and_gets_no_work(c: Cluster) -> None:
+    c["g"].say(Sleep(model="b", level=2, number=5))
+    for name in ("p-b", "d-b"):
+        c[name].leave()
+    c.add("d-b", id=id_of("d-b-again"), model="b")
+    assert c["d-b"].only(Sleep).level == 2
+    assert isinstance(submit(c, "r0", "b"), Rejected)
+    c["d-b"].leave()
+    c.add("d-b", id=id_of("d-b-asleep"), model="b", is_asleep=True, order_number=5)
+    assert not c["d-b"].take(Sleep), "it has followed"
+
+
+def test_router_that_starts_learns_the_orders_from_workers() -> None:
+    c = cluster()
+    c.add("d0", is_asleep=True, order_number=5)
+    c.add("p0")
+    assert c["p0"].only(Sleep).number == 5
+    c.add("d1", order_number=6)
+    assert not c["d1"].take(Sleep) and status_of_router(c).orders[-1].number == 6

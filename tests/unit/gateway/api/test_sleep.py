@@ -4,14 +4,15 @@ import asyncio
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 from fastapi import FastAPI
 
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.prompt_reader import PromptReader
-from baton.gateway.api.sleep import add_sleep_routes
-from baton.messages.operations import Sleep, Wake
+from baton.gateway.api.sleep import LOOK_EVERY_S, add_sleep_routes
+from baton.messages.operations import Sleep, Status, Wake
 from baton.messages.workers import Worker, WorkerRole
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker
@@ -24,10 +25,12 @@ class Cluster(ScriptedService):
     def __init__(self, num_deaf: int = 0) -> None:
         super().__init__()
         self.num_deaf = num_deaf
+        self.numbers: list[int] = []  # of `orders`, which are kept without
         self.workers = [a_worker(f"{role}{model}", model=model) for model in "ab" for role in "pd"]
 
     def order(self, order: Sleep | Wake) -> None:
-        super().order(order)
+        super().order(msgspec.structs.replace(order, number=0))
+        self.numbers.append(order.number)
         if len(self.orders) > self.num_deaf:
             self.workers = [self.after(each, order) for each in self.workers]
 
@@ -67,7 +70,7 @@ async def test_model_sleeps_and_wakes_and_the_other_does_neither() -> None:
 async def test_order_is_repeated_until_it_is_carried_out() -> None:
     service = Cluster(num_deaf=1)
     assert await call(service, "POST", "/sleep?model=a") == (200, None)
-    assert service.orders == [Sleep(model="a")] * 2
+    assert service.orders == [Sleep(model="a")] * 2 and len(set(service.numbers)) == 1
 
 
 @on_loop
@@ -156,6 +159,28 @@ async def test_later_order_ends_the_opposite_one() -> None:
     assert not wakes.done() and service.orders[-1] == Wake(model="a")
     service.follow(are_asleep=False)
     assert await wakes == 200
+    assert service.numbers == sorted(service.numbers) and len(set(service.numbers)) == 2
+
+
+@on_loop
+async def test_later_order_of_another_gateway_ends_the_opposite_one() -> None:
+    service = SlowCluster()
+    falls_asleep = service.begin("/sleep")
+    await service.until_ordered(Sleep)
+    service.status = Status(orders=(Wake(model="a", number=service.numbers[-1] - 1),))
+    service.follow(are_asleep=False)
+    await asyncio.sleep(3 * LOOK_EVERY_S)
+    assert not falls_asleep.done(), "that order was given before"
+    service.status = Status(orders=(Wake(model="a", number=service.numbers[-1] + 1),))
+    assert await falls_asleep == 409
+
+
+@on_loop
+async def test_new_order_has_a_higher_number_than_all_that_are_known() -> None:
+    service = Cluster()
+    service.status = Status(orders=(Sleep(model="b", number=2**52), Wake(model="a", number=7)))
+    assert await call(service, "POST", "/sleep?model=a") == (200, None)
+    assert service.numbers == [2**52 + 1]
 
 
 @on_loop

@@ -1,9 +1,27 @@
-"""Orders about workers that are refused before any router is asked."""
+"""Orders about workers that are refused before any router is asked, and the orders of `sleep` and `wake`."""
+
+import asyncio
+from pathlib import Path
+from typing import Final
 
 import pytest
 
+from baton.clock import SystemClock
+from baton.cluster import operator_node
+from baton.cluster.cli.commands import workers
 from baton.cluster.cli.main import main
-from baton.errors import USER_ERROR
+from baton.cluster.cluster_key import write_secret
+from baton.config.router import RouterConfig
+from baton.errors import FAILED, USER_ERROR
+from baton.messages.operations import Sleep, Wake
+from baton.messages.workers import Address
+from baton.router.router import Router
+from baton.rpc.server import RpcServer
+from tests.event_loop import on_loop
+from tests.node_peers import TestPeer, a_worker, id_of
+from tests.waiting import until
+
+KEY: Final = b"0123456789abcdef"
 
 
 @pytest.mark.parametrize("layout", ["2P", "P2D", "1P0D", "2p-1d", "1P1D1D"])
@@ -20,3 +38,95 @@ def test_requests_to_migrate_are_named_in_one_way(
 ) -> None:
     assert main(["migrate", *options]) == USER_ERROR
     assert "give one of REQUEST and --from WORKER" in capsys.readouterr().err
+
+
+# `sleep` and `wake`.
+
+
+class ServedRouter:
+    """A router that listens, with one worker."""
+
+    def __init__(self, name: str, *, is_asleep: bool = False, order_number: int = 0) -> None:
+        self.router = Router(RouterConfig(), SystemClock(), id_of(name))
+        worker = a_worker("d0", is_asleep=is_asleep, order_number=order_number)
+        self.worker = TestPeer.worker(self.router, worker)
+        self._rpc_server = RpcServer(KEY)
+        self._rpc_server.serve(self.router)
+
+    async def listen(self, port: int = 0) -> Address:
+        return await self._rpc_server.listen("127.0.0.1", port)
+
+    async def close(self) -> None:
+        await self._rpc_server.close()
+
+
+def run(tmp_path: Path, address: Address, *arguments: str) -> "asyncio.Task[int]":
+    """Run a command in a thread; return its exit status."""
+    key = tmp_path / "key"
+    write_secret(key, KEY)
+    options = ["--router", f"{address.host}:{address.port}", "--cluster-key-file", str(key)]
+    return asyncio.create_task(asyncio.to_thread(main, [*arguments, *options]))
+
+
+@on_loop
+async def order_while_the_router_is_away(tmp_path: Path) -> None:
+    first = ServedRouter("a")
+    address = await first.listen()
+    command = run(tmp_path, address, "sleep")
+    await until(lambda: any(isinstance(each, Sleep) for each in first.worker.received))
+    (given, *_) = first.worker.take(Sleep)
+    await first.close()
+    second = ServedRouter("b")  # it has never heard of the order
+    await second.listen(address.port)
+    await until(lambda: any(isinstance(each, Sleep) for each in second.worker.received))
+    assert set(second.worker.take(Sleep)) == {given} and not command.done()
+    second.worker.leave()
+    TestPeer.worker(second.router, a_worker("d0", id=id_of("s"), is_asleep=True, order_number=given.number))
+    assert await command == 0
+    await second.close()
+
+
+def test_order_is_repeated_when_the_router_is_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order_while_the_router_is_away(tmp_path)
+    assert capsys.readouterr().out == "the model sleeps\n"
+
+
+@on_loop
+async def order_without_a_router_that_comes_back(tmp_path: Path) -> None:
+    only = ServedRouter("a")
+    command = run(tmp_path, await only.listen(), "sleep")
+    await until(lambda: bool(only.worker.take(Sleep)))
+    await only.close()
+    assert await command == FAILED
+
+
+def test_order_without_a_router_ends_within_a_bound_and_does_not_tell_of_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "UNREACHED_S", 0.5)
+    monkeypatch.setattr(operator_node, "ANSWER_TIMEOUT_S", 0.3)
+    order_without_a_router_that_comes_back(tmp_path)
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert "no router answers: `baton status` tells later whether the model has followed" in captured.err
+
+
+@on_loop
+async def opposite_order_meanwhile(tmp_path: Path) -> None:
+    served = ServedRouter("a")
+    command = run(tmp_path, await served.listen(), "sleep")
+    await until(lambda: any(isinstance(each, Sleep) for each in served.worker.received))
+    (given, *_) = served.worker.take(Sleep)
+    TestPeer.gateway(served.router).say(Wake(number=given.number + 1))
+    assert await command == FAILED
+    await served.close()
+
+
+def test_order_tells_that_the_opposite_was_ordered_meanwhile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opposite_order_meanwhile(tmp_path)
+    captured = capsys.readouterr()
+    assert not captured.out and "the opposite was ordered of the model meanwhile" in captured.err
