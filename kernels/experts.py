@@ -2,11 +2,15 @@
 
 Rows, one for each token and chosen expert, are sorted by expert, so that each expert multiplies its rows at
 once: one C kernel on a CPU (csrc/experts.c), grouped products of `linear_kernel` on a GPU. A token's result
-has the same bits in any batch. The product with `down` is cut along its inputs into parts that are kept apart
-until the experts of a token are added, so two tensor-parallel ranks add the same numbers as one.
+has the same bits in any batch.
+
+A sum of a token's experts has four terms that are kept apart: the product with `down` is cut along its inputs
+into two parts, and each part has a sum over the first half of all experts and one over the second half. The
+halves of the experts are added first, then the parts. So two ranks add the same numbers as one rank, whether
+they split each expert or have half of the experts each.
 
 Shapes: T tokens, X experts, C chosen experts of a token, R = T * C rows, E hidden, F feed-forward width of an
-expert, N outputs, K inputs.
+expert, N outputs, K inputs, P parts.
 """
 
 from __future__ import annotations
@@ -52,37 +56,54 @@ class Mixture:
         normalises: bool,
         activation: Activation,
         out_dtype: torch.dtype,
+        num_experts: int | None = None,
+        first_expert: int = 0,
+        keeps_parts: bool = False,
     ) -> None:
         """gate_up: N = 2 * F, the gate first. down: one or two parts of the inputs.
 
         normalises: the weights of a token's experts sum to 1; otherwise they are shares of all experts.
+        num_experts: of all ranks; None: this rank has all. first_expert: of this rank. keeps_parts: the
+        caller adds the parts of `down`, after it has added the ranks.
         """
         self.gate_up, self.down = gate_up, tuple(down)
         self.top_k, self.normalises, self.activation = top_k, normalises, activation
-        self.out_dtype = out_dtype
+        self.out_dtype, self.keeps_parts = out_dtype, keeps_parts
+        self.num_here = len(gate_up.weights) if gate_up.stacked_XNK is None else len(gate_up.stacked_XNK)
+        self.num_experts = num_experts or self.num_here
+        self.first_expert = first_expert
         parts = (gate_up, *self.down)
         self._addresses = [_addresses(part) for part in parts]  # kept alive for the C kernel
         is_packed = all(part.weights and all(each.is_packed for each in part.weights) for part in parts)
         self.arguments = _arguments(self, self._addresses) if is_packed else None
 
     @property
-    def num_experts(self) -> int:
-        """X."""
-        stacked_XNK = self.gate_up.stacked_XNK
-        return len(self.gate_up.weights) if stacked_XNK is None else len(stacked_XNK)
+    def num_first_half(self) -> int:
+        """The number of experts in the first half of all; their outputs are added first."""
+        return (self.num_experts + 1) // 2
 
     def __call__(self, x_TE: Tensor, logits_TX: Tensor, shared_TN: Tensor | None = None) -> Tensor:
-        """The weighted sum of the outputs of each token's experts: [T, N] in `out_dtype`.
+        """The weighted sum of the outputs of each token's experts on this rank, in `out_dtype`.
 
-        x_TE: contiguous. logits_TX: fp32, contiguous; of equal logits the first expert is chosen. shared_TN:
-        the output of an expert that all tokens share, contiguous in the dtype of x; it is weighed by the
-        sigmoid of one more logit, after those of the experts, and added to the first part.
+        [T, N], or with `keeps_parts` [P, T, N].
+
+        x_TE: contiguous. logits_TX: of all experts, fp32, contiguous; of equal logits the first expert is
+        chosen. shared_TN: the output of an expert that all tokens share, contiguous in the dtype of x; it is
+        weighed by the sigmoid of one more logit, after those of the experts, and added to the first half of
+        the experts in the first part.
         """
         if runs_triton(x_TE) and self.gate_up.stacked_XNK is not None:
             return experts_triton(x_TE, logits_TX, self, shared_TN)
         if self.arguments is None:
             return experts_reference(x_TE, logits_TX, self, shared_TN)
         return self._run(x_TE, logits_TX, shared_TN)
+
+    def new_output(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Memory of the result of a call with so many tokens."""
+        stacked_XNK = self.down[0].stacked_XNK
+        width = self.down[0].weights[0].num_outputs if stacked_XNK is None else stacked_XNK.shape[1]
+        shape = (len(self.down), num_tokens, width) if self.keeps_parts else (num_tokens, width)
+        return torch.empty(shape, dtype=self.out_dtype, device=device)
 
     def _run(self, x_TE: Tensor, logits_TX: Tensor, shared_TN: Tensor | None) -> Tensor:
         assert self.arguments is not None
@@ -94,7 +115,7 @@ class Mixture:
             raise ValueError(f"experts: x {list(x_TE.shape)}, logits {list(logits_TX.shape)}")
         if logits_TX.shape[1] < num_logits or not (shared_TN is None or shared_TN.is_contiguous()):
             raise ValueError(f"experts: {num_logits} logits a token are needed, got {list(logits_TX.shape)}")
-        out_TN = torch.empty((num_tokens, self.down[0].weights[0].num_outputs), dtype=self.out_dtype)
+        out = self.new_output(num_tokens, x_TE.device)
         scratch = self.new_scratch(num_tokens)
         native.function("baton_experts", "pppnppnp")(
             ctypes.addressof(self.arguments),
@@ -102,11 +123,11 @@ class Mixture:
             logits_TX.data_ptr(),
             logits_TX.shape[1],
             None if shared_TN is None else shared_TN.data_ptr(),
-            out_TN.data_ptr(),
+            out.data_ptr(),
             num_tokens,
             scratch.data_ptr(),
         )
-        return out_TN
+        return out
 
     def new_scratch(self, num_tokens: int) -> Tensor:
         """Memory of the C kernel for a call with so many tokens."""
@@ -140,11 +161,14 @@ class ExpertsArguments(ctypes.Structure):
         ("gate_up", WeightArguments),
         ("down", WeightArguments * 2),
         ("num_experts", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("num_here", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
         ("kind", ctypes.c_int),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
         ("splits", ctypes.c_int),
+        ("keeps_splits", ctypes.c_int),
         ("normalises", ctypes.c_int),
         ("dtype", ctypes.c_int),
         ("y_dtype", ctypes.c_int),
@@ -155,12 +179,15 @@ def _arguments(mixture: Mixture, addresses: Sequence[Tensor]) -> ExpertsArgument
     """addresses: of gate_up and the parts of down."""
     arguments = ExpertsArguments(
         gate_up=_weights(mixture.gate_up, addresses[0]),
-        num_experts=len(mixture.gate_up.weights),
+        num_experts=mixture.num_experts,
+        first=mixture.first_expert,
+        num_here=mixture.num_here,
         top_k=mixture.top_k,
         kind=mixture.activation.kind,
         alpha=mixture.activation.alpha,
         limit=mixture.activation.limit,
         splits=len(mixture.down),
+        keeps_splits=mixture.keeps_parts,
         normalises=mixture.normalises,
         dtype=native.DTYPE_CODES[mixture.gate_up.weights[0].dtype],
         y_dtype=native.DTYPE_CODES[mixture.out_dtype],
@@ -202,22 +229,25 @@ def experts_reference(
     x_TE: Tensor, logits_TX: Tensor, mixture: Mixture, shared_TN: Tensor | None = None
 ) -> Tensor:
     """`Mixture` in plain torch, an expert after another."""
-    num_experts = mixture.num_experts
+    num_experts, num_parts = mixture.num_experts, len(mixture.down)
     weights_TC, chosen_TC = route_reference(logits_TX[:, :num_experts], mixture.top_k, mixture.normalises)
-    parts = []
-    for part in mixture.down:
-        width = _weight(part, 0).shape[0] if not part.weights else part.weights[0].num_outputs
-        parts.append(torch.zeros((len(x_TE), width), dtype=torch.float32, device=x_TE.device))
+    out = mixture.new_output(len(x_TE), x_TE.device)
+    sums_P2TN = torch.zeros((num_parts, 2, len(x_TE), out.shape[-1]), device=x_TE.device)
     for expert in chosen_TC.unique().tolist():
+        index = expert - mixture.first_expert
+        if not 0 <= index < mixture.num_here:
+            continue
         token_R, choice_R = (chosen_TC == expert).nonzero(as_tuple=True)
-        activated_RF = gated(_product(x_TE[token_R], mixture.gate_up, expert, x_TE.dtype), mixture.activation)
-        inputs = activated_RF.chunk(len(parts), dim=1)
-        for sum_TN, part, input_RK in zip(parts, mixture.down, inputs, strict=True):
-            out_RN = _product(input_RK, part, expert, torch.float32)
+        activated_RF = gated(_product(x_TE[token_R], mixture.gate_up, index, x_TE.dtype), mixture.activation)
+        inputs = activated_RF.chunk(num_parts, dim=1)
+        for sums_2TN, part, input_RK in zip(sums_P2TN, mixture.down, inputs, strict=True):
+            out_RN = _product(input_RK, part, index, torch.float32)
+            sum_TN = sums_2TN[int(expert >= mixture.num_first_half)]
             sum_TN.index_add_(0, token_R, out_RN * weights_TC[token_R, choice_R, None])
     if shared_TN is not None:
-        parts[0] += logits_TX[:, num_experts, None].sigmoid() * shared_TN
-    return torch.stack(parts).sum(0).to(mixture.out_dtype)
+        sums_P2TN[0, 0] += logits_TX[:, num_experts, None].sigmoid() * shared_TN
+    sums_PTN = sums_P2TN.sum(1)
+    return out.copy_(sums_PTN if mixture.keeps_parts else sums_PTN.sum(0))
 
 
 def _weight(experts: ExpertWeights, expert: int) -> Tensor:
@@ -271,19 +301,25 @@ def route_kernel(
     tl.store(chosen_ptr + token * TOP_K + choice_C, chosen_C, mask=choice_C < TOP_K)
 
 
-@kernel(varying=("num_rows",))
+@kernel(varying=("num_rows", "num_tokens"))
 def combine_kernel(
     parts_ptr: tl.tensor,  # [NUM_PARTS, R, N] fp32, contiguous
     weights_ptr: tl.tensor,  # [T, C] fp32
+    chosen_ptr: tl.tensor,  # [T, C] int64
     row_of_ptr: tl.tensor,  # [T, C] int64
     shared_ptr: tl.tensor,  # [T, N], contiguous, read when HAS_SHARED
     logits_ptr: tl.tensor,  # [T, X + 1] fp32, contiguous, the same
-    out_ptr: tl.tensor,  # [T, N], contiguous
+    out_ptr: tl.tensor,  # [T, N], with KEEPS_PARTS [NUM_PARTS, T, N]; contiguous
     num_rows: int,  # R
+    num_tokens: int,  # T
     width: int,  # N
+    num_first_half: int,  # experts
+    first: int,  # expert of this rank
+    stop: int,  # of the experts of this rank
     logits_stride: int,  # X + 1
     TOP_K: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    KEEPS_PARTS: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
@@ -293,30 +329,41 @@ def combine_kernel(
     inside_N = column_N < width
     total_N = tl.zeros([BLOCK_N], tl.float32)
     for part in tl.static_range(NUM_PARTS):
-        sum_N = tl.zeros([BLOCK_N], tl.float32)
+        first_half_N, second_half_N = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
         for choice in tl.static_range(TOP_K):
+            expert = tl.load(chosen_ptr + token * TOP_K + choice)
+            is_here_N = column_N < tl.where((expert >= first) & (expert < stop), width, 0)
             row = tl.load(row_of_ptr + token * TOP_K + choice) + part * tl.cast(num_rows, tl.int64)
             weight = tl.load(weights_ptr + token * TOP_K + choice)
-            sum_N += weight * tl.load(parts_ptr + row * width + column_N, mask=inside_N, other=0.0)
+            term_N = weight * tl.load(parts_ptr + row * width + column_N, mask=is_here_N, other=0.0)
+            first_half_N += tl.where(expert < num_first_half, term_N, 0.0)
+            second_half_N += tl.where(expert < num_first_half, 0.0, term_N)
         if HAS_SHARED and part == 0:
             gate = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + (token + 1) * logits_stride - 1)))
             shared_N = tl.load(shared_ptr + token * width + column_N, mask=inside_N, other=0.0)
-            sum_N += gate * shared_N.to(tl.float32)
-        total_N += sum_N
-    tl.store(out_ptr + token * width + column_N, total_N.to(out_ptr.dtype.element_ty), mask=inside_N)
+            first_half_N += gate * shared_N.to(tl.float32)
+        part_N = first_half_N + second_half_N
+        total_N += part_N
+        if KEEPS_PARTS:
+            out_row = token + part * tl.cast(num_tokens, tl.int64)
+            tl.store(out_ptr + out_row * width + column_N, part_N.to(out_ptr.dtype.element_ty), mask=inside_N)
+    if not KEEPS_PARTS:
+        tl.store(out_ptr + token * width + column_N, total_N.to(out_ptr.dtype.element_ty), mask=inside_N)
 
 
 def experts_triton(
     x_TE: Tensor, logits_TX: Tensor, mixture: Mixture, shared_TN: Tensor | None = None
 ) -> Tensor:
     """`Mixture` on a GPU, without a wait for the host."""
-    num_experts = mixture.num_experts
+    num_experts, num_here = mixture.num_experts, mixture.num_here
     top_k, device = mixture.top_k, x_TE.device
     weights_TC, chosen_TC = route_triton(logits_TX[:, :num_experts], top_k, mixture.normalises)
-    chosen_R = chosen_TC.flatten()
-    order_R = chosen_R.argsort(stable=True)
-    bounds = torch.arange(num_experts + 1, device=device)
-    starts_X1 = torch.searchsorted(chosen_R[order_R], bounds).to(torch.int32)
+    expert_R = chosen_TC.flatten()
+    if num_here < num_experts:  # the rows of this rank's experts come first
+        expert_R = (expert_R - mixture.first_expert) % num_experts
+    order_R = expert_R.argsort(stable=True)
+    bounds = torch.arange(num_here + 1, device=device)
+    starts_X1 = torch.searchsorted(expert_R[order_R], bounds).to(torch.int32)
     activated_RF = linear_experts_triton(
         x_TE, mixture.gate_up, starts_X1, order_R // top_k, gate=mixture.activation
     )
@@ -327,41 +374,51 @@ def experts_triton(
     ):
         linear_experts_triton(input_RK, part, starts_X1, out_RN=out_RN)
     row_of_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(num_rows, device=device))
-    return combine_triton(parts_PRN, weights_TC, row_of_R, logits_TX, shared_TN, mixture.out_dtype)
+    return combine_triton(parts_PRN, mixture, weights_TC, chosen_TC, row_of_R, logits_TX, shared_TN)
 
 
 def combine_triton(
     parts_PRN: Tensor,
+    mixture: Mixture,
     weights_TC: Tensor,
+    chosen_TC: Tensor,
     row_of_R: Tensor,
     logits_TX: Tensor,
     shared_TN: Tensor | None,
-    out_dtype: torch.dtype,
 ) -> Tensor:
-    """The weighted sum of each token's rows, and of the shared expert's output: [T, N]."""
+    """The weighted sum of each token's rows, and of the shared expert's output, as of `Mixture`.
+
+    row_of_R: the row of each choice in a part; rows of experts on other ranks are not read.
+    """
     num_tokens, top_k = weights_TC.shape
     num_parts, num_rows, width = parts_PRN.shape
-    out_TN = torch.empty((num_tokens, width), dtype=out_dtype, device=parts_PRN.device)
-    if not out_TN.numel():
-        return out_TN
+    out = mixture.new_output(num_tokens, parts_PRN.device)
+    if not out.numel():
+        return out
     block_N = min(1024, triton.next_power_of_2(width))
     combine_kernel[(num_tokens, triton.cdiv(width, block_N))](
         parts_PRN,
         weights_TC,
+        chosen_TC,
         row_of_R,
         logits_TX if shared_TN is None else shared_TN,
         logits_TX,
-        out_TN,
+        out,
         num_rows,
+        num_tokens,
         width,
+        mixture.num_first_half,
+        mixture.first_expert,
+        mixture.first_expert + mixture.num_here,
         logits_TX.stride(0),
         TOP_K=top_k,
         NUM_PARTS=num_parts,
+        KEEPS_PARTS=mixture.keeps_parts,
         HAS_SHARED=shared_TN is not None,
         BLOCK_N=block_N,
         enable_fp_fusion=False,
     )
-    return out_TN
+    return out
 
 
 def route_triton(logits_TX: Tensor, top_k: int, normalises: bool) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,21 @@
 // The experts of a mixture: each token goes through `top_k` of the feed-forward layers, and their outputs are summed.
 //
 //   1. route: logits of all experts -> for each token the experts with the highest logits, and their weights
-//   2. sort: a row for each token and expert; the rows of an expert lie together, those of earlier tokens first
+//   2. sort: a row for each token and expert of this rank; the rows of an expert lie together, earlier tokens first
 //   3. multiply: gate and up, activation, down; the experts with rows share the threads
-//   4. combine: for each token the weighted sum of its rows, in descending order of the logits
+//   4. combine: for each token the weighted sum of its rows: of the first half of all experts, then of the second half,
+//      both in descending order of the logits
 //
 // All of it is in fp32 and in an order that depends on the token alone. `down` is cut along its inputs into `splits`
-// weights, whose sums are kept apart until 4 has added the experts: as many tensor-parallel ranks add the same numbers.
+// weights, whose sums are kept apart until 4 has added the experts. So two ranks add the same numbers as one, whether
+// they split each expert or have half of the experts each.
 #include "ops.h"
 
-// Where the intermediate results lie in the scratch. R = num_tokens * top_k rows, sorted by expert.
+// Where the intermediate results lie in the scratch. There are at most R = num_tokens * top_k rows, sorted by expert.
 struct plan {
-    int64_t *starts;   // [num_experts + 1] first row of each expert
+    int64_t *starts;   // [num_here + 1] first row of each expert of this rank
     int64_t *tokens;   // [R] of each row
-    int64_t *row_of;   // [num_tokens, top_k] row of each choice
+    int64_t *row_of;   // [num_tokens, top_k] row of each choice; -1: of another rank's expert
     int64_t *chosen;   // [num_tokens, top_k] experts
     float *weights;    // [num_tokens, top_k]
     char *x, *gate_up, *activated;
@@ -31,7 +33,7 @@ INLINE char *take(char **rest, int64_t num_bytes) {
 static int64_t lay_out(const struct experts *e, int64_t num_tokens, char *scratch, struct plan *p) {
     int64_t num_rows = num_tokens * e->top_k, size = e->dtype == BF16 ? 2 : 4;
     char *rest = scratch;
-    p->starts = (int64_t *)take(&rest, (e->num_experts + 1) * sizeof(int64_t));
+    p->starts = (int64_t *)take(&rest, (e->num_here + 1) * sizeof(int64_t));
     p->tokens = (int64_t *)take(&rest, num_rows * sizeof(int64_t));
     p->row_of = (int64_t *)take(&rest, num_rows * sizeof(int64_t));
     p->chosen = (int64_t *)take(&rest, num_rows * sizeof(int64_t));
@@ -90,28 +92,54 @@ static void route_tokens(const void *context, int64_t begin, int64_t end, int th
     }
 }
 
-// A counting sort: rows of an expert in the order of their tokens.
-static void sort_rows(const struct experts *e, int64_t num_tokens, const struct plan *p) {
-    int64_t next[e->num_experts];
-    memset(p->starts, 0, (e->num_experts + 1) * sizeof(int64_t));
-    for (int64_t i = 0; i < num_tokens * e->top_k; i++) p->starts[p->chosen[i] + 1]++;
-    for (int64_t expert = 0; expert < e->num_experts; expert++) {
+INLINE int is_here(const struct experts *e, int64_t expert) { return expert >= e->first && expert < e->first + e->num_here; }
+
+// A counting sort: rows of an expert in the order of their tokens. Returns the number of rows.
+static int64_t sort_rows(const struct experts *e, int64_t num_tokens, const struct plan *p) {
+    int64_t next[e->num_here];
+    memset(p->starts, 0, (e->num_here + 1) * sizeof(int64_t));
+    for (int64_t i = 0; i < num_tokens * e->top_k; i++)
+        if (is_here(e, p->chosen[i])) p->starts[p->chosen[i] - e->first + 1]++;
+    for (int64_t expert = 0; expert < e->num_here; expert++) {
         p->starts[expert + 1] += p->starts[expert];
         next[expert] = p->starts[expert];
     }
     for (int64_t i = 0; i < num_tokens * e->top_k; i++) {
-        p->row_of[i] = next[p->chosen[i]]++;
-        p->tokens[p->row_of[i]] = i / e->top_k;
+        p->row_of[i] = is_here(e, p->chosen[i]) ? next[p->chosen[i] - e->first]++ : -1;
+        if (p->row_of[i] >= 0) p->tokens[p->row_of[i]] = i / e->top_k;
     }
+    return p->starts[e->num_here];
 }
 
 struct combining {
     const struct experts *experts;
     const struct routing *routing;
     const char *shared;
-    int64_t num_rows;
+    int64_t num_rows;  // of a split in plan.down
     char *y;
+    int64_t split_bytes;  // of y, from one split to the next
 };
+
+// The rows of one token: [0, middle) of the first half of all experts, [middle, count) of the second half.
+struct terms {
+    int64_t *rows, middle, count;
+    float *weights;
+};
+
+static void find_terms(const struct combining *c, int64_t token, struct terms *terms) {
+    const struct experts *e = c->experts;
+    const struct plan *p = c->routing->plan;
+    int64_t num_first_half = (e->num_experts + 1) / 2;
+    terms->count = 0;
+    for (int half = 0; half < 2; half++) {
+        terms->middle = terms->count;
+        for (int64_t i = token * e->top_k; i < (token + 1) * e->top_k; i++) {
+            if (p->row_of[i] < 0 || (p->chosen[i] >= num_first_half) != half) continue;
+            terms->rows[terms->count] = p->row_of[i];
+            terms->weights[terms->count++] = p->weights[i];
+        }
+    }
+}
 
 INLINE f32s load_some(const char *x, int64_t index, int64_t num_lanes, const int is_bf16) {
     if (num_lanes == LANES) return load_lanes(x, index, is_bf16);
@@ -120,13 +148,18 @@ INLINE f32s load_some(const char *x, int64_t index, int64_t num_lanes, const int
     return load_f32(lanes);
 }
 
-// The sum of a token's rows of one part, a vector of columns.
-INLINE f32s sum_rows(const struct combining *c, const int64_t *row_of, const float *weights, int split, int64_t i, int64_t num_lanes) {
+INLINE void store_some(char *y, int64_t index, f32s v, int64_t num_lanes, int is_bf16) {
+    if (num_lanes == LANES) store_lanes(y, index, v, is_bf16);
+    else for (int64_t i = 0; i < num_lanes; i++) store_one(y, index + i, v[i], is_bf16);
+}
+
+// The sum of the terms [begin, end) of one split, a vector of columns.
+INLINE f32s sum_terms(const struct combining *c, const struct terms *terms, int64_t begin, int64_t end, int split, int64_t i, int64_t num_lanes) {
     int64_t width = c->experts->down[0].num_columns;
     f32s sum = {0};
-    for (int64_t j = 0; j < c->experts->top_k; j++) {
-        const char *row = (const char *)(c->routing->plan->down + (split * c->num_rows + row_of[j]) * width);
-        sum = multiply_add(splat(weights[j]), load_some(row, i, num_lanes, 0), sum);
+    for (int64_t j = begin; j < end; j++) {
+        const char *row = (const char *)(c->routing->plan->down + (split * c->num_rows + terms->rows[j]) * width);
+        sum = multiply_add(splat(terms->weights[j]), load_some(row, i, num_lanes, 0), sum);
     }
     return sum;
 }
@@ -134,21 +167,26 @@ INLINE f32s sum_rows(const struct combining *c, const int64_t *row_of, const flo
 static void combine_tokens(const void *context, int64_t begin, int64_t end, int thread) {
     const struct combining *c = context;
     const struct experts *e = c->experts;
-    int64_t width = e->down[0].num_columns, y_bytes = width * (e->y_dtype == BF16 ? 2 : 4);
+    int64_t width = e->down[0].num_columns, y_bytes = width * (e->y_dtype == BF16 ? 2 : 4), rows[e->top_k];
+    float weights[e->top_k];
+    struct terms terms = {.rows = rows, .weights = weights};
     (void)thread;
     for (int64_t t = begin; t < end; t++) {
-        const int64_t *row_of = c->routing->plan->row_of + t * e->top_k;
-        const float *weights = c->routing->plan->weights + t * e->top_k;
+        find_terms(c, t, &terms);
+        char *y = c->y + t * y_bytes;
         f32s gate = {0};
         if (c->shared) gate = splat(1.0f) / (splat(1.0f) + exp_lanes(-splat(c->routing->logits[t * c->routing->stride + e->num_experts])));
         for (int64_t i = 0; i < width; i += LANES) {
             int64_t num_lanes = MIN(width - i, LANES);
-            f32s total = sum_rows(c, row_of, weights, 0, i, num_lanes);
-            if (c->shared) total = multiply_add(gate, load_some(c->shared, t * width + i, num_lanes, e->dtype == BF16), total);
-            if (e->splits == 2) total = total + sum_rows(c, row_of, weights, 1, i, num_lanes);
-            char *y = c->y + t * y_bytes;
-            if (num_lanes == LANES) store_lanes(y, i, total, e->y_dtype == BF16);
-            else for (int64_t j = 0; j < num_lanes; j++) store_one(y, i + j, total[j], e->y_dtype == BF16);
+            f32s total = {0};
+            for (int split = 0; split < e->splits; split++) {
+                f32s sum = sum_terms(c, &terms, 0, terms.middle, split, i, num_lanes);
+                if (c->shared && !split) sum = multiply_add(gate, load_some(c->shared, t * width + i, num_lanes, e->dtype == BF16), sum);
+                sum = sum + sum_terms(c, &terms, terms.middle, terms.count, split, i, num_lanes);
+                if (e->keeps_splits) store_some(y + split * c->split_bytes, i, sum, num_lanes, e->y_dtype == BF16);
+                else total = split ? total + sum : sum;
+            }
+            if (!e->keeps_splits) store_some(y, i, total, num_lanes, e->y_dtype == BF16);
         }
     }
 }
@@ -163,34 +201,41 @@ EXPORT void baton_experts_sizes(const struct experts *e, int64_t num_tokens, int
     sizes[1] = lay_out(e, MIN(num_tokens, TOKENS), 0, &plan);
 }
 
+// From x to the rows of plan.down.
+static void multiply_rows(const struct experts *e, const char *x, const struct plan *p, int64_t num_rows, int64_t split_rows) {
+    int64_t size = e->dtype == BF16 ? 2 : 4, x_bytes = e->gate_up.num_inputs * size;
+    int64_t inner = e->gate_up.num_columns / 2, width = e->down[0].num_columns;
+    baton_embedding(p->tokens, x, p->x, num_rows, x_bytes);
+    baton_linear_experts(p->x, x_bytes, &e->gate_up, p->starts, e->num_here, p->gate_up, 2 * inner * size, e->dtype, e->dtype);
+    baton_gated(p->gate_up, p->activated, num_rows, inner, 1, e->activation.kind, e->activation.alpha, e->activation.limit, e->dtype);
+    for (int split = 0; split < e->splits; split++)
+        baton_linear_experts(p->activated + split * e->down[0].num_inputs * size, inner * size, e->down + split, p->starts,
+                             e->num_here, (char *)(p->down + split * split_rows * width), width * sizeof(float), e->dtype, F32);
+}
+
 static void run_tokens(
     const struct experts *e, const char *x, const float *logits, int64_t logits_stride, const char *shared, char *y,
-    int64_t num_tokens, char *scratch) {
+    int64_t split_bytes, int64_t num_tokens, char *scratch) {
     struct plan p;
     lay_out(e, num_tokens, scratch, &p);
-    int64_t num_rows = num_tokens * e->top_k, size = e->dtype == BF16 ? 2 : 4;
-    int64_t x_bytes = e->gate_up.num_inputs * size, inner = e->gate_up.num_columns / 2, width = e->down[0].num_columns;
+    int64_t most_rows = num_tokens * e->top_k;
     struct routing r = {e, logits, logits_stride, &p};
     parallel_for(num_tokens, grain_of(e->num_experts * e->top_k, ROUTING_WORK), route_tokens, &r);
-    sort_rows(e, num_tokens, &p);
-    baton_embedding(p.tokens, x, p.x, num_rows, x_bytes);
-    baton_linear_experts(p.x, x_bytes, &e->gate_up, p.starts, e->num_experts, p.gate_up, 2 * inner * size, e->dtype, e->dtype);
-    baton_gated(p.gate_up, p.activated, num_rows, inner, 1, e->activation.kind, e->activation.alpha, e->activation.limit, e->dtype);
-    for (int split = 0; split < e->splits; split++)
-        baton_linear_experts(p.activated + split * e->down[0].num_inputs * size, inner * size, e->down + split, p.starts,
-                             e->num_experts, (char *)(p.down + split * num_rows * width), width * sizeof(float), e->dtype, F32);
-    struct combining c = {e, &r, shared, num_rows, y};
-    parallel_for(num_tokens, grain_of(e->top_k * e->splits * width, COMBINING_WORK), combine_tokens, &c);
+    int64_t num_rows = sort_rows(e, num_tokens, &p);
+    if (num_rows) multiply_rows(e, x, &p, num_rows, most_rows);
+    struct combining c = {e, &r, shared, most_rows, y, split_bytes};
+    parallel_for(num_tokens, grain_of(e->top_k * e->splits * e->down[0].num_columns, COMBINING_WORK), combine_tokens, &c);
 }
 
 // x: [num_tokens, num_inputs] of `dtype`; logits: [num_tokens, logits_stride], those of the experts first; y: [num_tokens,
-// num_columns] of `y_dtype`. shared: [num_tokens, num_columns] of `dtype`, the output of an expert that all tokens share,
-// which is weighed by the sigmoid of the logit after those of the experts; or null. y may be x.
+// num_columns] of `y_dtype`, with `keeps_splits` [splits, num_tokens, num_columns]. shared: [num_tokens, num_columns] of
+// `dtype`, the output of an expert that all tokens share, which is weighed by the sigmoid of the logit after those of the
+// experts; or null. y may be x.
 EXPORT void baton_experts(
     const struct experts *e, const char *x, const float *logits, int64_t logits_stride, const char *shared, char *y,
     int64_t num_tokens, char *scratch) {
     int64_t size = e->dtype == BF16 ? 2 : 4, width = e->down[0].num_columns, y_bytes = width * (e->y_dtype == BF16 ? 2 : 4);
     for (int64_t t = 0; t < num_tokens; t += TOKENS)
         run_tokens(e, x + t * e->gate_up.num_inputs * size, logits + t * logits_stride, logits_stride,
-                   shared ? shared + t * width * size : 0, y + t * y_bytes, MIN(TOKENS, num_tokens - t), scratch);
+                   shared ? shared + t * width * size : 0, y + t * y_bytes, num_tokens * y_bytes, MIN(TOKENS, num_tokens - t), scratch);
 }

@@ -89,12 +89,14 @@ INLINE void multiply_weight(
                      y_dtype);
 }
 
-// A mixture of experts; y is of the element type `y_dtype`, all else of `dtype`.
+// A mixture of experts, of which a rank has [first, first + num_here); y is of the element type `y_dtype`, all else of `dtype`.
 struct experts {
     struct expert_weights gate_up, down[2];  // the bias of down belongs to down[0]
-    int64_t num_experts, top_k;
+    int64_t num_experts, first, num_here, top_k;
     struct activation activation;
-    int splits, normalises, dtype, y_dtype;
+    int splits;
+    int keeps_splits;  // y has a sum for each split of down, otherwise their sum
+    int normalises, dtype, y_dtype;
 };
 
 void baton_experts(

@@ -87,12 +87,37 @@ def random_mixture(
     )
 
 
-def experts_outcome(num_tokens: int, is_biased: bool, dtype: torch.dtype, device: torch.device) -> Outcome:
+def mixture_of_rank(made: Mixture, first: int, stop: int) -> Mixture:
+    """The mixture of a rank that has the experts [first, stop) of `made`, and leaves parts to the caller."""
+
+    def share(weights: ExpertWeights) -> ExpertWeights:
+        bias_XN = None if weights.bias_XN is None else weights.bias_XN[first:stop].contiguous()
+        stacked_XNK = None if weights.stacked_XNK is None else weights.stacked_XNK[first:stop].contiguous()
+        return ExpertWeights(weights.weights[first:stop], bias_XN, stacked_XNK)
+
+    return Mixture(
+        share(made.gate_up),
+        [share(part) for part in made.down],
+        top_k=made.top_k,
+        normalises=made.normalises,
+        activation=made.activation,
+        out_dtype=torch.float32,
+        num_experts=made.num_experts,
+        first_expert=first,
+        keeps_parts=True,
+    )
+
+
+def experts_outcome(
+    num_tokens: int, is_biased: bool, of_rank: bool, dtype: torch.dtype, device: torch.device
+) -> Outcome:
     mixture = random_mixture(5, dtype, device, is_biased=is_biased)
+    if of_rank:
+        mixture = mixture_of_rank(mixture, 3, 5)
     x, shared = (normal(num_tokens, 24 + i, dtype=dtype, device=device)[:, i:] for i in range(2))
     logits = normal(num_tokens, 6, dtype=torch.float32, device=device)
     arguments = (x, logits, mixture, None if is_biased else shared.contiguous())
-    return Outcome(experts_triton(*arguments), experts_reference(*arguments))
+    return Outcome(experts_triton(*arguments).to(dtype), experts_reference(*arguments).to(dtype))
 
 
 def rope_and_store_outcome(
@@ -173,9 +198,14 @@ def row_cases() -> Iterator[Case]:
             yield Case(f"gated-{wide}-{short(dtype)}", partial(gated_outcome, wide, SILU, dtype))
         for label, activation in (("gelu", GELU_TANH), ("swiglu", clamped_swiglu(1.7, 1.0))):
             yield Case(f"{label}-{short(dtype)}", partial(gated_outcome, (2, 38), activation, dtype))
-        for num_tokens, is_biased in ((0, False), (1, True), (70, False)):
-            name = f"experts-{num_tokens}-{short(dtype)}"
-            yield Case(name, partial(experts_outcome, num_tokens, is_biased, dtype))
+        for num_tokens, is_biased, of_rank in (
+            (0, False, False),
+            (1, True, False),
+            (70, False, False),
+            (70, True, True),
+        ):
+            name = f"experts-{num_tokens}{'-rank' if of_rank else ''}-{short(dtype)}"
+            yield Case(name, partial(experts_outcome, num_tokens, is_biased, of_rank, dtype))
 
 
 def page_cases() -> Iterator[Case]:

@@ -155,9 +155,22 @@ def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
     if dtype is torch.bfloat16:
         logits = torch.empty(3, 128)
         yield Scenario("route", experts, "route_kernel", partial(experts.route_triton, logits, 8, True))
-        parts = torch.empty(2, 24, 2048)
-        run = partial(experts.combine_triton, parts, torch.empty(3, 8), rows[:24], logits, None, dtype)
-        yield Scenario("combine", experts, "combine_kernel", run)
+        stacked = experts.ExpertWeights((), None, torch.empty(64, 2048, 384, dtype=dtype))
+        chosen = torch.zeros(3, 8, dtype=torch.int64)
+        for label, keeps_parts in (("combine", False), ("combine-parts", True)):
+            mixture = experts.Mixture(
+                stacked,
+                [stacked, stacked],
+                top_k=8,
+                normalises=True,
+                activation=gated.SILU,
+                out_dtype=torch.float32 if keeps_parts else dtype,
+                num_experts=128,
+                keeps_parts=keeps_parts,
+            )
+            parts, shares = torch.empty(2, 24, 2048), torch.empty(3, 8)
+            run = partial(experts.combine_triton, parts, mixture, shares, chosen, rows[:24], logits, None)
+            yield Scenario(label, experts, "combine_kernel", run)
 
 
 def _attention_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:

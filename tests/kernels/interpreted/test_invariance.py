@@ -13,10 +13,12 @@ from torch import Tensor
 
 from baton.config.engine import RankSidecar
 from baton.kernels import linear, paged_attention
+from baton.kernels.experts import experts_triton
 from baton.kernels.paged_attention import paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
 from baton.request import SamplingParams, StepOutput
 from tests.kernels.attention_cases import PagedKv, Shape, paged_kv
+from tests.kernels.cases import mixture_of_rank, random_mixture
 from tests.kernels.outcomes import DTYPES, normal, short
 from tests.parity.runs import engine, run
 from tests.tiny_models import write_config
@@ -51,12 +53,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "page-1": {"cache": {"page_size": 1}},
     "page-64": {"cache": {"page_size": 64}},
 }
+RANKS: dict[str, dict[str, Any]] = {
+    "tensor-parallel-2": {"tensor_parallel_size": 2},
+    "expert-parallel-2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+}
 
 
 @cache
 def outputs(directory: Path, dtype: str, setting: str = "", num_prompts: int = 3) -> list[list[StepOutput]]:
     sidecar = RankSidecar(factory="tests.kernels.interpreted.matrix_unit:MatrixUnit", arguments="")
-    settings = {"tensor_parallel_size": 2} if setting == "tensor-parallel-2" else SETTINGS.get(setting, {})
+    settings = (SETTINGS | RANKS).get(setting, {})
     with engine(directory, sidecar, load_format="dummy", dtype=dtype, **settings) as made:
         return run(made, PROMPTS[:num_prompts], GREEDY)
 
@@ -80,13 +86,18 @@ def test_a_second_rank_changes_no_bit(directory: Path) -> None:
 
 
 @slow
-def test_no_setting_changes_a_bit_of_a_mixture_of_experts(tmp_path: Path) -> None:
-    keys = {"num_local_experts": 5, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+@pytest.mark.parametrize(
+    ("num_experts", "settings"), [(5, ("chunks", "tensor-parallel-2")), (6, ("expert-parallel-2",))]
+)
+def test_no_setting_changes_a_bit_of_a_mixture_of_experts(
+    num_experts: int, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    keys = {"num_local_experts": num_experts, "num_experts_per_tok": 2, "num_hidden_layers": 1}
     mixture = write_config(
         tmp_path, architectures=["MixtralForCausalLM"], max_position_embeddings=MAX_MODEL_LEN, **keys
     )
     plain = outputs(mixture, "float32", num_prompts=2)
-    for setting in ("chunks", "tensor-parallel-2"):
+    for setting in settings:
         assert outputs(mixture, "float32", setting, num_prompts=2) == plain
 
 
@@ -186,3 +197,15 @@ def test_two_ranks_add_what_one_rank_adds(dtype: torch.dtype) -> None:
     ]
     whole = linear.linear_triton(x, linear.pack_linear(weight), num_splits=2, out_dtype=torch.float32)
     assert torch.equal(parts[0] + parts[1], whole)
+
+
+def test_two_ranks_with_whole_experts_add_what_one_rank_adds() -> None:
+    """In fp32: the interpreter cuts bf16 off where torch, which adds the ranks, rounds."""
+    for is_biased in (False, True):
+        made = random_mixture(5, torch.float32, CPU, is_biased=is_biased)
+        x, logits = (normal(40, width, dtype=torch.float32, device=CPU) for width in (24, 6))
+        sums = [
+            experts_triton(x, logits, mixture_of_rank(made, first, stop), None if first else x)
+            for first, stop in ((0, 3), (3, 5))
+        ]
+        assert torch.equal((sums[0] + sums[1]).sum(0), experts_triton(x, logits, made, x))

@@ -12,6 +12,7 @@ from baton.kernels.experts import ExpertsArguments, ExpertWeights, Mixture, expe
 from baton.kernels.gated import SILU, Activation, clamped_swiglu
 from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
 from baton.kernels.quantised import Method, quantise
+from tests.kernels.cases import mixture_of_rank
 from tests.kernels.outcomes import normal
 
 CPU = torch.device("cpu")
@@ -109,6 +110,30 @@ def test_parts_equal_the_sum_of_two_ranks(dtype: torch.dtype) -> None:
         )
         sums.append(alone(x, logits, None if rank else x))
     assert torch.equal((sums[0] + sums[1]).to(dtype), made(x, logits, x))
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float16), ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_two_ranks_with_whole_experts_add_the_numbers_of_one(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    made, (x, logits) = mixture(dtype, **options), inputs(1100, dtype)
+    ranks = [mixture_of_rank(made, 0, 4), mixture_of_rank(made, 4, 7)]  # half of seven experts: four
+    for shared in (None, normal(1100, HIDDEN, dtype=dtype, device=CPU)):
+        sums = [rank(x, logits, None if index else shared) for index, rank in enumerate(ranks)]
+        together = (sums[0] + sums[1]).sum(0).to(dtype)
+        assert sums[0].shape == (len(made.down), 1100, HIDDEN)
+        assert torch.equal(together, made(x, logits, shared))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rank_agrees_with_the_reference_also_without_rows(dtype: torch.dtype) -> None:
+    made, (x, logits) = mixture(dtype, has_bias=True), inputs(5, dtype)
+    rank, tolerance = mixture_of_rank(made, 4, 7), TOLERANCES[dtype]
+    expected = experts_reference(x, logits, rank, x)
+    torch.testing.assert_close(rank(x, logits, x), expected, atol=tolerance, rtol=tolerance)
+    logits[:, :3] += 100  # each token goes to the other rank
+    assert not rank(x, logits).any()
 
 
 def _half(rank: int) -> list[int]:
