@@ -16,8 +16,7 @@ from baton.config.engine import EngineConfig, EngineSettings
 from baton.config.gateway import GatewayConfig, GatewayModel, text_settings
 from baton.engine.models.loading.checkpoint import read_entries
 from baton.engine.models.registry import (
-    check_split,
-    check_stages,
+    RANK_CHECKS,
     choose_max_model_len,
     read_draft_model_config,
     read_model_config,
@@ -214,16 +213,12 @@ def check_model(config: ServeConfig) -> Path:
     read_draft_model_config(resolve_draft_model(config.engine), model)
     for role, pool in config.pools.items():
         if pool.num_workers:
-            try:
-                check_split(model, pool.engine(config.engine).tensor_parallel_size)
-            except ConfigError as error:
-                owner = "engine" if pool.tensor_parallel_size is None else role
-                raise ConfigError(f"{owner}.tensor_parallel_size: {error}") from None
-            try:
-                check_stages(model, pool.engine(config.engine).pipeline_parallel_size)
-            except ConfigError as error:
-                owner = "engine" if pool.pipeline_parallel_size is None else role
-                raise ConfigError(f"{owner}.pipeline_parallel_size: {error}") from None
+            for key, check in RANK_CHECKS.items():
+                try:
+                    check(model, pool.engine(config.engine))
+                except ConfigError as error:
+                    owner = "engine" if getattr(pool, key) is None else role
+                    raise ConfigError(f"{owner}.{key}: {error}") from None
     return directory
 
 

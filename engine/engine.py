@@ -25,7 +25,7 @@ from baton.engine.models.loading.checkpoint import fingerprint
 from baton.engine.models.loading.weights import Checkpoint, HostCheckpoint, Progress
 from baton.engine.models.model import attention_mlp_crossover, parameter_bytes
 from baton.engine.models.parallel import PendingTensor, ReplicaRank
-from baton.engine.models.registry import ModelConfig, check_split, check_stages, read_model_config
+from baton.engine.models.registry import RANK_CHECKS, ModelConfig, read_model_config
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.adapter_slots import AdapterSlots
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, load_logits_processor
@@ -84,8 +84,8 @@ def load_engine(
     directory = Path(config.model).resolve()
     config = msgspec.structs.replace(config, model=str(directory))  # other ranks start in another folder
     model_config = read_model_config(directory)
-    check_split(model_config, config.tensor_parallel_size)
-    check_stages(model_config, config.pipeline_parallel_size)
+    for check in RANK_CHECKS.values():
+        check(model_config, config)
     _check_memory(model_config, config)
     tp_workers = TpWorkers(config, sidecar) if config.num_ranks > 1 else None
     try:

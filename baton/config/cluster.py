@@ -66,20 +66,25 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
     # Pipeline stages of each worker of this role; None: engine.pipeline_parallel_size.
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    # Whole experts on each rank of this role; None: engine.enable_expert_parallel.
+    enable_expert_parallel: bool | None = None
     page_size: Annotated[int, Meta(ge=1)] | None = None  # tokens in a KV page; None: engine.cache.page_size
     cores_per_rank: Annotated[int, Meta(ge=1, le=1024)] | None = None  # CPU cores; None: an even share
     ray_resources: dict[str, float] = {}  # custom Ray resources of each worker, beside cores and GPUs
 
     def engine(self, settings: EngineSettings) -> EngineSettings:
         """Return the engine settings of workers of this role."""
-        cache = settings.cache
+        cache, expert_parallel = settings.cache, self.enable_expert_parallel
         if self.page_size is not None:
             cache = msgspec.structs.replace(cache, page_size=self.page_size)
+        if expert_parallel is None:
+            expert_parallel = settings.enable_expert_parallel
         return msgspec.structs.replace(
             settings,
             cache=cache,
             tensor_parallel_size=self.tensor_parallel_size or settings.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size or settings.pipeline_parallel_size,
+            enable_expert_parallel=expert_parallel,
         )
 
 

@@ -127,6 +127,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Stages over which one worker splits the layers of the model, on CPUs only. Each stage has
     # tensor_parallel_size ranks.
     pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
+    # Each tensor-parallel rank has whole experts of a mixture, instead of a part of every expert.
+    enable_expert_parallel: bool = False
     # Tokens, prompt and output together, one of each at least; None: the model's own limit.
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     # On a GPU: a token does not depend on what shares its batch, on chunks, or on the number of ranks. Costs

@@ -363,7 +363,7 @@ class GatedMlp:
 
 
 class ExpertTensors(NamedTuple):
-    """This rank's part of the experts of a layer; the ranks split each expert as they split a `GatedMlp`."""
+    """A rank's part of the experts of a layer: a part of each, as of a `GatedMlp`, or some whole experts."""
 
     gate_up: list[Matrix]  # of each expert, [2 * F, E], the gate first
     down: list[Matrix]  # of each expert, [E, F]
@@ -379,8 +379,8 @@ def read_experts(
 ) -> ExpertTensors:
     """Read experts of width `inner`, each with three parameters of its own. names: of gate, up and down."""
     experts, hidden = ExpertTensors([], []), config.hidden_size
-    for index in range(config.num_experts):
-        expert = parameters.scope(f"experts.{index}")
+    for index in parameters.experts(config.num_experts):
+        expert = parameters.of_an_expert().scope(f"experts.{index}")
         halves = [expert.matrix(name, (inner, hidden), 0) for name in names[:2]]
         experts.gate_up.append(expert.join_matrices(halves))
         experts.down.append(expert.matrix(names[2], (hidden, inner), 1))
@@ -388,7 +388,10 @@ def read_experts(
 
 
 class SparseMlp:
-    """A mixture of experts: a router chooses some feed-forward parts for each token, and weighs them."""
+    """A mixture of experts: a router chooses some feed-forward parts for each token, and weighs them.
+
+    The ranks split every expert, or have whole experts each. In both cases the sums of the ranks are added.
+    """
 
     def __init__(
         self,
@@ -423,11 +426,12 @@ class SparseMlp:
             self.shared = GatedMlp(config, parameters.scope("shared_expert"), inner=shared_inner)
             routers.append(parameters.whole("shared_expert_gate.weight", (1, hidden)))
         self.router = parameters.pack_router(parameters.join(routers))
-        num_parts = max(1, NUM_SPLITS // self.tp.size)
+        of_an_expert = parameters.of_an_expert().tp  # the ranks that split an expert, as this rank sees them
+        num_parts = max(1, NUM_SPLITS // of_an_expert.size)
         if experts.down[0].shape[1] % (2 * num_parts):  # the C kernel takes pairs of inputs
             num_parts = 1
         parts = zip(*(chunk_inputs(down, num_parts) for down in experts.down), strict=True)
-        biases = [experts.down_bias_XN if self.tp.rank == 0 else None, None]  # added once
+        biases = [experts.down_bias_XN if of_an_expert.rank == 0 else None, None]  # added once
         self.mixture = Mixture(
             parameters.pack_experts(experts.gate_up, experts.gate_up_bias_XN),
             [parameters.pack_experts(list(p), bias) for p, bias in zip(parts, biases, strict=False)],
@@ -435,13 +439,19 @@ class SparseMlp:
             normalises=normalises,
             activation=activation,
             out_dtype=parameters.dtype if self.tp.size == 1 else torch.float32,
+            num_experts=num_experts,
+            first_expert=parameters.experts(num_experts).start,
+            keeps_parts=of_an_expert.size < self.tp.size,
         )
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         shared_TE = None if self.shared is None else self.shared(x_TE)
         logits_TX = linear(x_TE, self.router, self.router_bias_X, out_dtype=torch.float32)
-        out_TE = self.mixture(x_TE, logits_TX, shared_TE if self.tp.rank == 0 else None)
-        return out_TE if self.tp.size == 1 else self.tp.all_reduce(out_TE).to(x_TE.dtype)
+        out = self.mixture(x_TE, logits_TX, shared_TE if self.tp.rank == 0 else None)
+        if self.tp.size == 1:
+            return out
+        sum_over_ranks = self.tp.all_reduce(out)
+        return (sum_over_ranks.sum(0) if self.mixture.keeps_parts else sum_over_ranks).to(x_TE.dtype)
 
 
 # The frame.

@@ -18,6 +18,7 @@ from baton.engine.models.loading.weights import (
     ParameterSurvey,
     Shape,
 )
+from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ARCHITECTURES, ModelConfig, check_stages
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ConfigError, ModelError
@@ -79,12 +80,14 @@ def split_layers(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
     return splits[config.num_layers][1]
 
 
-def parameter_shapes(config: ModelConfig, layers: range | None = None) -> dict[str, Shape]:
+def parameter_shapes(
+    config: ModelConfig, layers: range | None = None, expert_ranks: TensorParallel | None = None
+) -> dict[str, Shape]:
     """Name -> shape of every parameter, in the order in which the model reads them.
 
-    layers: of the pipeline stage that reads them; None: the whole model.
+    layers: of the pipeline stage that reads them; None: the whole model. expert_ranks: as of `Parameters`.
     """
-    return _survey(config, layers)[0].shapes
+    return _survey(config, layers, expert_ranks)[0].shapes
 
 
 def parameter_bytes(config: ModelConfig, dtype: str) -> int:
@@ -165,6 +168,8 @@ def dummy_checkpoint(config: ModelConfig, seed: int, device: torch.device) -> Du
     )
 
 
-def _survey(config: ModelConfig, layers: range | None = None) -> tuple[ParameterSurvey, Model]:
-    survey = ParameterSurvey(config.quantization, layers)
+def _survey(
+    config: ModelConfig, layers: range | None = None, expert_ranks: TensorParallel | None = None
+) -> tuple[ParameterSurvey, Model]:
+    survey = ParameterSurvey(config.quantization, layers, expert_ranks)
     return survey, build_model(config, survey, max_model_len=1)

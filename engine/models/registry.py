@@ -6,7 +6,7 @@ refused. This module imports no torch: `baton serve` reads the config before any
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
@@ -209,6 +209,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The experts of a layer with a mixture of experts; ModelError without such a key."""
         name = "num_experts" if "num_experts" in self.keys else "num_local_experts"
         return self.keys.count(name)
+
+    @property
+    def has_experts(self) -> bool:
+        """True for a model with a mixture of experts in some layer."""
+        return "num_experts" in self.keys or "num_local_experts" in self.keys
 
     @property
     def active_share(self) -> float:
@@ -421,14 +426,32 @@ def check_stages(model: ModelConfig, num_stages: int) -> None:
         raise ConfigError(f"{model.num_layers} layers cannot be split over {num_stages} pipeline stages")
 
 
-def check_split(model: ModelConfig, num_ranks: int) -> None:
-    """ConfigError unless the model can be split evenly over so many tensor-parallel ranks."""
-    sizes = {
-        "KV heads": model.num_kv_heads,
-        "attention heads": model.num_heads,
-        "intermediate_size": model.intermediate_size,
-    }
+def check_split(model: ModelConfig, settings: EngineSettings) -> None:
+    """ConfigError unless the model can be split evenly over the tensor-parallel ranks.
+
+    With expert parallelism, layers without experts are checked as they are read.
+    """
+    num_ranks = settings.tensor_parallel_size
+    sizes = {"KV heads": model.num_kv_heads, "attention heads": model.num_heads}
+    if settings.enable_expert_parallel:
+        sizes["experts"] = model.num_experts
+    else:
+        sizes["intermediate_size"] = model.intermediate_size
     for what, size in sizes.items():
         has_copies = what == "KV heads" and num_ranks % size == 0  # several ranks hold a head
         if size % num_ranks and not has_copies:
             raise ConfigError(f"{what}: {size} cannot be split over {num_ranks} tensor-parallel ranks")
+
+
+def check_experts(model: ModelConfig, settings: EngineSettings) -> None:
+    """ConfigError for expert parallelism of a model without experts."""
+    if settings.enable_expert_parallel and not model.has_experts:
+        raise ConfigError(f"expert parallelism: {model.architecture} has no experts")
+
+
+# setting -> whether a model fits it, in this order; each raises ConfigError
+RANK_CHECKS: Final[Mapping[str, Callable[[ModelConfig, EngineSettings], None]]] = {
+    "enable_expert_parallel": check_experts,
+    "tensor_parallel_size": check_split,
+    "pipeline_parallel_size": lambda model, settings: check_stages(model, settings.pipeline_parallel_size),
+}

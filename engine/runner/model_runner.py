@@ -284,8 +284,10 @@ class ModelRunner:
         config = self.model_config
         checkpoint = checkpoint or open_checkpoint(self.config, config, self.device)
         check_parameters(checkpoint, config)
+        expert_ranks = self.tp if self.config.enable_expert_parallel else None
         if progress is not None:
-            checkpoint = ReportingCheckpoint(checkpoint, parameter_shapes(config, self.layers), progress)
+            names = parameter_shapes(config, self.layers, expert_ranks)
+            checkpoint = ReportingCheckpoint(checkpoint, names, progress)
         parameters = Parameters(
             checkpoint,
             self.tp,
@@ -296,6 +298,7 @@ class ModelRunner:
             scheme=config.quantization,
             adapters=self.adapters,
             layers=self.layers,
+            expert_ranks=expert_ranks,
         )
         try:
             self.model = build_model(config, parameters, self.max_model_len)

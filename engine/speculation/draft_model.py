@@ -59,6 +59,7 @@ def load_draft_model(config: EngineConfig, target: ModelConfig) -> ModelRunner |
         model=str(directory),
         speculative=None,
         tensor_parallel_size=1,
+        enable_expert_parallel=False,
         max_model_len=most,
     )
     unsized = ModelRunner(config, model, ReplicaRank())

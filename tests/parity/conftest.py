@@ -6,7 +6,7 @@ import torch
 
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
-from tests.parity.models import CASES, MODEL, save_model
+from tests.parity.models import CASES, EVEN_EXPERTS, MODEL, save_model
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, 
 
     def directory(name: str, dtype: torch.dtype = torch.float32) -> Path:
         if (name, dtype) not in made:
-            case = next(case for case in CASES if case.name == name)
+            case = next(case for case in (*CASES, *EVEN_EXPERTS) if case.name == name)
             made[name, dtype] = tmp_path_factory.mktemp("model") / name
             save_model(case, made[name, dtype], dtype)
         return made[name, dtype]

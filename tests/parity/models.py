@@ -128,6 +128,31 @@ CASES: Final = (
     _case("qwen3-moe", "Qwen3Moe", 4, 2, **_EXPERTS, head_dim=32, norm_topk_prob=True),
 )
 
+# Mixtures of which two ranks can have as many experts each.
+EVEN_EXPERTS: Final = (
+    _case("mixtral-even", "Mixtral", 4, 2, num_local_experts=6, num_experts_per_tok=3),
+    _case(
+        "qwen2-moe-even",
+        "Qwen2Moe",
+        4,
+        2,
+        **(_EXPERTS | {"num_experts": 8, "num_hidden_layers": 3}),
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
+    _case("qwen3-moe-even", "Qwen3Moe", 4, 2, **(_EXPERTS | {"num_experts": 8}), head_dim=32),
+    _case(
+        "gpt-oss-even",
+        "GptOss",
+        4,
+        2,
+        **_WINDOWS,
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+    ),
+)
+
 
 def save_model(case: Case, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write config.json and safetensors; biases and norms are random too."""

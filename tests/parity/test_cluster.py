@@ -23,7 +23,7 @@ from baton.request import Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
 from tests.answer import Answer
 from tests.cluster_threads import Cluster
-from tests.parity.models import MODEL, VOCAB_SIZE
+from tests.parity.models import EVEN_EXPERTS, MODEL, VOCAB_SIZE
 from tests.tiny_models import run_to_end, token_ids
 from tests.transfer_ends import PACKAGES, needs
 
@@ -42,6 +42,7 @@ class Topology:
     kv_cache_dtype: str = "auto"
     prefill_pp: int = 1
     decode_pp: int = 1
+    prefill_settings: dict[str, Any] = field(default_factory=dict)
     decode_settings: dict[str, Any] = field(default_factory=dict)
 
     def engines(self, directory: Path) -> tuple[list[EngineConfig], list[EngineConfig]]:
@@ -58,7 +59,9 @@ class Topology:
             return engine_config({**base, "cache": cache, "scheduler": scheduler, **settings})
 
         steps = {"max_num_batched_tokens": 48}
-        prefill = config(self.prefill_tp, self.prefill_pp, self.prefill_page_size, scheduler=steps)
+        prefill = config(
+            self.prefill_tp, self.prefill_pp, self.prefill_page_size, scheduler=steps, **self.prefill_settings
+        )
         decode = config(self.decode_tp, self.decode_pp, self.decode_page_size, **self.decode_settings)
         return [prefill] * self.num_prefill, [decode] * self.num_decode
 
@@ -134,6 +137,42 @@ CODES: Final = (
         for p, d in ((1, 1), (1, 2), (2, 2))
         for transport in ("shm", "tcp", "gloo")
         for a, b in ((16, 16), (64, 16))
+    ),
+)
+
+WHOLE_EXPERTS: Final = {"enable_expert_parallel": True}
+
+
+def _of_experts(
+    name: str, prefill: tuple[int, int, bool], decode: tuple[int, int, bool], transport: str = "auto"
+) -> Topology:
+    """prefill, decode: ranks of a stage, stages, whether ranks have whole experts. Pages of 64 go to 16."""
+    (prefill_tp, prefill_pp, prefill_ep), (decode_tp, decode_pp, decode_ep) = prefill, decode
+    return Topology(
+        name,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_page_size=64,
+        transport=transport,
+        prefill_pp=prefill_pp,
+        decode_pp=decode_pp,
+        prefill_settings=WHOLE_EXPERTS if prefill_ep else {},
+        decode_settings=WHOLE_EXPERTS if decode_ep else {},
+    )
+
+
+EXPERTS: Final = (
+    pytest.param("qwen2-moe-even", _of_experts("ep 2 to 1", (2, 1, True), (1, 1, False))),
+    *(
+        pytest.param(case.name, topology, marks=pytest.mark.slow)
+        for case in EVEN_EXPERTS
+        for transport in ("shm", "tcp", "gloo")
+        for topology in (
+            _of_experts(f"ep 2 to 1, {transport}", (2, 1, True), (1, 1, False), transport),
+            _of_experts(f"1 to ep 2, {transport}", (1, 1, False), (2, 1, True), transport),
+            _of_experts(f"tp 2 to ep 2, {transport}", (2, 1, False), (2, 1, True), transport),
+            _of_experts(f"pp 2 x ep 2 to tp 2, {transport}", (2, 2, True), (2, 1, False), transport),
+        )
     ),
 )
 
@@ -270,12 +309,23 @@ def test_cluster_gives_the_tokens_of_one_engine(
 def test_cluster_of_quantised_pages_gives_the_tokens_of_one_engine(
     topology: Topology, model_directory: Callable[..., Path]
 ) -> None:
-    with quantised_oracle(topology.kv_cache_dtype, model_directory(MODEL)) as oracle:
+    with oracle_of(topology.kv_cache_dtype, model_directory(MODEL)) as oracle:
         check(topology, oracle, model_directory(MODEL))
 
 
+@pytest.mark.parametrize(
+    ("name", "topology"), EXPERTS, ids=lambda value: value if isinstance(value, str) else value.name
+)
+def test_cluster_of_whole_experts_gives_the_tokens_of_one_engine(
+    name: str, topology: Topology, model_directory: Callable[..., Path]
+) -> None:
+    directory = model_directory(name)
+    with oracle_of("auto", directory) as oracle:
+        check(topology, oracle, directory)
+
+
 @contextmanager
-def quantised_oracle(kv_cache_dtype: str, directory: Path) -> Iterator[Engine]:
+def oracle_of(kv_cache_dtype: str, directory: Path) -> Iterator[Engine]:
     cache = {"kv_cache_memory_bytes": 2**22, "kv_cache_dtype": kv_cache_dtype}
     engine = load_engine(engine_config({"model": str(directory), "device": "cpu", "cache": cache}))
     yield engine
@@ -289,7 +339,7 @@ def test_preemption_to_the_host_changes_no_token_of_quantised_pages(
     few_pages = {"kv_cache_memory_bytes": 17 * PAGE_BYTES * 18 // 64, "host_cache_memory_bytes": 2**20}
     topology = Topology("few pages", kv_cache_dtype="int8", decode_settings={"cache": few_pages})
     prefill, decode = topology.engines(model_directory(MODEL))
-    with quantised_oracle("int8", model_directory(MODEL)) as oracle, Cluster(prefill, decode) as cluster:
+    with oracle_of("int8", model_directory(MODEL)) as oracle, Cluster(prefill, decode) as cluster:
         (worker,) = cluster.workers_of(WorkerRole.DECODE)
         hold_steps_until(worker.hosted.engine, 2, monkeypatch)
         compare(cluster, oracle, long_answers())

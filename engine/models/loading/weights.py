@@ -132,11 +132,13 @@ class Parameters:
         scheme: Quantization | None = None,
         adapters: "Adapters | None" = None,
         layers: range | None = None,
+        expert_ranks: TensorParallel | None = None,
     ) -> None:
         """batch_invariant: see `pack_linear`. quantization: of the weights of linear layers, when read.
 
         scheme: of the checkpoint. adapters: gets the projections that adapters may change. layers: those of
-        the rank's pipeline stage; None: all.
+        the rank's pipeline stage; None: all. expert_ranks: ranks that have whole experts each; None: the
+        ranks split every expert.
         """
         self.tp = tp
         self.dtype = dtype
@@ -146,6 +148,7 @@ class Parameters:
         self.scheme = scheme
         self.adapters = adapters
         self.layers = layers
+        self.expert_ranks = expert_ranks
         self._packed_memory = HugeArena()
         self._checkpoint = checkpoint
         self._prefix = prefix
@@ -214,19 +217,48 @@ class Parameters:
         self.adapters.projections[self._prefix + name] = projection
         return projection
 
-    def stacked_matrices(
-        self, name: str, count: int, shape: tuple[int, int], dim: int | None
+    def experts(self, num_experts: int) -> range:
+        """The experts of which this rank has a part, or with expert parallelism the whole.
+
+        ConfigError when the ranks cannot have as many experts each.
+        """
+        if self.expert_ranks is None:
+            return range(num_experts)
+        return range(*self.expert_ranks.shard(num_experts, what="experts"))
+
+    def of_an_expert(self) -> "Parameters":
+        """The parameters of one of this rank's experts: whole with expert parallelism."""
+        return self if self.expert_ranks is None else self.in_shards(1)
+
+    def of_experts(self, name: str, shape: Shape, dim: int | None) -> Tensor:
+        """This rank's part of a parameter of all experts, [X, ...]: of each its part along `dim`; None: all.
+
+        With expert parallelism it is the whole of this rank's experts.
+        """
+        if self.expert_ranks is None:
+            return self.whole(name, shape) if dim is None else self.shard(name, shape, dim)
+        own = self.experts(shape[0])
+        return self._read_matrix(name, shape, 0, own.start, own.stop)
+
+    def matrices_of_experts(
+        self, name: str, num_experts: int, shape: tuple[int, int], dim: int
     ) -> list[Matrix]:
-        """As `matrix`, of layers that the scheme has in one tensor for each part, `name_part`."""
+        """As `matrix`, of each of this rank's experts; the scheme has those of all in one, `name_part`."""
         assert self.scheme is not None
-        module = self._prefix + name
-        spans = self._spans(module, shape, dim)
-        parts = {
-            part: self.stored(f"{name}_{part}", tensor.stacked(count), spans)
-            for part, tensor in stored_tensors(self.scheme, shape).items()
-        }
-        of_each = [{part: tensor[index] for part, tensor in parts.items()} for index in range(count)]
-        return [self._decode(f"{module}.{i}", shape, one, spans) for i, one in enumerate(of_each)]
+        module, own = self._prefix + name, self.experts(num_experts)
+        spans = self._spans(module, shape, dim if self.expert_ranks is None else None)
+        parts: dict[str, Tensor] = {}
+        for part, of_one in stored_tensors(self.scheme, shape).items():
+            tensor = of_one.stacked(num_experts)
+            if self.expert_ranks is None:
+                parts[part] = self.stored(f"{name}_{part}", tensor, spans)
+            else:
+                parts[part] = self._read_stored(f"{name}_{part}", tensor, 0, own.start, own.stop)
+        of_each = [{part: tensor[index] for part, tensor in parts.items()} for index in range(len(own))]
+        return [
+            self._decode(f"{module}.{expert}", shape, one, spans)
+            for expert, one in zip(own, of_each, strict=True)
+        ]
 
     def _spans(self, module: str, shape: tuple[int, int], dim: int | None) -> tuple[Span, Span]:
         """This rank's outputs and inputs."""
@@ -447,10 +479,21 @@ class Adapters:
 class ParameterSurvey(Parameters):
     """Records the name and the shape of each parameter that a model reads, and places none."""
 
-    def __init__(self, scheme: Quantization | None = None, layers: range | None = None) -> None:
-        nothing = DummyCheckpoint({}, dtype=torch.float32, deviation=0.0, seed=0)
-        meta = torch.device("meta")
-        super().__init__(nothing, TensorParallel(), torch.float32, meta, scheme=scheme, layers=layers)
+    def __init__(
+        self,
+        scheme: Quantization | None = None,
+        layers: range | None = None,
+        expert_ranks: TensorParallel | None = None,
+    ) -> None:
+        super().__init__(
+            DummyCheckpoint({}, dtype=torch.float32, deviation=0.0, seed=0),
+            TensorParallel(),
+            torch.float32,
+            torch.device("meta"),
+            scheme=scheme,
+            layers=layers,
+            expert_ranks=expert_ranks,
+        )
         self.shapes: dict[str, Shape] = {}
         self.stored_bytes: dict[str, int] = {}  # of an element, where the dtype of the model does not matter
         self.weights: dict[str, Shape] = {}  # module -> shape of a quantised weight

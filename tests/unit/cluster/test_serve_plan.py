@@ -216,6 +216,10 @@ def test_damaged_model_is_refused(tmp_path: Path) -> None:
         ({"decode": {"pipeline_parallel_size": 99}}, "^decode.pipeline_parallel_size: .* layers .* over 99 "),
         ({"engine": {"pipeline_parallel_size": 99}}, "^engine.pipeline_parallel_size: .* layers .* over 99 "),
         ({"engine": {"tensor_parallel_size": 3}}, "^engine.tensor_parallel_size: KV heads: .* over 3 "),
+        (
+            {"decode": {"enable_expert_parallel": True}},
+            "^decode.enable_expert_parallel: expert parallelism: .* has no experts",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_told(settings: dict[str, Any], message: str) -> None:

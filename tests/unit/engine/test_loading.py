@@ -65,6 +65,40 @@ def test_model_that_cannot_be_split_is_refused_and_no_rank_is_left(
     assert psutil.Process().children() == before
 
 
+MIXTURE: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "expert parallelism: LlamaForCausalLM has no experts"),
+        (MIXTURE | {"num_local_experts": 5}, "experts: 5 cannot be split over 2"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_out_are_refused(
+    tmp_path: Path, keys: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    directory = write_config(tmp_path, **keys)
+    with pytest.raises(ConfigError, match=message):
+        tiny_engine(directory, tensor_parallel_size=2, enable_expert_parallel=True)
+
+
+def test_experts_of_any_width_can_be_shared_out(tmp_path: Path) -> None:
+    """Ranks could not split 33 inputs."""
+    directory = write_config(tmp_path, **MIXTURE, intermediate_size=33)
+    with pytest.raises(ConfigError, match="intermediate_size: 33 cannot be split over 2"):
+        tiny_engine(directory, tensor_parallel_size=2)
+    with closing(tiny_engine(directory)) as alone:
+        expected = token_ids(generate(alone, PROMPT))
+    with closing(tiny_engine(directory, tensor_parallel_size=2, enable_expert_parallel=True)) as engine:
+        assert token_ids(generate(engine, PROMPT)) == expected
+
+
 @pytest.mark.parametrize("num_ranks", [3, 1_000_000])
 def test_uneven_ranks_are_refused_before_a_process_starts(
     tiny_model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch

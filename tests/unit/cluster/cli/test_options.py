@@ -19,7 +19,8 @@ from tests.unit.cluster.conftest import Baton
 # The names of the options, which are vLLM's where vLLM has one. They must not change.
 SERVE_FLAGS = """
 --model --served-model-name --runtime --ray-address --host --port --gateways --routers --prefill --decode
---prefill-tp --decode-tp --prefill-pp --decode-pp --prefill-block-size --prefill-page-size --decode-block-size
+--prefill-tp --decode-tp --prefill-pp --decode-pp --prefill-ep --no-prefill-ep --decode-ep --no-decode-ep
+--prefill-block-size --prefill-page-size --decode-block-size
 --decode-page-size --transport
 --kv-digests --no-kv-digests --kv-streams
 --router-policy --redis --decision-log --recording --recording-memory-bytes --local-prefill-tokens
@@ -32,6 +33,7 @@ SERVE_FLAGS = """
 """
 ENGINE_FLAGS = """
 --dtype --load-format --device --tensor-parallel-size -tp --pipeline-parallel-size -pp
+--enable-expert-parallel --no-enable-expert-parallel
 --engine-seed --max-model-len --max-num-seqs --seed
 --max-num-batched-tokens --scheduler-policy --max-queue-delay-ms --preferred-batch-sizes --block-size
 --page-size --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --gpu-memory-utilization
@@ -138,6 +140,17 @@ def test_roles_differ_in_number_ranks_and_pages() -> None:
     assert (prefill.tensor_parallel_size, decode.tensor_parallel_size) == (4, 2)
     assert (prefill.num_ranks, decode.num_ranks, given.num_ranks) == (8, 2, 18)
     assert (prefill.cache.page_size, decode.cache.page_size) == (64, 16)
+
+
+def test_roles_differ_in_expert_parallelism() -> None:
+    for options, expected in (
+        ("--enable-expert-parallel --no-decode-ep", (True, False)),
+        ("--decode-ep", (False, True)),
+        ("--enable-expert-parallel", (True, True)),
+    ):
+        given = served(f"tiny {options}")
+        roles = given.prefill.engine(given.engine), given.decode.engine(given.engine)
+        assert tuple(role.enable_expert_parallel for role in roles) == expected
 
 
 @pytest.mark.parametrize(

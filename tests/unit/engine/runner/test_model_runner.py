@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from baton.engine.models.decoder import Decoder, RmsNorm
-from baton.engine.models.model import parameter_bytes, parameter_shapes
+from baton.engine.models.loading.weights import Checkpoint
+from baton.engine.models.model import dummy_checkpoint, parameter_bytes, parameter_shapes
 from baton.engine.models.parallel import ReplicaRank, TensorParallel
 from baton.engine.models.registry import choose_max_model_len, read_model_config
 from baton.engine.runner import model_runner
@@ -95,6 +96,44 @@ def test_progress_counts_every_byte_of_the_weights_once(tmp_path: Path, tied: bo
     assert reports[0] == (0, total) and reports[-1] == (total, total)
     assert len(reports) == 1 + len(parameter_shapes(model))
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+}
+
+
+class NotingCheckpoint:
+    """A checkpoint that notes the slices that are read."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self.names, self.shape, self.num_bytes = inner.names, inner.shape, inner.num_bytes
+        self._inner = inner
+        self.slices: list[tuple[str, int, int, int]] = []
+
+    def slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        self.slices.append((name, dim, start, stop))
+        return self._inner.slice(name, dim, start, stop)
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_rank_with_whole_experts_reads_no_other_expert(architecture: str, tmp_path: Path) -> None:
+    directory = write_config(tmp_path, architectures=[architecture], **MIXTURES[architecture])
+    model = read_model_config(directory)
+    reports: list[tuple[int, int]] = []
+    checkpoint = NotingCheckpoint(dummy_checkpoint(model, 1, torch.device("cpu")))
+    config = tiny_config(directory, tensor_parallel_size=2, enable_expert_parallel=True)
+    runner = ModelRunner(config, model, ReplicaRank(TensorParallel(1, 2)))
+    runner.load(lambda done, total: reports.append((done, total)), checkpoint)
+    assert reports[-1][0] == reports[-1][1], "the progress ends at the bytes of this rank's tensors"
+    of_experts = [each for each in checkpoint.slices if ".experts." in each[0]]
+    if architecture == "GptOssForCausalLM":  # all experts in one tensor
+        assert {(dim, start, stop) for _, dim, start, stop in of_experts} == {(0, 2, 4)}
+    else:
+        assert {name.split(".experts.")[1].split(".")[0] for name, *_ in of_experts} == {"2", "3"}
+        assert all(tuple(span) == (0, checkpoint.shape(name)[dim]) for name, dim, *span in of_experts)
 
 
 def test_tied_embeddings_share_one_unpacked_table(tmp_path: Path) -> None:
