@@ -289,11 +289,12 @@ class Contention:
 
     def add_steps(self, num_steps: int, num_tokens: int, num_busy: int, now_s: float) -> None:
         """Take the messages of a worker's steps, with so many tokens in all."""
-        gateway, others = (
-            num_steps * cost.message_s + num_tokens * cost.token_s
-            for cost in (self._over.gateway, self._over.others)
+        gateway, others = self._over.gateway, self._over.others
+        self._add(
+            num_steps * gateway.message_s + num_tokens * gateway.token_s,
+            num_steps * others.message_s + num_tokens * others.token_s,
+            self.slowdown(num_busy, now_s),
         )
-        self._add(gateway, others, self.slowdown(num_busy, now_s))
 
     def slowdown(self, num_others: int, now_s: float) -> float:
         """Return the multiple of the seconds of work that begins now, with so many other workers busy."""
