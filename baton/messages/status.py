@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product, zip_longest
 from math import inf, log2
 from typing import Annotated, ClassVar, Final, Literal, Self, TypeAlias
@@ -128,11 +128,13 @@ MAX_STREAMS: Final = 32  # of one gateway; the requests of further ones count to
 MAX_CELLS: Final = 256  # combinations of lengths of one stream; further ones count as the nearest
 BUCKETS_AN_OCTAVE: Final = 4
 NEARBY: Final = 4  # buckets; a cell this near is found without a look at all cells
+MAX_LENGTHS: Final = 2**12  # of which the buckets are remembered
 _NUM_BUCKETS: Final = BUCKETS_AN_OCTAVE * 64 + 1
 _Bucket: TypeAlias = Annotated[int, Meta(ge=0, lt=_NUM_BUCKETS)]
 _Cell: TypeAlias = Annotated[int, Meta(ge=0, lt=_NUM_BUCKETS**3)]
 
 
+@lru_cache(maxsize=MAX_LENGTHS)
 def bucket(num_tokens: int) -> int:
     """Return the bucket of a length: BUCKETS_AN_OCTAVE buckets for each doubling."""
     return round(BUCKETS_AN_OCTAVE * log2(num_tokens + 1))
@@ -201,7 +203,11 @@ class Histogram(msgspec.Struct, array_like=True):
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        self.add(bisect_left(self.BOUNDS, value), 1)
+        index = bisect_left(self.BOUNDS, value)
+        if index < len(self.counts):
+            self.counts[index] += 1
+        else:
+            self.add(index, 1)
         self.sum += value
 
     def add(self, bucket: int, num: int) -> None:

@@ -60,6 +60,7 @@ class PeerClock:
     """Measures the offset of one peer's clock over one link."""
 
     def __init__(self) -> None:
+        self.offset: ClockOffset | None = None  # None before a ping has come back, or if that tells nothing
         self._echo = (0.0, 0.0)
         self._there, self._back = _Shortest(), _Shortest()
 
@@ -80,10 +81,10 @@ class PeerClock:
         if self._there.seconds + self._back.seconds < 0.0:  # a clock has jumped: one machine was suspended
             self._there.take(there_s, now_s, is_reset=True)
             self._back.take(back_s, now_s, is_reset=True)
+        self.offset = self._measured()
 
-    @property
-    def offset(self) -> ClockOffset | None:
-        """The offset by the shortest times; None before a ping has come back, or if that tells nothing."""
+    def _measured(self) -> ClockOffset | None:
+        """Return the offset by the shortest times; None if they tell nothing."""
         there_s, back_s = self._there.seconds, self._back.seconds
         offset = ClockOffset((there_s - back_s) / 2, max(0.0, (there_s + back_s) / 2))
         return offset if math.isfinite(offset.offset_s) and offset.error_s <= MAX_SECONDS else None

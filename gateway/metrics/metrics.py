@@ -130,7 +130,12 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def of_call(self, model: str) -> "list[Metrics | ModelCounts]":
         """Return the counts that a call is counted in. model: as in Request.model."""
-        return [self, self.models.setdefault(model, ModelCounts())] if model else [self]
+        if not model:
+            return [self]
+        counts = self.models.get(model)
+        if counts is None:
+            counts = self.models[model] = ModelCounts()
+        return [self, counts]
 
     def refused_calls(self) -> dict[str, dict[str, int]]:
         """Return tenant -> reason -> refused calls, of the tenants that had any."""

@@ -1,17 +1,19 @@
 """The ended requests of one gateway: the latest ones, and the slowest of the last minutes.
 
-An `EndedRequest` is small, and is made in microseconds. Its timeline is assembled when an operator asks, when
-the request is traced, and at most once in COUNT_S for the metrics, so a busy gateway counts a sample.
+An `EndedRequest` keeps what is known at the end of a call. Its timeline is assembled when an operator asks,
+when the request is traced, and at most once in COUNT_S for the metrics, so a busy gateway counts a sample.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappush, heappushpop
 from itertools import count, islice
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from baton.clock import Clock
-from baton.gateway.api.answer import Answer
+from baton.gateway.api.answer import Answer, AnswerChoice, Usage
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer, Value
 from baton.gateway.streams.timeline import CallMarks, RequestMarks, assemble
@@ -25,16 +27,49 @@ MAX_SLOWEST: Final = 100  # of each interval
 COUNT_S: Final = 0.01  # between two timelines for the metrics, which thus take 0.2 % of a processor
 
 
-class EndedRequest(NamedTuple):
-    """A call that has ended, as the history keeps it."""
+class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A call that has ended, as the history keeps it. Times are by the gateway's clock."""
 
-    known: RequestTimeline  # without the parts, and what else follows from the marks
-    call: CallMarks
+    request_id: str
+    tenant: str
+    outcome: str
+    gateway: str
+    ended_at_s: float  # seconds since 1970
+    received_s: float
+    read_s: float
+    tokenised_s: float
+    ended_s: float
+    num_choices: int
+    usage: Usage
+    is_streamed: bool
     marks: RequestMarks  # of the choice that ended last
+
+    @property
+    def total_s(self) -> float:
+        """The seconds from the first byte of the call to the end."""
+        return self.ended_s - self.received_s
+
+    @property
+    def known(self) -> RequestTimeline:
+        """The timeline without the parts, and what else follows from the marks."""
+        return RequestTimeline(
+            request_id=self.request_id,
+            tenant=self.tenant,
+            outcome=self.outcome,
+            gateway=self.gateway,
+            began_s=self.ended_at_s - self.total_s,
+            total_s=self.total_s,
+            num_choices=self.num_choices,
+            num_prompt_tokens=self.usage.prompt,
+            num_cached_tokens=self.usage.cached,
+            num_tokens=self.usage.completion,
+            is_streamed=self.is_streamed,
+        )
 
     def timeline(self) -> RequestTimeline:
         """Assemble the timeline."""
-        return assemble(self.call, self.marks, self.known)
+        call = CallMarks(self.received_s, self.read_s, self.tokenised_s, self.ended_s)
+        return assemble(call, self.marks, self.known)
 
 
 class RequestHistory:
@@ -59,11 +94,25 @@ class RequestHistory:
 
     def finished(self, answer: Answer, outcome: str) -> None:
         """Take a call that has just ended. outcome: a key of TenantCounts.calls."""
-        opened = [choice.marks for choice in answer.choices if choice.marks is not None]
-        if not opened:
+        marks = _last_marks(answer.choices)
+        if marks is None:
             return  # it was refused before it could begin
-        now_s = self._clock.now_s()
-        ended = self._ended(answer, outcome, max(opened, key=_last_token_s), now_s)
+        call, now_s = answer.call, self._clock.now_s()
+        ended = EndedRequest(
+            request_id=answer.choices[0].request_id,
+            tenant=call.tenant.name,
+            outcome=outcome,
+            gateway=self._name,
+            ended_at_s=self._calendar_s(),
+            received_s=call.received_s or call.arrival_s,
+            read_s=call.arrival_s,
+            tokenised_s=call.tokenised_s,
+            ended_s=now_s,
+            num_choices=len(answer.choices),
+            usage=answer.usage,
+            is_streamed=call.is_streamed,
+            marks=marks,
+        )
         self._latest.append(ended)
         if not self._slowest or now_s - self._slowest[-1].began_s >= INTERVAL_S:
             self._slowest.append(_Interval(now_s))
@@ -72,8 +121,8 @@ class RequestHistory:
             self._counted_s = now_s
             self._count(ended.timeline())
         if self._tracer is not None:
-            context = answer.call.trace or self._tracer.context(None, None)  # None: over a WebSocket
-            rule = self._tracer.rule(context, outcome, ended.known.total_s)
+            context = call.trace or self._tracer.context(None, None)  # None: over a WebSocket
+            rule = self._tracer.rule(context, outcome, ended.total_s)
             if rule is not None:
                 self._tracer.export(context, ended.timeline(), _asked(answer), rule)
 
@@ -81,31 +130,13 @@ class RequestHistory:
         """Return the requests that a query asks for, the latest or the slowest first."""
         if query.request_id is not None:
             known = (*reversed(self._latest), *self._recent_slowest())
-            of_id = (each for each in known if each.known.request_id == query.request_id)
+            of_id = (each for each in known if each.request_id == query.request_id)
             return [each.timeline() for each in islice(of_id, 1)]
         found: Iterable[EndedRequest] = reversed(self._latest)
         if query.order == "slowest":
             found = self._recent_slowest()
-        of_tenant = (each for each in found if query.tenant in (None, each.known.tenant))
+        of_tenant = (each for each in found if query.tenant in (None, each.tenant))
         return [each.timeline() for each in islice(of_tenant, query.limit)]
-
-    def _ended(self, answer: Answer, outcome: str, marks: RequestMarks, now_s: float) -> EndedRequest:
-        call = answer.call
-        usage, received_s = answer.usage, call.received_s or call.arrival_s
-        known = RequestTimeline(
-            request_id=answer.choices[0].request_id,
-            tenant=call.tenant.name,
-            outcome=outcome,
-            gateway=self._name,
-            began_s=self._calendar_s() - (now_s - received_s),
-            total_s=now_s - received_s,
-            num_choices=len(answer.choices),
-            num_prompt_tokens=usage.prompt,
-            num_cached_tokens=usage.cached,
-            num_tokens=usage.completion,
-            is_streamed=call.is_streamed,
-        )
-        return EndedRequest(known, CallMarks(received_s, call.arrival_s, call.tokenised_s, now_s), marks)
 
     def _count(self, timeline: RequestTimeline) -> None:
         self._metrics.unaccounted.observe(timeline.unaccounted_s)
@@ -116,7 +147,7 @@ class RequestHistory:
         since_s = self._clock.now_s() - SLOWEST_S
         recent = [each for each in self._slowest if each.began_s >= since_s]
         requests = (request for each in recent for request in each.requests())
-        return sorted(requests, key=lambda request: -request.known.total_s)
+        return sorted(requests, key=lambda request: -request.total_s)
 
 
 def _asked(answer: Answer) -> Mapping[str, Value | None]:
@@ -134,8 +165,14 @@ def _asked(answer: Answer) -> Mapping[str, Value | None]:
     }
 
 
-def _last_token_s(marks: RequestMarks) -> float:
-    return marks.last_token_s
+def _last_marks(choices: Iterable[AnswerChoice]) -> RequestMarks | None:
+    """Return the marks of the choice that ended last; None when no choice was opened."""
+    last: RequestMarks | None = None
+    for choice in choices:
+        marks = choice.marks
+        if marks is not None and (last is None or marks.last_token_s > last.last_token_s):
+            last = marks
+    return last
 
 
 class _Interval:
@@ -148,7 +185,7 @@ class _Interval:
 
     def add(self, request: EndedRequest) -> None:
         """Keep a request if it is one of the slowest."""
-        total_s, heap = request.known.total_s, self._heap
+        total_s, heap = request.total_s, self._heap
         if len(heap) < MAX_SLOWEST:
             heappush(heap, (total_s, next(self._serials), request))
         elif total_s > heap[0][0]:

@@ -13,7 +13,6 @@ and waiting alternate within a worker; they are shown one after the other in the
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
@@ -37,8 +36,8 @@ class WorkerMarks(NamedTuple):
     clock: ClockOffset | None  # None: not measured
 
 
-@dataclass(slots=True, eq=False)
-class AttemptMarks:
+# Not visited by the garbage collector: a busy gateway keeps thousands, and they are in no reference cycle.
+class AttemptMarks(msgspec.Struct, eq=False, gc=False):
     """One attempt, by the gateway's clock."""
 
     number: int
@@ -48,20 +47,19 @@ class AttemptMarks:
     router_clock: ClockOffset | None = None
     decode: str = ""  # names of workers
     prefill: str = ""
-    workers: list[WorkerMarks] = field(default_factory=list)
+    workers: list[WorkerMarks] = []
     first_token_s: float | None = None
     num_tokens: int = 0
     ended_s: float = 0.0
     end: str = ""
 
 
-@dataclass(slots=True, eq=False)
-class RequestMarks:
+class RequestMarks(msgspec.Struct, eq=False, gc=False):
     """One choice of a call, from `opened_s` on. `last_token_s` is the arrival of the last token."""
 
     opened_s: float
     last_token_s: float = 0.0
-    attempts: list[AttemptMarks] = field(default_factory=list)  # the latest MAX_ATTEMPTS
+    attempts: list[AttemptMarks] = []  # the latest MAX_ATTEMPTS
 
     def submitted(self, number: int, router: str, now_s: float) -> None:
         """Note that a router was asked."""

@@ -17,9 +17,10 @@ from baton.gateway.api.call import Call
 from baton.gateway.api.errors import invalid
 from baton.gateway.metrics.metrics import OTHERS, Metrics
 from baton.messages.status import MAX_STREAMS, StreamCounts
-from baton.tenants import Quotas, Refusal, has_slots
+from baton.tenants import Quotas, Refusal, Sla, has_slots
 
 FULL_RETRY_S: Final = 1.0  # the end of a call cannot be predicted
+NO_OBJECTIVES: Final = Sla()
 
 
 class DemandMeter:
@@ -32,11 +33,11 @@ class DemandMeter:
         """Return the counts of a call's stream; beyond MAX_STREAMS streams share theirs."""
         classes, rank = call.tenant.classes, call.scheduling_key.rank
         key = call.tenant.name, classes[rank] if rank < len(classes) else str(rank)
-        if key not in self._streams and len(self._streams) >= MAX_STREAMS:
-            key = OTHERS, ""
-        return self._streams.setdefault(
-            key, StreamCounts(tenant=key[0], priority=key[1], arrived={}, ended={})
-        )
+        found = self._streams.get(key)
+        if found is None:
+            key = key if len(self._streams) < MAX_STREAMS else (OTHERS, "")
+            found = self._streams.setdefault(key, StreamCounts(tenant=key[0], priority=key[1]))
+        return found
 
     def counts(self) -> tuple[StreamCounts, ...]:
         """Return the counts of all streams since the gateway's start."""
@@ -47,8 +48,8 @@ class Permit:
     """The admission of one call: report each batch of `tokens`, then `leave` once."""
 
     __slots__ = (
-        *("_all", "_call", "_counts", "_demand", "_first_s", "_last_s", "_metrics", "_num_tokens"),
-        "_slots",
+        *("_all", "_call", "_counts", "_demand", "_first_s", "_last_s", "_metrics"),
+        *("_num_prompt_tokens", "_num_tokens", "_slots"),
     )
 
     def __init__(self, call: Call, metrics: Metrics, slots: "Charge", demand: StreamCounts) -> None:
@@ -59,14 +60,15 @@ class Permit:
         self._all = metrics.of_call(call.served)
         self._counts = metrics.tenant(call.tenant.name)
         self._slots = slots
+        self._num_prompt_tokens = call.num_prompt_tokens
         self._num_tokens = 0
         self._first_s: float | None = None
         self._last_s: dict[int, float] = {}  # of each choice, by its index
         metrics.num_open += 1
         for each in self._all:
-            each.prompt_tokens += call.num_prompt_tokens
+            each.prompt_tokens += self._num_prompt_tokens
         self._counts.num_open += call.num_answers
-        self._counts.prompt_tokens += call.num_prompt_tokens
+        self._counts.prompt_tokens += self._num_prompt_tokens
 
     def tokens(self, choice: int, num_tokens: int, now_s: float) -> None:
         """Count a batch of tokens of a choice."""
@@ -95,20 +97,21 @@ class Permit:
         counts = self._counts
         counts.num_open -= self._call.num_answers
         counts.calls[outcome] += 1
-        verdicts = list(self._verdicts(is_over=outcome != "gone"))
-        for objective, is_met in verdicts:
-            (counts.met if is_met else counts.missed)[objective] += 1
-        self._count_demand(num_cached_tokens, all(is_met for _, is_met in verdicts) if verdicts else None)
+        if self._call.sla != NO_OBJECTIVES:
+            self._count_objectives(is_over=outcome != "gone")
+        if self._num_tokens:
+            num_tokens = self._num_tokens // self._call.num_answers
+            self._demand.end(self._num_prompt_tokens, num_cached_tokens, num_tokens)
         self._slots.release()
 
-    def _count_demand(self, num_cached_tokens: int, is_met: bool | None) -> None:
-        num_answers = max(1, self._call.num_answers)
-        if self._num_tokens:
-            num_prompt_tokens = self._call.num_prompt_tokens
-            self._demand.end(num_prompt_tokens, num_cached_tokens, self._num_tokens // num_answers)
-        if is_met is not None:
-            self._demand.num_met += is_met
-            self._demand.num_missed += not is_met
+    def _count_objectives(self, *, is_over: bool) -> None:
+        verdicts = dict(self._verdicts(is_over=is_over))
+        for objective, is_met in verdicts.items():
+            (self._counts.met if is_met else self._counts.missed)[objective] += 1
+        if verdicts:
+            has_met_all = all(verdicts.values())
+            self._demand.num_met += has_met_all
+            self._demand.num_missed += not has_met_all
 
     def _verdicts(self, *, is_over: bool) -> Iterator[tuple[str, bool]]:
         """Yield each objective of the call that was met or missed; a client that left early missed none."""
@@ -169,13 +172,14 @@ class Budget:
         self._metrics = metrics
         self._total = total
         self._refusal = refusal
+        self._quota = refusal.value  # the name of the quota
         self._unit = unit
         self.num_taken = 0
         self._taken: Counter[str] = Counter()  # by the tenant's name; none of 0
 
     def charge(self, tenant: str, quotas: Quotas, *, is_counted: bool = True) -> Charge:
         """Return an empty charge, for a `with`. is_counted: False when a Permit counts the refusal."""
-        return Charge(self, tenant, getattr(quotas, self._refusal.value), is_counted=is_counted)
+        return Charge(self, tenant, getattr(quotas, self._quota), is_counted=is_counted)
 
     def take(self, tenant: str, amount: int, quota: int | None, *, is_counted: bool) -> None:
         """See Charge.add."""
