@@ -15,11 +15,11 @@ import os
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from baton.clock import Clock
 from baton.errors import ConfigError
@@ -46,14 +46,23 @@ def weighed(candidate: PairCandidate) -> Weighed:
         prefill=candidate.prefill,
         source=candidate.source,
         num_held_tokens=candidate.num_held_tokens,
-        terms={name: min(max(value, 0.0), MAX_SECONDS) for name, value in asdict(candidate.terms).items()},
+        terms={
+            name: value if 0.0 <= value <= MAX_SECONDS else min(max(value, 0.0), MAX_SECONDS)
+            for name, value in asdict(candidate.terms).items()
+        },
     )
 
 
-class _Kept(NamedTuple):
+class _Kept(msgspec.Struct):
     decided_s: float
-    decision: Decision  # without the compared pairs
+    decision: Decision  # when it was made, without the compared pairs
     candidates: Sequence[PairCandidate]
+    first_token_s: float | None = None
+    measured: PrefillTimes | None = None
+
+    def now(self) -> Decision:
+        """Return the decision with the outcome so far."""
+        return replace(self.decision, first_token_s=self.first_token_s, measured=self.measured)
 
 
 class DecisionHistory:
@@ -61,12 +70,11 @@ class DecisionHistory:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._kept: OrderedDict[AttemptKey, _Kept] = OrderedDict()
-        self._attempts: dict[str, list[AttemptKey]] = {}
+        self._kept: OrderedDict[AttemptKey, _Kept] = OrderedDict()  # the oldest first
 
     def __getstate__(self) -> dict[str, object]:
         """The decisions without the other compared pairs, which no later decision reads."""
-        bare = ((key, kept._replace(candidates=())) for key, kept in self._kept.items())
+        bare = ((key, replace(kept, candidates=())) for key, kept in self._kept.items())
         return attributes_of(self) | {"_kept": OrderedDict(bare)}
 
     def __len__(self) -> int:
@@ -75,16 +83,15 @@ class DecisionHistory:
     def add(self, decision: Decision, candidates: Sequence[PairCandidate] = ()) -> None:
         """Add a decision; it replaces one of the same attempt. candidates: all compared pairs."""
         key = (decision.request_id, decision.attempt)
-        self._forget(key)
+        self._kept.pop(key, None)
         self._kept[key] = _Kept(self._clock.now_s(), decision, candidates)
-        self._attempts.setdefault(decision.request_id, []).append(key)
         if len(self._kept) > MAX_DECISIONS:
-            self._forget(next(iter(self._kept)))
+            self._kept.popitem(last=False)
 
     def get(self, key: AttemptKey) -> Decision | None:
         """The decision without the other compared pairs; None when it is not kept."""
         kept = self._kept.get(key)
-        return None if kept is None else kept.decision
+        return None if kept is None else kept.now()
 
     def candidates(self, key: AttemptKey) -> Sequence[PairCandidate]:
         """The compared pairs of a decision; none when it is not kept."""
@@ -95,38 +102,26 @@ class DecisionHistory:
         """A kept decision with all compared pairs."""
         now_s, kept = self._clock.now_s(), self._kept[key]
         age_s, others = min(now_s - kept.decided_s, MAX_SECONDS), tuple(map(weighed, kept.candidates))
-        return msgspec.structs.replace(kept.decision, age_s=age_s, weighed=others)
+        return replace(kept.now(), age_s=age_s, weighed=others)
 
     def started(self, key: AttemptKey) -> None:
         """Note the time of the first token."""
         kept = self._kept.get(key)
-        if kept is not None and kept.decision.first_token_s is None:
-            taken_s = min(self._clock.now_s() - kept.decided_s, MAX_SECONDS)
-            decision = msgspec.structs.replace(kept.decision, first_token_s=taken_s)
-            self._kept[key] = kept._replace(decision=decision)
+        if kept is not None and kept.first_token_s is None:
+            kept.first_token_s = min(self._clock.now_s() - kept.decided_s, MAX_SECONDS)
 
     def measured(self, times: PrefillTimes) -> Decision | None:
         """Note the measured times of the prefill; return the decision, None when it is not kept."""
-        key = (times.request_id, times.attempt)
-        kept = self._kept.get(key)
+        kept = self._kept.get((times.request_id, times.attempt))
         if kept is None:
             return None
-        decision = msgspec.structs.replace(kept.decision, measured=times)
-        self._kept[key] = kept._replace(decision=decision)
-        return decision
+        kept.measured = times
+        return kept.now()
 
     def of(self, request_id: str) -> Iterator[Decision]:
         """The decisions of a request's last MAX_ATTEMPTS attempts, with all compared pairs."""
-        for key in self._attempts.get(request_id, ())[-MAX_ATTEMPTS:]:
+        for key in [key for key in self._kept if key[0] == request_id][-MAX_ATTEMPTS:]:
             yield self.full(key)
-
-    def _forget(self, key: AttemptKey) -> None:
-        if self._kept.pop(key, None) is None:
-            return
-        keys = self._attempts[key[0]]
-        keys.remove(key)
-        if not keys:
-            del self._attempts[key[0]]
 
 
 class _Line(

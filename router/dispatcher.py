@@ -75,7 +75,7 @@ def make_entry(
     num_prompt_tokens = request.num_tokens
     if pair.choice is not None and pair.choice.candidate is not None:
         num_prompt_tokens -= pair.choice.candidate.num_held_tokens
-        compute_s = pair.choice.candidate.terms.compute_s
+        compute_s = pair.choice.candidate.prompt_cost.compute_s
     else:
         compute_s = model.of(pair.computed_by.id).compute_s(num_prompt_tokens, num_prompt_tokens)
     return InFlightAttempt(
