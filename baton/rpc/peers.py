@@ -91,6 +91,7 @@ class PeerRegistry:
         """wanted: roles of the workers to connect to."""
         self.hello = hello
         self.members: dict[str, Worker] = {}  # the workers that a router lists, by id
+        self.workers: Sequence[Worker] = ()  # the same; another object when they may have changed
         self._addresses = routers
         self._dial = dial
         self._wanted = frozenset(wanted)
@@ -194,6 +195,7 @@ class PeerRegistry:
         self.members = {worker.id: worker for each in self._lists.values() for worker in each.workers}
         if not any(each.is_complete for each in self._lists.values()):
             self.members = before | self.members
+        self.workers = tuple(self.members.values())
         return [id_ for id_ in before if id_ not in self.members]
 
     def keep_up(self) -> None:

@@ -1,4 +1,4 @@
-"""Descriptors and garbage collection in the processes of a cluster; pipes and priority of their helpers.
+"""Descriptors, garbage collection and random ids of processes; pipes and priority of their helpers.
 
 A process without a free descriptor accepts no new connection, also of operators. Every process raises its
 soft limit to the hard limit at its start; a gateway accepts no more connections than the limit allows.
@@ -23,6 +23,7 @@ BACKLOG_SHARE: Final = 8  # one in so many descriptors may be a connection that 
 WANTED: Final = 2**20  # no more is requested: some systems call 2**63 their limit
 LENGTH_BYTES: Final = 4  # of a frame's length
 NICENESS: Final = 10  # of a helper
+RANDOM_BYTES: Final = 4096  # of one system call
 LOOKS_PER_FULL: Final = 200  # collections of the middle generation before a full one; Python's default is 10
 
 
@@ -60,6 +61,21 @@ def lower_priority() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+class RandomBytes:
+    """Random bytes for ids and seeds, on one thread: a system call for each takes 1 % of a short call."""
+
+    def __init__(self) -> None:
+        self._block, self._num_used = b"", 0
+
+    def __call__(self, num: int) -> bytes:
+        """Return so many bytes, which nobody gets again; RANDOM_BYTES at most."""
+        if self._num_used + num > len(self._block):
+            self._block, self._num_used = os.urandom(RANDOM_BYTES), 0
+        begin = self._num_used
+        self._num_used += num
+        return self._block[begin : self._num_used]
 
 
 _thresholds_before: list[tuple[int, int, int]] = []  # one entry for each `freeze_gc` that is active

@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -26,7 +26,7 @@ from baton.errors import BatonError, IntegrityError
 from baton.gateway.api.call import Call, Prompt
 from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.request_stream import Service
-from baton.gateway.streams.resume import NAME_BYTES
+from baton.gateway.streams.resume import NAME_BYTES, DeliveredChoice
 from baton.gateway.streams.timeline import RequestMarks
 from baton.gateway.text.answer_parsing import choice_reader
 from baton.gateway.text.answer_reader import Parts, ToolCallDelta
@@ -35,6 +35,7 @@ from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from baton.tenants import with_public
 
 OPENING_S: Final = 0.001  # opening choices may hold the event loop for this long
+_NOTHING: Final = DeliveredChoice()  # of an answer that is not resumed
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +132,22 @@ class AnswerFormat(Protocol):
 class Answer:
     """The running answer to one call. `choices` are ordered by prompt, then by number."""
 
-    def __init__(self, call: Call, service: Service, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        service: Service,
+        tokenizer: Tokenizer | None,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        """random_bytes: for ids."""
         self.call = call
         self.tokenizer = tokenizer
         self.service = service
         self.listener: AnswerListener | None = None
         self.error: BatonError | None = None  # that has ended the answer
         resumed = call.resumed
-        self.name = resumed.answer if resumed is not None else secrets.token_bytes(NAME_BYTES)
+        self.random_bytes = random_bytes
+        self.name = resumed.answer if resumed is not None else random_bytes(NAME_BYTES)
         self.choices = [
             AnswerChoice(self, prompt, number, index * call.num_choices + number)
             for index, prompt in enumerate(call.prompts)
@@ -156,18 +165,14 @@ class Answer:
     @property
     def usage(self) -> Usage:
         """The usage of an undisturbed answer to the call, also when this answer is resumed."""
-        num_prompt, resumed = self.call.num_prompt_tokens, self.call.resumed
-        if resumed is None:
-            num_completion = sum(choice.num_tokens for choice in self.choices)
-            num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
-            return Usage(num_prompt, num_completion, self.num_cached_tokens, num_reasoning)
-        num_completion = num_cached = num_reasoning = 0
-        for choice, shown in zip(self.choices, resumed.choices, strict=True):
+        resumed, num_completion, num_cached, num_reasoning = self.call.resumed, 0, 0, 0
+        delivered = (_NOTHING,) * len(self.choices) if resumed is None else resumed.choices
+        for choice, shown in zip(self.choices, delivered, strict=True):
             num_completion += max(choice.num_tokens, shown.num_tokens)
             num_reasoning += max(choice.num_reasoning_tokens, shown.num_reasoning_tokens)
             if choice.number == 0:
                 num_cached += shown.num_cached_tokens if shown.is_begun else choice.num_cached_tokens
-        return Usage(num_prompt, num_completion, num_cached, num_reasoning)
+        return Usage(self.call.num_prompt_tokens, num_completion, num_cached, num_reasoning)
 
     @property
     def is_whole(self) -> bool:
@@ -280,7 +285,7 @@ class AnswerChoice:
     def __init__(self, answer: Answer, prompt: Prompt, number: int, index: int) -> None:
         # The first attempt at an answer may still run somewhere when another gateway resumes it.
         is_named = index == 0 and answer.call.resumed is None
-        self.request_id = answer.name.hex() if is_named else secrets.token_hex(16)
+        self.request_id = (answer.name if is_named else answer.random_bytes(NAME_BYTES)).hex()
         self.prompt = prompt
         self.number = number
         self.index = index

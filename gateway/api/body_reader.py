@@ -29,7 +29,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO, Final, TypeAlias
+from typing import BinaryIO, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -205,6 +205,13 @@ class BodyReader:
             await helper.close()
 
 
+class ModelView(NamedTuple):
+    """The workers of one model."""
+
+    workers: Sequence[Worker]
+    are_asleep: bool  # all that decode
+
+
 class OpenOrder(msgspec.Struct, frozen=True):
     """An operator's order that not all workers of a model have followed."""
 
@@ -223,6 +230,8 @@ class ServedModel(msgspec.Struct, kw_only=True):
     created_s: int  # start of serving, in seconds since 1970
     defaults: SamplingParams = SamplingParams(max_tokens=None)  # max_tokens caps every answer
     known_length: int | None = None  # the last known context length of the workers
+    listed: Sequence[Worker] | None = None  # the workers of the service that `view` was made of
+    view: ModelView = ModelView((), are_asleep=False)
     adapters: dict[str, NamedAdapter] = msgspec.field(default_factory=dict)  # by name
 
     @property
@@ -231,9 +240,9 @@ class ServedModel(msgspec.Struct, kw_only=True):
         return " ".join(sorted({worker.fingerprint for worker in self.workers}))
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> Sequence[Worker]:
         """The workers of the model."""
-        return [worker for worker in self.service.workers if worker.serves(self.key)]
+        return self._look().workers
 
     @property
     def orders(self) -> list[Sleep | Wake]:
@@ -245,7 +254,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     @property
     def is_asleep(self) -> bool:
         """True when the decode workers of the model sleep."""
-        return are_asleep(self.service.workers, self.key)
+        return self._look().are_asleep
 
     @property
     def is_changing(self) -> bool:
@@ -261,9 +270,17 @@ class ServedModel(msgspec.Struct, kw_only=True):
 
         While there are no workers the last known length holds: a restarted worker takes as many tokens.
         """
-        lengths = (worker.max_model_len for worker in self.workers)
-        self.known_length = min(lengths, default=self.known_length)
+        self._look()
         return self.known_length
+
+    def _look(self) -> ModelView:
+        """Return the workers of the model. Each call asks several times, and there may be a thousand."""
+        listed = self.service.workers
+        if listed is not self.listed:
+            workers = [worker for worker in listed if worker.serves(self.key)]
+            self.listed, self.view = listed, ModelView(workers, are_asleep(listed, self.key))
+            self.known_length = min((each.max_model_len for each in workers), default=self.known_length)
+        return self.view
 
     def read_policy(
         self,

@@ -95,7 +95,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens over all prompts."""
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
+        return sum([len(prompt.token_ids) for prompt in self.prompts])
 
     @property
     def held_bytes(self) -> int:
@@ -184,11 +184,17 @@ def make_call(
         raise invalid("stop: a stop string must not be empty", param="stop")
     has_echo = isinstance(body, CompletionBody) and bool(body.echo)
     max_tokens, logprobs = _num_asked(body)
-    sampling = _sampling(body, defaults, max_tokens, logprobs, new_seed, has_echo)
     return Call(
         prompts=prompts,
-        sampling=msgspec.structs.replace(
-            sampling, structured_outputs=structured_outputs, bad_words_token_ids=bad_words_token_ids
+        sampling=_sampling(
+            body,
+            defaults,
+            max_tokens,
+            logprobs,
+            new_seed,
+            has_echo,
+            structured_outputs=structured_outputs,
+            bad_words_token_ids=bad_words_token_ids,
         ),
         num_choices=num_choices,
         stops=stops,
@@ -229,7 +235,9 @@ def _sampling(
     logprobs: int | None,
     new_seed: int,
     has_echo: bool,
+    **read: Any,
 ) -> SamplingParams:
+    """read: fields that do not stand in the body as SamplingParams takes them."""
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise invalid(f"logprobs: at most {MAX_LOGPROBS} alternatives, got {logprobs}", param="logprobs")
     if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= MAX_LOGPROBS:
@@ -254,4 +262,5 @@ def _sampling(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         seed=new_seed if body.seed is None else body.seed & MAX_SEED,  # a negative number is a seed as well
         **given,
+        **read,
     )

@@ -18,7 +18,6 @@ as well. A client that asks for nothing is closed: soon when it never has, later
 
 import asyncio
 import math
-import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -88,6 +87,7 @@ from baton.gateway.streams.resume import (
 )
 from baton.gateway.tenants.limiter import Charge, Limiter, Permit
 from baton.gateway.tenants.tenants import Tenant, read_objectives
+from baton.rpc.process import RandomBytes
 from baton.tenants import Refusal
 
 SEED_BITS: Final = 63
@@ -129,9 +129,11 @@ class Inference:
         peers: PeerGateways | None = None,
         tracer: Tracer | None = None,
         calendar_s: Callable[[], float] = time.time,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
+        draw_seed: Callable[[], int] | None = None,
     ) -> None:
-        """calendar_s: seconds since 1970, which clients see. draw_seed: for a call without a seed."""
+        """calendar_s: seconds since 1970, which clients see. draw_seed: for a call without a seed;
+        None: at random.
+        """
         self._models = models
         self._metrics = metrics
         self._limiter = limiter
@@ -139,7 +141,8 @@ class Inference:
         self._config = config
         self._event_ids = event_ids
         self._calendar_s = calendar_s
-        self._draw_seed = draw_seed
+        self._random_bytes = RandomBytes()
+        self._draw_seed = draw_seed or self._random_seed
         self._public = {model.key: PublicPrefixes(model.bodies.reader) for model in models}
         self.responses = ResponseStore(
             max_entries=config.max_stored_responses,
@@ -237,6 +240,9 @@ class Inference:
         for prompt in prompts:
             prompt.num_public_tokens = await public.num_tokens(tenant.public_texts, prompt.token_ids)
 
+    def _random_seed(self) -> int:
+        return int.from_bytes(self._random_bytes(8)) >> (64 - SEED_BITS)
+
     def _model_of(self, call: Call) -> ServedModel:
         return self._models.of(call.served or None)
 
@@ -307,7 +313,8 @@ class Inference:
         model = self._model_of(call)
         if model.is_asleep and not self._config.wake_on_request:
             raise ApiError(503, ASLEEP.format(model=model.name), code="model_asleep", retry_after_s=WAKE_S)
-        answer = Answer(call, model.service, model.bodies.reader.tokenizer)
+        tokenizer = model.bodies.reader.tokenizer
+        answer = Answer(call, model.service, tokenizer, self._random_bytes)
         permit = self._open[answer] = self._limiter.enter(call)
         failure: Exception | None = None
         try:

@@ -17,7 +17,6 @@ and the requested name in Host. The Host check also stops DNS rebinding, where a
 """
 
 import re
-import secrets
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, TypeAlias
 
@@ -29,6 +28,7 @@ from baton.gateway.api.errors import ApiError, ClientGone, Headers, answer_to
 from baton.gateway.http.protocol import header, respond
 from baton.gateway.metrics.tracing import TRACE, TraceContext
 from baton.gateway.tenants.tenants import Tenant, Tenants
+from baton.rpc.process import RandomBytes
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
 # They show the requests of all tenants, or change the models.
@@ -99,6 +99,7 @@ class AuthMiddleware:
         self._tenants = tenants
         self._answered = answered
         self._begin_trace = begin_trace
+        self._random_bytes = RandomBytes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -109,7 +110,7 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        label = _label(scope)
+        label = self._label(scope)
         scope["state"]["request_id"] = label
         status = UNANSWERED
         trace = self._trace(scope)
@@ -135,6 +136,13 @@ class AuthMiddleware:
         finally:
             self._answered(scope["path"], status)
 
+    def _label(self, scope: Scope) -> str:
+        """Return the id of a request, which the client may give."""
+        given = header(scope, b"x-request-id")
+        return (
+            given if given is not None and LABEL.fullmatch(given) else f"req-{self._random_bytes(16).hex()}"
+        )
+
     def _trace(self, scope: Scope) -> Headers:
         """Begin or continue a trace for a call, if there are traces; return the headers of its answer."""
         if self._begin_trace is None or scope["path"] not in self._posts:
@@ -144,7 +152,7 @@ class AuthMiddleware:
         return [(b"traceparent", trace.header.encode())]
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["request_id"] = _label(scope)
+        scope["state"]["request_id"] = self._label(scope)
         try:
             scope["state"]["tenant"] = self._tenant(scope)
         except ApiError as error:
@@ -203,8 +211,3 @@ class AuthMiddleware:
                 code="admin_only",
             )
         return tenant
-
-
-def _label(scope: Scope) -> str:
-    given = header(scope, b"x-request-id")
-    return given if given is not None and LABEL.fullmatch(given) else f"req-{secrets.token_hex(16)}"

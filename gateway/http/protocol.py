@@ -196,14 +196,25 @@ class Deadline:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
+        self._planned_s: float | None = None
 
     def set(self, seconds: float, passed: Callable[[], None]) -> None:
         """Start the timer, or start it again. passed: called when the time is over."""
         self.clear()
         self._timer = self._loop.call_later(seconds, passed)
 
+    def plan(self, seconds: float) -> None:
+        """Have `start` start the timer, unless it is cleared before: most requests arrive in one piece."""
+        self._planned_s = seconds
+
+    def start(self, passed: Callable[[], None]) -> None:
+        """Start the timer if that is planned. passed: as in `set`."""
+        if self._planned_s is not None:
+            self.set(self._planned_s, passed)
+
     def clear(self) -> None:
         """Stop the timer."""
+        self._planned_s = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -274,6 +285,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(BAD_REQUEST)
         if self._in_header and self._num_raw_bytes > MAX_HEADER_BYTES:
             self._refuse(HEADERS_TOO_LARGE)
+        self._deadline.start(self._late)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -295,7 +307,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_header = True
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._deadline.set(self._settings.header_timeout_s, self._late)
+        self._deadline.plan(self._settings.header_timeout_s)
         extensions: Any = {RECEIVED_S: time.monotonic()}
         self.scope["extensions"] = extensions
 
@@ -329,7 +341,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_upgrade and not self._may_upgrade():
             self._refuse(BAD_UPGRADE)
             return
-        self._deadline.set(self._settings.body_timeout_s, self._late)
+        self._deadline.plan(self._settings.body_timeout_s)
         super().on_headers_complete()
         if is_upgrade:
             return

@@ -156,7 +156,7 @@ class Frontend:
     @property
     def workers(self) -> Sequence[Worker]:
         """See Service."""
-        return list(self._peer_registry.members.values())
+        return self._peer_registry.workers
 
     @property
     def draining(self) -> Collection[str]:

@@ -163,7 +163,7 @@ class Service(Protocol):
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """The workers of the cluster."""
+        """The workers of the cluster; the same object as long as none has changed."""
 
     @property
     def draining(self) -> Collection[str]:

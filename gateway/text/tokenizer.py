@@ -220,11 +220,12 @@ class Tokenizer:
         return self._inner.id_to_token(token_id) or ""
 
     def detokenizer(self, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return the detokenizer of one stream. context: the last few tokens of its prompt."""
+        """Return the detokenizer of one stream. context: its prompt, or the last tokens of it."""
         if self._bytes_of_tokens is not None:
             return ByteLevelDetokenizer(self._bytes_of_tokens[skip_special_tokens])
         return WindowDetokenizer(
-            lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens), context
+            lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens),
+            context[-NUM_CONTEXT_TOKENS:],
         )
 
 
@@ -234,7 +235,7 @@ def detokenizer_of(
     """Return the detokenizer of one answer to the prompt; without a tokenizer all text is ""."""
     if tokenizer is None:
         return WindowDetokenizer(lambda _: "")
-    return tokenizer.detokenizer(prompt[-NUM_CONTEXT_TOKENS:], skip_special_tokens=skip_special_tokens)
+    return tokenizer.detokenizer(prompt, skip_special_tokens=skip_special_tokens)
 
 
 def _bytes_of_tokens(inner: tokenizers.Tokenizer) -> dict[bool, BytesOfTokens] | None:
