@@ -13,8 +13,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from baton.cluster import model_directory
 from baton.cluster.model_directory import pin_revision, resolve_model, served_name
-from baton.config.cluster import ServeConfig
+from baton.config.cluster import OtherModel, ServeConfig
 from baton.errors import ModelError
 
 NAME: Final = "acme/copier"
@@ -147,6 +148,28 @@ def test_name_of_a_repository_in_the_api(tmp_path: Path, monkeypatch: pytest.Mon
     assert served_name("mine/copier/") == "copier"
     config = ServeConfig(model="mine/copier")
     assert pin_revision(config) is config
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"runtime": "local"}, "/snapshot"),
+        ({}, "/snapshot"),
+        ({"ray_address": "10.0.0.1:6380"}, f"{NAME}@{COMMIT}"),
+    ],
+)
+def test_cluster_of_one_machine_names_directories_and_others_commits(
+    settings: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names in the API are those of the repositories in both cases."""
+    directory = tmp_path / COMMIT
+    directory.mkdir()
+    monkeypatch.setattr(model_directory, "_snapshot", lambda name, revision: directory)
+    others = {"other": OtherModel(model=NAME)}
+    pinned = pin_revision(ServeConfig(model=f"{NAME}@v1", other_models=others, **settings))
+    found = expected.replace("/snapshot", str(directory))
+    assert (pinned.model, pinned.other_models["other"].model) == (found, found)
+    assert pinned.model_name == NAME
 
 
 def test_tiny_comes_with_baton() -> None:
