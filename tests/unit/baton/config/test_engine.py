@@ -159,6 +159,7 @@ def test_ray_is_told_to_heed_its_token_and_to_keep_colours_out_of_files(
         assert environment["RAY_AUTH_MODE"] == "disabled"  # the operator's own goes first
         assert environment["RAY_USAGE_STATS_ENABLED"] == "0"
         assert environment.get("RAY_COLOR_PREFIX") == colours
+        assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,31 @@ sys.stdin.readline()
 """
 
 
+PRINT_WAITING: Final = """
+import os, sys
+sys.stdin.readline()
+port = {"PASSIVE": 1001, "ACTIVE": 1002}[os.environ["OMP_WAIT_POLICY"]]
+print('{"type":"ProcessStarted","address":["127.0.0.1",%d]}' % port, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(("of_operator", "port"), [(None, 1001), ("ACTIVE", 1002)])
+@on_loop
+async def test_threads_that_wait_sleep_unless_the_operator_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, of_operator: str | None, port: int
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if of_operator is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", of_operator)
+    runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_WAITING))
+    await runtime.open()
+    try:
+        assert (await (await runtime.spawn(spec("worker-0", num_ranks=1))).ready()).port == port
+    finally:
+        await runtime.close()
+
+
 @pytest.mark.parametrize(
     ("priority", "of_operator", "port"), [(0, None, 100), (1, None, 101), (None, None, 109), (1, "0", 100)]
 )
