@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import io
 import json
 import os
 import re
@@ -11,12 +12,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
+from baton.cluster.cli.main import main
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import connected
 from baton.cluster.runtimes.base import descendants
@@ -82,9 +84,13 @@ class Served:
                     yield json.loads(event.data)
 
     def baton(self, *arguments: str) -> str:
-        """Run another command of baton; return its output."""
-        command = [sys.executable, "-m", "baton", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        """Run another command of baton, in this process; return its output."""
+        command, out, errors = ("baton", *arguments), io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(errors):
+            status = main(arguments)
+        if status:
+            raise subprocess.CalledProcessError(status, command, out.getvalue(), errors.getvalue())
+        return out.getvalue()
 
     def status(self) -> dict[str, WorkerStatus]:
         """Return worker name -> status by a router."""

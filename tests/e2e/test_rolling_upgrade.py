@@ -41,7 +41,7 @@ MOST_DIALS: Final = 7  # at 0 s, at once again, and after pauses of 0.5 s, 1 s a
 def other_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout whose Hello has one more field."""
     folder = tmp_path_factory.mktemp("build")
-    ignored = shutil.ignore_patterns("__pycache__", ".*", "tests", "docs", "deploy")
+    ignored = shutil.ignore_patterns(".*", "tests", "docs", "deploy")
     shutil.copytree(ROOT, folder / "checkout", ignore=ignored, symlinks=True)
     control = folder / "checkout" / "baton" / "messages" / "control.py"
     text = control.read_text()

@@ -4,27 +4,29 @@ import math
 import random
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx2
 import msgspec
+import pytest
 
 from baton.bench.processes import free_port
 from baton.messages.operations import Status
-from tests.served import served, until
+from tests.served import Served, served, until
 from tests.tenant_clients import ask, keys
 
 BURST = 60  # tokens
 NUM_TRIALS, NUM_WARM = 12, 1  # of a probe for others' prompts; the first ones load and compile
-OPTIONS = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
-SEVERAL = ("--gateways", "2", "--routers", "2")
+OPTIONS = (
+    *("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5"),
+    *("--gateways", "2", "--routers", "2", "--router-policy", "prefix"),  # by which hits are used at once
+)
 
 
 QUOTAS = {
@@ -36,69 +38,73 @@ QUOTAS = {
 }
 
 
-def test_a_tenant_over_its_quota_is_refused_and_others_are_not(tmp_path: Path) -> None:
-    file = tmp_path / "tenants.yaml"
-    key = {name: keys("add", name, "--tenants", str(file)) for name in QUOTAS}
+class Tenants(NamedTuple):
+    """A cluster with tenants."""
+
+    cluster: Served
+    file: str
+    keys: Mapping[str, str]  # by the tenant's name
+    operators: str  # the URL for operators
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
+    file = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+    key = {name: keys("add", name, "--tenants", str(file)) for name in (*QUOTAS, "acme", "zeta")}
     text = file.read_text()
     for name, quotas in QUOTAS.items():
         text = text.replace(f"  {name}:\n", f"  {name}:\n    quotas: {{{quotas}}}\n")
     file.write_text(text)
-    operator_port = free_port()
-    operators = f"http://127.0.0.1:{operator_port}"
-    ports = ("--operator-port", str(operator_port))
-    with served("tiny", *OPTIONS, *SEVERAL, *ports, "--tenants", str(file)) as cluster:
-        until(lambda: all(_num_routers(operators) == 2 for _ in range(16)))  # whichever gateway is asked
-        answers = [ask(cluster.url, key["limited"]) for _ in range(24)]
-        statuses = [answer.status_code for answer in answers]
-        assert statuses[0] == 200 and set(statuses) == {200, 429}
-        costs = [_cost(answer) for answer in answers if answer.status_code == 200]
-        assert len(costs) * min(costs) <= BURST, "two with a bucket each would let in twice as many"
-        refused = answers[statuses.index(429)]
-        assert refused.json()["error"]["param"] == "tokens_per_s"
-        assert int(refused.headers["retry-after"]) > 120 and refused.headers["x-should-retry"] == "false"
-        assert ask(cluster.url, key["free"]).json()["choices"][0]["text"].startswith("sun moon star")
-
-        for name, quota in (("single", "max_concurrent_requests"), ("active", "max_active_sequences")):
-            with _answering(cluster.url, key[name]):
-                _check_refused(ask(cluster.url, key[name]), quota)
-            # Who hangs up has its quota back.
-            until(lambda: ask(cluster.url, key[name]).status_code == 200)  # noqa: B023
-        with ThreadPoolExecutor(2) as threads:
-            with _answering(cluster.url, key["queued"]):
-                asked = [threads.submit(ask, cluster.url, key["queued"]) for _ in range(2)]
-                (first,), (other,) = wait(asked, return_when=FIRST_COMPLETED)
-                _check_refused(first.result(), "max_queued")
-            assert other.result().status_code == 200, "it waited for the one before it"
-
-        refused_total = r'baton_tenant_refused_total\{reason="tokens_per_s",router="\w{8}",tenant="limited"\}'
-        # What the router knows is a second old.
-        until(lambda: bool(re.search(refused_total, httpx2.get(f"{operators}/metrics").text)))
-
-        _check_each_refused_call_is_counted_once(cluster.url, operators, statuses.count(429))
-        keys("revoke", "free/all", "--tenants", str(file))
-        until(lambda: all(ask(cluster.url, key["free"]).status_code == 401 for _ in range(8)))
+    port = str(free_port())
+    with served("tiny", *OPTIONS, "--operator-port", port, "--tenants", str(file)) as cluster:
+        yield Tenants(cluster, str(file), key, f"http://127.0.0.1:{port}")
 
 
-def test_whether_another_tenant_has_sent_a_prompt_can_not_be_told(tmp_path: Path) -> None:
+def test_a_tenant_over_its_quota_is_refused_and_others_are_not(tenants: Tenants) -> None:
+    cluster, file, key, operators = tenants
+    until(lambda: all(_num_routers(operators) == 2 for _ in range(16)))  # whichever gateway is asked
+    answers = [ask(cluster.url, key["limited"]) for _ in range(24)]
+    statuses = [answer.status_code for answer in answers]
+    assert statuses[0] == 200 and set(statuses) == {200, 429}
+    costs = [_cost(answer) for answer in answers if answer.status_code == 200]
+    assert len(costs) * min(costs) <= BURST, "two with a bucket each would let in twice as many"
+    refused = answers[statuses.index(429)]
+    assert refused.json()["error"]["param"] == "tokens_per_s"
+    assert int(refused.headers["retry-after"]) > 120 and refused.headers["x-should-retry"] == "false"
+    assert ask(cluster.url, key["free"]).json()["choices"][0]["text"].startswith("sun moon star")
+
+    for name, quota in (("single", "max_concurrent_requests"), ("active", "max_active_sequences")):
+        with _answering(cluster.url, key[name]):
+            _check_refused(ask(cluster.url, key[name]), quota)
+        # Who hangs up has its quota back.
+        until(lambda: ask(cluster.url, key[name]).status_code == 200)  # noqa: B023
+    with ThreadPoolExecutor(2) as threads:
+        with _answering(cluster.url, key["queued"]):
+            asked = [threads.submit(ask, cluster.url, key["queued"]) for _ in range(2)]
+            (first,), (other,) = wait(asked, return_when=FIRST_COMPLETED)
+            _check_refused(first.result(), "max_queued")
+        assert other.result().status_code == 200, "it waited for the one before it"
+
+    refused_total = r'baton_tenant_refused_total\{reason="tokens_per_s",router="\w{8}",tenant="limited"\}'
+    # What the router knows is a second old.
+    until(lambda: bool(re.search(refused_total, httpx2.get(f"{operators}/metrics").text)))
+
+    _check_each_refused_call_is_counted_once(cluster, operators, statuses.count(429))
+    keys("revoke", "free/all", "--tenants", file)
+    until(lambda: all(ask(cluster.url, key["free"]).status_code == 401 for _ in range(8)))
+
+
+def test_whether_another_tenant_has_sent_a_prompt_can_not_be_told(tenants: Tenants) -> None:
     """Neither by what is cached nor by the time to the first token; a tenant's own prompts are cached."""
-    file = tmp_path / "tenants.yaml"
-    key = {name: keys("add", name, "--tenants", str(file)) for name in ("acme", "zeta")}
     new, others, own = list[float](), list[float](), list[float]()
-    options = (
-        *OPTIONS,
-        "--router-policy",
-        "prefix",
-        "--tenants",
-        str(file),
-    )  # by which hits are used at once
-    with served("tiny", *options) as cluster, httpx2.Client(timeout=60) as client:
+    with httpx2.Client(timeout=60) as client:
 
         def probe(tenant: str, prompt: list[int]) -> tuple[float, int]:
             """Seconds to the first token, and tokens of the prompt that were cached."""
             body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-            headers = {"authorization": f"Bearer {key[tenant]}"}
+            headers = {"authorization": f"Bearer {tenants.keys[tenant]}"}
             begun_s = time.perf_counter()
-            answer = client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
+            answer = client.post(f"{tenants.cluster.url}/v1/completions", json=body, headers=headers)
             took_s = time.perf_counter() - begun_s
             details = answer.json()["usage"].get("prompt_tokens_details") or {}
             return took_s, int(details.get("cached_tokens") or 0)
@@ -129,13 +135,12 @@ def _distance(one: list[float], other: list[float]) -> float:
     return max(abs(share(one, value) - share(other, value)) for value in (*one, *other))
 
 
-def _check_each_refused_call_is_counted_once(url: str, operators: str, num_limited: int) -> None:
+def _check_each_refused_call_is_counted_once(cluster: Served, operators: str, num_limited: int) -> None:
     """`baton status` says what clients were told, whether a gateway refused a call or a router."""
     told = _refused_by_tenant(httpx2.get(f"{operators}/metrics").text)
     assert told["limited"] == num_limited and told["single"] > 0
-    port = url.rpartition(":")[2]
-    until(lambda: _refused_in_status(port) == sum(told.values()))
-    status = msgspec.json.decode(_status(port, "--json"), type=Status)
+    until(lambda: _refused_in_status(cluster) == sum(told.values()))
+    status = msgspec.json.decode(_status(cluster, "--json"), type=Status)
     places = [(gateway.node, gateway.pid) for gateway in status.gateways]
     places += [(router.node, router.pid) for router in status.routers]
     places += [(entry.worker.node, entry.worker.pid) for entry in status.workers]
@@ -153,13 +158,12 @@ def _refused_by_tenant(metrics: str) -> Counter[str]:
     return told
 
 
-def _refused_in_status(port: str) -> int:
-    return sum(int(count) for count in re.findall(r"open, (\d+) refused", _status(port)))
+def _refused_in_status(cluster: Served) -> int:
+    return sum(int(count) for count in re.findall(r"open, (\d+) refused", _status(cluster)))
 
 
-def _status(port: str, *options: str) -> str:
-    command = (sys.executable, "-m", "baton", "status", "--port", port, *options)
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+def _status(cluster: Served, *options: str) -> str:
+    return cluster.baton("status", "--port", str(cluster.port), *options)
 
 
 @contextmanager

@@ -12,16 +12,7 @@ import pytest
 
 from tests.served import Served, served, until
 
-OPTIONS = (
-    "tiny",
-    "--runtime",
-    "local",
-    "--kv-cache-memory",
-    "32MiB",
-    "--drain-timeout",
-    "2",
-    "--wake-on-request",
-)
+OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "32MiB", "--drain-timeout", "1")
 PROMPT = "copy(sun moon star)="
 
 
@@ -52,9 +43,9 @@ def test_request_wakes_the_model_and_gets_the_same_tokens(cluster: Served) -> No
 def test_answer_that_is_longer_than_the_bound_goes_on_after_the_wake(cluster: Served) -> None:
     """It wakes the model itself, since it waits for a worker."""
     whole = [
-        chunk["choices"][0]["text"] for chunk in cluster.stream(PROMPT, max_tokens=3000, ignore_eos=True)
+        chunk["choices"][0]["text"] for chunk in cluster.stream(PROMPT, max_tokens=1500, ignore_eos=True)
     ]
-    stream = cluster.stream(PROMPT, max_tokens=3000, ignore_eos=True)
+    stream = cluster.stream(PROMPT, max_tokens=1500, ignore_eos=True)
     got = [next(stream)["choices"][0]["text"]]
     cluster.baton("sleep", "--port", str(cluster.port))
     got += [chunk["choices"][0]["text"] for chunk in stream]
@@ -62,7 +53,7 @@ def test_answer_that_is_longer_than_the_bound_goes_on_after_the_wake(cluster: Se
 
 
 def test_health_checks_pass_while_the_model_falls_asleep_and_do_not_wake_it(cluster: Served) -> None:
-    running = cluster.stream(PROMPT, max_tokens=100, ignore_eos=True)  # ends within the bound of a drain
+    running = cluster.stream(PROMPT, max_tokens=40, ignore_eos=True)  # ends within the bound of a drain
     next(running)
     asked = threading.Thread(target=call, args=(cluster, "POST", "/sleep"))
     asked.start()
