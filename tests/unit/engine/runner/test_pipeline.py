@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -55,10 +56,11 @@ def test_more_ranks_give_the_tokens_and_logprobs_of_one(
     tp_size: int, pp_size: int, keys: dict[str, object], tmp_path: Path
 ) -> None:
     directory = write_config(tmp_path / "model", **keys)
-    sizes = {"tensor_parallel_size": tp_size, "pipeline_parallel_size": pp_size}
+    settings: dict[str, Any] = {"scheduler": STEPS, "cache": CACHE}
+    ranks: dict[str, Any] = {"tensor_parallel_size": tp_size, "pipeline_parallel_size": pp_size}
     with (
-        closing(tiny_engine(directory, scheduler=STEPS, cache=CACHE)) as alone,
-        closing(tiny_engine(directory, scheduler=STEPS, cache=CACHE, **sizes)) as together,
+        closing(tiny_engine(directory, **settings)) as alone,
+        closing(tiny_engine(directory, **settings, **ranks)) as together,
     ):
         assert disturbed_answers(together) == disturbed_answers(alone)
 
