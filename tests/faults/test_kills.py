@@ -6,7 +6,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -108,8 +108,11 @@ def request(seed: int, *, num_prompt_tokens: int, max_tokens: int) -> Request:
     return Request(request_id=secrets.token_hex(16), token_ids=TokenIds.of(token_ids), sampling=sampling)
 
 
-def expected(llm: LLM, request: Request) -> list[int]:
-    return list(llm.generate([list(request.token_ids)], request.sampling)[0].outputs[0].token_ids)
+def expected(llm: LLM, requests: Sequence[Request]) -> list[list[int]]:
+    """Return the tokens of one engine for each request."""
+    prompts = [list(each.token_ids) for each in requests]
+    completions = llm.generate(prompts, [each.sampling for each in requests])
+    return [list(each.outputs[0].token_ids) for each in completions]
 
 
 class Running:
@@ -131,7 +134,7 @@ class Running:
             cluster.wait_until_whole()
         seeds = range(seed, seed + num_requests)
         asked = [request(each, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens) for each in seeds]
-        self._golden = [expected(llm, each) for each in asked] if is_alone else None
+        self._golden = expected(llm, asked) if is_alone else None
         self._asked, self._llm = asked, llm
         self.answers = [Watched() for _ in asked]
         for each, answer in zip(asked, self.answers, strict=True):
@@ -148,7 +151,7 @@ class Running:
     def check(self) -> None:
         """Wait for all answers and compare them."""
         wait_for(lambda: all(answer.has_ended for answer in self.answers))
-        golden = self._golden or [expected(self._llm, each) for each in self._asked]
+        golden = self._golden or expected(self._llm, self._asked)
         assert [answer.token_ids for answer in self.answers] == golden
 
 
