@@ -10,7 +10,7 @@ Tiles have at least 64 rows, so that both kernels use the same matrix instructio
 other GPUs this has not been checked. The kernels are compiled without fused multiply-add, which a compiler
 may use in one kernel and not in the other.
 
-Shapes: M query rows of one kv head, N keys of a block, D head dim.
+Shapes: M query rows of one kv head, N keys of a block, D head dim, R elements of a row, see store_kv.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Final
 
 import torch
 
+from baton.kernels.codes import fp8_as_half
 from baton.kernels.triton_import import TileKey, TileKind, jit, tl, triton, tuned_tile
 
 # With five of Triton's pipeline stages, keys and values have two or three buffers; page ids, which are loaded
@@ -171,8 +172,18 @@ def merge(
 
 
 @jit
+def _elements(codes: tl.tensor, scales: tl.tensor, ROW_FORMAT: tl.constexpr) -> tl.tensor:
+    """The elements of rows of codes, fp32."""
+    scales = scales.to(tl.float32)
+    if ROW_FORMAT == 2:
+        return fp8_as_half(codes).to(tl.float32) * (scales * 256.0)  # FP8_AS_HALF
+    else:
+        return codes.to(tl.float32) * scales
+
+
+@jit
 def attend_keys(
-    kv_ptr: tl.tensor,  # [P, 2, K, S, D] at the kv head of the query rows
+    kv_ptr: tl.tensor,  # [P, 2, K, S, R] at the kv head of the query rows
     page_table_ptr: tl.tensor,  # [pages] int32, the row of one sequence
     query_MD: tl.tensor,
     position_M: tl.tensor,
@@ -193,6 +204,7 @@ def attend_keys(
     MASKED: tl.constexpr,  # False promises that every row sees every key of the range
     WINDOW: tl.constexpr,  # keys a query sees, itself included; 0: all
     SOFTCAP: tl.constexpr,  # s becomes SOFTCAP * tanh(s / SOFTCAP), s times log2(e); 0: none
+    ROW_FORMAT: tl.constexpr,  # as of row_format in store_kv.py
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -207,6 +219,8 @@ def attend_keys(
         page_N = tl.load(page_table_ptr + key_N // PAGE_SIZE, mask=exists_N, other=0)
         # int64: page * kv_stride_page passes 2^31 in any pool worth having.
         token_N = page_N.to(tl.int64) * kv_stride_page + (key_N % PAGE_SIZE) * kv_stride_slot
+        if ROW_FORMAT > 0:
+            token_N = tl.multiple_of(token_N, 2)  # rows of codes begin at even addresses
         key_ptr_DN = kv_ptr + token_N[None, :] + dim_D[:, None]
         value_ptr_ND = kv_ptr + kv_stride_value + token_N[:, None] + dim_D[None, :]
         # Loads mask the slots past the last key: memory never written may hold NaN.
@@ -218,6 +232,14 @@ def attend_keys(
         else:
             keys_DN = tl.load(key_ptr_DN)
             values_ND = tl.load(value_ptr_ND)
+        if ROW_FORMAT > 0:
+            scale_ptr_N = kv_ptr + token_N + head_dim
+            key_scale_ptr_N = scale_ptr_N.to(tl.pointer_type(tl.bfloat16))
+            value_scale_ptr_N = (scale_ptr_N + kv_stride_value).to(tl.pointer_type(tl.bfloat16))
+            key_scale_N = tl.load(key_scale_ptr_N, mask=exists_N, other=0.0)
+            value_scale_N = tl.load(value_scale_ptr_N, mask=exists_N, other=0.0)
+            keys_DN = _elements(keys_DN, key_scale_N[None, :], ROW_FORMAT).to(query_MD.dtype)
+            values_ND = _elements(values_ND, value_scale_N[:, None], ROW_FORMAT).to(query_MD.dtype)
         score_MN = tl.dot(query_MD, keys_DN, input_precision="ieee") * scale
         if SOFTCAP > 0:  # tanh(x) is 1 - 2 / (1 + exp(2 x))
             exponential_MN = tl.exp2(score_MN * (2 * 1.4426950408889634 / SOFTCAP))

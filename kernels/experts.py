@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,21 +27,46 @@ from baton.kernels.gated import Activation, constants, gated
 from baton.kernels.linear import (
     NUM_MULTIPROCESSORS,
     LinearWeight,
+    kernel_inputs,
     linear,
     linear_kernel,
-    linear_tile,
     part_sizes,
 )
+from baton.kernels.quantised_tile import code_constants
 from baton.kernels.triton_import import kernel, runs_triton, tl, triton
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One projection of all experts, each [N, K]. A GPU has them in one tensor."""
+    """One projection of all experts, each [N, K]. A GPU has them in one weight: its tensors begin with X."""
 
     weights: tuple[LinearWeight, ...]
     bias_XN: Tensor | None  # fp32
-    stacked_XNK: Tensor | None = None
+    stacked: LinearWeight | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """X."""
+        return len(self.weights) if self.stacked is None else len(self.stacked.data)
+
+    @property
+    def num_outputs(self) -> int:
+        """N."""
+        return (self.stacked or self.weights[0]).num_outputs
+
+
+def stack_experts(weights: Sequence[LinearWeight], bias_XN: Tensor | None) -> ExpertWeights:
+    """The weights of all experts, which are laid out alike, in one."""
+    first = weights[0]
+    if any((each.format, each.group) != (first.format, first.group) for each in weights):
+        raise ValueError("stack_experts: the weights are laid out in several ways")
+    vectors = [each.vectors for each in weights if each.vectors is not None]
+    stacked = replace(
+        first,
+        data=torch.stack([each.data for each in weights]),
+        vectors=torch.stack(vectors) if vectors else None,
+    )
+    return ExpertWeights((), bias_XN, stacked)
 
 
 class Mixture:
@@ -69,7 +94,7 @@ class Mixture:
         self.gate_up, self.down = gate_up, tuple(down)
         self.top_k, self.normalises, self.activation = top_k, normalises, activation
         self.out_dtype, self.keeps_parts = out_dtype, keeps_parts
-        self.num_here = len(gate_up.weights) if gate_up.stacked_XNK is None else len(gate_up.stacked_XNK)
+        self.num_here = gate_up.num_experts
         self.num_experts = num_experts or self.num_here
         self.first_expert = first_expert
         parts = (gate_up, *self.down)
@@ -92,7 +117,7 @@ class Mixture:
         weighed by the sigmoid of one more logit, after those of the experts, and added to the first half of
         the experts in the first part.
         """
-        if runs_triton(x_TE) and self.gate_up.stacked_XNK is not None:
+        if runs_triton(x_TE) and self.gate_up.stacked is not None:
             return experts_triton(x_TE, logits_TX, self, shared_TN)
         if self.arguments is None:
             return experts_reference(x_TE, logits_TX, self, shared_TN)
@@ -100,8 +125,7 @@ class Mixture:
 
     def new_output(self, num_tokens: int, device: torch.device) -> Tensor:
         """Memory of the result of a call with so many tokens."""
-        stacked_XNK = self.down[0].stacked_XNK
-        width = self.down[0].weights[0].num_outputs if stacked_XNK is None else stacked_XNK.shape[1]
+        width = self.down[0].num_outputs
         shape = (len(self.down), num_tokens, width) if self.keeps_parts else (num_tokens, width)
         return torch.empty(shape, dtype=self.out_dtype, device=device)
 
@@ -250,17 +274,17 @@ def experts_reference(
     return out.copy_(sums_PTN if mixture.keeps_parts else sums_PTN.sum(0))
 
 
-def _weight(experts: ExpertWeights, expert: int) -> Tensor:
-    assert experts.stacked_XNK is not None
-    return experts.stacked_XNK[expert]
+def _weight(experts: ExpertWeights, expert: int) -> LinearWeight:
+    """Without counters of the Triton kernel: `linear` multiplies a plain weight in plain torch."""
+    if experts.weights:
+        return experts.weights[expert]
+    assert experts.stacked is not None and not experts.stacked.group
+    return replace(experts.stacked, data=experts.stacked.data[expert], arrivals=None)
 
 
 def _product(x_RK: Tensor, experts: ExpertWeights, expert: int, out_dtype: torch.dtype) -> Tensor:
     bias_N = None if experts.bias_XN is None else experts.bias_XN[expert]
-    if experts.weights:
-        return linear(x_RK, experts.weights[expert], bias_N, out_dtype=out_dtype)
-    out_RN = (x_RK @ _weight(experts, expert).T).to(out_dtype)
-    return out_RN if bias_N is None else out_RN + bias_N.to(out_dtype)
+    return linear(x_RK, _weight(experts, expert), bias_N, out_dtype=out_dtype)
 
 
 # Triton.
@@ -367,7 +391,7 @@ def experts_triton(
     activated_RF = linear_experts_triton(
         x_TE, mixture.gate_up, starts_X1, order_R // top_k, gate=mixture.activation
     )
-    num_rows, width = len(order_R), _weight(mixture.down[0], 0).shape[0]
+    num_rows, width = len(order_R), mixture.down[0].num_outputs
     parts_PRN = torch.empty((len(mixture.down), num_rows, width), dtype=torch.float32, device=device)
     for out_RN, part, input_RK in zip(
         parts_PRN, mixture.down, activated_RF.chunk(len(mixture.down), dim=1), strict=True
@@ -457,22 +481,24 @@ def linear_experts_triton(
     row_of_R: int64, the row of x that each row multiplies; None: its own. starts_X1: int32. out_RN: made anew
     in the dtype of x by default.
     """
-    stacked_XNK = experts.stacked_XNK
-    if stacked_XNK is None or x_TK.stride(-1) != 1 or x_TK.shape[1] != stacked_XNK.shape[2]:
+    weight = experts.stacked
+    if weight is None or x_TK.stride(-1) != 1 or x_TK.shape[1] != weight.num_inputs:
         raise ValueError(f"linear_experts: x {list(x_TK.shape)} does not fit the experts")
-    num_experts, num_outputs, num_inputs = stacked_XNK.shape
+    num_experts, num_outputs, num_inputs = len(weight.data), weight.num_outputs, weight.num_inputs
     num_rows = len(x_TK) if row_of_R is None else len(row_of_R)
     if out_RN is None:
         width = num_outputs if gate is None else num_outputs // 2
         out_RN = torch.empty((num_rows, width), dtype=x_TK.dtype, device=x_TK.device)
     if not out_RN.numel():
         return out_RN
-    tile = linear_tile(x_TK, num_inputs)
-    part_inputs, num_parts = part_sizes(num_inputs, tile["BLOCK_K"])
+    x_TK, x_scales_TG, tile = kernel_inputs(x_TK, weight, num_inputs)
+    part_inputs, num_parts = part_sizes(num_inputs, weight.group or tile["BLOCK_K"])
     num_tiles = (num_rows // tile["BLOCK_M"] + num_experts) * triton.cdiv(num_outputs, tile["BLOCK_N"])
     linear_kernel[(min(num_tiles, 2 * NUM_MULTIPROCESSORS),)](
         x_TK,
-        stacked_XNK,
+        x_scales_TG,
+        weight.data,
+        weight.data if weight.vectors is None else weight.vectors,
         starts_X1 if experts.bias_XN is None else experts.bias_XN,
         starts_X1,
         starts_X1 if row_of_R is None else row_of_R,
@@ -492,6 +518,7 @@ def linear_experts_triton(
         IS_GATED=gate is not None,
         **constants(gate or Activation(0)),
         HAS_BIAS=experts.bias_XN is not None,
+        **code_constants(weight.format, weight.group),
         IS_SHARED=False,
         EVEN_K=num_inputs % tile["BLOCK_K"] == 0,
         **tile,

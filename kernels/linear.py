@@ -4,7 +4,7 @@ A CPU has a C kernel, a GPU a Triton kernel. Both sum every output in one fixed 
 not depend on how many tokens share the step (batch invariance), nor on whether one or two tensor-parallel
 ranks compute it.
 Without batch invariance a GPU uses torch's own multiplication.
-On a CPU a weight may be quantised: `pack_quantised`.
+A weight may be quantised: `pack_quantised`.
 
 Shapes: T tokens, N outputs, K inputs, F gated outputs (N = 2 * F).
 """
@@ -22,12 +22,21 @@ from baton.kernels import native
 from baton.kernels.attention_tile import has_large_shared_memory, owner_of_block
 from baton.kernels.gated import SILU, Activation, constants, gated, gated_product
 from baton.kernels.quantised import (
+    MAX_GROUP,
     PANEL,
     QuantisedMatrix,
     WeightFormat,
     group_of,
     linear_quantised_reference,
     panels,
+)
+from baton.kernels.quantised_tile import (
+    code_constants,
+    code_tile,
+    largest_group,
+    lay_out_codes,
+    round_inputs_triton,
+    sum_groups,
 )
 from baton.kernels.triton_import import TileKey, jit, kernel, runs_triton, tl, triton, tuned_tile
 
@@ -39,7 +48,8 @@ LEAST_PART: Final = 1024  # inputs of a part, except the last one
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A weight ready to multiply: `data` is [N, K] as loaded, or the C kernel's packed units.
+    """A weight ready to multiply: `data` is [N, K] as loaded, the C kernel's packed units, or the codes of
+    the Triton kernel, which come with `vectors` (see `lay_out_codes`).
 
     arrivals: for each tile of outputs, how many programs of the Triton kernel have summed their part. All are
     zero except during a product, and two products with one weight must not overlap. None: the kernel is not
@@ -53,8 +63,9 @@ class LinearWeight:
     is_packed: bool
     arrivals: Tensor | None = None
     group: int = 0  # inputs that share a scale; 0: PLAIN
-    format: WeightFormat = WeightFormat.PLAIN  # of packed units
-    matrix: QuantisedMatrix | None = None  # of a quantised weight that is not packed
+    format: WeightFormat = WeightFormat.PLAIN  # of packed units, or codes
+    matrix: QuantisedMatrix | None = None  # of a quantised weight that no kernel takes
+    vectors: Tensor | None = None
 
 
 def pack_linear(
@@ -159,18 +170,24 @@ def pack_quantised(
     *,
     num_splits: int = 1,
 ) -> LinearWeight:
-    """Lay out a weight of 8 or 4 bits on a CPU for inputs of `dtype`.
+    """Lay out a weight of 8 or 4 bits for its device and inputs of `dtype`.
 
     num_splits: of later calls of `linear`. A weight with groups that no kernel takes becomes a plain one.
     """
     num_outputs, num_inputs = matrix.shape
-    group = group_of(num_inputs, matrix.format.group_unit, matrix.group, num_splits)
+    is_for_triton = runs_triton(matrix.codes_NK)
+    most = largest_group(matrix.format, dtype) if is_for_triton else MAX_GROUP
+    group = group_of(num_inputs, matrix.format.group_unit, matrix.group, num_splits, most)
     if group is None:
         return pack_linear(matrix.dequantised().to(dtype), memory)
     matrix = matrix.regrouped(group)
     plain = LinearWeight(
         matrix.codes_NK, num_outputs, num_inputs, dtype, is_packed=False, group=group, matrix=matrix
     )
+    if is_for_triton:
+        codes, vectors = lay_out_codes(matrix)
+        arrivals, laid_out = new_arrivals(codes.device), matrix.format
+        return replace(plain, data=codes, vectors=vectors, arrivals=arrivals, format=laid_out, matrix=None)
     if not native.handles(dtype):
         return plain
     arena = memory or native.HugeArena()
@@ -201,27 +218,54 @@ def _tile_of(
 @jit
 def _sum_part(
     x_ptr_M: tl.tensor,
+    x_scale_ptr_M: tl.tensor,
     weight_ptr_N: tl.tensor,
+    vector_ptr_N: tl.tensor,
+    num_outputs: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    NUM_VECTORS: tl.constexpr,
+    ROUNDS_INPUTS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
     """The products of inputs [first, last), summed: [M, N] fp32."""
-    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(first, last, BLOCK_K):
-        input_K = start + tl.arange(0, BLOCK_K)
-        x_ptr_MK = x_ptr_M[:, None] + input_K[None, :]
-        weight_ptr_KN = weight_ptr_N[None, :] + input_K[:, None]
-        if EVEN_K:
-            x_MK, weight_KN = tl.load(x_ptr_MK), tl.load(weight_ptr_KN)
-        else:
-            inside_K = input_K < last
-            x_MK = tl.load(x_ptr_MK, mask=inside_K[None, :], other=0.0)
-            weight_KN = tl.load(weight_ptr_KN, mask=inside_K[:, None], other=0.0)
-        acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
+    if GROUP > 0:
+        acc_MN = sum_groups(
+            x_ptr_M,
+            x_scale_ptr_M,
+            weight_ptr_N,
+            vector_ptr_N,
+            num_outputs,
+            first,
+            last,
+            GROUP,
+            BITS,
+            IS_FLOAT,
+            NUM_VECTORS,
+            ROUNDS_INPUTS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    else:
+        acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(first, last, BLOCK_K):
+            input_K = start + tl.arange(0, BLOCK_K)
+            x_ptr_MK = x_ptr_M[:, None] + input_K[None, :]
+            weight_ptr_KN = weight_ptr_N[None, :] + input_K[:, None]
+            if EVEN_K:
+                x_MK, weight_KN = tl.load(x_ptr_MK), tl.load(weight_ptr_KN)
+            else:
+                inside_K = input_K < last
+                x_MK = tl.load(x_ptr_MK, mask=inside_K[None, :], other=0.0)
+                weight_KN = tl.load(weight_ptr_KN, mask=inside_K[:, None], other=0.0)
+            acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
     return acc_MN
 
 
@@ -243,7 +287,9 @@ def _part_bounds(
 @kernel(varying=("num_tokens", "num_parts"))
 def linear_kernel(
     x_ptr: tl.tensor,  # [T, K]
-    weight_ptr: tl.tensor,  # [N, K], contiguous; of each expert when NUM_EXPERTS is above 0
+    x_scales_ptr: tl.tensor,  # [T, K / GROUP] fp32, contiguous, read when ROUNDS_INPUTS
+    weight_ptr: tl.tensor,  # [N, K] or codes, contiguous; of each expert when NUM_EXPERTS is above 0
+    vectors_ptr: tl.tensor,  # [K / GROUP, NUM_VECTORS, N] fp32, of each expert, too; read with codes
     bias_ptr: tl.tensor,  # [N] fp32, of each expert, too; read when HAS_BIAS
     starts_ptr: tl.tensor,  # [NUM_EXPERTS + 1] int32: the tokens of each expert
     rows_ptr: tl.tensor,  # [T] int64: the row of x of each token, used when HAS_ROWS
@@ -255,7 +301,7 @@ def linear_kernel(
     num_inputs: int,
     x_stride: int,
     split_inputs: int,
-    part_inputs: int,  # a multiple of BLOCK_K
+    part_inputs: int,  # a multiple of BLOCK_K, or of GROUP
     num_parts: int,  # of a split
     NUM_EXPERTS: tl.constexpr,  # 0: one weight for all tokens
     HAS_ROWS: tl.constexpr,
@@ -265,8 +311,13 @@ def linear_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,  # 0: a plain weight. With the next four: see sum_groups
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    NUM_VECTORS: tl.constexpr,
+    ROUNDS_INPUTS: tl.constexpr,
     IS_SHARED: tl.constexpr,  # a unit of work is one part of a tile, otherwise a whole tile
-    EVEN_K: tl.constexpr,  # all parts are multiples of BLOCK_K
+    EVEN_K: tl.constexpr,  # all parts of a plain weight are multiples of BLOCK_K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -301,12 +352,37 @@ def linear_kernel(
         output_N = tl.minimum(tile_column * BLOCK_N + column_N, num_outputs - 1)
         if IS_GATED:  # a gate and its value lie side by side in the tile
             output_N = output_N // 2 + output_N % 2 * (num_outputs // 2)
-        weight_ptr_N = weight_ptr + (expert * num_outputs + output_N) * num_inputs
+        row_N = expert * num_outputs + output_N
+        if GROUP > 0:
+            num_groups = num_inputs // GROUP
+            x_scale_ptr_M = x_scales_ptr + x_row_M * num_groups
+            weight_ptr_N = weight_ptr + row_N * num_groups * (GROUP * BITS // 8)
+            vector_ptr_N = vectors_ptr + expert * num_groups * NUM_VECTORS * num_outputs + output_N
+        else:
+            weight_ptr_N = weight_ptr + row_N * num_inputs
+            x_scale_ptr_M, vector_ptr_N = x_ptr_M, weight_ptr_N  # not read
         is_last = True
         if IS_SHARED:
             part = unit % units_a_tile
             first, last = _part_bounds(part, summed_inputs, split_inputs, part_inputs, num_parts)
-            acc_MN = _sum_part(x_ptr_M, weight_ptr_N, first, last, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc_MN = _sum_part(
+                x_ptr_M,
+                x_scale_ptr_M,
+                weight_ptr_N,
+                vector_ptr_N,
+                num_outputs,
+                first,
+                last,
+                GROUP,
+                BITS,
+                IS_FLOAT,
+                NUM_VECTORS,
+                ROUNDS_INPUTS,
+                EVEN_K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
             # int64: partial sums of all tiles may pass 2^31 bytes.
             cell_MN = (row_M * BLOCK_N)[:, None] + column_N[None, :]
             sums_ptr = partial_ptr + tl.cast(tile, tl.int64) * units_a_tile * BLOCK_M * BLOCK_N
@@ -324,7 +400,22 @@ def linear_kernel(
                     else:
                         first, last = _part_bounds(part, summed_inputs, split_inputs, part_inputs, num_parts)
                         sum_MN += _sum_part(
-                            x_ptr_M, weight_ptr_N, first, last, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K
+                            x_ptr_M,
+                            x_scale_ptr_M,
+                            weight_ptr_N,
+                            vector_ptr_N,
+                            num_outputs,
+                            first,
+                            last,
+                            GROUP,
+                            BITS,
+                            IS_FLOAT,
+                            NUM_VECTORS,
+                            ROUNDS_INPUTS,
+                            EVEN_K,
+                            BLOCK_M,
+                            BLOCK_N,
+                            BLOCK_K,
                         )
                 total_MN += sum_MN
             if IS_SHARED:
@@ -365,8 +456,8 @@ def linear_triton(
     if not out_TN.numel():
         return out_TN
     split_inputs = -(-num_inputs // num_splits)
-    tile = linear_tile(x_TK, split_inputs)
-    part_inputs, num_parts = part_sizes(split_inputs, tile["BLOCK_K"])
+    x_TK, x_scales_TG, tile = kernel_inputs(x_TK, weight, split_inputs)
+    part_inputs, num_parts = part_sizes(split_inputs, weight.group or tile["BLOCK_K"])
     num_tiles = triton.cdiv(num_tokens, tile["BLOCK_M"]) * triton.cdiv(num_outputs, tile["BLOCK_N"])
     units_a_tile = num_splits * num_parts
     is_shared = units_a_tile > 1 and num_tiles <= len(weight.arrivals)
@@ -380,7 +471,9 @@ def linear_triton(
     )  # on a multiprocessor: one or two
     linear_kernel[(min(num_units, most_programs),)](
         x_TK,
+        x_scales_TG,
         weight.data,
+        weight.data if weight.vectors is None else weight.vectors,
         weight.arrivals if bias_N is None else bias_N,
         weight.arrivals,
         weight.arrivals,
@@ -400,6 +493,7 @@ def linear_triton(
         IS_GATED=gate is not None,
         **constants(gate or SILU),
         HAS_BIAS=bias_N is not None,
+        **code_constants(weight.format, weight.group),
         IS_SHARED=is_shared,
         EVEN_K=split_inputs % tile["BLOCK_K"] == 0 and split_inputs * num_splits == num_inputs,
         **tile,
@@ -407,9 +501,21 @@ def linear_triton(
     return out_TN
 
 
-def part_sizes(split_inputs: int, block_k: int) -> tuple[int, int]:
+def kernel_inputs(
+    x_TK: Tensor, weight: LinearWeight, split_inputs: int
+) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """(x and its scales as `linear_kernel` reads them, the tile of the product)."""
+    if not weight.group:
+        return x_TK, x_TK, linear_tile(x_TK, split_inputs)
+    x_scales_TG = x_TK  # not read
+    if weight.format.rounds_inputs:
+        x_TK, x_scales_TG = round_inputs_triton(x_TK, weight.group)
+    return x_TK, x_scales_TG, code_tile(x_TK, weight.format, weight.group)
+
+
+def part_sizes(split_inputs: int, multiple_of: int) -> tuple[int, int]:
     """(inputs of a part, parts): the inputs of a split are summed in so many parts."""
-    part_inputs = _round_up(max(LEAST_PART, -(-split_inputs // MAX_PARTS)), block_k)
+    part_inputs = _round_up(max(LEAST_PART, -(-split_inputs // MAX_PARTS)), multiple_of)
     return part_inputs, -(-split_inputs // part_inputs)
 
 

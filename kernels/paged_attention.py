@@ -25,7 +25,7 @@ from baton.kernels.attention_tile import (
     tile_options,
     tile_rows,
 )
-from baton.kernels.store_kv import check_paged_kv, dense_attention, dense_kv
+from baton.kernels.store_kv import as_rows, check_paged_kv, dense_attention, dense_kv
 from baton.kernels.triton_import import jit, kernel, tl, triton
 
 LOG2_E = math.log2(math.e)
@@ -43,7 +43,7 @@ def _store_out(out_ptr_GD: tl.tensor, acc_GD: tl.tensor, total_G: tl.tensor, ins
 @kernel(varying=("page_table_stride", "max_splits"))
 def paged_attention_kernel(
     query_ptr: tl.tensor,  # [B, H, D]
-    kv_ptr: tl.tensor,  # [P, 2, K, S, D]
+    kv_ptr: tl.tensor,  # [P, 2, K, S, R]; int8 where rows are codes and their scale
     page_table_ptr: tl.tensor,  # [B, pages] int32
     context_lens_ptr: tl.tensor,  # [B] int32
     sinks_ptr: tl.tensor,  # [H] fp32, read when HAS_SINKS
@@ -65,6 +65,7 @@ def paged_attention_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,  # of the scores times log2(e); 0: none
     HAS_SINKS: tl.constexpr,
+    ROW_FORMAT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,6 +126,7 @@ def paged_attention_kernel(
             True,
             WINDOW,
             SOFTCAP,
+            ROW_FORMAT,
             PAGE_SIZE,
             BLOCK_N,
             BLOCK_D,
@@ -177,13 +179,13 @@ def paged_attention_decode_triton(
 ) -> Tensor:
     """Attention of each sequence's newest token over its context; returns [B, H, D], out_BHD if given.
 
-    query_BHD: strides over sequences and heads are free. kv_pages: one layer, [P, 2, K, S, D].
+    query_BHD: strides over sequences and heads are free. kv_pages: a layer, [P, 2, K, S, R], see store_kv.py.
     page_table_BP: int32; entries past the context are never followed. context_lens_B: int32, the
     newest token included; 0 (padding) gives zeros. window: the query at p sees keys in (p - window, p].
     softcap, sinks_H: as of `ragged_attention`.
     arrivals: int32 zeros, B * K at least, which are zeros again afterwards; made anew by default.
     """
-    check_paged_kv(query_BHD, kv_pages, page_table_BP, context_lens_B, window)
+    row_format = check_paged_kv(query_BHD, kv_pages, page_table_BP, context_lens_B, window)
     num_sequences, num_heads, head_dim = query_BHD.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
     if page_table_BP.shape[0] != num_sequences:
@@ -202,7 +204,7 @@ def paged_attention_decode_triton(
     block_D, rows = max(16, triton.next_power_of_2(head_dim)), tile_rows(group_size, query_BHD.dtype)
     paged_attention_kernel[(num_sequences, num_kv_heads, num_programs)](
         query_BHD,
-        kv_pages,
+        as_rows(kv_pages),
         page_table_BP,
         context_lens_B,
         context_lens_B if sinks_H is None else sinks_H,
@@ -221,6 +223,7 @@ def paged_attention_decode_triton(
         WINDOW=window or 0,
         SOFTCAP=(softcap or 0.0) * LOG2_E,
         HAS_SINKS=sinks_H is not None,
+        ROW_FORMAT=row_format,
         PAGE_SIZE=page_size,
         BLOCK_G=rows,
         BLOCK_D=block_D,

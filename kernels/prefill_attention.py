@@ -21,14 +21,14 @@ from baton.kernels.attention_tile import (
     tile_rows,
 )
 from baton.kernels.paged_attention import LOG2_E
-from baton.kernels.store_kv import check_paged_kv, dense_attention, dense_kv
+from baton.kernels.store_kv import as_rows, check_paged_kv, dense_attention, dense_kv
 from baton.kernels.triton_import import kernel, tl, triton
 
 
 @kernel(varying=("num_sequences", "page_table_stride"))
 def prefill_attention_kernel(
     query_ptr: tl.tensor,  # [T, H, D]
-    kv_ptr: tl.tensor,  # [P, 2, K, S, D]
+    kv_ptr: tl.tensor,  # [P, 2, K, S, R]; int8 where rows are codes and their scale
     page_table_ptr: tl.tensor,  # [B, pages] int32
     cu_seqlens_ptr: tl.tensor,  # [B + 1] int32
     context_lens_ptr: tl.tensor,  # [B] int32
@@ -47,6 +47,7 @@ def prefill_attention_kernel(
     WINDOW: tl.constexpr,  # 0: all
     SOFTCAP: tl.constexpr,  # of the scores times log2(e); 0: none
     HAS_SINKS: tl.constexpr,
+    ROW_FORMAT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,  # G
     BLOCK_Q: tl.constexpr,  # tokens of a program: BLOCK_M // G
@@ -121,6 +122,7 @@ def prefill_attention_kernel(
             part != 1,
             WINDOW,
             SOFTCAP,
+            ROW_FORMAT,
             PAGE_SIZE,
             BLOCK_N,
             BLOCK_D,
@@ -153,14 +155,14 @@ def prefill_attention_triton(
     """Causal attention of every new token over its sequence; returns [T, H, D], out_THD if given.
 
     query_THD: the new tokens of all sequences end to end; strides over tokens and heads are free.
-    kv_pages: one layer, [P, 2, K, S, D]; the keys of the new tokens are already stored.
+    kv_pages: one layer, [P, 2, K, S, R], see store_kv.py; the keys of the new tokens are already stored.
     cu_seqlens_q_B1: int32 [B + 1]; sequence b owns the tokens [cu[b], cu[b + 1]), possibly none.
     context_lens_B: int32, new tokens included, so token i of sequence b sits at position
     `context_lens[b] - (cu[b + 1] - cu[b]) + i`. window: the query at p sees keys in (p - window, p].
     max_seqlen_q: an upper bound of the new tokens of one sequence. softcap, sinks_H: as of
     `ragged_attention`.
     """
-    check_paged_kv(query_THD, kv_pages, page_table_BP, context_lens_B, window)
+    row_format = check_paged_kv(query_THD, kv_pages, page_table_BP, context_lens_B, window)
     _check_cu_seqlens(cu_seqlens_q_B1, context_lens_B)
     num_tokens, num_heads, head_dim = query_THD.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
@@ -170,12 +172,12 @@ def prefill_attention_triton(
     if num_tokens == 0:
         return out_THD
     group_size = num_heads // num_kv_heads
-    tile = capped_tile(prefill_tile(query_THD, group_size, max_seqlen_q), softcap)
+    tile = capped_tile(prefill_tile(query_THD, group_size, max_seqlen_q, row_format), softcap)
     # The most blocks that any division of T tokens into B sequences takes; the spare ones return at once.
     num_blocks = num_tokens // tile["BLOCK_Q"] + num_sequences
     prefill_attention_kernel[(num_blocks, num_kv_heads)](
         query_THD,
-        kv_pages,
+        as_rows(kv_pages),
         page_table_BP,
         cu_seqlens_q_B1,
         context_lens_B,
@@ -191,6 +193,7 @@ def prefill_attention_triton(
         WINDOW=window or 0,
         SOFTCAP=(softcap or 0.0) * LOG2_E,
         HAS_SINKS=sinks_H is not None,
+        ROW_FORMAT=row_format,
         PAGE_SIZE=page_size,
         GROUP_SIZE=group_size,
         EVEN_D=head_dim == tile["BLOCK_D"],
@@ -200,12 +203,17 @@ def prefill_attention_triton(
     return out_THD
 
 
-def prefill_tile(query_THD: Tensor, group_size: int, max_seqlen_q: int) -> dict[str, int]:
-    """Compile-time constants: 128 rows where registers and shared memory allow, fewer for short chunks."""
+def prefill_tile(
+    query_THD: Tensor, group_size: int, max_seqlen_q: int, row_format: int = 0
+) -> dict[str, int]:
+    """Compile-time constants: 128 rows where registers and shared memory allow, fewer for short chunks.
+
+    Rows of codes take registers: more where fewer warps share a block of keys.
+    """
     head_dim, dtype = query_THD.shape[2], query_THD.dtype
     block_D = max(16, triton.next_power_of_2(head_dim))
     rows = tile_rows(group_size, dtype)
-    if dtype != torch.float32 and block_D <= 128 and max_seqlen_q * group_size > rows:
+    if dtype != torch.float32 and block_D <= 128 and (row_format or max_seqlen_q * group_size > rows):
         rows = max(rows, 128)
     return {
         "BLOCK_Q": rows // group_size,

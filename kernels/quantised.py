@@ -1,5 +1,7 @@
 """Weights of 8 or 4 bits: their formats, how they are made from plain weights, and how a CPU lays them out.
 
+quantised_tile.py lays them out for a GPU.
+
 A weight is (value - zero) * scale. Inputs come in groups; each output has a scale, and perhaps a zero, in
 each group. A checkpoint brings such a weight, or `quantise` makes one.
 
@@ -19,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.kernels.codes import FP8_AS_HALF
+
 PANEL: Final = 32  # outputs, as in csrc/panels.h
-MAX_GROUP: Final = 128  # inputs that share a scale where a CPU multiplies
+MAX_GROUP: Final = 128  # inputs that share a scale in a product
 UNIT: Final = 4  # neighbouring inputs of an output that lie together
 FP8: Final = torch.float8_e4m3fn
 FP8_LARGEST: Final = 448.0
-FP8_AS_HALF: Final = 256.0  # csrc/linear_codes.c reads E4M3 as half precision, which is this much smaller
 OFFSET: Final = 128  # csrc/linear_rounded.c adds this to inputs of 8 bits
 HALF_BYTES: Final = 16  # and multiplies values of 4 bits as if they were so many times larger
 # The values of E2M1: a sign, two bits of exponent, one of mantissa.
@@ -149,14 +152,16 @@ def join_rows(parts: list[QuantisedMatrix]) -> QuantisedMatrix | None:
     )
 
 
-def group_of(num_inputs: int, multiple_of: int, group: int, num_splits: int) -> int | None:
-    """The largest divisor of `group`, at most MAX_GROUP and a multiple of `multiple_of`, that no split cuts.
+def group_of(
+    num_inputs: int, multiple_of: int, group: int, num_splits: int, most: int = MAX_GROUP
+) -> int | None:
+    """The largest divisor of `group`, at most `most` and a multiple of `multiple_of`, that no split cuts.
 
     num_splits: equal parts of the inputs, as of tensor-parallel ranks, which round as one rank does.
     """
     part, rest = divmod(num_inputs, num_splits)
     common = gcd(part, group)
-    sizes = (size for size in range(MAX_GROUP, 0, -1) if common % size == 0 and size % multiple_of == 0)
+    sizes = (size for size in range(most, 0, -1) if common % size == 0 and size % multiple_of == 0)
     return None if rest else next(sizes, None)
 
 

@@ -124,8 +124,8 @@ def ragged_attention(
     """softmax(scale * q . k) v -> [T, H, D]; a query at position p sees keys (p - window, p], or
     all up to p without a window.
 
-    kv_pages: [num_pages, 2, K, S, D], strided over pages; the keys of this batch are stored already. On a CPU
-    they may be rows of codes and scales, as store_kv.py says.
+    kv_pages: [num_pages, 2, K, S, R], strided over pages, rows as in store_kv.py; the keys of this batch are
+    stored already.
     softcap: a score s becomes softcap * tanh(s / softcap). sinks_H: fp32, for each head a score beside those
     of the keys, whose value is zero.
     """

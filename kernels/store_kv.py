@@ -3,8 +3,8 @@
 Rotary position embedding in rotate-half (NeoX) order.
 
 A row of a page is the key, or the value, of one token and head. In pools of int8 and float8_e4m3fn a row is D
-codes and SCALE_BYTES of their scale in bf16; an element is code * scale. Triton takes rows in the model's
-dtype alone.
+codes and SCALE_BYTES of their scale in bf16; an element is code * scale. Codes and scales have the same bytes
+on every device.
 
 Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S page size, M positions of the table, R
 elements of a row: D, or D + SCALE_BYTES.
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels import native
+from baton.kernels.codes import float_to_fp8, float_to_int8
 from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
 
 SCALE_BYTES: Final = 2
@@ -148,6 +149,42 @@ def rope_and_store(
         store_kv(key_TKD, value_TKD, kv_pages, slots_T)
 
 
+@jit
+def _store_rows(
+    row_ptr_K1: tl.tensor,
+    first_KD: tl.tensor,  # the first halves of the heads, in their own dtype
+    second_KD: tl.tensor,
+    dim_D: tl.tensor,
+    inside_K1: tl.tensor,
+    inside_KD: tl.tensor,
+    half: int,  # D // 2
+    ROW_FORMAT: tl.constexpr,
+) -> None:
+    """Write keys, or values, as rows of a page. A row with an element that is not finite decodes to NaN."""
+    if ROW_FORMAT > 0:
+        first_KD, second_KD = first_KD.to(tl.float32), second_KD.to(tl.float32)
+        # Magnitudes as integers are ordered as the values, NaN last.
+        first_bits_KD = first_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        second_bits_KD = second_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest_K1 = tl.max(tl.maximum(first_bits_KD, second_bits_KD), axis=1, keep_dims=True)
+        is_finite_K1 = largest_K1 < 0x7F800000
+        quotient_K1 = tl.div_rn(largest_K1.to(tl.float32, bitcast=True), 127.0 if ROW_FORMAT == 1 else 448.0)
+        scale_bits_K1 = (quotient_K1.to(tl.int32, bitcast=True) + 0xFFFF) >> 16  # bf16, rounded up
+        scale_K1 = (scale_bits_K1 << 16).to(tl.float32, bitcast=True)
+        divisor_K1 = tl.where(scale_K1 > 0, scale_K1, float("inf"))
+        first_KD = tl.div_rn(tl.where(is_finite_K1, first_KD, 0.0), divisor_K1)
+        second_KD = tl.div_rn(tl.where(is_finite_K1, second_KD, 0.0), divisor_K1)
+        if ROW_FORMAT == 1:
+            first_KD, second_KD = float_to_int8(first_KD), float_to_int8(second_KD)
+        else:
+            first_KD, second_KD = float_to_fp8(first_KD), float_to_fp8(second_KD)
+        scale_ptr_K1 = (row_ptr_K1 + 2 * half).to(tl.pointer_type(tl.int16))
+        tl.store(scale_ptr_K1, tl.where(is_finite_K1, scale_bits_K1, 0x7FC0).to(tl.int16), mask=inside_K1)
+    row_ptr_KD = row_ptr_K1 + dim_D[None, :]
+    tl.store(row_ptr_KD, first_KD, mask=inside_KD)
+    tl.store(row_ptr_KD + half, second_KD, mask=inside_KD)
+
+
 @kernel()
 def rope_and_store_kernel(
     query_ptr: tl.tensor,  # [T, H, D], in place
@@ -155,7 +192,7 @@ def rope_and_store_kernel(
     value_ptr: tl.tensor,  # [T, K, D]
     cos_sin_ptr: tl.tensor,  # [M, D] fp32, contiguous
     positions_ptr: tl.tensor,  # [T]
-    kv_ptr: tl.tensor,  # [P, 2, K, S, D]
+    kv_ptr: tl.tensor,  # [P, 2, K, S, R]; int8 where rows are codes and their scale
     slots_ptr: tl.tensor,  # [T] int64
     num_query_heads: int,
     num_kv_heads: int,
@@ -170,6 +207,7 @@ def rope_and_store_kernel(
     kv_stride_value: int,  # from a key to the value of the same token
     kv_stride_head: int,
     kv_stride_slot: int,
+    ROW_FORMAT: tl.constexpr,  # as of row_format
     PAGE_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,  # >= H
     BLOCK_K: tl.constexpr,  # >= K
@@ -192,17 +230,18 @@ def rope_and_store_kernel(
     if slot < 0:
         return
     head_K = tl.arange(0, BLOCK_K)[:, None]
-    inside_KD = (head_K < num_kv_heads) & inside_D[None, :]
+    inside_K1 = head_K < num_kv_heads
+    inside_KD = inside_K1 & inside_D[None, :]
     key_ptr_KD = key_ptr + token * key_stride_token + head_K * key_stride_head + dim_D[None, :]
     first_KD, second_KD = rotated(key_ptr_KD, inside_KD, cos_D, sin_D, half)
     slot_ptr = kv_ptr + (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_slot
-    slot_ptr_KD = slot_ptr + head_K * kv_stride_head + dim_D[None, :]
-    tl.store(slot_ptr_KD, first_KD, mask=inside_KD)
-    tl.store(slot_ptr_KD + half, second_KD, mask=inside_KD)
+    row_ptr_K1 = slot_ptr + head_K * kv_stride_head
+    _store_rows(row_ptr_K1, first_KD, second_KD, dim_D, inside_K1, inside_KD, half, ROW_FORMAT)
     value_ptr_KD = value_ptr + token * value_stride_token + head_K * value_stride_head + dim_D[None, :]
-    slot_ptr_KD += kv_stride_value
-    tl.store(slot_ptr_KD, tl.load(value_ptr_KD, mask=inside_KD), mask=inside_KD)
-    tl.store(slot_ptr_KD + half, tl.load(value_ptr_KD + half, mask=inside_KD), mask=inside_KD)
+    first_KD = tl.load(value_ptr_KD, mask=inside_KD, other=0.0)
+    second_KD = tl.load(value_ptr_KD + half, mask=inside_KD, other=0.0)
+    row_ptr_K1 += kv_stride_value
+    _store_rows(row_ptr_K1, first_KD, second_KD, dim_D, inside_K1, inside_KD, half, ROW_FORMAT)
 
 
 def rope_and_store_triton(
@@ -216,7 +255,7 @@ def rope_and_store_triton(
 ) -> None:
     """`rope_and_store` on a GPU."""
     check_rope(query_THD, key_TKD, cos_sin_MD, positions_T)
-    _check(key_TKD, value_TKD, kv_pages, slots_T)
+    row_format_of_pages = _check(key_TKD, value_TKD, kv_pages, slots_T)
     num_tokens, num_query_heads, head_dim = query_THD.shape
     num_kv_heads = key_TKD.shape[1]
     if num_tokens == 0:
@@ -227,7 +266,7 @@ def rope_and_store_triton(
         value_TKD,
         cos_sin_MD,
         positions_T,
-        kv_pages,
+        as_rows(kv_pages),
         slots_T,
         num_query_heads,
         num_kv_heads,
@@ -239,6 +278,7 @@ def rope_and_store_triton(
         value_TKD.stride(0),
         value_TKD.stride(1),
         *kv_pages.stride()[:4],
+        ROW_FORMAT=row_format_of_pages,
         PAGE_SIZE=kv_pages.shape[3],
         BLOCK_H=triton.next_power_of_2(num_query_heads),
         BLOCK_K=triton.next_power_of_2(num_kv_heads),
@@ -246,24 +286,29 @@ def rope_and_store_triton(
     )
 
 
-def _check(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+def as_rows(kv_pages: Tensor) -> Tensor:
+    """The pages as Triton reads them: rows of codes are int8 in memory, whatever they stand for."""
+    return kv_pages.view(torch.int8) if kv_pages.dtype in _ROW_FORMATS else kv_pages
+
+
+def _check(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> int:
+    """The row format of the pages."""
     if key_TKD.dim() != 3 or key_TKD.stride(2) != 1:
         raise ValueError(f"key must be [T, K, D] with adjacent D, got {tuple(key_TKD.shape)}")
     if value_TKD.shape != key_TKD.shape or value_TKD.stride(2) != 1:
         raise ValueError(f"value must be {tuple(key_TKD.shape)} like key, got {tuple(value_TKD.shape)}")
     num_tokens, num_kv_heads, head_dim = key_TKD.shape
     if kv_pages.dim() != 5 or kv_pages.stride(4) != 1:
-        raise ValueError(f"kv_pages must be [P, 2, K, S, D] with adjacent D, got {tuple(kv_pages.shape)}")
-    if (kv_pages.shape[1], kv_pages.shape[2], kv_pages.shape[4]) != (2, num_kv_heads, head_dim):
-        expected = f"[P, 2, {num_kv_heads}, S, {head_dim}]"
-        raise ValueError(f"kv_pages must be {expected}, got {tuple(kv_pages.shape)}")
+        raise ValueError(f"kv_pages must be [P, 2, K, S, R] with adjacent R, got {tuple(kv_pages.shape)}")
+    if kv_pages.shape[1:3] != (2, num_kv_heads):
+        raise ValueError(f"kv_pages must be [P, 2, {num_kv_heads}, S, R], got {tuple(kv_pages.shape)}")
     if slots_T.shape != (num_tokens,) or slots_T.dtype != torch.int64 or not slots_T.is_contiguous():
         raise ValueError(f"slots must be contiguous int64 [{num_tokens}], got {tuple(slots_T.shape)}")
-    if not key_TKD.dtype == value_TKD.dtype == kv_pages.dtype:
-        found = (key_TKD.dtype, value_TKD.dtype, kv_pages.dtype)
-        raise ValueError(f"key, value and kv_pages must share a dtype, got {found}")
+    if key_TKD.dtype != value_TKD.dtype:
+        raise ValueError(f"key and value must share a dtype, got {key_TKD.dtype}, {value_TKD.dtype}")
     if not key_TKD.device == value_TKD.device == kv_pages.device == slots_T.device:
         raise ValueError(f"kv_pages on {kv_pages.device} and the rest must be on {key_TKD.device}")
+    return row_format(kv_pages, key_TKD.dtype, head_dim)
 
 
 def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
@@ -361,17 +406,16 @@ def _store_kv_native(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots
 
 def check_paged_kv(
     query_XHD: Tensor, kv_pages: Tensor, page_table_BP: Tensor, context_lens_B: Tensor, window: int | None
-) -> None:
-    """Raises ValueError where an attention over pages would read past a tensor or misread it."""
+) -> int:
+    """The row format of the pages. ValueError where attention would read past a tensor or misread it."""
     if query_XHD.dim() != 3 or query_XHD.stride(2) != 1:
         raise ValueError(f"query must be [_, H, D] with adjacent D, got {tuple(query_XHD.shape)}")
     _, num_heads, head_dim = query_XHD.shape
     if kv_pages.dim() != 5 or kv_pages.stride(4) != 1 or kv_pages.shape[1] != 2:
-        raise ValueError(f"kv_pages must be [P, 2, K, S, D] with adjacent D, got {tuple(kv_pages.shape)}")
-    _, _, num_kv_heads, page_size, kv_head_dim = kv_pages.shape
-    if kv_head_dim != head_dim or num_heads % num_kv_heads:
-        got = f"{num_kv_heads} kv heads of {kv_head_dim}"
-        raise ValueError(f"{num_heads} query heads of {head_dim} cannot attend over {got}")
+        raise ValueError(f"kv_pages must be [P, 2, K, S, R] with adjacent R, got {tuple(kv_pages.shape)}")
+    _, _, num_kv_heads, page_size, _ = kv_pages.shape
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads of {head_dim} cannot attend over {num_kv_heads} kv heads")
     if page_size & (page_size - 1):
         raise ValueError(f"page size must be a power of two, got {page_size}")
     if page_table_BP.dim() != 2 or page_table_BP.stride(1) != 1 or page_table_BP.dtype != torch.int32:
@@ -380,12 +424,11 @@ def check_paged_kv(
     if context_lens_B.shape != page_table_BP.shape[:1] or context_lens_B.dtype != torch.int32:
         found = f"{context_lens_B.dtype} {tuple(context_lens_B.shape)}"
         raise ValueError(f"context_lens must be int32 [{page_table_BP.shape[0]}], got {found}")
-    if query_XHD.dtype != kv_pages.dtype:
-        raise ValueError(f"query and kv_pages must share a dtype, got {query_XHD.dtype}, {kv_pages.dtype}")
     if not query_XHD.device == kv_pages.device == page_table_BP.device == context_lens_B.device:
         raise ValueError(f"kv_pages on {kv_pages.device} and the rest must be on {query_XHD.device}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 key or None, got {window}")
+    return row_format(kv_pages, query_XHD.dtype, head_dim)
 
 
 def dense_kv(

@@ -5,8 +5,9 @@ Shapes: B sequences, H query heads, K kv heads, D head dim, P pages, S page size
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from baton.kernels.paged_attention import paged_attention_decode_reference, paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
+from baton.kernels.store_kv import SCALE_BYTES, encode_rows
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
 
 
@@ -26,6 +28,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    codes: torch.dtype | None = None  # of pages of one byte
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """The arguments of attention."""
@@ -43,7 +46,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class PagedKv:
-    pages: Tensor  # [P, 2, K, S, D], one layer of a larger pool; NaN where no token was stored
+    pages: Tensor  # [P, 2, K, S, R], one layer of a larger pool; NaN where no token was stored
     page_table: Tensor  # [B, pages] int32, -1 past the pages of a sequence
     context_lens: Tensor  # [B] int32
     dense: list[Tensor]  # [n, 2, K, D] of each sequence
@@ -53,8 +56,12 @@ def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.de
     counts = [-(-length // shape.page_size) for length in lens]
     num_pages = sum(counts) + 2
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages))
-    layer = (num_pages, 2, 2, shape.num_kv_heads, shape.page_size, shape.head_dim)
-    pages = torch.full(layer, math.nan, dtype=dtype, device=device)[:, 1]
+    layer = (num_pages, 2, 2, shape.num_kv_heads, shape.page_size)
+    if shape.codes is None:
+        pages = torch.full((*layer, shape.head_dim), math.nan, dtype=dtype, device=device)[:, 1]
+    else:  # 255 twice is a NaN in bf16
+        rows = (*layer, shape.head_dim + SCALE_BYTES)
+        pages = torch.full(rows, 255, dtype=torch.uint8, device=device)[:, 1]
     table = torch.full((len(lens), max(counts, default=0) + 2), -1, dtype=torch.int32)
     dense = []
     for sequence, (length, count) in enumerate(zip(lens, counts, strict=True)):
@@ -62,8 +69,10 @@ def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.de
         kv = normal(length + 1, 2, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)[:length]
         token = torch.arange(length)
         page = table[sequence].long()[token // shape.page_size]
-        pages[page.to(device), :, :, (token % shape.page_size).to(device)] = kv
+        rows_of_kv = kv if shape.codes is None else encode_rows(kv, shape.codes)
+        pages[page.to(device), :, :, (token % shape.page_size).to(device)] = rows_of_kv
         dense.append(kv)
+    pages = pages if shape.codes is None else pages.view(shape.codes)
     return PagedKv(pages, table.to(device), torch.tensor(lens, dtype=torch.int32, device=device), dense)
 
 
@@ -115,6 +124,12 @@ def attention_cases() -> Iterator[NamedRun]:
             label = f"page{shape.page_size}-group{shape.group_size}-window{shape.window}-{short(dtype)}"
             yield f"decode-ragged-{label}", partial(decode_outcome, DECODE_LENS["ragged"], shape, dtype)
             yield f"prefill-ragged-{label}", partial(prefill_outcome, PREFILL_CHUNKS["ragged"], shape, dtype)
+    for codes, dtype in product((torch.int8, torch.float8_e4m3fn), (torch.float32, torch.bfloat16)):
+        for index in (1, 5):
+            shape = replace(SHAPES[index], codes=codes)
+            label = f"{short(codes)}-page{shape.page_size}-{short(dtype)}"
+            yield f"decode-{label}", partial(decode_outcome, DECODE_LENS["ragged"], shape, dtype)
+            yield f"prefill-{label}", partial(prefill_outcome, PREFILL_CHUNKS["ragged"], shape, dtype)
     for name, lens in DECODE_LENS.items():
         yield f"decode-{name}", partial(decode_outcome, lens, SHAPES[1], torch.float32)
     for name, chunks in PREFILL_CHUNKS.items():

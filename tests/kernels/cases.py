@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.kernels.experts import ExpertWeights, Mixture, experts_reference, experts_triton
 from baton.kernels.gated import GELU_TANH, SILU, Activation, clamped_swiglu, gated_reference, gated_triton
+from baton.kernels.linear import LinearWeight
 from baton.kernels.pages import copy_pages_reference, copy_pages_triton
 from baton.kernels.rms_norm import (
     add_rms_norm_reference,
@@ -20,9 +21,10 @@ from baton.kernels.rms_norm import (
     rms_norm_reference,
     rms_norm_triton,
 )
-from baton.kernels.store_kv import rope_and_store_triton, rope_reference, store_kv_reference
+from baton.kernels.store_kv import SCALE_BYTES, rope_and_store_triton, rope_reference, store_kv_reference
 from tests.kernels.attention_cases import attention_cases
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
+from tests.kernels.quantised_cases import quantised_cases
 from tests.kernels.sampling_cases import sampling_cases
 
 # Rounding to bf16 truncates under the interpreter, hence two units in the last place.
@@ -75,7 +77,8 @@ def random_mixture(
     def weights(num_outputs: int, num_inputs: int, bias: bool) -> ExpertWeights:
         shape = (num_experts, num_outputs, num_inputs)
         bias_XN = normal(*shape[:2], dtype=torch.float32, device=device) if bias else None
-        return ExpertWeights((), bias_XN, 0.2 * normal(*shape, dtype=dtype, device=device))
+        stacked = 0.2 * normal(*shape, dtype=dtype, device=device)
+        return ExpertWeights((), bias_XN, LinearWeight(stacked, *shape[1:], dtype, is_packed=False))
 
     return Mixture(
         weights(36, 24, is_biased),
@@ -141,6 +144,36 @@ def rope_and_store_outcome(
         run(query, key, heads[:, -num_kv_heads:], table, positions, pages[:, 1], slots_T)
         results.append(torch.cat((query.flatten(), pages.flatten())))
     return Outcome(kernel=results[0], reference=results[1])
+
+
+def rows_of_codes_outcome(
+    slots: tuple[int, ...],
+    page_size: int,
+    shape: tuple[int, int, int],
+    codes: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Outcome:
+    """The bytes of pages of codes. Nothing is rotated: so no rounding differs before rows are encoded."""
+    num_heads, num_kv_heads, head_dim = shape
+    qkv = normal(len(slots), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+    query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    key[0, 0] *= 300
+    value[0, 0] = 0
+    key[1, 0, 1], value[1, 0, -1] = float("nan"), float("inf")
+    table = torch.cat((torch.ones(3, head_dim // 2), torch.zeros(3, head_dim // 2)), dim=1).to(device)
+    positions = torch.tensor([0, 2, 1, 1, 2][: len(slots)], dtype=torch.int64, device=device)
+    slots_T = torch.tensor(slots, dtype=torch.int64, device=device)
+    results = []
+    for run in (rope_and_store_triton, _rope_and_store_reference):
+        layers = (5, 3, 2, num_kv_heads, page_size, head_dim + SCALE_BYTES)
+        pages = torch.zeros(layers, dtype=torch.uint8, device=device)
+        run(query, key, value, table, positions, pages.view(codes)[:, 1], slots_T)
+        scales = pages[..., -SCALE_BYTES:]
+        is_nan = scales.contiguous().view(torch.bfloat16).isnan()
+        scales.copy_(torch.where(is_nan, 255, scales))  # a NaN has many codes
+        results.append(pages)
+    return Outcome(kernel=results[0], reference=results[1], exact=True)
 
 
 def _rope_and_store_reference(
@@ -219,6 +252,10 @@ def page_cases() -> Iterator[Case]:
         ):
             name = f"rope_and_store-page{page_size}-{shape}-{short(dtype)}"
             yield Case(name, partial(rope_and_store_outcome, slots, page_size, shape, dtype))
+        for codes in (torch.int8, torch.float8_e4m3fn):
+            for slots, shape in (((19, 2, -1), (4, 2, 20)), ((1, 3, 0), (1, 1, 16))):
+                name = f"store-{short(codes)}-{shape}-{short(dtype)}"
+                yield Case(name, partial(rows_of_codes_outcome, slots, 4, shape, codes, dtype))
     for dtype in (*DTYPES, torch.int64, torch.uint8):
         for page_ids, page_elements in (((4, 0, 2), 24), ((1,), 1), ((3, 1), 33), ((), 8), ((2,), 4101)):
             name = f"pages-{len(page_ids)}x{page_elements}-{short(dtype)}"
@@ -230,5 +267,6 @@ CASES = [
     *row_cases(),
     *page_cases(),
     *(Case(name, run) for name, run in attention_cases()),
+    *(Case(name, run) for name, run in quantised_cases()),
     *(Case(name, run) for name, run in sampling_cases()),
 ]

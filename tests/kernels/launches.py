@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -18,11 +19,14 @@ from baton.kernels import (
     paged_attention,
     pages,
     prefill_attention,
+    quantised_tile,
     rms_norm,
     sample,
     store_kv,
 )
+from baton.kernels.quantised import WeightFormat
 from baton.kernels.triton_import import Launch
+from tests.kernels.quantised_cases import FORMATS
 
 CPU = torch.device("cpu")
 
@@ -42,9 +46,10 @@ def record(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Return the launches of the scenario's kernel, in order."""
     launches: list[Launch] = []
     recorder = Recorder(getattr(scenario.module, scenario.kernel_name), launches)
-    for name, value in vars(scenario.module).items():
-        if name.endswith("_kernel") and not isinstance(value, ModuleType):
-            monkeypatch.setattr(scenario.module, name, Recorder(value, []))
+    for module in (scenario.module, quantised_tile):  # products with codes launch a kernel of the latter, too
+        for name, value in [*vars(module).items()]:
+            if name.endswith("_kernel") and not isinstance(value, ModuleType):
+                monkeypatch.setattr(module, name, Recorder(value, []))
     monkeypatch.setattr(scenario.module, scenario.kernel_name, recorder)
     scenario.run()
     return launches
@@ -57,6 +62,8 @@ def scenarios() -> Iterator[Scenario]:
         yield from _linear_scenarios(dtype)
         yield from _expert_scenarios(dtype)
         yield from _attention_scenarios(dtype)
+    yield from _weight_code_scenarios()
+    yield from _page_code_scenarios()
     yield from _page_scenarios()
     yield from _sample_scenarios()
     read = partial(gpu_suite.read_sum, torch.empty(2**16), torch.empty(4))
@@ -140,7 +147,8 @@ def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
         ("gate_up", (128, 1536, 2048), {"gate": gated.SILU}),
         ("down", (128, 2048, 384), {"gate": None}),
     ):
-        weights = experts.ExpertWeights((), None, torch.empty(shape, dtype=dtype))
+        stacked = linear.LinearWeight(torch.empty(shape, dtype=dtype), *shape[1:], dtype, is_packed=False)
+        weights = experts.ExpertWeights((), None, stacked)
         for num_tokens in (8, 8192):
             x = torch.empty(num_tokens, shape[2], dtype=dtype)
             run: Run = partial(
@@ -171,6 +179,89 @@ def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
             parts, shares = torch.empty(2, 24, 2048), torch.empty(3, 8)
             run = partial(experts.combine_triton, parts, mixture, shares, chosen, rows[:24], logits, None)
             yield Scenario(label, experts, "combine_kernel", run)
+
+
+def _weight_code_scenarios() -> Iterator[Scenario]:
+    """Weights of 8 and 4 bits, in groups of 128 inputs, of 32 in MXFP4."""
+    dtype = torch.bfloat16
+    for weight_format in FORMATS:
+        group = 32 if weight_format is WeightFormat.MXFP4 else 128
+        name = weight_format.name.lower()
+        for label, shape, options in (
+            ("qkv", (6144, 4096), {"bias_N": torch.empty(6144)}),
+            ("out", (4096, 4096), {"num_splits": 2}),
+            ("gate_up", (28672, 4096), {"gate": gated.SILU}),
+        ):
+            weight = _codes(weight_format, shape, group, dtype)
+            for num_tokens in (3, 300):
+                run: Run = partial(
+                    linear.linear_triton, torch.empty(num_tokens, shape[1], dtype=dtype), weight, **options
+                )
+                yield Scenario(f"{name}-{label}-{num_tokens}", linear, "linear_kernel", run)
+    for weight_format in (WeightFormat.INT8_ROUNDED, WeightFormat.MXFP4):
+        weight = _codes(weight_format, (1536, 2048), 32, dtype)
+        assert weight.vectors is not None
+        stacked = replace(
+            weight, data=weight.data.expand(128, -1, -1), vectors=weight.vectors.expand(128, -1, -1, -1)
+        )
+        run = partial(
+            experts.linear_experts_triton,
+            torch.empty(8, 2048, dtype=dtype),
+            experts.ExpertWeights((), None, stacked),
+            torch.zeros(129, dtype=torch.int32),
+            gate=gated.SILU,
+        )
+        yield Scenario(f"experts-{weight_format.name.lower()}", experts, "linear_kernel", run)
+    for group in (128, 24):
+        run = partial(quantised_tile.round_inputs_triton, torch.empty(3, 48 * 128, dtype=dtype), group)
+        yield Scenario(f"round_inputs-{group}", quantised_tile, "round_inputs_kernel", run)
+
+
+def _codes(
+    weight_format: WeightFormat, shape: tuple[int, int], group: int, dtype: torch.dtype
+) -> linear.LinearWeight:
+    """A weight without contents, as of `pack_quantised`."""
+    num_outputs, num_inputs = shape
+    codes = torch.empty((num_outputs, num_inputs * weight_format.num_bits // 8), dtype=torch.int8)
+    num_vectors = 2 if weight_format is WeightFormat.INT4_ZEROS else 1
+    return linear.LinearWeight(
+        codes,
+        *shape,
+        dtype,
+        is_packed=False,
+        arrivals=linear.new_arrivals(CPU),
+        group=group,
+        format=weight_format,
+        vectors=torch.empty(num_inputs // group, num_vectors, num_outputs),
+    )
+
+
+def _page_code_scenarios() -> Iterator[Scenario]:
+    """Pages of one byte an element."""
+    dtype = torch.bfloat16
+    for codes, (head_dim, page_size) in product((torch.int8, torch.float8_e4m3fn), ((128, 16), (64, 64))):
+        name = f"{str(codes).removeprefix('torch.')}-{head_dim}"
+        pages = torch.empty(4, 2, 2, 8, page_size, head_dim + 2, dtype=torch.uint8).view(codes)[:, 0]
+        qkv = torch.empty(3, 48, head_dim, dtype=dtype)
+        query, key, value = qkv[:, :32], qkv[:, 32:40], qkv[:, 40:]
+        positions, table = torch.zeros(3, dtype=torch.int64), torch.empty(64, head_dim)
+        run: Run = partial(
+            store_kv.rope_and_store_triton, query, key, value, table, positions, pages, positions
+        )
+        yield Scenario(f"rope_and_store-{name}", store_kv, "rope_and_store_kernel", run)
+        ids, lens = torch.zeros(3, 8192 // page_size, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+        run = partial(paged_attention.paged_attention_decode_triton, query, pages, ids, lens, scale=0.1)
+        yield Scenario(f"decode-{name}", paged_attention, "paged_attention_kernel", run)
+        cu_seqlens = torch.arange(4, dtype=torch.int32)
+        for max_seqlen in (1, 2048):
+            run = partial(
+                prefill_attention.prefill_attention_triton,
+                *(query, pages, ids, cu_seqlens, lens),
+                scale=0.1,
+                max_seqlen_q=max_seqlen,
+            )
+            suffix = f"{name}-{max_seqlen}"
+            yield Scenario(f"prefill-{suffix}", prefill_attention, "prefill_attention_kernel", run)
 
 
 def _attention_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:

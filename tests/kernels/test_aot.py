@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import re
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -140,11 +141,33 @@ def test_batch_size_does_not_change_the_matrix_instructions(
     names: tuple[str, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order of the sums within an instruction is the hardware's."""
+    assert_same_instructions([f"{name}-{dtype}" for name in names], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *((f"{name}-out-3", f"{name}-out-300") for name in ("int8", "int4_zeros", "fp8", "int8_rounded")),
+        *((f"decode-{name}-128", f"prefill-{name}-128-2048") for name in ("int8", "float8_e4m3fn")),
+    ],
+    ids=lambda names: names[0],
+)
+def test_batch_size_does_not_change_the_matrix_instructions_of_codes(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_same_instructions(names, monkeypatch)
+
+
+def assert_same_instructions(names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     instructions = [
-        set(re.findall(r"mma\S*\.m\d+n\d+k\d+\S*", compiled(f"{name}-{dtype}", monkeypatch).asm["ptx"]))
-        for name in names
+        set(re.findall(r"mma\S*\.m\d+n\d+k\d+\S*", compiled(name, monkeypatch).asm["ptx"])) for name in names
     ]
     assert instructions[0] and all(each == instructions[0] for each in instructions)
+
+
+def test_rounded_inputs_are_multiplied_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("int8_rounded-qkv-3", "int4_rounded-gate_up-300"):
+        assert re.search(r"wgmma\S*\.s32\.s8\.s8", compiled(name, monkeypatch).asm["ptx"])
 
 
 @pytest.mark.parametrize("name", ["decode-split-128-bfloat16", "decode-split-80-float16"])

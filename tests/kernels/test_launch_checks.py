@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from baton.kernels.attention_tile import num_splits
+from baton.kernels.experts import stack_experts
 from baton.kernels.gated import gated_triton
 from baton.kernels.linear import linear_triton, pack_linear
 from baton.kernels.paged_attention import decode_programs, paged_attention_decode_triton
 from baton.kernels.pages import copy_pages_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
+from baton.kernels.quantised_tile import round_inputs_triton
 from baton.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from baton.kernels.sample import sample_triton
 from baton.kernels.store_kv import rope_and_store_triton
@@ -49,8 +51,18 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "rope_table": (lambda: rotate(table=f(9, 4)), r"cos_sin must be \[M, 8\]"),
     "rope_positions": (lambda: rotate(positions=i64(2)), r"positions must be"),
     "store_slots": (lambda: rotate(slots=i32(3)), "slots must be"),
-    "store_heads": (lambda: rotate(key=f(3, 1, 8), value=f(3, 1, 8)), r"\[P, 2, 1, S, 8\]"),
+    "store_heads": (lambda: rotate(key=f(3, 1, 8), value=f(3, 1, 8)), r"\[P, 2, 1, S, R\]"),
+    "store_rows": (lambda: rotate(pages=pages.to(torch.int8)), "do not take heads of torch.float32 and 8"),
+    "round_inputs": (lambda: round_inputs_triton(f(2, 60), 24), r"\[2, 60\] has no groups of 24"),
+    "stack_experts": (
+        lambda: stack_experts([pack_linear(f(3, 8)), replace(pack_linear(f(3, 8)), group=8)], None),
+        "laid out in several ways",
+    ),
     "decode_heads": (lambda: decode(f(3, 5, 8), pages, i32(3, 4), i32(3)), "5 query heads of 8 cannot"),
+    "decode_rows": (
+        lambda: decode(f(3, 4, 8), pages.half(), i32(3, 4), i32(3)),
+        "torch.float16 .* do not take heads of torch.float32",
+    ),
     "decode_page_size": (lambda: decode(f(3, 4, 8), f(4, 2, 2, 12, 8), i32(3, 4), i32(3)), "power of two"),
     "decode_table": (lambda: decode(f(3, 4, 8), pages, i64(3, 4), i32(3)), "page_table must be int32"),
     "decode_batch": (lambda: decode(f(2, 4, 8), pages, i32(3, 4), i32(3)), "query has 2 sequences"),

@@ -26,7 +26,7 @@ from baton.engine.models.loading.quantised_weights import (
 )
 from baton.engine.models.parallel import TensorParallel
 from baton.errors import ConfigError, ModelError
-from baton.kernels.experts import ExpertWeights
+from baton.kernels.experts import ExpertWeights, stack_experts
 from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
 from baton.kernels.lora import AdapterRows, LowRankWeights
 from baton.kernels.native import HugeArena
@@ -323,9 +323,7 @@ class Parameters:
         num_splits: of calls of `linear`. ConfigError: the weight cannot be cut into groups.
         """
         if isinstance(weight_NK, QuantisedMatrix):
-            if self.device.type == "cpu":
-                return pack_quantised(weight_NK, self.dtype, self._packed_memory, num_splits=num_splits)
-            weight_NK = self.dequantised(weight_NK)
+            return pack_quantised(weight_NK, self.dtype, self._packed_memory, num_splits=num_splits)
         if self.quantization is None:
             return pack_linear(weight_NK, self._packed_memory, batch_invariant=self.batch_invariant)
         matrix = quantise(weight_NK, self.quantization, num_splits=num_splits)
@@ -342,9 +340,13 @@ class Parameters:
 
     def pack_experts(self, weights_NK: Sequence[Matrix], bias_XN: Tensor | None = None) -> ExpertWeights:
         """One projection of all experts as `Mixture` multiplies by it. bias_XN: fp32, of each expert."""
+        formats = {weight.format if isinstance(weight, QuantisedMatrix) else None for weight in weights_NK}
+        if len(formats) > 1:
+            weights_NK = [*map(self.dequantised, weights_NK)]
+        weights = tuple(map(self.pack, weights_NK))
         if self.device.type == "cuda":
-            return ExpertWeights((), bias_XN, torch.stack([*map(self.dequantised, weights_NK)]))
-        return ExpertWeights(tuple(map(self.pack, weights_NK)), bias_XN)
+            return stack_experts(weights, bias_XN)
+        return ExpertWeights(weights, bias_XN)
 
     def rows(self, name: str, shape: Shape) -> Tensor:
         """This rank's rows of a table: as many on every rank, with zero rows after an uneven end."""

@@ -20,7 +20,7 @@ from baton.kernels.native import huge_zeros
 def use(patch: pytest.MonkeyPatch) -> None:
     """Replace the product until the patch is undone."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
-    bfloat16, float32 = (getattr(interpreter.tl, name) for name in ("bfloat16", "float32"))
+    bfloat16 = interpreter.tl.bfloat16
 
     def widened(operand: Any) -> Any:
         if operand.dtype != bfloat16:
@@ -28,8 +28,10 @@ def use(patch: pytest.MonkeyPatch) -> None:
         return (operand.data.astype(np.uint32) << 16).view(np.float32)
 
     def create_dot(left: Any, right: Any, sums: Any, *_: Any) -> Any:
-        product_M1N = np.matmul(widened(left)[:, None], widened(right)[None])  # row by row
-        return interpreter.TensorHandle(product_M1N[:, 0] + sums.data, float32)
+        """Row by row. fp32 holds sums of the products of 128 integers of 8 bits exactly."""
+        product_M1N = np.matmul(widened(left)[:, None], widened(right)[None])
+        sums_MN = sums.data + product_M1N[:, 0].astype(sums.data.dtype)
+        return interpreter.TensorHandle(sums_MN, sums.dtype.scalar)
 
     patch.setattr(interpreter.interpreter_builder, "create_dot", create_dot)
 

@@ -16,10 +16,12 @@ from baton.kernels import linear, paged_attention
 from baton.kernels.experts import experts_triton
 from baton.kernels.paged_attention import paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
+from baton.kernels.quantised import WeightFormat
 from baton.request import SamplingParams, StepOutput
 from tests.kernels.attention_cases import PagedKv, Shape, paged_kv
 from tests.kernels.cases import mixture_of_rank, random_mixture
 from tests.kernels.outcomes import DTYPES, normal, short
+from tests.kernels.quantised_cases import FORMATS, of_codes, random_matrix
 from tests.parity.runs import engine, run
 from tests.tiny_models import write_config
 
@@ -60,9 +62,15 @@ RANKS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def outputs(directory: Path, dtype: str, setting: str = "", num_prompts: int = 3) -> list[list[StepOutput]]:
+def outputs(
+    directory: Path, dtype: str, setting: str = "", num_prompts: int = 3, codes: str | None = None
+) -> list[list[StepOutput]]:
+    """codes: the format of weights and of KV pages."""
     sidecar = RankSidecar(factory="tests.kernels.interpreted.matrix_unit:MatrixUnit", arguments="")
-    settings = (SETTINGS | RANKS).get(setting, {})
+    settings: dict[str, Any] = (SETTINGS | RANKS).get(setting, {})
+    if codes is not None:
+        cache = {**settings.get("cache", {}), "kv_cache_dtype": codes}
+        settings = {**settings, "quantization": codes, "cache": cache}
     with engine(directory, sidecar, load_format="dummy", dtype=dtype, **settings) as made:
         return run(made, PROMPTS[:num_prompts], GREEDY)
 
@@ -83,6 +91,23 @@ def test_a_second_rank_changes_no_bit(directory: Path) -> None:
     """In fp32: the interpreter cuts bf16 off where torch, which adds the ranks, rounds."""
     two_ranks = outputs(directory, "float32", "tensor-parallel-2", num_prompts=2)
     assert two_ranks == outputs(directory, "float32", num_prompts=2)
+
+
+@pytest.mark.parametrize("codes", ["int8", pytest.param("fp8", marks=slow)])
+def test_no_setting_changes_a_bit_of_weights_and_pages_of_one_byte(codes: str, directory: Path) -> None:
+    in_chunks, on_two_ranks = (
+        outputs(directory, "float32", setting, num_prompts=2, codes=codes)
+        for setting in ("chunks", "tensor-parallel-2")
+    )
+    assert in_chunks == on_two_ranks
+
+
+@slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_setting_changes_a_bit_of_codes_in_bf16(setting: str, directory: Path) -> None:
+    assert outputs(directory, "bfloat16", setting, codes="int8") == outputs(
+        directory, "bfloat16", codes="int8"
+    )
 
 
 @slow
@@ -106,6 +131,7 @@ def test_no_setting_changes_a_bit_of_a_mixture_of_experts(
 SHAPES = (
     Shape(page_size=16, num_kv_heads=2, group_size=3, head_dim=16),
     Shape(page_size=4, num_kv_heads=1, group_size=1, head_dim=40, window=300),
+    Shape(page_size=4, num_kv_heads=1, group_size=2, head_dim=16, codes=torch.int8),
 )
 
 
@@ -123,7 +149,7 @@ def attend(kv: PagedKv, query_THD: Tensor, shape: Shape, context_len: int) -> Te
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=("grouped", "window"))
+@pytest.mark.parametrize("shape", SHAPES, ids=("grouped", "window", "codes"))
 @pytest.mark.parametrize(("num_keys", "dtype"), in_dtypes(60, 530, 4400))
 def test_attention_of_a_token_is_the_same_in_decode_and_in_any_chunk(
     num_keys: int, shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +211,26 @@ def test_product_of_a_token_is_the_same_in_any_batch(
     assert torch.equal(
         multiply(x, replace(weight, arrivals=torch.zeros(1, dtype=torch.int32)), bias), together
     )
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda each: each.name.lower())
+@pytest.mark.parametrize("num_groups", [1, pytest.param(9, marks=slow)])
+def test_product_of_codes_is_the_same_in_any_batch_and_on_two_ranks(
+    weight_format: WeightFormat, num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, half = torch.bfloat16, 128 * num_groups
+    matrix = random_matrix(weight_format, 70, 2 * half, 128)
+    x, weight = normal(70, 2 * half, dtype=dtype, device=CPU), of_codes(matrix, dtype, CPU)
+    multiply = partial(linear.linear_triton, out_dtype=torch.float32)
+    together = multiply(x, weight, num_splits=2)
+    for first, last in ((0, 1), (3, 40)):
+        assert torch.equal(multiply(x[first:last], weight, num_splits=2), together[first:last])
+    ranks = [of_codes(each, dtype, CPU) for each in matrix.chunk_inputs(2)]
+    halves = [multiply(part, rank) for part, rank in zip(x.split(half, 1), ranks, strict=True)]
+    assert torch.equal(halves[0] + halves[1], together)
+    monkeypatch.setattr(linear, "NUM_MULTIPROCESSORS", 1)  # too few for the tiles: a program sums a whole one
+    one = replace(weight, arrivals=torch.zeros(1, dtype=torch.int32))
+    assert torch.equal(multiply(x, one, num_splits=2), together)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

@@ -11,7 +11,6 @@ from torch import Tensor
 from baton.kernels import native
 from baton.kernels.linear import LinearWeight, linear, pack_linear, pack_quantised
 from baton.kernels.quantised import (
-    FP8,
     Method,
     QuantisedMatrix,
     WeightFormat,
@@ -20,10 +19,10 @@ from baton.kernels.quantised import (
     quantise,
 )
 from tests.kernels.outcomes import normal
+from tests.kernels.quantised_cases import FORMATS, random_matrix
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
-FORMATS = [each for each in WeightFormat if each is not WeightFormat.PLAIN]
 ERRORS: dict[Method, float] = {"int8": 0.02, "fp8": 0.05, "int4": 0.2}  # of random weights, relative
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 formats = pytest.mark.parametrize("weight_format", FORMATS, ids=lambda each: each.name.lower())
@@ -31,26 +30,6 @@ formats = pytest.mark.parametrize("weight_format", FORMATS, ids=lambda each: eac
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
     return normal(*shape, dtype=dtype, device=CPU)
-
-
-def matrix(
-    weight_format: WeightFormat, num_outputs: int, num_inputs: int, group: int, seed: int = 0
-) -> QuantisedMatrix:
-    """Every code occurs, of FP8 denormals and the largest values, too; no value is a NaN."""
-    source = torch.Generator().manual_seed(seed)
-    shape, is_fp8 = (num_outputs, num_inputs), weight_format is WeightFormat.FP8
-    bits = torch.randint(0, 256, shape, generator=source, dtype=torch.uint8)
-    if is_fp8:
-        codes = torch.where(bits & 127 == 127, 0, bits).view(FP8)
-    elif weight_format is WeightFormat.MXFP4:
-        codes = bits & 15
-    else:
-        codes = bits.view(torch.int8) if weight_format.num_bits == 8 else (bits & 15).to(torch.int8) - 8
-    scales = torch.rand((num_outputs, num_inputs // group), generator=source) * (0.01 if is_fp8 else 0.1)
-    zeros = None
-    if weight_format is WeightFormat.INT4_ZEROS:
-        zeros = torch.randint(-8, 8, scales.shape, generator=source).float()
-    return QuantisedMatrix(weight_format, codes, scales, zeros)
 
 
 def packed(made: QuantisedMatrix, dtype: torch.dtype, num_splits: int = 1) -> LinearWeight:
@@ -85,7 +64,7 @@ def test_product_is_that_of_dequantised_weights(
 ) -> None:
     group, num_groups = groups
     num_inputs = group * num_groups * num_splits
-    made = matrix(weight_format, num_outputs, num_inputs, group)
+    made = random_matrix(weight_format, num_outputs, num_inputs, group)
     x = random(num_tokens, num_inputs, dtype=dtype)
     bias = random(num_outputs, dtype=torch.float32) if has_bias else None
     out = linear(x, packed(made, dtype, num_splits), bias, num_splits=num_splits, out_dtype=torch.float32)
@@ -105,8 +84,11 @@ def test_product_is_that_of_dequantised_weights(
 def test_row_has_the_same_bits_in_any_batch(
     weight_format: WeightFormat, dtype: torch.dtype, num_splits: int
 ) -> None:
-    """The C kernels sum several groups of one row at once, and one group of many rows."""
-    weight = packed(matrix(weight_format, 75, 368, 184), dtype, num_splits)  # groups of 92, 8 or 4 inputs
+    """The C kernels sum several groups of one row at once, and one group of many rows.
+
+    Groups of 184 inputs become groups of 92, 8 or 4.
+    """
+    weight = packed(random_matrix(weight_format, 75, 368, 184), dtype, num_splits)
     x, bias = random(230, 368, dtype=dtype), random(75, dtype=torch.float32)
     alone = torch.cat([linear(row, weight, bias, num_splits=num_splits) for row in x.split(1)])
     for num_rows in [*range(1, 26), 191, 193, 230]:
@@ -121,7 +103,7 @@ def test_two_splits_equal_the_sum_of_two_ranks(
     weight_format: WeightFormat, dtype: torch.dtype, half: int
 ) -> None:
     """One group lies in both halves: it is cut."""
-    made, x = matrix(weight_format, 50, 2 * half, 2 * half), random(13, 2 * half, dtype=dtype)
+    made, x = random_matrix(weight_format, 50, 2 * half, 2 * half), random(13, 2 * half, dtype=dtype)
     halves = [
         linear(part, packed(rank, dtype), out_dtype=torch.float32)
         for part, rank in zip(x.split(half, 1), made.chunk_inputs(2), strict=True)
@@ -132,15 +114,15 @@ def test_two_splits_equal_the_sum_of_two_ranks(
 
 @formats
 def test_outputs_of_two_matrices_lie_side_by_side(weight_format: WeightFormat) -> None:
-    parts = [matrix(weight_format, rows, 64, 64 // rows, seed=rows) for rows in (2, 4)]
+    parts = [random_matrix(weight_format, rows, 64, 64 // rows, seed=rows) for rows in (2, 4)]
     joined = join_rows(parts)
     assert joined is not None and joined.group == 16
     assert torch.equal(joined.dequantised(), torch.cat([part.dequantised() for part in parts]))
-    assert join_rows([parts[0], matrix(weight_format, 2, 32, 32)]) is None
+    assert join_rows([parts[0], random_matrix(weight_format, 2, 32, 32)]) is None
 
 
 def test_groups_that_the_kernel_does_not_take_are_multiplied_all_the_same() -> None:
-    made, x = matrix(WeightFormat.INT4, 9, 60, 20), random(3, 60, dtype=torch.float32)
+    made, x = random_matrix(WeightFormat.INT4, 9, 60, 20), random(3, 60, dtype=torch.float32)
     weight = pack_quantised(made, torch.float32)
     assert weight.format is WeightFormat.PLAIN
     torch.testing.assert_close(linear(x, weight), x @ made.dequantised().T)
@@ -197,7 +179,7 @@ def test_inputs_that_form_no_groups_are_not_rounded() -> None:
 
 
 def test_reference_sums_rounded_inputs_exactly() -> None:
-    made = matrix(WeightFormat.INT8_ROUNDED, 3, 8, 8)
+    made = random_matrix(WeightFormat.INT8_ROUNDED, 3, 8, 8)
     x = torch.tensor([[127.0, -127, 1, 2, 3, 4, 5, 0.4]])
     out = linear_quantised_reference(x, made, None, num_splits=1, out_dtype=torch.float32)
     torch.testing.assert_close(out, (x.round() @ made.dequantised().T), rtol=1e-6, atol=1e-5)

@@ -1,0 +1,40 @@
+"""Codes of one byte in Triton, by operations that every GPU has, with the bits of the C kernels."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton.kernels.triton_import import jit, tl
+
+FP8_AS_HALF: Final = 256.0  # E4M3 is read as half precision, a value that is this much smaller
+
+
+@jit
+def fp8_as_half(codes: tl.tensor) -> tl.tensor:
+    """The values of E4M3 codes, int8, divided by FP8_AS_HALF: fp16, exact. No code may be a NaN."""
+    bits = codes.to(tl.int16)
+    return ((bits & 127) << 7 | (bits & 128) << 8).to(tl.float16, bitcast=True)
+
+
+@jit
+def float_to_fp8(values: tl.tensor) -> tl.tensor:
+    """The E4M3 codes, int8, of fp32 values of at most 448 give or take an ulp, rounded to nearest even."""
+    bits = values.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 128
+    bits = bits & 0x7FFFFFFF
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1) - (120 << 23)) >> 20
+    # Below 2^-6 codes are 2^-9 apart, as are floats from 2^14 on.
+    denormal = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return (sign | tl.where(bits >= 121 << 23, normal, denormal)).to(tl.int8)
+
+
+@jit
+def float_to_int8(values: tl.tensor) -> tl.tensor:
+    """fp32 values of at most 127, rounded to nearest even: int8."""
+    return integer_of(values + 12582912.0)
+
+
+@jit
+def integer_of(shifted: tl.tensor) -> tl.tensor:
+    """The integers, int8, in fp32 sums with 1.5 * 2^23; such a sum rounds to the nearest integer."""
+    return (shifted.to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
