@@ -47,8 +47,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """KV pages on the device and on the host."""
 
     page_size: Annotated[int, Meta(ge=1)] = 16  # tokens in one KV page, a power of two
-    # How pages store keys and values. auto: in the model's dtype. fp8 (E4M3), int8: on a CPU, in one byte,
-    # with a scale for each token and head.
+    # How pages store keys and values. auto: in the model's dtype. fp8 (E4M3), int8: in one byte, with a
+    # scale for each token and head.
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
     # Bytes for KV pages; None: what gpu_memory_utilization leaves.
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
@@ -118,8 +118,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The settings of an engine, apart from its model."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights; auto: the checkpoint's
-    # On a CPU, round the weights of linear layers to 8 or 4 bits as they are read. int8 and int4 round the
-    # inputs of these layers to 8 bits, too, in groups of up to 128 inputs.
+    # Round the weights of linear layers to 8 or 4 bits as they are read. int8 and int4 round the inputs of
+    # these layers to 8 bits, too, in groups of up to 128 inputs.
     quantization: Literal["int8", "fp8", "int4"] | None = None
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: seeded random weights, only config.json is read
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of workers; auto: cuda where there is a GPU

@@ -238,10 +238,6 @@ class ModelRunner:
         self.device = choose_device(config.device, rank.index)
         if self.pp.size > 1 and self.device.type != "cpu":
             raise ConfigError(f"pipeline_parallel_size: stages run on CPUs, not on {self.device}")
-        cache_dtype = config.cache.kv_cache_dtype
-        for key, value in (("quantization", config.quantization), ("cache.kv_cache_dtype", cache_dtype)):
-            if value not in (None, "auto") and self.device.type != "cpu":
-                raise ConfigError(f"{key}: {value} runs on a CPU, not on {self.device}")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # kernels, streams and graphs go where the tensors are
             if torch.cuda.current_stream(self.device).priority != config.stream_priority:
@@ -263,7 +259,7 @@ class ModelRunner:
             ),  # a head that several ranks hold counts as many
             head_dim=model_config.head_dim,
             dtype=self.dtype,
-            cache_dtype=cache_dtype,
+            cache_dtype=config.cache.kv_cache_dtype,
             stage_layers=split_layers(model_config, self.pp.size) if self.pp.size > 1 else (),
         )
         self.layers = self.layout.layers_of(rank.index)  # on this rank

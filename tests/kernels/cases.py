@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -95,8 +95,9 @@ def mixture_of_rank(made: Mixture, first: int, stop: int) -> Mixture:
 
     def share(weights: ExpertWeights) -> ExpertWeights:
         bias_XN = None if weights.bias_XN is None else weights.bias_XN[first:stop].contiguous()
-        stacked_XNK = None if weights.stacked_XNK is None else weights.stacked_XNK[first:stop].contiguous()
-        return ExpertWeights(weights.weights[first:stop], bias_XN, stacked_XNK)
+        assert weights.stacked is not None and weights.stacked.vectors is None
+        stacked = replace(weights.stacked, data=weights.stacked.data[first:stop].contiguous())
+        return ExpertWeights((), bias_XN, stacked)
 
     return Mixture(
         share(made.gate_up),

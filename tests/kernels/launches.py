@@ -163,12 +163,13 @@ def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
     if dtype is torch.bfloat16:
         logits = torch.empty(3, 128)
         yield Scenario("route", experts, "route_kernel", partial(experts.route_triton, logits, 8, True))
-        stacked = experts.ExpertWeights((), None, torch.empty(64, 2048, 384, dtype=dtype))
+        down = linear.LinearWeight(torch.empty(64, 2048, 384, dtype=dtype), 2048, 384, dtype, is_packed=False)
+        weights = experts.ExpertWeights((), None, down)
         chosen = torch.zeros(3, 8, dtype=torch.int64)
         for label, keeps_parts in (("combine", False), ("combine-parts", True)):
             mixture = experts.Mixture(
-                stacked,
-                [stacked, stacked],
+                weights,
+                [weights, weights],
                 top_k=8,
                 normalises=True,
                 activation=gated.SILU,

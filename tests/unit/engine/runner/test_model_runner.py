@@ -9,7 +9,6 @@ from baton.engine.models.loading.weights import Checkpoint
 from baton.engine.models.model import dummy_checkpoint, parameter_bytes, parameter_shapes
 from baton.engine.models.parallel import ReplicaRank, TensorParallel
 from baton.engine.models.registry import choose_max_model_len, read_model_config
-from baton.engine.runner import model_runner
 from baton.engine.runner.model_runner import ModelRunner, choose_device
 from baton.engine.runner.step_inputs import StepBuilder
 from baton.errors import ConfigError
@@ -32,21 +31,6 @@ def test_devices() -> None:
     assert choose_device("auto", 1) == torch.device("cpu")
     with pytest.raises(ConfigError, match="device: expected a CUDA device"):
         choose_device("cuda", 0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"quantization": "int8"}, "quantization: int8 runs on a CPU, not on cuda:0"),
-        ({"cache": {"kv_cache_dtype": "fp8"}}, "cache.kv_cache_dtype: fp8 runs on a CPU, not on cuda:0"),
-    ],
-)
-def test_what_a_gpu_cannot_compute_is_refused(
-    tiny_model: Path, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_runner, "choose_device", lambda device, rank: torch.device("cuda", rank))
-    with pytest.raises(ConfigError, match=message):
-        loaded_runner(tiny_model, **settings)
 
 
 def test_models_length_may_be_lowered_never_raised(tiny_model: Path) -> None:
