@@ -95,9 +95,11 @@ def mixture_of_rank(made: Mixture, first: int, stop: int) -> Mixture:
 
     def share(weights: ExpertWeights) -> ExpertWeights:
         bias_XN = None if weights.bias_XN is None else weights.bias_XN[first:stop].contiguous()
-        assert weights.stacked is not None and weights.stacked.vectors is None
-        stacked = replace(weights.stacked, data=weights.stacked.data[first:stop].contiguous())
-        return ExpertWeights((), bias_XN, stacked)
+        stacked = weights.stacked
+        if stacked is not None:
+            assert stacked.vectors is None, "a plain weight"
+            stacked = replace(stacked, data=stacked.data[first:stop].contiguous())
+        return ExpertWeights(weights.weights[first:stop], bias_XN, stacked)
 
     return Mixture(
         share(made.gate_up),
