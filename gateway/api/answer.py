@@ -156,6 +156,7 @@ class Answer:
         self._unopened: deque[tuple[AnswerChoice, str]] = deque()  # with the worker that has the prompt
         self._num_running = len(self.choices)
         self.is_over = False
+        self._usage: Usage | None = None  # once the answer is over
 
     @property
     def num_cached_tokens(self) -> int:
@@ -165,6 +166,8 @@ class Answer:
     @property
     def usage(self) -> Usage:
         """The usage of an undisturbed answer to the call, also when this answer is resumed."""
+        if self._usage is not None:
+            return self._usage
         resumed, num_completion, num_cached, num_reasoning = self.call.resumed, 0, 0, 0
         delivered = (_NOTHING,) * len(self.choices) if resumed is None else resumed.choices
         for choice, shown in zip(self.choices, delivered, strict=True):
@@ -172,7 +175,10 @@ class Answer:
             num_reasoning += max(choice.num_reasoning_tokens, shown.num_reasoning_tokens)
             if choice.number == 0:
                 num_cached += shown.num_cached_tokens if shown.is_begun else choice.num_cached_tokens
-        return Usage(self.call.num_prompt_tokens, num_completion, num_cached, num_reasoning)
+        usage = Usage(self.call.num_prompt_tokens, num_completion, num_cached, num_reasoning)
+        if self.is_over:
+            self._usage = usage
+        return usage
 
     @property
     def is_whole(self) -> bool:

@@ -466,14 +466,16 @@ class _Kept:
         self._keeps_ids = keeps_ids
         self._token_ids = array("i")
         self._logprobs = PackedLogprobs()
-        self._reasoning = StringIO()
+        self._reasoning: StringIO | None = None  # of an answer that has reasoned
         self._tool_calls: list[ToolCallDelta] = []
 
     def add(self, delta: Delta) -> int:
         """Keep a delta; returns the approximate bytes that it takes."""
         before = self._logprobs.num_bytes + TOKEN_ID_BYTES * len(self._token_ids)
         self._text.write(delta.text)
-        self._reasoning.write(delta.reasoning)
+        if delta.reasoning:
+            self._reasoning = self._reasoning or StringIO()
+            self._reasoning.write(delta.reasoning)
         if self._keeps_ids:
             self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs)
@@ -487,7 +489,7 @@ class _Kept:
             self._token_ids.tolist(),
             self._logprobs,
             joined_calls(self._tool_calls),
-            self._reasoning.getvalue(),
+            "" if self._reasoning is None else self._reasoning.getvalue(),
         )
 
 
