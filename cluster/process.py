@@ -13,6 +13,7 @@ A process imports the code of its own kind only: a router needs no torch.
 
 import asyncio
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -44,7 +45,7 @@ from baton.errors import DRAINED, ORPHANED, STOPPED_TWICE, BatonError, ConfigErr
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import Generations, KeyRing
-from baton.rpc.process import freeze_gc, raise_descriptor_limit
+from baton.rpc.process import freeze_gc, frozen_imports, raise_descriptor_limit
 
 # Runs on an asyncio loop until the event is set, and then to the end of what it has begun.
 Serve: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
@@ -72,7 +73,9 @@ def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: Tell) -> 
             _run_loop(lambda end: serve_router(router, ring, _tells_alive(tell), end, starts), stop)
         case Kind.GATEWAY:
             from baton.config.gateway import GatewayConfig
-            from baton.gateway.process import serve_gateway
+
+            with frozen_imports():
+                from baton.gateway.process import serve_gateway
 
             gateway = msgspec.json.decode(given.config, type=GatewayConfig)
             gateway = msgspec.structs.replace(
@@ -86,7 +89,8 @@ def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: Tell) -> 
             )
             _run_loop(lambda end: serve_gateway(gateway, ring, _tells_alive(tell), end), stop)
         case Kind.WORKER:
-            from baton.cluster.worker_process import HostedWorker
+            with frozen_imports():
+                from baton.cluster.worker_process import HostedWorker
 
             worker = msgspec.json.decode(given.config, type=WorkerConfig)
             hosted = HostedWorker(worker, ring, _tells_progress(tell), given.incarnation)
@@ -167,6 +171,8 @@ def main(run: Run = run) -> int:
     except BaseException as error:
         tell(ProcessFailed.of(error))
         raise
+    finally:
+        gc.unfreeze()  # native libraries would report objects that are left at the end of the process
     return 0 if stop.is_set() else DRAINED
 
 

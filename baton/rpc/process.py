@@ -70,12 +70,23 @@ class RandomBytes:
         self._block, self._num_used = b"", 0
 
     def __call__(self, num: int) -> bytes:
-        """Return so many bytes, which nobody gets again; RANDOM_BYTES at most."""
+        """Return so many bytes, each of which is given once; RANDOM_BYTES at most."""
         if self._num_used + num > len(self._block):
             self._block, self._num_used = os.urandom(RANDOM_BYTES), 0
         begin = self._num_used
         self._num_used += num
         return self._block[begin : self._num_used]
+
+
+@contextlib.contextmanager
+def frozen_imports() -> Iterator[None]:
+    """Pause garbage collection for imports, and exempt what they have made: many objects that stay."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 _thresholds_before: list[tuple[int, int, int]] = []  # one entry for each `freeze_gc` that is active

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.rpc.process import LOOKS_PER_FULL, freeze_gc
+from baton.rpc.process import LOOKS_PER_FULL, freeze_gc, frozen_imports
 
 THRESHOLDS = (601, 11, 7)  # not Python's own
 
@@ -47,3 +47,11 @@ def test_settings_are_restored_after_an_error() -> None:
         raise ZeroDivisionError("a bug")
     assert gc.get_threshold() == THRESHOLDS
     assert gc.get_freeze_count() == 0
+
+
+def test_imports_are_not_collected_and_later_objects_are() -> None:
+    with pytest.raises(ImportError), frozen_imports():
+        assert not gc.isenabled()
+        raise ImportError("no such library")
+    assert gc.isenabled() and gc.get_freeze_count() > 0
+    gc.unfreeze()
