@@ -233,11 +233,14 @@ def attend_keys(
             keys_DN = tl.load(key_ptr_DN)
             values_ND = tl.load(value_ptr_ND)
         if ROW_FORMAT > 0:
-            scale_ptr_N = kv_ptr + token_N + head_dim
-            key_scale_ptr_N = scale_ptr_N.to(tl.pointer_type(tl.bfloat16))
-            value_scale_ptr_N = (scale_ptr_N + kv_stride_value).to(tl.pointer_type(tl.bfloat16))
-            key_scale_N = tl.load(key_scale_ptr_N, mask=exists_N, other=0.0)
-            value_scale_N = tl.load(value_scale_ptr_N, mask=exists_N, other=0.0)
+            scale_ptr_N = kv_ptr + token_N + (BLOCK_D if EVEN_D else head_dim)
+            scale_ptr_N = scale_ptr_N.to(tl.pointer_type(tl.bfloat16))
+            value_scale_ptr_N = scale_ptr_N + kv_stride_value // 2
+            if MASKED:
+                key_scale_N = tl.load(scale_ptr_N, mask=exists_N, other=0.0)
+                value_scale_N = tl.load(value_scale_ptr_N, mask=exists_N, other=0.0)
+            else:
+                key_scale_N, value_scale_N = tl.load(scale_ptr_N), tl.load(value_scale_ptr_N)
             keys_DN = _elements(keys_DN, key_scale_N[None, :], ROW_FORMAT).to(query_MD.dtype)
             values_ND = _elements(values_ND, value_scale_N[:, None], ROW_FORMAT).to(query_MD.dtype)
         score_MN = tl.dot(query_MD, keys_DN, input_precision="ieee") * scale

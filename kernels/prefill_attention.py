@@ -208,7 +208,7 @@ def prefill_tile(
 ) -> dict[str, int]:
     """Compile-time constants: 128 rows where registers and shared memory allow, fewer for short chunks.
 
-    Rows of codes take registers: more where fewer warps share a block of keys.
+    Rows of codes take more registers where fewer warps share a block of keys.
     """
     head_dim, dtype = query_THD.shape[2], query_THD.dtype
     block_D = max(16, triton.next_power_of_2(head_dim))
