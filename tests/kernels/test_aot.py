@@ -118,11 +118,26 @@ def test_products_load_the_next_blocks_while_they_compute(
     label: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for num_tokens in (3, 300, 8192):
-        ir = compiled(f"linear-{label}-{num_tokens}-bfloat16", monkeypatch).asm["ttgir"]
-        depths = [int(depth) for depth in re.findall(r"ttg\.async_wait .*num = (\d+)", ir)]
-        buffers = [int(number) for number in re.findall(r"ttg\.local_alloc : .*memdesc<(\d+)x", ir)]
-        assert depths.count(0) == sum(depth >= 2 for depth in depths) == len(depths) / 2 > 0
-        assert buffers and min(buffers) >= 2
+        assert_loads_ahead(compiled(f"linear-{label}-{num_tokens}-bfloat16", monkeypatch))
+
+
+@pytest.mark.parametrize("name", ["int8-qkv", "int4_zeros-out", "fp8-gate_up", "int8_rounded-out"])
+def test_products_with_codes_load_the_next_blocks_sixteen_bytes_at_a_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_tokens in (3, 300):
+        made = compiled(f"{name}-{num_tokens}", monkeypatch)
+        assert_loads_ahead(made)
+        assert "cp.async.cg.shared.global" in made.asm["ptx"]
+
+
+def assert_loads_ahead(made: Compiled) -> None:
+    """Products wait while later loads are under way."""
+    ir = made.asm["ttgir"]
+    depths = [int(depth) for depth in re.findall(r"ttg\.async_wait .*num = (\d+)", ir)]
+    buffers = [int(number) for number in re.findall(r"ttg\.local_alloc : .*memdesc<(\d+)x", ir)]
+    assert depths.count(0) == sum(depth >= 2 for depth in depths) == len(depths) / 2 > 0
+    assert buffers and min(buffers) >= 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

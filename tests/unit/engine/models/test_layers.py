@@ -8,6 +8,9 @@ import torch
 from baton.engine.models.decoder import ColumnParallelLinear
 from baton.engine.models.parallel import ReplicaRank, TensorParallel
 from baton.errors import ConfigError
+from baton.kernels.linear import linear
+from baton.kernels.quantised import WeightFormat
+from tests.kernels.quantised_cases import random_matrix
 from tests.tensor_parallel_peer import DTYPES, JOBS, Pair
 from tests.tiny_models import dummy_parameters
 
@@ -25,3 +28,15 @@ def test_heads_that_cannot_be_split_are_refused_by_name(tiny_model: Path) -> Non
     parameters = dummy_parameters(tiny_model, TensorParallel(0, 5)).scope("model.layers.0.self_attn")
     with pytest.raises(ConfigError, match=r"q_proj.weight: 64 cannot be split over 5"):
         ColumnParallelLinear(parameters, {"q_proj": 64}, 32)
+
+
+def test_experts_in_different_formats_are_dequantised(tiny_model: Path) -> None:
+    """A checkpoint with zeros has them in some experts alone where those of the others are all the same."""
+    parameters = dummy_parameters(tiny_model, TensorParallel(0, 1))
+    formats = (WeightFormat.INT4, WeightFormat.INT4_ZEROS)
+    matrices = [random_matrix(each, 5, 32, 16) for each in formats]
+    packed = parameters.pack_experts(matrices).weights
+    assert [weight.format for weight in packed] == 2 * [WeightFormat.PLAIN]
+    x = torch.eye(32)
+    for weight, matrix in zip(packed, matrices, strict=True):
+        torch.testing.assert_close(linear(x, weight), matrix.dequantised().T)

@@ -1,6 +1,7 @@
 """Every step compiles nothing that the steps of the start have not compiled, as the launchers choose it."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from baton.bench.gpu.kernels import Recorder
 from baton.engine.runner.step_inputs import StepArrays, StepUploads, padding_step, warmup_steps
-from baton.kernels import linear, paged_attention, prefill_attention, ragged_attention
+from baton.kernels import linear, paged_attention, prefill_attention, quantised_tile, ragged_attention
+from baton.kernels.quantised import WeightFormat
 from baton.kernels.triton_import import HAS_TRITON, Launch
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -19,10 +21,12 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"
 MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_PAGES = 700, 300, 600
 HEAD_DIM, PAGE_SIZE = 128, 16
 CPU: Final = torch.device("cpu")
+INT8_ROUNDED: Final = WeightFormat.INT8_ROUNDED
 KERNELS: Final = (
     (paged_attention, "paged_attention_kernel"),
     (prefill_attention, "prefill_attention_kernel"),
     (linear, "linear_kernel"),
+    (quantised_tile, "round_inputs_kernel"),
 )
 # Outputs and inputs of an 8B model's products. The head yields logits.
 PRODUCTS: Final = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -61,6 +65,8 @@ def multiply(num_rows: int, shape: tuple[int, int]) -> None:
     arrivals = linear.new_arrivals(x.device)
     weight = linear.LinearWeight(x, num_outputs, num_inputs, x.dtype, is_packed=False, arrivals=arrivals)
     linear.linear_triton(x, weight, num_splits=2)
+    codes = replace(weight, data=x.to(torch.int8), vectors=x.float(), group=128, format=INT8_ROUNDED)
+    linear.linear_triton(x, codes, num_splits=2)
 
 
 def variant_of(launch: Launch) -> tuple[object, ...]:
