@@ -125,11 +125,10 @@ def attention_cases() -> Iterator[NamedRun]:
             yield f"decode-ragged-{label}", partial(decode_outcome, DECODE_LENS["ragged"], shape, dtype)
             yield f"prefill-ragged-{label}", partial(prefill_outcome, PREFILL_CHUNKS["ragged"], shape, dtype)
     for codes, dtype in product((torch.int8, torch.float8_e4m3fn), (torch.float32, torch.bfloat16)):
-        for index in (1, 5):
-            shape = replace(SHAPES[index], codes=codes)
-            label = f"{short(codes)}-page{shape.page_size}-{short(dtype)}"
-            yield f"decode-{label}", partial(decode_outcome, DECODE_LENS["ragged"], shape, dtype)
-            yield f"prefill-{label}", partial(prefill_outcome, PREFILL_CHUNKS["ragged"], shape, dtype)
+        shape = replace(SHAPES[5 if dtype is torch.float32 else 1], codes=codes)
+        label = f"{short(codes)}-page{shape.page_size}-{short(dtype)}"
+        yield f"decode-{label}", partial(decode_outcome, DECODE_LENS["ragged"], shape, dtype)
+        yield f"prefill-{label}", partial(prefill_outcome, PREFILL_CHUNKS["ragged"], shape, dtype)
     for name, lens in DECODE_LENS.items():
         yield f"decode-{name}", partial(decode_outcome, lens, SHAPES[1], torch.float32)
     for name, chunks in PREFILL_CHUNKS.items():
