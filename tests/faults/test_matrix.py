@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-NUM_FAULTS: Final = 39
+NUM_FAULTS: Final = 40
 ROWS: Final = re.findall(
     r"^\| (F\d+) \|(.*)\|$", (ROOT / "docs" / "faults.md").read_text(), flags=re.MULTILINE
 )
