@@ -30,6 +30,7 @@ from baton.bench.gpu.suite import (
     STAGES,
     SizeName,
     StageBegan,
+    StageEnded,
     StageFigures,
     StageRow,
     StageRunner,
@@ -183,9 +184,11 @@ def test_stage_that_the_time_of_the_suite_ends_is_no_failure_and_runs_next_time(
 
 
 def test_records_of_another_size_or_version_are_not_taken(tmp_path: Path) -> None:
-    run_toy(tmp_path, "good")
-    assert not StageRunner(tmp_path, "cpu", "full").attempts(toy_stage("good"))
     runner = StageRunner(tmp_path, "cpu", "toy")
+    append(runner.path, StageBegan("good", "toy"))
+    append(runner.path, StageEnded(1.0, "done"))
+    assert runner.attempts(toy_stage("good"))
+    assert not StageRunner(tmp_path, "cpu", "full").attempts(toy_stage("good"))
     runner.path.write_text('{"type":"began","stage":"good","size":"gigantic"}\n')
     with pytest.raises(ConfigError, match="remove the file, or leave out --resume"):
         runner.attempts(toy_stage("good"))
