@@ -3,7 +3,7 @@
 A CPU has a C kernel, a GPU a Triton kernel. Both sum every output in one fixed order, so a token's values do
 not depend on how many tokens share the step (batch invariance), nor on whether one or two tensor-parallel
 ranks compute it.
-Without batch invariance a GPU uses torch's own multiplication.
+Without batch invariance a GPU uses torch's own multiplication for plain weights.
 A weight may be quantised: `pack_quantised`.
 
 Shapes: T tokens, N outputs, K inputs, F gated outputs (N = 2 * F).
@@ -197,11 +197,12 @@ def pack_quantised(
 
 # The Triton kernel.
 #
-# How an output is summed depends on K and the number of splits alone: parts of the inputs are summed apart,
-# then added in order, in fp32. Programs share the parts of a tile when there are few tiles (decode), and
-# the last one to arrive adds them; otherwise one program computes all parts of its tile (prefill). The bits
-# are the same. The height of a tile depends on the number of tokens; the matrix instruction of an H100 or
-# H200 takes 64 rows at either height. On other GPUs this has not been checked.
+# How an output is summed depends on K, the groups of the weight and the number of splits alone: parts of the
+# inputs are summed apart, then added in order, in fp32. quantised_tile.py sums groups. Programs share the
+# parts of a tile when there are few tiles (decode), and the last one to arrive adds them; otherwise one
+# program computes all parts of its tile (prefill). The bits are the same. The height of a tile depends on the
+# number of tokens; the matrix instruction of an H100 or H200 takes 64 rows at either height. On other GPUs
+# this has not been checked.
 
 
 @jit

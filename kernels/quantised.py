@@ -59,7 +59,7 @@ class WeightFormat(IntEnum):
 
     @property
     def group_unit(self) -> int:
-        """A group on a CPU has a multiple of so many inputs."""
+        """A group has a multiple of so many inputs."""
         return UNIT if self is WeightFormat.INT8_ROUNDED else 2 * UNIT
 
 
