@@ -32,8 +32,8 @@ from baton.kernels.linear import (
     linear_kernel,
     part_sizes,
 )
-from baton.kernels.quantised_tile import code_constants
-from baton.kernels.triton_import import kernel, runs_triton, tl, triton
+from baton.kernels.triton.kernel import kernel, runs_triton, tl, triton
+from baton.kernels.triton.quantised_tile import code_constants
 
 
 @dataclass(frozen=True, slots=True)

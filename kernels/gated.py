@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
+from baton.kernels.triton.kernel import jit, kernel, runs_triton, tl, triton
 
 
 class Activation(NamedTuple):

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels import native
-from baton.kernels.attention_tile import has_large_shared_memory, owner_of_block
 from baton.kernels.gated import SILU, Activation, constants, gated, gated_product
 from baton.kernels.quantised import (
     MAX_GROUP,
@@ -30,7 +29,9 @@ from baton.kernels.quantised import (
     linear_quantised_reference,
     panels,
 )
-from baton.kernels.quantised_tile import (
+from baton.kernels.triton.attention_tile import has_large_shared_memory, owner_of_block
+from baton.kernels.triton.kernel import TileKey, jit, kernel, runs_triton, tl, triton, tuned_tile
+from baton.kernels.triton.quantised_tile import (
     code_constants,
     code_tile,
     largest_group,
@@ -38,7 +39,6 @@ from baton.kernels.quantised_tile import (
     round_inputs_triton,
     sum_groups,
 )
-from baton.kernels.triton_import import TileKey, jit, kernel, runs_triton, tl, triton, tuned_tile
 
 # Multiprocessors of an H100 or H200. On another GPU the results are the same and the speed differs.
 NUM_MULTIPROCESSORS: Final = 132
@@ -198,8 +198,8 @@ def pack_quantised(
 # The Triton kernel.
 #
 # How an output is summed depends on K, the groups of the weight and the number of splits alone: parts of the
-# inputs are summed apart, then added in order, in fp32. quantised_tile.py sums groups. Programs share the
-# parts of a tile when there are few tiles (decode), and the last one to arrive adds them; otherwise one
+# inputs are summed apart, then added in order, in fp32. triton/quantised_tile.py sums groups. Programs share
+# the parts of a tile when there are few tiles (decode), and the last one to arrive adds them; otherwise one
 # program computes all parts of its tile (prefill). The bits are the same. The height of a tile depends on the
 # number of tokens; the matrix instruction of an H100 or H200 takes 64 rows at either height. On other GPUs
 # this has not been checked.

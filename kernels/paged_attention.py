@@ -15,7 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.kernels.attention_tile import (
+from baton.kernels.store_kv import as_rows, check_paged_kv, dense_attention, dense_kv
+from baton.kernels.triton.attention_tile import (
     attend_keys,
     capped_tile,
     merge,
@@ -25,8 +26,7 @@ from baton.kernels.attention_tile import (
     tile_options,
     tile_rows,
 )
-from baton.kernels.store_kv import as_rows, check_paged_kv, dense_attention, dense_kv
-from baton.kernels.triton_import import jit, kernel, tl, triton
+from baton.kernels.triton.kernel import jit, kernel, tl, triton
 
 LOG2_E = math.log2(math.e)
 # An estimate; no GPU has measured it: sixteen programs in turn on each of the 132 multiprocessors of an H100

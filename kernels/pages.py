@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.triton_import import kernel, tl, triton
+from baton.kernels.triton.kernel import kernel, tl, triton
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.attention_tile import (
+from baton.kernels.paged_attention import LOG2_E
+from baton.kernels.store_kv import as_rows, check_paged_kv, dense_attention, dense_kv
+from baton.kernels.triton.attention_tile import (
     attend_keys,
     capped_tile,
     merge,
@@ -20,9 +22,7 @@ from baton.kernels.attention_tile import (
     tile_options,
     tile_rows,
 )
-from baton.kernels.paged_attention import LOG2_E
-from baton.kernels.store_kv import as_rows, check_paged_kv, dense_attention, dense_kv
-from baton.kernels.triton_import import kernel, tl, triton
+from baton.kernels.triton.kernel import kernel, tl, triton
 
 
 @kernel(varying=("num_sequences", "page_table_stride"))

@@ -1,6 +1,6 @@
 """Weights of 8 or 4 bits: their formats, how they are made from plain weights, and how a CPU lays them out.
 
-quantised_tile.py lays them out for a GPU.
+triton/quantised_tile.py lays them out for a GPU.
 
 A weight is (value - zero) * scale. Inputs come in groups; each output has a scale, and perhaps a zero, in
 each group. A checkpoint brings such a weight, or `quantise` makes one.
@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.codes import FP8_AS_HALF
-
 PANEL: Final = 32  # outputs, as in csrc/panels.h
 MAX_GROUP: Final = 128  # inputs that share a scale in a product
 UNIT: Final = 4  # neighbouring inputs of an output that lie together
 FP8: Final = torch.float8_e4m3fn
 FP8_LARGEST: Final = 448.0
+FP8_AS_HALF: Final = 256.0  # kernels read E4M3 as half precision, which is the value divided by this
 OFFSET: Final = 128  # csrc/linear_rounded.c adds this to inputs of 8 bits
 HALF_BYTES: Final = 16  # and multiplies values of 4 bits as if they were so many times larger
 # The values of E2M1: a sign, two bits of exponent, one of mantissa.

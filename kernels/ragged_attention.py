@@ -17,7 +17,7 @@ from baton.kernels import native
 from baton.kernels.paged_attention import new_arrivals, paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
 from baton.kernels.store_kv import row_format
-from baton.kernels.triton_import import runs_triton
+from baton.kernels.triton.kernel import runs_triton
 
 LANES: Final = 16  # a multiple of the lanes of any CPU
 MAX_GROUP: Final = 16  # query heads a kv head, and

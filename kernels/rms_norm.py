@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.triton_import import kernel, runs_triton, tl, triton
+from baton.kernels.triton.kernel import kernel, runs_triton, tl, triton
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:

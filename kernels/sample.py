@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
+from baton.kernels.triton.kernel import jit, kernel, runs_triton, tl, triton
 
 # Philox4x32-10, the counter-based generator of Random123 (Salmon et al., SC'11), in plain torch.
 #

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels import native
-from baton.kernels.codes import float_to_fp8, float_to_int8
-from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
+from baton.kernels.triton.codes import float_to_fp8, float_to_int8
+from baton.kernels.triton.kernel import jit, kernel, runs_triton, tl, triton
 
 SCALE_BYTES: Final = 2
 LARGEST_CODE: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

@@ -36,9 +36,8 @@ from baton.bench.machine import (
     seconds_per_call,
 )
 from baton.bench.report import Curve, Row, at_least, at_most, format_number
-from baton.kernels import attention_tile, linear, paged_attention
+from baton.kernels import linear, paged_attention
 from baton.kernels import prefill_attention as prefill
-from baton.kernels.attention_tile import NUM_STAGES, num_splits
 from baton.kernels.gated import SILU
 from baton.kernels.linear import NUM_MULTIPROCESSORS
 from baton.kernels.paged_attention import (
@@ -48,7 +47,9 @@ from baton.kernels.paged_attention import (
 )
 from baton.kernels.prefill_attention import prefill_attention_reference
 from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
-from baton.kernels.triton_import import (
+from baton.kernels.triton import attention_tile
+from baton.kernels.triton.attention_tile import NUM_STAGES, num_splits
+from baton.kernels.triton.kernel import (
     SHARED_MEMORY_BYTES,
     Kernel,
     Launch,

@@ -32,7 +32,7 @@ from baton.bench.gpu.session import FULL, TOY, Figures, Session
 from baton.bench.machine import gpu_state
 from baton.bench.report import Plot, Report, Row, option, suite
 from baton.errors import ConfigError
-from baton.kernels.triton_import import TileKind, TunedDtype, TunedTile, write_tuned
+from baton.kernels.triton.kernel import TileKind, TunedDtype, TunedTile, write_tuned
 
 SLOWEST: Final = 4.0  # times its usual time, after which a stage has hung
 START_S: Final = 60.0  # time for a process to import torch and compile kernels
@@ -434,7 +434,7 @@ def _tuned_rows(
     option("--resume", False, "go on after the stages that have ended"),
     option("--rival-python", sys.executable, "the interpreter that has vLLM", metavar="PATH"),
     option("--live-programs", False, "only the decode kernel's split, no GPU"),
-    option("--tune", False, "only write the table of tuned tiles, kernels/tuned.json"),
+    option("--tune", False, "only write the table of tuned tiles, kernels/triton/tuned.json"),
     option("--toy", False, "toy size on the CPU, GPU or not"),
 )
 def measure(options: Namespace, report: Report) -> None:

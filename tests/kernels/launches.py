@@ -19,13 +19,13 @@ from baton.kernels import (
     paged_attention,
     pages,
     prefill_attention,
-    quantised_tile,
     rms_norm,
     sample,
     store_kv,
 )
 from baton.kernels.quantised import WeightFormat
-from baton.kernels.triton_import import Launch
+from baton.kernels.triton import quantised_tile
+from baton.kernels.triton.kernel import Launch
 from tests.kernels.quantised_cases import FORMATS
 
 CPU = torch.device("cpu")

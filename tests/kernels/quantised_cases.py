@@ -20,7 +20,7 @@ from baton.kernels.quantised import (
     linear_quantised_reference,
     round_groups,
 )
-from baton.kernels.quantised_tile import lay_out_codes, round_inputs_triton
+from baton.kernels.triton.quantised_tile import lay_out_codes, round_inputs_triton
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
 
 FORMATS = [each for each in WeightFormat if each is not WeightFormat.PLAIN]

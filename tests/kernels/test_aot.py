@@ -15,7 +15,7 @@ import torch
 
 from baton.bench.gpu.kernels import COMPILED_INPUTS, Candidate, compile_tile
 from baton.kernels import sample
-from baton.kernels.triton_import import (
+from baton.kernels.triton.kernel import (
     HAS_TRITON,
     SHARED_MEMORY_BYTES,
     Compiled,

@@ -7,18 +7,18 @@ from functools import partial
 import pytest
 import torch
 
-from baton.kernels.attention_tile import num_splits
 from baton.kernels.experts import stack_experts
 from baton.kernels.gated import gated_triton
 from baton.kernels.linear import linear_triton, pack_linear
 from baton.kernels.paged_attention import decode_programs, paged_attention_decode_triton
 from baton.kernels.pages import copy_pages_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
-from baton.kernels.quantised_tile import round_inputs_triton
 from baton.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from baton.kernels.sample import sample_triton
 from baton.kernels.store_kv import rope_and_store_triton
-from baton.kernels.triton_import import HAS_TRITON
+from baton.kernels.triton.attention_tile import num_splits
+from baton.kernels.triton.kernel import HAS_TRITON
+from baton.kernels.triton.quantised_tile import round_inputs_triton
 from tests.kernels.sampling_cases import Filters, sampling_tensors
 
 f = torch.empty

@@ -9,7 +9,7 @@ import torch
 
 from baton.bench.engine.replica import Replica, load_replica, request_of
 from baton.bench.gpu.model import CHECKED_SHAPE, random_tokens, step_arrays
-from baton.kernels.triton_import import triton
+from baton.kernels.triton.kernel import triton
 from baton.request import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

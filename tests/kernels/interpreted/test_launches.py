@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from baton.engine.runner.step_inputs import ModelInput, StepArrays
-from baton.kernels.triton_import import Kernel
+from baton.kernels.triton.kernel import Kernel
 from tests.tiny_models import tiny_engine, write_config
 
 MOST_LAUNCHES_A_LAYER = 8

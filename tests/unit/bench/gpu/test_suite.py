@@ -43,7 +43,7 @@ from baton.bench.gpu.suite import (
 from baton.bench.machine import Call
 from baton.bench.report import RESULTS, Report, Row
 from baton.errors import ConfigError
-from baton.kernels.triton_import import TileKind
+from baton.kernels.triton.kernel import TileKind
 from tests.unit.bench.gpu.toy_stages import toy_stage
 
 CPU = torch.device("cpu")

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from baton.bench.gpu.kernels import Recorder
 from baton.engine.runner.step_inputs import StepArrays, StepUploads, padding_step, warmup_steps
-from baton.kernels import linear, paged_attention, prefill_attention, quantised_tile, ragged_attention
+from baton.kernels import linear, paged_attention, prefill_attention, ragged_attention
 from baton.kernels.quantised import WeightFormat
-from baton.kernels.triton_import import HAS_TRITON, Launch
+from baton.kernels.triton import quantised_tile
+from baton.kernels.triton.kernel import HAS_TRITON, Launch
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 

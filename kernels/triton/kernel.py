@@ -1,6 +1,6 @@
 """The one place that imports Triton, so that every op imports and runs on a machine without it.
 
-It also compiles kernels ahead of time, without a GPU, and reads the table of tuned tiles, kernels/tuned.json.
+It also compiles kernels ahead of time, without a GPU, and reads the table of tuned tiles, tuned.json.
 """
 
 import importlib

@@ -5,16 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.kernels import attention_tile, linear
-from baton.kernels.attention_tile import (
+from baton.kernels import linear
+from baton.kernels.linear import default_tile, linear_tile
+from baton.kernels.triton import attention_tile
+from baton.kernels.triton.attention_tile import (
     FIRST_SPLIT,
     NUM_STAGES,
     STAGES_OF_SMALL_GPUS,
     key_block,
     tile_options,
 )
-from baton.kernels.linear import default_tile, linear_tile
-from baton.kernels.triton_import import (
+from baton.kernels.triton.kernel import (
     SHARED_MEMORY_BYTES,
     TILES,
     TileKey,

@@ -1,12 +1,11 @@
-"""Codes of one byte in Triton, by operations that every GPU has, with the bits of the C kernels."""
+"""Conversion between floats and codes of one byte, by operations that every GPU has.
+
+The bits are those of the C kernels.
+"""
 
 from __future__ import annotations
 
-from typing import Final
-
-from baton.kernels.triton_import import jit, tl
-
-FP8_AS_HALF: Final = 256.0  # E4M3 is read as half precision, a value that is this much smaller
+from baton.kernels.triton.kernel import jit, tl
 
 
 @jit

@@ -16,10 +16,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.kernels.attention_tile import has_large_shared_memory
-from baton.kernels.codes import FP8_AS_HALF, fp8_as_half, integer_of
-from baton.kernels.quantised import MAX_GROUP, QuantisedMatrix, WeightFormat
-from baton.kernels.triton_import import jit, kernel, tl, triton
+from baton.kernels.quantised import FP8_AS_HALF, MAX_GROUP, QuantisedMatrix, WeightFormat
+from baton.kernels.triton.attention_tile import has_large_shared_memory
+from baton.kernels.triton.codes import fp8_as_half, integer_of
+from baton.kernels.triton.kernel import jit, kernel, tl, triton
 
 WIDE_BLOCK: Final = 32  # inputs of a product that fp32 has room for
 

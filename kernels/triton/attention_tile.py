@@ -20,8 +20,8 @@ from typing import Final
 
 import torch
 
-from baton.kernels.codes import fp8_as_half
-from baton.kernels.triton_import import TileKey, TileKind, jit, tl, triton, tuned_tile
+from baton.kernels.triton.codes import fp8_as_half
+from baton.kernels.triton.kernel import TileKey, TileKind, jit, tl, triton, tuned_tile
 
 # With five of Triton's pipeline stages, keys and values have two or three buffers; page ids, which are loaded
 # first, take two of the stages. With fewer than five, each product waits for the loads of its own block. Five
