@@ -94,12 +94,12 @@ def test_a_second_rank_changes_no_bit(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("codes", ["int8", pytest.param("fp8", marks=slow)])
-def test_no_setting_changes_a_bit_of_weights_and_pages_of_one_byte(codes: str, directory: Path) -> None:
-    in_chunks, on_two_ranks = (
-        outputs(directory, "float32", setting, num_prompts=2, codes=codes)
-        for setting in ("chunks", "tensor-parallel-2")
+def test_a_second_rank_changes_no_bit_of_weights_and_pages_of_one_byte(codes: str, directory: Path) -> None:
+    on_one_rank, on_two_ranks = (
+        outputs(directory, "float32", setting, num_prompts=1, codes=codes)
+        for setting in ("", "tensor-parallel-2")
     )
-    assert in_chunks == on_two_ranks
+    assert on_one_rank == on_two_ranks
 
 
 @slow
@@ -223,14 +223,14 @@ def test_product_of_codes_is_the_same_in_any_batch_and_on_two_ranks(
     x, weight = normal(70, 2 * half, dtype=dtype, device=CPU), of_codes(matrix, dtype, CPU)
     multiply = partial(linear.linear_triton, out_dtype=torch.float32)
     together = multiply(x, weight, num_splits=2)
-    for first, last in ((0, 1), (3, 40)):
+    for first, last in ((0, 1), (63, 66)):
         assert torch.equal(multiply(x[first:last], weight, num_splits=2), together[first:last])
     ranks = [of_codes(each, dtype, CPU) for each in matrix.chunk_inputs(2)]
-    halves = [multiply(part, rank) for part, rank in zip(x.split(half, 1), ranks, strict=True)]
-    assert torch.equal(halves[0] + halves[1], together)
+    halves = [multiply(part, rank) for part, rank in zip(x[:3].split(half, 1), ranks, strict=True)]
+    assert torch.equal(halves[0] + halves[1], together[:3])
     monkeypatch.setattr(linear, "NUM_MULTIPROCESSORS", 1)  # too few for the tiles: a program sums a whole one
     one = replace(weight, arrivals=torch.zeros(1, dtype=torch.int32))
-    assert torch.equal(multiply(x, one, num_splits=2), together)
+    assert torch.equal(multiply(x[:3], one, num_splits=2), together[:3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
