@@ -1,7 +1,8 @@
 """The ended requests of one gateway: the latest ones, and the slowest of the last minutes.
 
-An `EndedRequest` keeps what is known at the end of a call. Its timeline is assembled when an operator asks,
-when the request is traced, and at most once in COUNT_S for the metrics, so a busy gateway counts a sample.
+An `EndedRequest` keeps what is known at the end of a call. Its timeline is assembled when an operator asks
+and when the request is traced. The metrics count the parts of one call in COUNT_S, so a busy gateway counts a
+sample.
 """
 
 from collections import deque
@@ -16,7 +17,7 @@ from baton.clock import Clock
 from baton.gateway.api.answer import Answer, AnswerChoice, Usage
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer, Value
-from baton.gateway.streams.timeline import CallMarks, RequestMarks, assemble
+from baton.gateway.streams.timeline import CallMarks, PartList, RequestMarks, assemble, parts_of
 from baton.messages.operations import FindRequests
 from baton.messages.timeline import RequestTimeline
 
@@ -66,10 +67,14 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             is_streamed=self.is_streamed,
         )
 
+    @property
+    def call(self) -> CallMarks:
+        """The marks of the call."""
+        return CallMarks(self.received_s, self.read_s, self.tokenised_s, self.ended_s)
+
     def timeline(self) -> RequestTimeline:
         """Assemble the timeline."""
-        call = CallMarks(self.received_s, self.read_s, self.tokenised_s, self.ended_s)
-        return assemble(call, self.marks, self.known)
+        return assemble(self.call, self.marks, self.known)
 
 
 class RequestHistory:
@@ -119,7 +124,7 @@ class RequestHistory:
         self._slowest[-1].add(ended)
         if now_s - self._counted_s >= COUNT_S:
             self._counted_s = now_s
-            self._count(ended.timeline())
+            self._count(parts_of(ended.call, marks, self._name))
         if self._tracer is not None:
             context = call.trace or self._tracer.context(None, None)  # None: over a WebSocket
             rule = self._tracer.rule(context, outcome, ended.total_s)
@@ -138,9 +143,9 @@ class RequestHistory:
         of_tenant = (each for each in found if query.tenant in (None, each.tenant))
         return [each.timeline() for each in islice(of_tenant, query.limit)]
 
-    def _count(self, timeline: RequestTimeline) -> None:
-        self._metrics.unaccounted.observe(timeline.unaccounted_s)
-        for part in timeline.parts:
+    def _count(self, parts: PartList) -> None:
+        self._metrics.unaccounted.observe(parts.unaccounted_s)
+        for part in parts.added:
             self._metrics.parts_us[part.name] += round(part.seconds * 1e6)
 
     def _recent_slowest(self) -> list[EndedRequest]:

@@ -88,16 +88,39 @@ def assemble(call: CallMarks, marks: RequestMarks, known: RequestTimeline) -> Re
 
     known: has the fields that do not follow from the marks; `known.gateway` names the gateway's parts.
     """
-    gateway = known.gateway
-    parts = _PartList(call.received_s, call.received_s + _seconds(call.ended_s - call.received_s))
+    parts = parts_of(call, marks, known.gateway)
+    began_s, attempts = parts.began_s, marks.attempts
+    first_token_s = next((each.first_token_s for each in attempts if each.first_token_s is not None), None)
+    shown = [*(each for each in attempts[:-1] if each.routed is not None), *attempts[-1:]]
+    clocks = [
+        clock for each in shown for clock in (each.router_clock, *(told.clock for told in each.workers))
+    ]
+    routed = next((each.routed for each in reversed(attempts) if each.routed), None)
+    worker_times = [told.times for each in attempts for told in each.workers]
+    hidden_s = [told.times.hidden_s for each in attempts[-1:] for told in each.workers]
+    return msgspec.structs.replace(
+        known,
+        num_draft_tokens=sum(times.num_draft_tokens for times in worker_times),
+        num_accepted_tokens=sum(times.num_accepted_tokens for times in worker_times),
+        total_s=_seconds(parts.ended_s - began_s),
+        first_token_s=None if first_token_s is None else _seconds(first_token_s - began_s),
+        num_ahead=0 if routed is None else routed.num_ahead,
+        ahead_tenant="" if routed is None else routed.ahead_tenant,
+        hidden_transfer_s=max(hidden_s, default=0.0),
+        clock_error_s=max((clock.error_s for clock in clocks if clock is not None), default=0.0),
+        unaccounted_s=parts.unaccounted_s,
+        parts=tuple(parts.added),
+        attempts=tuple(_attempt(each, began_s, parts.ended_s) for each in attempts),
+    )
+
+
+def parts_of(call: CallMarks, marks: RequestMarks, gateway: str) -> "PartList":
+    """Return the parts of a call. marks: see `assemble`. gateway: the name of the gateway's parts."""
+    parts = PartList(call.received_s, call.received_s + _seconds(call.ended_s - call.received_s))
     parts.add_until(call.read_s, "received", gateway)
     parts.split_until(marks.opened_s, {"tokenised": call.tokenised_s}, "parsed", gateway)
-    first_token_s: float | None = None
-    hidden_s = error_s = 0.0
     for index, attempt in enumerate(marks.attempts):
         is_last = index == len(marks.attempts) - 1
-        if first_token_s is None:
-            first_token_s = attempt.first_token_s
         if attempt.routed is None and not is_last:
             continue  # no worker had the attempt: its time belongs to the queue of the next one
         _add_queue(parts, attempt)
@@ -107,39 +130,26 @@ def assemble(call: CallMarks, marks: RequestMarks, known: RequestTimeline) -> Re
             _add_attempt(parts, attempt, attempt.ended_s, gateway)
         else:
             parts.add_until(marks.attempts[index + 1].submitted_s, "replayed", attempt.decode)
-        hidden_s = max([0.0, *(each.times.hidden_s for each in attempt.workers)])
-        clocks = [attempt.router_clock, *(each.clock for each in attempt.workers)]
-        error_s = max([error_s, *(clock.error_s for clock in clocks if clock is not None)])
     parts.add_until(parts.ended_s, "written" if _has_answered(marks) else "refused", gateway)
-    began_s, routed = parts.began_s, next((a.routed for a in reversed(marks.attempts) if a.routed), None)
-    worker_times = [each.times for attempt in marks.attempts for each in attempt.workers]
-    return msgspec.structs.replace(
-        known,
-        num_draft_tokens=sum(times.num_draft_tokens for times in worker_times),
-        num_accepted_tokens=sum(times.num_accepted_tokens for times in worker_times),
-        total_s=_seconds(parts.ended_s - began_s),
-        first_token_s=None if first_token_s is None else _seconds(first_token_s - began_s),
-        num_ahead=0 if routed is None else routed.num_ahead,
-        ahead_tenant="" if routed is None else routed.ahead_tenant,
-        hidden_transfer_s=hidden_s,
-        clock_error_s=error_s,
-        unaccounted_s=max(0.0, parts.ended_s - began_s - sum(part.seconds for part in parts.added)),
-        parts=tuple(parts.added),
-        attempts=tuple(_attempt(each, began_s, parts.ended_s) for each in marks.attempts),
-    )
+    return parts
 
 
 def _has_answered(marks: RequestMarks) -> bool:
     return any(attempt.first_token_s is not None for attempt in marks.attempts)
 
 
-class _PartList:
+class PartList:
     """The parts up to a cursor, which starts at `began_s` and never goes back or beyond `ended_s`."""
 
     def __init__(self, began_s: float, ended_s: float) -> None:
         self.added: list[TimelinePart] = []
         self.began_s = self.cursor_s = began_s
         self.ended_s = ended_s
+
+    @property
+    def unaccounted_s(self) -> float:
+        """Seconds that no part explains."""
+        return max(0.0, self.ended_s - self.began_s - sum([part.seconds for part in self.added]))
 
     def add_until(self, at_s: float, name: str, process: str) -> None:
         """Add a part from the cursor to a time; add none if the cursor is there already."""
@@ -162,7 +172,7 @@ class _PartList:
             self.cursor_s += seconds
 
 
-def _add_queue(parts: _PartList, attempt: AttemptMarks) -> None:
+def _add_queue(parts: PartList, attempt: AttemptMarks) -> None:
     """Add the wait until a router dispatched the attempt."""
     routed, clock = attempt.routed, attempt.router_clock
     if routed is None:
@@ -174,7 +184,7 @@ def _add_queue(parts: _PartList, attempt: AttemptMarks) -> None:
         parts.add_until(attempt.submitted_s + waited_s, "queued", attempt.router)
 
 
-def _add_attempt(parts: _PartList, attempt: AttemptMarks, last_token_s: float, gateway: str) -> None:
+def _add_attempt(parts: PartList, attempt: AttemptMarks, last_token_s: float, gateway: str) -> None:
     """Add the phases of the attempt that ended the request, to the arrival of its last token."""
     if attempt.routed is None and not attempt.workers:
         parts.add_until(attempt.ended_s, "queued", attempt.router)
@@ -195,7 +205,7 @@ def _add_attempt(parts: _PartList, attempt: AttemptMarks, last_token_s: float, g
         parts.add_until(last_token_s, "streamed", attempt.decode)
 
 
-def _add_prompt(parts: _PartList, attempt: AttemptMarks, worker: WorkerMarks) -> None:
+def _add_prompt(parts: PartList, attempt: AttemptMarks, worker: WorkerMarks) -> None:
     name, times, clock = worker
     if clock is None:  # as if the first token had taken no time to the gateway
         clock = ClockOffset(times.first_token_s - (attempt.first_token_s or parts.ended_s), 0.0)
@@ -207,7 +217,7 @@ def _add_prompt(parts: _PartList, attempt: AttemptMarks, worker: WorkerMarks) ->
         parts.add_until(attempt.first_token_s, "first_token", name)
 
 
-def _add_decode(parts: _PartList, worker: WorkerMarks, last_token_s: float) -> None:
+def _add_decode(parts: PartList, worker: WorkerMarks, last_token_s: float) -> None:
     """Add the phases until the last token; a cancelled attempt may have decoded on for a moment."""
     name, times, clock = worker
     if clock is None:  # as if the last token had taken no time to the gateway
