@@ -83,7 +83,8 @@ async def trace(folder: Path, walk: set[str]) -> tuple[set[str], set[str]]:
         while await stream(url, 0) == "":  # until the pair has met
             await asyncio.sleep(0.1)
         await asyncio.sleep(IDLE_S)
-        touched, idle = await recorded(folder, url, range(1, 4)), set[str]()
+        # With work that follows at intervals: a router packs what it has recorded at its next tick.
+        touched, idle = await recorded(folder, url, range(1, 4), IDLE_S), set[str]()
         for _ in range(MAX_LOOKS):
             idle |= await recorded(folder, url, range(0), IDLE_S)
             if touched - idle <= walk:
