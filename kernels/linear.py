@@ -3,8 +3,8 @@
 A CPU has a C kernel, a GPU a Triton kernel. Both sum every output in one fixed order, so a token's values do
 not depend on how many tokens share the step (batch invariance), nor on whether one or two tensor-parallel
 ranks compute it.
-Without batch invariance a GPU uses torch's own multiplication for plain weights.
-A weight may be quantised: `pack_quantised`.
+A weight may be quantised: `pack_quantised`. Without batch invariance a GPU multiplies plain weights with
+torch; quantised weights always use the Triton kernel.
 
 Shapes: T tokens, N outputs, K inputs, F gated outputs (N = 2 * F).
 """
@@ -48,8 +48,8 @@ LEAST_PART: Final = 1024  # inputs of a part, except the last one
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A weight ready to multiply: `data` is [N, K] as loaded, the C kernel's packed units, or the codes of
-    the Triton kernel, which come with `vectors` (see `lay_out_codes`).
+    """A weight ready to multiply. `data` is one of: [N, K] as loaded; the packed units of the C kernel; the
+    codes of the Triton kernel, with their `vectors` (`lay_out_codes`).
 
     arrivals: for each tile of outputs, how many programs of the Triton kernel have summed their part. All are
     zero except during a product, and two products with one weight must not overlap. None: the kernel is not
@@ -62,8 +62,8 @@ class LinearWeight:
     dtype: torch.dtype
     is_packed: bool
     arrivals: Tensor | None = None
-    group: int = 0  # inputs that share a scale; 0: PLAIN
-    format: WeightFormat = WeightFormat.PLAIN  # of packed units, or codes
+    group: int = 0  # inputs that share a scale; 0: a weight that is not quantised
+    format: WeightFormat = WeightFormat.PLAIN  # of the codes in data; PLAIN when matrix is set
     matrix: QuantisedMatrix | None = None  # of a quantised weight that no kernel takes
     vectors: Tensor | None = None
 
@@ -181,18 +181,18 @@ def pack_quantised(
     if group is None:
         return pack_linear(matrix.dequantised().to(dtype), memory)
     matrix = matrix.regrouped(group)
-    plain = LinearWeight(
+    unpacked = LinearWeight(
         matrix.codes_NK, num_outputs, num_inputs, dtype, is_packed=False, group=group, matrix=matrix
     )
     if is_for_triton:
         codes, vectors = lay_out_codes(matrix)
         arrivals, laid_out = new_arrivals(codes.device), matrix.format
-        return replace(plain, data=codes, vectors=vectors, arrivals=arrivals, format=laid_out, matrix=None)
+        return replace(unpacked, data=codes, vectors=vectors, arrivals=arrivals, format=laid_out, matrix=None)
     if not native.handles(dtype):
-        return plain
+        return unpacked
     arena = memory or native.HugeArena()
     packed = panels(matrix, lambda num_bytes: arena.empty(num_bytes, torch.int8))
-    return replace(plain, data=packed, is_packed=True, format=matrix.format, matrix=None)
+    return replace(unpacked, data=packed, is_packed=True, format=matrix.format, matrix=None)
 
 
 # The Triton kernel.

@@ -58,7 +58,7 @@ class WeightFormat(IntEnum):
 
     @property
     def group_unit(self) -> int:
-        """A group has a multiple of so many inputs."""
+        """A group has a multiple of so many inputs, on a CPU and on a GPU."""
         return UNIT if self is WeightFormat.INT8_ROUNDED else 2 * UNIT
 
 

@@ -132,7 +132,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Tokens, prompt and output together, one of each at least; None: the model's own limit.
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     # On a GPU: a token does not depend on what shares its batch, on chunks, or on the number of ranks. Costs
-    # speed. A CPU always computes so.
+    # speed. Without it a GPU multiplies plain weights with torch; quantised weights always use the Triton
+    # kernel. A CPU is always batch-invariant.
     batch_invariant: bool = True
     # Priority of CUDA streams where processes share a GPU: -1 goes before 0. `baton serve` gives decode
     # workers that share a GPU -1 in place of 0.
