@@ -4,13 +4,12 @@ Rows, one for each token and chosen expert, are sorted by expert, so that each e
 once: one C kernel on a CPU (csrc/experts.c), grouped products of `linear_kernel` on a GPU. A token's result
 has the same bits in any batch.
 
-A sum of a token's experts has four terms that are kept apart: the product with `down` is cut along its inputs
-into two parts, and each part has a sum over the first half of all experts and one over the second half. The
-halves of the experts are added first, then the parts. So two ranks add the same numbers as one rank, whether
-they split each expert or have half of the experts each.
+`down` is cut along its inputs into two splits. The outputs of a token's experts make four sums: one for each
+split of `down` and each half of all experts. The two halves are added first, then the splits. So two ranks
+add the same numbers as one rank, whether they split each expert or have half of the experts each.
 
 Shapes: T tokens, X experts, C chosen experts of a token, R = T * C rows, E hidden, F feed-forward width of an
-expert, N outputs, K inputs, P parts.
+expert, N outputs, K inputs, S splits.
 """
 
 from __future__ import annotations
@@ -38,7 +37,10 @@ from baton.kernels.triton.quantised_tile import code_constants
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One projection of all experts, each [N, K]. A GPU has them in one weight: its tensors begin with X."""
+    """One projection of all experts, each [N, K].
+
+    On a GPU all experts are one weight, `stacked`, with X as first dimension of its tensors.
+    """
 
     weights: tuple[LinearWeight, ...]
     bias_XN: Tensor | None  # fp32
@@ -83,23 +85,23 @@ class Mixture:
         out_dtype: torch.dtype,
         num_experts: int | None = None,
         first_expert: int = 0,
-        keeps_parts: bool = False,
+        keeps_splits: bool = False,
     ) -> None:
-        """gate_up: N = 2 * F, the gate first. down: one or two parts of the inputs.
+        """gate_up: N = 2 * F, the gate first. down: one or two splits.
 
         normalises: the weights of a token's experts sum to 1; otherwise they are shares of all experts.
-        num_experts: of all ranks; None: this rank has all. first_expert: of this rank. keeps_parts: the
-        caller adds the parts of `down`, after it has added the ranks.
+        num_experts: of all ranks; None: this rank has all. first_expert: of this rank. keeps_splits: the
+        caller adds the splits of `down`, after it has added the ranks.
         """
         self.gate_up, self.down = gate_up, tuple(down)
         self.top_k, self.normalises, self.activation = top_k, normalises, activation
-        self.out_dtype, self.keeps_parts = out_dtype, keeps_parts
+        self.out_dtype, self.keeps_splits = out_dtype, keeps_splits
         self.num_here = gate_up.num_experts
         self.num_experts = num_experts or self.num_here
         self.first_expert = first_expert
-        parts = (gate_up, *self.down)
-        self._addresses = [_addresses(part) for part in parts]  # kept alive for the C kernel
-        is_packed = all(part.weights and all(each.is_packed for each in part.weights) for part in parts)
+        weights = (gate_up, *self.down)
+        self._addresses = [_addresses(each) for each in weights]  # kept alive for the C kernel
+        is_packed = all(each.weights and all(one.is_packed for one in each.weights) for each in weights)
         self.arguments = _arguments(self, self._addresses) if is_packed else None
 
     @property
@@ -110,12 +112,12 @@ class Mixture:
     def __call__(self, x_TE: Tensor, logits_TX: Tensor, shared_TN: Tensor | None = None) -> Tensor:
         """The weighted sum of the outputs of each token's experts on this rank, in `out_dtype`.
 
-        [T, N], or with `keeps_parts` [P, T, N].
+        [T, N], or with `keeps_splits` [S, T, N].
 
         x_TE: contiguous. logits_TX: of all experts, fp32, contiguous; of equal logits the first expert is
         chosen. shared_TN: the output of an expert that all tokens share, contiguous in the dtype of x; it is
         weighed by the sigmoid of one more logit, after those of the experts, and added to the first half of
-        the experts in the first part.
+        the experts in the first split.
         """
         if runs_triton(x_TE) and self.gate_up.stacked is not None:
             return experts_triton(x_TE, logits_TX, self, shared_TN)
@@ -126,7 +128,7 @@ class Mixture:
     def new_output(self, num_tokens: int, device: torch.device) -> Tensor:
         """Memory of the result of a call with so many tokens."""
         width = self.down[0].num_outputs
-        shape = (len(self.down), num_tokens, width) if self.keeps_parts else (num_tokens, width)
+        shape = (len(self.down), num_tokens, width) if self.keeps_splits else (num_tokens, width)
         return torch.empty(shape, dtype=self.out_dtype, device=device)
 
     def _run(self, x_TE: Tensor, logits_TX: Tensor, shared_TN: Tensor | None) -> Tensor:
@@ -200,7 +202,7 @@ class ExpertsArguments(ctypes.Structure):
 
 
 def _arguments(mixture: Mixture, addresses: Sequence[Tensor]) -> ExpertsArguments:
-    """addresses: of gate_up and the parts of down."""
+    """addresses: of gate_up and the splits of down."""
     arguments = ExpertsArguments(
         gate_up=_weights(mixture.gate_up, addresses[0]),
         num_experts=mixture.num_experts,
@@ -211,13 +213,13 @@ def _arguments(mixture: Mixture, addresses: Sequence[Tensor]) -> ExpertsArgument
         alpha=mixture.activation.alpha,
         limit=mixture.activation.limit,
         splits=len(mixture.down),
-        keeps_splits=mixture.keeps_parts,
+        keeps_splits=mixture.keeps_splits,
         normalises=mixture.normalises,
         dtype=native.DTYPE_CODES[mixture.gate_up.weights[0].dtype],
         y_dtype=native.DTYPE_CODES[mixture.out_dtype],
     )
-    for index, part in enumerate(mixture.down):
-        arguments.down[index] = _weights(part, addresses[index + 1])
+    for index, down in enumerate(mixture.down):
+        arguments.down[index] = _weights(down, addresses[index + 1])
     return arguments
 
 
@@ -253,29 +255,29 @@ def experts_reference(
     x_TE: Tensor, logits_TX: Tensor, mixture: Mixture, shared_TN: Tensor | None = None
 ) -> Tensor:
     """`Mixture` in plain torch, an expert after another."""
-    num_experts, num_parts = mixture.num_experts, len(mixture.down)
+    num_experts, num_splits = mixture.num_experts, len(mixture.down)
     weights_TC, chosen_TC = route_reference(logits_TX[:, :num_experts], mixture.top_k, mixture.normalises)
     out = mixture.new_output(len(x_TE), x_TE.device)
-    sums_P2TN = torch.zeros((num_parts, 2, len(x_TE), out.shape[-1]), device=x_TE.device)
+    sums_S2TN = torch.zeros((num_splits, 2, len(x_TE), out.shape[-1]), device=x_TE.device)
     for expert in chosen_TC.unique().tolist():
         index = expert - mixture.first_expert
         if not 0 <= index < mixture.num_here:
             continue
         token_R, choice_R = (chosen_TC == expert).nonzero(as_tuple=True)
         activated_RF = gated(_product(x_TE[token_R], mixture.gate_up, index, x_TE.dtype), mixture.activation)
-        inputs = activated_RF.chunk(num_parts, dim=1)
-        for sums_2TN, part, input_RK in zip(sums_P2TN, mixture.down, inputs, strict=True):
-            out_RN = _product(input_RK, part, index, torch.float32)
+        inputs = activated_RF.chunk(num_splits, dim=1)
+        for sums_2TN, down, input_RK in zip(sums_S2TN, mixture.down, inputs, strict=True):
+            out_RN = _product(input_RK, down, index, torch.float32)
             sum_TN = sums_2TN[int(expert >= mixture.num_first_half)]
             sum_TN.index_add_(0, token_R, out_RN * weights_TC[token_R, choice_R, None])
     if shared_TN is not None:
-        sums_P2TN[0, 0] += logits_TX[:, num_experts, None].sigmoid() * shared_TN
-    sums_PTN = sums_P2TN.sum(1)
-    return out.copy_(sums_PTN if mixture.keeps_parts else sums_PTN.sum(0))
+        sums_S2TN[0, 0] += logits_TX[:, num_experts, None].sigmoid() * shared_TN
+    sums_STN = sums_S2TN.sum(1)
+    return out.copy_(sums_STN if mixture.keeps_splits else sums_STN.sum(0))
 
 
 def _weight(experts: ExpertWeights, expert: int) -> LinearWeight:
-    """Without counters of the Triton kernel: `linear` multiplies a plain weight in plain torch."""
+    """One expert's weight, without `arrivals`: so `linear` computes it in plain torch."""
     if experts.weights:
         return experts.weights[expert]
     assert experts.stacked is not None and not experts.stacked.group
@@ -327,13 +329,13 @@ def route_kernel(
 
 @kernel(varying=("num_rows", "num_tokens"))
 def combine_kernel(
-    parts_ptr: tl.tensor,  # [NUM_PARTS, R, N] fp32, contiguous
+    splits_ptr: tl.tensor,  # [NUM_SPLITS, R, N] fp32, contiguous
     weights_ptr: tl.tensor,  # [T, C] fp32
     chosen_ptr: tl.tensor,  # [T, C] int64
     row_of_ptr: tl.tensor,  # [T, C] int64
     shared_ptr: tl.tensor,  # [T, N], contiguous, read when HAS_SHARED
     logits_ptr: tl.tensor,  # [T, X + 1] fp32, contiguous, the same
-    out_ptr: tl.tensor,  # [T, N], with KEEPS_PARTS [NUM_PARTS, T, N]; contiguous
+    out_ptr: tl.tensor,  # [T, N], with KEEPS_SPLITS [NUM_SPLITS, T, N]; contiguous
     num_rows: int,  # R
     num_tokens: int,  # T
     width: int,  # N
@@ -342,8 +344,8 @@ def combine_kernel(
     stop: int,  # of the experts of this rank
     logits_stride: int,  # X + 1
     TOP_K: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    KEEPS_PARTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    KEEPS_SPLITS: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
@@ -352,26 +354,28 @@ def combine_kernel(
     column_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_N = column_N < width
     total_N = tl.zeros([BLOCK_N], tl.float32)
-    for part in tl.static_range(NUM_PARTS):
+    for split in tl.static_range(NUM_SPLITS):
         first_half_N, second_half_N = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
         for choice in tl.static_range(TOP_K):
             expert = tl.load(chosen_ptr + token * TOP_K + choice)
+            # Rows of experts on other ranks do not exist.
             is_here_N = column_N < tl.where((expert >= first) & (expert < stop), width, 0)
-            row = tl.load(row_of_ptr + token * TOP_K + choice) + part * tl.cast(num_rows, tl.int64)
+            row = tl.load(row_of_ptr + token * TOP_K + choice) + split * tl.cast(num_rows, tl.int64)
             weight = tl.load(weights_ptr + token * TOP_K + choice)
-            term_N = weight * tl.load(parts_ptr + row * width + column_N, mask=is_here_N, other=0.0)
+            term_N = weight * tl.load(splits_ptr + row * width + column_N, mask=is_here_N, other=0.0)
             first_half_N += tl.where(expert < num_first_half, term_N, 0.0)
             second_half_N += tl.where(expert < num_first_half, 0.0, term_N)
-        if HAS_SHARED and part == 0:
+        if HAS_SHARED and split == 0:
             gate = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + (token + 1) * logits_stride - 1)))
             shared_N = tl.load(shared_ptr + token * width + column_N, mask=inside_N, other=0.0)
             first_half_N += gate * shared_N.to(tl.float32)
-        part_N = first_half_N + second_half_N
-        total_N += part_N
-        if KEEPS_PARTS:
-            out_row = token + part * tl.cast(num_tokens, tl.int64)
-            tl.store(out_ptr + out_row * width + column_N, part_N.to(out_ptr.dtype.element_ty), mask=inside_N)
-    if not KEEPS_PARTS:
+        split_N = first_half_N + second_half_N
+        total_N += split_N
+        if KEEPS_SPLITS:
+            out_row = token + split * tl.cast(num_tokens, tl.int64)
+            out_ptr_N = out_ptr + out_row * width + column_N
+            tl.store(out_ptr_N, split_N.to(out_ptr.dtype.element_ty), mask=inside_N)
+    if not KEEPS_SPLITS:
         tl.store(out_ptr + token * width + column_N, total_N.to(out_ptr.dtype.element_ty), mask=inside_N)
 
 
@@ -392,17 +396,17 @@ def experts_triton(
         x_TE, mixture.gate_up, starts_X1, order_R // top_k, gate=mixture.activation
     )
     num_rows, width = len(order_R), mixture.down[0].num_outputs
-    parts_PRN = torch.empty((len(mixture.down), num_rows, width), dtype=torch.float32, device=device)
-    for out_RN, part, input_RK in zip(
-        parts_PRN, mixture.down, activated_RF.chunk(len(mixture.down), dim=1), strict=True
+    splits_SRN = torch.empty((len(mixture.down), num_rows, width), dtype=torch.float32, device=device)
+    for out_RN, down, input_RK in zip(
+        splits_SRN, mixture.down, activated_RF.chunk(len(mixture.down), dim=1), strict=True
     ):
-        linear_experts_triton(input_RK, part, starts_X1, out_RN=out_RN)
+        linear_experts_triton(input_RK, down, starts_X1, out_RN=out_RN)
     row_of_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(num_rows, device=device))
-    return combine_triton(parts_PRN, mixture, weights_TC, chosen_TC, row_of_R, logits_TX, shared_TN)
+    return combine_triton(splits_SRN, mixture, weights_TC, chosen_TC, row_of_R, logits_TX, shared_TN)
 
 
 def combine_triton(
-    parts_PRN: Tensor,
+    splits_SRN: Tensor,
     mixture: Mixture,
     weights_TC: Tensor,
     chosen_TC: Tensor,
@@ -412,16 +416,16 @@ def combine_triton(
 ) -> Tensor:
     """The weighted sum of each token's rows, and of the shared expert's output, as of `Mixture`.
 
-    row_of_R: the row of each choice in a part; rows of experts on other ranks are not read.
+    row_of_R: the row of each choice in a split; rows of experts on other ranks are not read.
     """
     num_tokens, top_k = weights_TC.shape
-    num_parts, num_rows, width = parts_PRN.shape
-    out = mixture.new_output(num_tokens, parts_PRN.device)
+    num_splits, num_rows, width = splits_SRN.shape
+    out = mixture.new_output(num_tokens, splits_SRN.device)
     if not out.numel():
         return out
     block_N = min(1024, triton.next_power_of_2(width))
     combine_kernel[(num_tokens, triton.cdiv(width, block_N))](
-        parts_PRN,
+        splits_SRN,
         weights_TC,
         chosen_TC,
         row_of_R,
@@ -436,8 +440,8 @@ def combine_triton(
         mixture.first_expert + mixture.num_here,
         logits_TX.stride(0),
         TOP_K=top_k,
-        NUM_PARTS=num_parts,
-        KEEPS_PARTS=mixture.keeps_parts,
+        NUM_SPLITS=num_splits,
+        KEEPS_SPLITS=mixture.keeps_splits,
         HAS_SHARED=shared_TN is not None,
         BLOCK_N=block_N,
         enable_fp_fusion=False,

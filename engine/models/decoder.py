@@ -363,7 +363,7 @@ class GatedMlp:
 
 
 class ExpertTensors(NamedTuple):
-    """A rank's part of the experts of a layer: a part of each, as of a `GatedMlp`, or some whole experts."""
+    """This rank's experts of a layer: whole experts with expert parallelism, otherwise a part of each."""
 
     gate_up: list[Matrix]  # of each expert, [2 * F, E], the gate first
     down: list[Matrix]  # of each expert, [E, F]
@@ -379,8 +379,8 @@ def read_experts(
 ) -> ExpertTensors:
     """Read experts of width `inner`, each with three parameters of its own. names: of gate, up and down."""
     experts, hidden = ExpertTensors([], []), config.hidden_size
-    for index in parameters.experts(config.num_experts):
-        expert = parameters.of_an_expert().scope(f"experts.{index}")
+    for index in parameters.expert_range(config.num_experts):
+        expert = parameters.expert_parameters().scope(f"experts.{index}")
         halves = [expert.matrix(name, (inner, hidden), 0) for name in names[:2]]
         experts.gate_up.append(expert.join_matrices(halves))
         experts.down.append(expert.matrix(names[2], (hidden, inner), 1))
@@ -426,22 +426,23 @@ class SparseMlp:
             self.shared = GatedMlp(config, parameters.scope("shared_expert"), inner=shared_inner)
             routers.append(parameters.whole("shared_expert_gate.weight", (1, hidden)))
         self.router = parameters.pack_router(parameters.join(routers))
-        of_an_expert = parameters.of_an_expert().tp  # the ranks that split an expert, as this rank sees them
-        num_parts = max(1, NUM_SPLITS // of_an_expert.size)
-        if experts.down[0].shape[1] % (2 * num_parts):  # the C kernel takes pairs of inputs
-            num_parts = 1
-        parts = zip(*(chunk_inputs(down, num_parts) for down in experts.down), strict=True)
-        biases = [experts.down_bias_XN if of_an_expert.rank == 0 else None, None]  # added once
+        # The ranks that split one expert; size 1 with expert parallelism.
+        expert_tp = parameters.expert_parameters().tp
+        num_splits = max(1, NUM_SPLITS // expert_tp.size)
+        if experts.down[0].shape[1] % (2 * num_splits):  # the C kernel takes pairs of inputs
+            num_splits = 1
+        splits = zip(*(chunk_inputs(down, num_splits) for down in experts.down), strict=True)
+        biases = [experts.down_bias_XN if expert_tp.rank == 0 else None, None]  # added once
         self.mixture = Mixture(
             parameters.pack_experts(experts.gate_up, experts.gate_up_bias_XN),
-            [parameters.pack_experts(list(p), bias) for p, bias in zip(parts, biases, strict=False)],
+            [parameters.pack_experts(list(s), bias) for s, bias in zip(splits, biases, strict=False)],
             top_k=top_k,
             normalises=normalises,
             activation=activation,
             out_dtype=parameters.dtype if self.tp.size == 1 else torch.float32,
             num_experts=num_experts,
-            first_expert=parameters.experts(num_experts).start,
-            keeps_parts=of_an_expert.size < self.tp.size,
+            first_expert=parameters.expert_range(num_experts).start,
+            keeps_splits=expert_tp.size < self.tp.size,
         )
 
     def __call__(self, x_TE: Tensor) -> Tensor:
@@ -451,7 +452,7 @@ class SparseMlp:
         if self.tp.size == 1:
             return out
         sum_over_ranks = self.tp.all_reduce(out)
-        return (sum_over_ranks.sum(0) if self.mixture.keeps_parts else sum_over_ranks).to(x_TE.dtype)
+        return (sum_over_ranks.sum(0) if self.mixture.keeps_splits else sum_over_ranks).to(x_TE.dtype)
 
 
 # The frame.

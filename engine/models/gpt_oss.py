@@ -70,13 +70,13 @@ def read_experts(config: ModelConfig, parameters: Parameters) -> ExpertTensors:
     num_experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
     if config.quantization is None:
         gate_up: list[Matrix] = [
-            *parameters.of_experts("gate_up_proj", (num_experts, hidden, 2 * inner), 2).mT
+            *parameters.stacked_parameter("gate_up_proj", (num_experts, hidden, 2 * inner), 2).mT
         ]
-        down: list[Matrix] = [*parameters.of_experts("down_proj", (num_experts, inner, hidden), 1).mT]
+        down: list[Matrix] = [*parameters.stacked_parameter("down_proj", (num_experts, inner, hidden), 1).mT]
     else:
-        gate_up = parameters.matrices_of_experts("gate_up_proj", num_experts, (2 * inner, hidden), 0)
-        down = parameters.matrices_of_experts("down_proj", num_experts, (hidden, inner), 1)
-    bias_XN = parameters.of_experts("gate_up_proj_bias", (num_experts, 2 * inner), 1).float()
+        gate_up = parameters.stacked_matrices("gate_up_proj", num_experts, (2 * inner, hidden), 0)
+        down = parameters.stacked_matrices("down_proj", num_experts, (hidden, inner), 1)
+    bias_XN = parameters.stacked_parameter("gate_up_proj_bias", (num_experts, 2 * inner), 1).float()
     return ExpertTensors(
         [
             parameters.join_matrices([change_rows(rows, every_second) for every_second in (GATES, UPS)])
@@ -84,5 +84,5 @@ def read_experts(config: ModelConfig, parameters: Parameters) -> ExpertTensors:
         ],
         down,
         torch.stack((bias_XN[:, ::2], bias_XN[:, 1::2]), dim=1).flatten(1),
-        parameters.of_experts("down_proj_bias", (num_experts, hidden), None).float(),
+        parameters.stacked_parameter("down_proj_bias", (num_experts, hidden), None).float(),
     )

@@ -429,7 +429,7 @@ def check_stages(model: ModelConfig, num_stages: int) -> None:
 def check_split(model: ModelConfig, settings: EngineSettings) -> None:
     """ConfigError unless the model can be split evenly over the tensor-parallel ranks.
 
-    With expert parallelism, layers without experts are checked as they are read.
+    With expert parallelism the widths of layers without experts are checked when they are read.
     """
     num_ranks = settings.tensor_parallel_size
     sizes = {"KV heads": model.num_kv_heads, "attention heads": model.num_heads}
@@ -449,7 +449,7 @@ def check_experts(model: ModelConfig, settings: EngineSettings) -> None:
         raise ConfigError(f"expert parallelism: {model.architecture} has no experts")
 
 
-# setting -> whether a model fits it, in this order; each raises ConfigError
+# setting -> the check that it fits the model; run in this order: the second check needs a model with experts
 RANK_CHECKS: Final[Mapping[str, Callable[[ModelConfig, EngineSettings], None]]] = {
     "enable_expert_parallel": check_experts,
     "tensor_parallel_size": check_split,

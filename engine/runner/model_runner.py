@@ -282,8 +282,8 @@ class ModelRunner:
         check_parameters(checkpoint, config)
         expert_ranks = self.tp if self.config.enable_expert_parallel else None
         if progress is not None:
-            names = parameter_shapes(config, self.layers, expert_ranks)
-            checkpoint = ReportingCheckpoint(checkpoint, names, progress)
+            shapes = parameter_shapes(config, self.layers, expert_ranks)
+            checkpoint = ReportingCheckpoint(checkpoint, shapes, progress)
         parameters = Parameters(
             checkpoint,
             self.tp,

@@ -89,7 +89,8 @@ INLINE void multiply_weight(
                      y_dtype);
 }
 
-// A mixture of experts, of which a rank has [first, first + num_here); y is of the element type `y_dtype`, all else of `dtype`.
+// A mixture of experts. This rank has the experts [first, first + num_here). y is of the element type `y_dtype`, all else of
+// `dtype`.
 struct experts {
     struct expert_weights gate_up, down[2];  // the bias of down belongs to down[0]
     int64_t num_experts, first, num_here, top_k;

@@ -103,14 +103,14 @@ def mixture_of_rank(made: Mixture, first: int, stop: int) -> Mixture:
 
     return Mixture(
         share(made.gate_up),
-        [share(part) for part in made.down],
+        [share(down) for down in made.down],
         top_k=made.top_k,
         normalises=made.normalises,
         activation=made.activation,
         out_dtype=torch.float32,
         num_experts=made.num_experts,
         first_expert=first,
-        keeps_parts=True,
+        keeps_splits=True,
     )
 
 

@@ -166,19 +166,19 @@ def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
         down = linear.LinearWeight(torch.empty(64, 2048, 384, dtype=dtype), 2048, 384, dtype, is_packed=False)
         weights = experts.ExpertWeights((), None, down)
         chosen = torch.zeros(3, 8, dtype=torch.int64)
-        for label, keeps_parts in (("combine", False), ("combine-parts", True)):
+        for label, keeps_splits in (("combine", False), ("combine-splits", True)):
             mixture = experts.Mixture(
                 weights,
                 [weights, weights],
                 top_k=8,
                 normalises=True,
                 activation=gated.SILU,
-                out_dtype=torch.float32 if keeps_parts else dtype,
+                out_dtype=torch.float32 if keeps_splits else dtype,
                 num_experts=128,
-                keeps_parts=keeps_parts,
+                keeps_splits=keeps_splits,
             )
-            parts, shares = torch.empty(2, 24, 2048), torch.empty(3, 8)
-            run = partial(experts.combine_triton, parts, mixture, shares, chosen, rows[:24], logits, None)
+            splits, shares = torch.empty(2, 24, 2048), torch.empty(3, 8)
+            run = partial(experts.combine_triton, splits, mixture, shares, chosen, rows[:24], logits, None)
             yield Scenario(label, experts, "combine_kernel", run)
 
 

@@ -217,35 +217,37 @@ class Parameters:
         self.adapters.projections[self._prefix + name] = projection
         return projection
 
-    def experts(self, num_experts: int) -> range:
-        """The experts of which this rank has a part, or with expert parallelism the whole.
+    def expert_range(self, num_experts: int) -> range:
+        """The experts that this rank holds, in part or whole.
 
-        ConfigError when the ranks cannot have as many experts each.
+        ConfigError when the experts cannot be divided evenly among the ranks.
         """
         if self.expert_ranks is None:
             return range(num_experts)
         return range(*self.expert_ranks.shard(num_experts, what="experts"))
 
-    def of_an_expert(self) -> "Parameters":
-        """The parameters of one of this rank's experts: whole with expert parallelism."""
+    def expert_parameters(self) -> "Parameters":
+        """A view that reads this rank's part of one expert: the whole expert with expert parallelism."""
         return self if self.expert_ranks is None else self.in_shards(1)
 
-    def of_experts(self, name: str, shape: Shape, dim: int | None) -> Tensor:
-        """This rank's part of a parameter of all experts, [X, ...]: of each its part along `dim`; None: all.
+    def stacked_parameter(self, name: str, shape: Shape, dim: int | None) -> Tensor:
+        """This rank's part of a tensor that holds one parameter of all experts, [X, ...].
 
-        With expert parallelism it is the whole of this rank's experts.
+        With expert parallelism: the rows of this rank's experts. Otherwise: all experts, cut along `dim`
+        (None: whole).
         """
         if self.expert_ranks is None:
             return self.whole(name, shape) if dim is None else self.shard(name, shape, dim)
-        own = self.experts(shape[0])
+        own = self.expert_range(shape[0])
         return self._read_matrix(name, shape, 0, own.start, own.stop)
 
-    def matrices_of_experts(
-        self, name: str, num_experts: int, shape: tuple[int, int], dim: int
-    ) -> list[Matrix]:
-        """As `matrix`, of each of this rank's experts; the scheme has those of all in one, `name_part`."""
+    def stacked_matrices(self, name: str, num_experts: int, shape: tuple[int, int], dim: int) -> list[Matrix]:
+        """The matrices of this rank's experts, each as of `matrix`.
+
+        The scheme stores each part of all experts in one tensor, `name_part`.
+        """
         assert self.scheme is not None
-        module, own = self._prefix + name, self.experts(num_experts)
+        module, own = self._prefix + name, self.expert_range(num_experts)
         spans = self._spans(module, shape, dim if self.expert_ranks is None else None)
         parts: dict[str, Tensor] = {}
         for part, of_one in stored_tensors(self.scheme, shape).items():
@@ -339,7 +341,10 @@ class Parameters:
         return pack_linear(weight_XK, self._packed_memory, batch_invariant=self.batch_invariant)
 
     def pack_experts(self, weights_NK: Sequence[Matrix], bias_XN: Tensor | None = None) -> ExpertWeights:
-        """One projection of all experts as `Mixture` multiplies by it. bias_XN: fp32, of each expert."""
+        """One projection of all experts as `Mixture` multiplies by it. bias_XN: fp32, of each expert.
+
+        Experts in different formats are dequantised.
+        """
         formats = {weight.format if isinstance(weight, QuantisedMatrix) else None for weight in weights_NK}
         if len(formats) > 1:
             weights_NK = [*map(self.dequantised, weights_NK)]

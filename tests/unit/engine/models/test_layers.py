@@ -31,7 +31,7 @@ def test_heads_that_cannot_be_split_are_refused_by_name(tiny_model: Path) -> Non
 
 
 def test_experts_in_different_formats_are_dequantised(tiny_model: Path) -> None:
-    """A checkpoint with zeros has them in some experts alone where those of the others are all the same."""
+    """A checkpoint may give zeros for some experts only."""
     parameters = dummy_parameters(tiny_model, TensorParallel(0, 1))
     formats = (WeightFormat.INT4, WeightFormat.INT4_ZEROS)
     matrices = [random_matrix(each, 5, 32, 16) for each in formats]
