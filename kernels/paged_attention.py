@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.kernels.store_kv import as_rows, check_paged_kv, dense_attention, dense_kv
+from baton.kernels.store_kv import as_stored, check_paged_kv, dense_attention, dense_kv, row_format
 from baton.kernels.triton.attention_tile import (
     attend_keys,
     capped_tile,
@@ -185,7 +185,7 @@ def paged_attention_decode_triton(
     softcap, sinks_H: as of `ragged_attention`.
     arrivals: int32 zeros, B * K at least, which are zeros again afterwards; made anew by default.
     """
-    row_format = check_paged_kv(query_BHD, kv_pages, page_table_BP, context_lens_B, window)
+    check_paged_kv(query_BHD, kv_pages, page_table_BP, context_lens_B, window)
     num_sequences, num_heads, head_dim = query_BHD.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
     if page_table_BP.shape[0] != num_sequences:
@@ -204,7 +204,7 @@ def paged_attention_decode_triton(
     block_D, rows = max(16, triton.next_power_of_2(head_dim)), tile_rows(group_size, query_BHD.dtype)
     paged_attention_kernel[(num_sequences, num_kv_heads, num_programs)](
         query_BHD,
-        as_rows(kv_pages),
+        as_stored(kv_pages),
         page_table_BP,
         context_lens_B,
         context_lens_B if sinks_H is None else sinks_H,
@@ -223,7 +223,7 @@ def paged_attention_decode_triton(
         WINDOW=window or 0,
         SOFTCAP=(softcap or 0.0) * LOG2_E,
         HAS_SINKS=sinks_H is not None,
-        ROW_FORMAT=row_format,
+        ROW_FORMAT=row_format(kv_pages, query_BHD.dtype, head_dim),
         PAGE_SIZE=page_size,
         BLOCK_G=rows,
         BLOCK_D=block_D,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.paged_attention import LOG2_E
-from baton.kernels.store_kv import as_rows, check_paged_kv, dense_attention, dense_kv
+from baton.kernels.store_kv import as_stored, check_paged_kv, dense_attention, dense_kv, row_format
 from baton.kernels.triton.attention_tile import (
     attend_keys,
     capped_tile,
@@ -162,22 +162,23 @@ def prefill_attention_triton(
     max_seqlen_q: an upper bound of the new tokens of one sequence. softcap, sinks_H: as of
     `ragged_attention`.
     """
-    row_format = check_paged_kv(query_THD, kv_pages, page_table_BP, context_lens_B, window)
+    check_paged_kv(query_THD, kv_pages, page_table_BP, context_lens_B, window)
     _check_cu_seqlens(cu_seqlens_q_B1, context_lens_B)
     num_tokens, num_heads, head_dim = query_THD.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
+    format_of_rows = row_format(kv_pages, query_THD.dtype, head_dim)
     num_sequences = context_lens_B.shape[0]
     if out_THD is None:
         out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
     if num_tokens == 0:
         return out_THD
     group_size = num_heads // num_kv_heads
-    tile = capped_tile(prefill_tile(query_THD, group_size, max_seqlen_q, row_format), softcap)
+    tile = capped_tile(prefill_tile(query_THD, group_size, max_seqlen_q, format_of_rows), softcap)
     # The most blocks that any division of T tokens into B sequences takes; the spare ones return at once.
     num_blocks = num_tokens // tile["BLOCK_Q"] + num_sequences
     prefill_attention_kernel[(num_blocks, num_kv_heads)](
         query_THD,
-        as_rows(kv_pages),
+        as_stored(kv_pages),
         page_table_BP,
         cu_seqlens_q_B1,
         context_lens_B,
@@ -193,7 +194,7 @@ def prefill_attention_triton(
         WINDOW=window or 0,
         SOFTCAP=(softcap or 0.0) * LOG2_E,
         HAS_SINKS=sinks_H is not None,
-        ROW_FORMAT=row_format,
+        ROW_FORMAT=format_of_rows,
         PAGE_SIZE=page_size,
         GROUP_SIZE=group_size,
         EVEN_D=head_dim == tile["BLOCK_D"],
@@ -204,16 +205,16 @@ def prefill_attention_triton(
 
 
 def prefill_tile(
-    query_THD: Tensor, group_size: int, max_seqlen_q: int, row_format: int = 0
+    query_THD: Tensor, group_size: int, max_seqlen_q: int, format_of_rows: int = 0
 ) -> dict[str, int]:
     """Compile-time constants: 128 rows where registers and shared memory allow, fewer for short chunks.
 
-    Rows of codes take more registers where fewer warps share a block of keys.
+    Short chunks over rows of codes keep 128 rows: with fewer warps the kernel needs more registers.
     """
     head_dim, dtype = query_THD.shape[2], query_THD.dtype
     block_D = max(16, triton.next_power_of_2(head_dim))
     rows = tile_rows(group_size, dtype)
-    if dtype != torch.float32 and block_D <= 128 and (row_format or max_seqlen_q * group_size > rows):
+    if dtype != torch.float32 and block_D <= 128 and (format_of_rows or max_seqlen_q * group_size > rows):
         rows = max(rows, 128)
     return {
         "BLOCK_Q": rows // group_size,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels import native
-from baton.kernels.triton.codes import float_to_fp8, float_to_int8
+from baton.kernels.triton.codes import float_to_fp8, fp8_as_half, scaled_to_int8
 from baton.kernels.triton.kernel import jit, kernel, runs_triton, tl, triton
 
 SCALE_BYTES: Final = 2
@@ -162,20 +162,21 @@ def _store_rows(
 ) -> None:
     """Write keys, or values, as rows of a page. A row with an element that is not finite decodes to NaN."""
     if ROW_FORMAT > 0:
+        IS_INT8: tl.constexpr = ROW_FORMAT == 1
         first_KD, second_KD = first_KD.to(tl.float32), second_KD.to(tl.float32)
         # Magnitudes as integers are ordered as the values, NaN last.
         first_bits_KD = first_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         second_bits_KD = second_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest_K1 = tl.max(tl.maximum(first_bits_KD, second_bits_KD), axis=1, keep_dims=True)
         is_finite_K1 = largest_K1 < 0x7F800000
-        quotient_K1 = tl.div_rn(largest_K1.to(tl.float32, bitcast=True), 127.0 if ROW_FORMAT == 1 else 448.0)
+        quotient_K1 = tl.div_rn(largest_K1.to(tl.float32, bitcast=True), 127.0 if IS_INT8 else 448.0)
         scale_bits_K1 = (quotient_K1.to(tl.int32, bitcast=True) + 0xFFFF) >> 16  # bf16, rounded up
         scale_K1 = (scale_bits_K1 << 16).to(tl.float32, bitcast=True)
         divisor_K1 = tl.where(scale_K1 > 0, scale_K1, float("inf"))
         first_KD = tl.div_rn(tl.where(is_finite_K1, first_KD, 0.0), divisor_K1)
         second_KD = tl.div_rn(tl.where(is_finite_K1, second_KD, 0.0), divisor_K1)
-        if ROW_FORMAT == 1:
-            first_KD, second_KD = float_to_int8(first_KD), float_to_int8(second_KD)
+        if IS_INT8:
+            first_KD, second_KD = scaled_to_int8(first_KD, 1.0), scaled_to_int8(second_KD, 1.0)
         else:
             first_KD, second_KD = float_to_fp8(first_KD), float_to_fp8(second_KD)
         scale_ptr_K1 = (row_ptr_K1 + 2 * half).to(tl.pointer_type(tl.int16))
@@ -183,6 +184,17 @@ def _store_rows(
     row_ptr_KD = row_ptr_K1 + dim_D[None, :]
     tl.store(row_ptr_KD, first_KD, mask=inside_KD)
     tl.store(row_ptr_KD + half, second_KD, mask=inside_KD)
+
+
+@jit
+def row_elements(codes: tl.tensor, scales: tl.tensor, ROW_FORMAT: tl.constexpr) -> tl.tensor:
+    """The elements, fp32, of rows of codes and their scales."""
+    IS_FP8: tl.constexpr = ROW_FORMAT == 2
+    scales = scales.to(tl.float32)
+    if IS_FP8:
+        return fp8_as_half(codes).to(tl.float32) * (scales * 256.0)  # FP8_AS_HALF
+    else:
+        return codes.to(tl.float32) * scales
 
 
 @kernel()
@@ -255,7 +267,7 @@ def rope_and_store_triton(
 ) -> None:
     """`rope_and_store` on a GPU."""
     check_rope(query_THD, key_TKD, cos_sin_MD, positions_T)
-    row_format_of_pages = _check(key_TKD, value_TKD, kv_pages, slots_T)
+    _check(key_TKD, value_TKD, kv_pages, slots_T)
     num_tokens, num_query_heads, head_dim = query_THD.shape
     num_kv_heads = key_TKD.shape[1]
     if num_tokens == 0:
@@ -266,7 +278,7 @@ def rope_and_store_triton(
         value_TKD,
         cos_sin_MD,
         positions_T,
-        as_rows(kv_pages),
+        as_stored(kv_pages),
         slots_T,
         num_query_heads,
         num_kv_heads,
@@ -278,7 +290,7 @@ def rope_and_store_triton(
         value_TKD.stride(0),
         value_TKD.stride(1),
         *kv_pages.stride()[:4],
-        ROW_FORMAT=row_format_of_pages,
+        ROW_FORMAT=row_format(kv_pages, key_TKD.dtype, head_dim),
         PAGE_SIZE=kv_pages.shape[3],
         BLOCK_H=triton.next_power_of_2(num_query_heads),
         BLOCK_K=triton.next_power_of_2(num_kv_heads),
@@ -286,18 +298,17 @@ def rope_and_store_triton(
     )
 
 
-def as_rows(kv_pages: Tensor) -> Tensor:
+def as_stored(kv_pages: Tensor) -> Tensor:
     """The pages as Triton reads them: rows of codes are int8 in memory, whatever they stand for."""
     return kv_pages.view(torch.int8) if kv_pages.dtype in _ROW_FORMATS else kv_pages
 
 
-def _check(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> int:
-    """The row format of the pages."""
+def _check(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
     if key_TKD.dim() != 3 or key_TKD.stride(2) != 1:
         raise ValueError(f"key must be [T, K, D] with adjacent D, got {tuple(key_TKD.shape)}")
     if value_TKD.shape != key_TKD.shape or value_TKD.stride(2) != 1:
         raise ValueError(f"value must be {tuple(key_TKD.shape)} like key, got {tuple(value_TKD.shape)}")
-    num_tokens, num_kv_heads, head_dim = key_TKD.shape
+    num_tokens, num_kv_heads, _ = key_TKD.shape
     if kv_pages.dim() != 5 or kv_pages.stride(4) != 1:
         raise ValueError(f"kv_pages must be [P, 2, K, S, R] with adjacent R, got {tuple(kv_pages.shape)}")
     if kv_pages.shape[1:3] != (2, num_kv_heads):
@@ -308,7 +319,6 @@ def _check(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor
         raise ValueError(f"key and value must share a dtype, got {key_TKD.dtype}, {value_TKD.dtype}")
     if not key_TKD.device == value_TKD.device == kv_pages.device == slots_T.device:
         raise ValueError(f"kv_pages on {kv_pages.device} and the rest must be on {key_TKD.device}")
-    return row_format(kv_pages, key_TKD.dtype, head_dim)
 
 
 def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
@@ -406,8 +416,8 @@ def _store_kv_native(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots
 
 def check_paged_kv(
     query_XHD: Tensor, kv_pages: Tensor, page_table_BP: Tensor, context_lens_B: Tensor, window: int | None
-) -> int:
-    """The row format of the pages. ValueError where attention would read past a tensor or misread it."""
+) -> None:
+    """ValueError where attention would read past a tensor or misread it; `row_format` checks the rows."""
     if query_XHD.dim() != 3 or query_XHD.stride(2) != 1:
         raise ValueError(f"query must be [_, H, D] with adjacent D, got {tuple(query_XHD.shape)}")
     _, num_heads, head_dim = query_XHD.shape
@@ -428,7 +438,6 @@ def check_paged_kv(
         raise ValueError(f"kv_pages on {kv_pages.device} and the rest must be on {query_XHD.device}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 key or None, got {window}")
-    return row_format(kv_pages, query_XHD.dtype, head_dim)
 
 
 def dense_kv(

@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from baton.kernels.triton.codes import fp8_as_half
+from baton.kernels.store_kv import row_elements
 from baton.kernels.triton.kernel import TileKey, TileKind, jit, tl, triton, tuned_tile
 
 # With five of Triton's pipeline stages, keys and values have two or three buffers; page ids, which are loaded
@@ -172,16 +172,6 @@ def merge(
 
 
 @jit
-def _elements(codes: tl.tensor, scales: tl.tensor, ROW_FORMAT: tl.constexpr) -> tl.tensor:
-    """The elements of rows of codes, fp32."""
-    scales = scales.to(tl.float32)
-    if ROW_FORMAT == 2:
-        return fp8_as_half(codes).to(tl.float32) * (scales * 256.0)  # FP8_AS_HALF
-    else:
-        return codes.to(tl.float32) * scales
-
-
-@jit
 def attend_keys(
     kv_ptr: tl.tensor,  # [P, 2, K, S, R] at the kv head of the query rows
     page_table_ptr: tl.tensor,  # [pages] int32, the row of one sequence
@@ -241,8 +231,8 @@ def attend_keys(
                 value_scale_N = tl.load(value_scale_ptr_N, mask=exists_N, other=0.0)
             else:
                 key_scale_N, value_scale_N = tl.load(scale_ptr_N), tl.load(value_scale_ptr_N)
-            keys_DN = _elements(keys_DN, key_scale_N[None, :], ROW_FORMAT).to(query_MD.dtype)
-            values_ND = _elements(values_ND, value_scale_N[:, None], ROW_FORMAT).to(query_MD.dtype)
+            keys_DN = row_elements(keys_DN, key_scale_N[None, :], ROW_FORMAT).to(query_MD.dtype)
+            values_ND = row_elements(values_ND, value_scale_N[:, None], ROW_FORMAT).to(query_MD.dtype)
         score_MN = tl.dot(query_MD, keys_DN, input_precision="ieee") * scale
         if SOFTCAP > 0:  # tanh(x) is 1 - 2 / (1 + exp(2 x))
             exponential_MN = tl.exp2(score_MN * (2 * 1.4426950408889634 / SOFTCAP))

@@ -28,12 +28,7 @@ def float_to_fp8(values: tl.tensor) -> tl.tensor:
 
 
 @jit
-def float_to_int8(values: tl.tensor) -> tl.tensor:
-    """fp32 values of at most 127, rounded to nearest even: int8."""
-    return integer_of(values + 12582912.0)
-
-
-@jit
-def integer_of(shifted: tl.tensor) -> tl.tensor:
-    """The integers, int8, in fp32 sums with 1.5 * 2^23; such a sum rounds to the nearest integer."""
+def scaled_to_int8(values: tl.tensor, factor: tl.tensor) -> tl.tensor:
+    """values * factor, at most 127 and fp32, rounded to nearest even: int8."""
+    shifted = tl.fma(values, factor, 12582912.0)  # 1.5 * 2^23 rounds to the nearest integer, once
     return (shifted.to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)

@@ -1,9 +1,11 @@
-"""Weights of 8 or 4 bits on a GPU: the layout of their codes, and the inner loop of `linear_kernel` for them.
+"""Weights of 8 or 4 bits on a GPU: the layout of their codes, the inner loop of `linear_kernel` for codes,
+and the rounding of inputs.
 
 Codes become elements of the activation's dtype in registers, which is exact, and matrix units multiply them.
 The sum of a group's products is multiplied by the scale of the group, and groups are added in ascending
-order. A group has the same inputs as on a CPU. Where inputs are rounded, too, matrix units multiply integers:
-the sum of a group is the integer that a CPU computes.
+order. A group has the inputs that it has on a CPU, except for unrounded fp32 inputs, where it has at most 32,
+or 64 with 4 bits. Where inputs are rounded, too, matrix units multiply integers: the sum of a group is the
+integer that a CPU computes.
 
 Shapes: T tokens, M tokens of a tile, N outputs, K inputs, G groups, V vectors: scales, and zeros if there are
 any.
@@ -18,10 +20,10 @@ from torch import Tensor
 
 from baton.kernels.quantised import FP8_AS_HALF, MAX_GROUP, QuantisedMatrix, WeightFormat
 from baton.kernels.triton.attention_tile import has_large_shared_memory
-from baton.kernels.triton.codes import fp8_as_half, integer_of
+from baton.kernels.triton.codes import fp8_as_half, scaled_to_int8
 from baton.kernels.triton.kernel import jit, kernel, tl, triton
 
-WIDE_BLOCK: Final = 32  # inputs of a product that fp32 has room for
+WIDE_BLOCK: Final = 32  # inputs of a product in fp32: without matrix units, registers hold both operands
 
 
 def largest_group(weight_format: WeightFormat, dtype: torch.dtype) -> int:
@@ -172,7 +174,7 @@ def round_inputs_kernel(
     largest_G = largest_bits_G.to(tl.float32, bitcast=True)
     inverse_G = tl.where(is_finite_G & (largest_G > 0), tl.div_rn(127.0, largest_G), 0.0)
     finite_GK = tl.where(is_finite_G[:, None], x_GK, 0.0)
-    codes_GK = integer_of(tl.fma(finite_GK, inverse_G[:, None], 12582912.0))  # rounded once
+    codes_GK = scaled_to_int8(finite_GK, inverse_G[:, None])
     tl.store(codes_ptr + token * num_groups * GROUP + place_GK, codes_GK, mask=inside_GK)
     scale_G = tl.where(is_finite_G, tl.div_rn(largest_G, 127.0), float("nan"))
     tl.store(scales_ptr + token * num_groups + group_G, scale_G, mask=inside_G)

@@ -12,7 +12,7 @@ import torch
 
 from baton.kernels.experts import ExpertWeights, Mixture, experts_reference, experts_triton, stack_experts
 from baton.kernels.gated import SILU, gated_reference
-from baton.kernels.linear import LinearWeight, linear_triton, new_arrivals
+from baton.kernels.linear import LinearWeight, linear_triton, new_arrivals, pack_quantised
 from baton.kernels.quantised import (
     FP8,
     QuantisedMatrix,
@@ -88,6 +88,16 @@ def product_outcome(
     return Outcome(kernel, reference)
 
 
+def packed_product_outcome(weight_format: WeightFormat, group: int, device: torch.device) -> Outcome:
+    """A weight with groups of 128 inputs, packed for inputs in fp32, which have groups of `group`."""
+    matrix = on_device(random_matrix(weight_format, 70, 384, 128), device)
+    weight = pack_quantised(matrix, torch.float32)
+    assert weight.group == group
+    x = 0.01 * normal(5, 384, dtype=torch.float32, device=device)
+    reference = linear_quantised_reference(x, matrix, None, num_splits=1, out_dtype=torch.float32)
+    return Outcome(linear_triton(x, weight), reference)
+
+
 def gated_product_outcome(weight_format: WeightFormat, dtype: torch.dtype, device: torch.device) -> Outcome:
     matrix = random_matrix(weight_format, 36, 64, 32)
     x = 0.01 * normal(3, 64, dtype=dtype, device=device)
@@ -99,7 +109,7 @@ def gated_product_outcome(weight_format: WeightFormat, dtype: torch.dtype, devic
 def experts_of_codes_outcome(
     weight_format: WeightFormat, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Outcome:
-    """Five experts of 32 inputs, 48 inner values and 24 outputs; `down` in two parts. Two for a token."""
+    """Five experts of 32 inputs, 48 inner values and 24 outputs; `down` in two splits. Two for a token."""
 
     def weights(seed: int, num_outputs: int, num_inputs: int, group: int) -> tuple[ExpertWeights, ...]:
         matrices = [
@@ -107,12 +117,14 @@ def experts_of_codes_outcome(
             for expert in range(5)
         ]
         matrices = [replace(each, scales_NG=0.1 * each.scales_NG) for each in matrices]
-        plain = LinearWeight(
-            torch.empty(0), num_outputs, num_inputs, dtype, is_packed=False, group=group, format=weight_format
-        )
-        read = tuple(replace(plain, matrix=on_device(each, device)) for each in matrices)
+        unpacked = [
+            LinearWeight(
+                each.codes_NK, num_outputs, num_inputs, dtype, is_packed=False, group=group, matrix=each
+            )
+            for each in (on_device(matrix, device) for matrix in matrices)
+        ]
         stacked = stack_experts([of_codes(each, dtype, device) for each in matrices], None)
-        return stacked, ExpertWeights(read, None)
+        return stacked, ExpertWeights(tuple(unpacked), None)
 
     gate_up, down, rest = weights(0, 96, 32, 32), weights(1, 24, 24, 24), weights(2, 24, 24, 24)
     kernel, reference = (
@@ -148,6 +160,14 @@ def quantised_cases() -> Iterator[tuple[str, Callable[[torch.device], Outcome]]]
     for weight_format, dtype in product(FORMATS, (torch.float32, torch.bfloat16)):
         name = f"{weight_format.name.lower()}-{short(dtype)}"
         yield f"linear-{name}", partial(product_outcome, weight_format, 5, (24, 3), 2, dtype)
+    for weight_format, group in (
+        (WeightFormat.INT8, 32),
+        (WeightFormat.FP8, 32),
+        (WeightFormat.INT4_ZEROS, 64),
+        (WeightFormat.INT8_ROUNDED, 128),
+    ):
+        name = f"packed-{weight_format.name.lower()}"
+        yield name, partial(packed_product_outcome, weight_format, group)
     for weight_format in (WeightFormat.INT8_ROUNDED, WeightFormat.INT4_ZEROS):
         name = weight_format.name.lower()
         yield (
