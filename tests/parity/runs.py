@@ -89,6 +89,11 @@ def run(
     return list(outputs.values())
 
 
+def essence(outputs: list[list[StepOutput]]) -> list[list[Any]]:
+    """The tokens and log probabilities of each request."""
+    return [[(output.token_id, output.logprobs) for output in of_one] for of_one in outputs]
+
+
 def tokens(outputs: list[list[StepOutput]]) -> list[list[int | None]]:
     return [[output.token_id for output in of_one] for of_one in outputs]
 

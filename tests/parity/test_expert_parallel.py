@@ -12,10 +12,9 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from baton.request import StepOutput
 from tests.parity.models import EVEN_EXPERTS, Case, save_model
 from tests.parity.quantised_models import SCHEMES, write_model
-from tests.parity.runs import GREEDY, SEEDED, engine, prompts, run
+from tests.parity.runs import GREEDY, SEEDED, engine, essence, prompts, run
 
 Directory = Callable[..., Path]
 DTYPES: Final = (torch.float32, torch.bfloat16)
@@ -37,10 +36,6 @@ FAST: Final = {
     ("qwen3-moe-even", torch.float32, "drafts"),
     ("gpt-oss-even", torch.bfloat16, "whole-experts"),
 }
-
-
-def essence(outputs: list[list[StepOutput]]) -> list[list[Any]]:
-    return [[(output.token_id, output.logprobs) for output in of_one] for of_one in outputs]
 
 
 def answers(directory: Path, **settings: Any) -> list[list[Any]]:
@@ -110,8 +105,8 @@ def test_quantised_checkpoint_changes_no_bit(scheme: str, tmp_path: Path) -> Non
     assert answers(quantised, **EP) == answers(quantised)
 
 
-def test_experts_too_narrow_for_parts_change_no_bit(tmp_path: Path) -> None:
-    """Of 22 inputs no half has a whole number of pairs: an expert is summed in one part."""
+def test_experts_too_narrow_for_splits_change_no_bit(tmp_path: Path) -> None:
+    """Half of 22 inputs is no whole number of pairs, so an expert is summed in one split."""
     case = next(case for case in EVEN_EXPERTS if case.name == "qwen3-moe-even")
     save_model(Case(case.name, case.kind, {**case.keys, "moe_intermediate_size": 22}), tmp_path)
     assert answers(tmp_path, **EP) == answers(tmp_path)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton.engine.scheduler.sequence import PreemptMode
-from baton.request import SamplingParams, StepOutput
+from baton.request import SamplingParams
 from tests.parity.models import COMMON, Case, Oracle, save_model
-from tests.parity.runs import PreemptInTurn, engine, forward_logits, prompts, run, tokens
+from tests.parity.runs import PreemptInTurn, engine, essence, forward_logits, prompts, run, tokens
 
 NUM_CONFIGS: Final = 20
 NUM_TOKENS: Final = 24
@@ -196,10 +196,6 @@ def _cases() -> Iterator[Any]:
             source = Random(f"{kind} {seed}")
             case = Case(f"{kind}-{seed}", kind, {**COMMON, **_heads(source), **make(source)})
             yield pytest.param(case, id=case.name, marks=pytest.mark.slow)
-
-
-def essence(outputs: list[list[StepOutput]]) -> list[list[Any]]:
-    return [[(output.token_id, output.logprobs) for output in of_one] for of_one in outputs]
 
 
 @pytest.mark.parametrize("case", list(_cases()))

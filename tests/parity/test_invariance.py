@@ -21,7 +21,7 @@ from _pytest.mark import ParameterSet
 
 from baton.engine.scheduler.sequence import PreemptMode
 from baton.request import StepOutput
-from tests.parity.runs import GREEDY, SEEDED, PreemptInTurn, engine, prompts, run, tokens
+from tests.parity.runs import GREEDY, SEEDED, PreemptInTurn, engine, essence, prompts, run, tokens
 
 Directory = Callable[..., Path]
 FAST = ("llama-gqa7-biased", "mistral-window")
@@ -120,10 +120,6 @@ def plain(
 ) -> tuple[list[list[StepOutput]], list[list[StepOutput]]]:
     with engine(directory, quantization=quantization, cache={"kv_cache_dtype": cache_dtype}) as made:
         return run(made, prompts(), GREEDY), run(made, prompts(1), SEEDED)
-
-
-def essence(outputs: list[list[StepOutput]]) -> list[list[Any]]:
-    return [[(output.token_id, output.logprobs) for output in of_one] for of_one in outputs]
 
 
 @pytest.mark.parametrize(("name", "dtype", "setting"), cases(SETTINGS))

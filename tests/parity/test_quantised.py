@@ -12,9 +12,9 @@ from torch import Tensor
 from baton.errors import ConfigError, ModelError
 from tests.parity.models import COMMON, Case, Oracle, save_model
 from tests.parity.quantised_models import SCHEMES, write_model
-from tests.parity.runs import engine, forward_logits, prompts, run, tokens
+from tests.parity.runs import engine, essence, forward_logits, prompts, run, tokens
 from tests.parity.test_cluster import Topology, check
-from tests.parity.test_families import GREEDY, NUM_TOKENS, essence
+from tests.parity.test_families import GREEDY, NUM_TOKENS
 
 NUM_CONFIGS: Final = 20
 KINDS: Final = ("Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "Qwen3Moe")
