@@ -204,7 +204,8 @@ def test_sampling_is_warmed_up_with_every_constant_of_a_later_launch(
 
 def test_no_kernel_is_left_out() -> None:
     folder = Path(inspect.getfile(record)).parents[2] / "kernels"
-    modules = [f"baton.kernels.{path.stem}" for path in folder.glob("*.py")]
+    paths = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")]
+    modules = [".".join(("baton.kernels", *path.parts)) for path in paths]
     written = {
         name
         for module in (*modules, "baton.bench.gpu.kernels")
