@@ -29,22 +29,19 @@ from baton.messages.operations import (
     GatewayStatus,
     Migrate,
     Migrated,
-    OrderT,
     PlanSummary,
     RecordingPart,
     RecordingQuery,
     RestartWorker,
     Scale,
-    Sleep,
     Status,
     StatusQuery,
     SupervisorReport,
     Undrain,
-    Wake,
     WatchWorkers,
     WorkerRemoved,
-    numbered,
 )
+from baton.messages.orders import OrderT, Sleep, Wake, numbered
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, WorkerRole, WorkerStatus
 from baton.rpc.auth import ClusterKeys
@@ -240,7 +237,7 @@ class Operator:
 
     async def undrain(self, worker: str) -> None:
         """Call a drained worker back. ConfigError: no `baton serve` supervises the worker."""
-        await self._order(Undrain(worker=worker))
+        await self._ask_one_router(Undrain(worker=worker))
 
     async def migrate(self, *, request_id: str = "", worker: str = "", to: str = "") -> Migrated:
         """Move one request, or all requests of a decode worker, and return how many have moved.
@@ -265,7 +262,7 @@ class Operator:
 
     async def restart(self, worker: str) -> None:
         """Drain a worker and start it again. ConfigError: no `baton serve` supervises the worker."""
-        await self._order(RestartWorker(worker=worker))
+        await self._ask_one_router(RestartWorker(worker=worker))
 
     async def scale(self, num_prefill: int, num_decode: int, model: str = "") -> None:
         """Have so many workers of each role, of one of several models.
@@ -273,7 +270,7 @@ class Operator:
         ConfigError: no `baton serve` supervises the cluster, or the model is not one of several.
         """
         _check_model(model, (await self.status()).workers)
-        await self._order(Scale(num_prefill=num_prefill, num_decode=num_decode, model=model))
+        await self._ask_one_router(Scale(num_prefill=num_prefill, num_decode=num_decode, model=model))
 
     async def new_order(self, order: OrderT) -> OrderT:
         """Return an order about a model with its number. ConfigError: see `scale`."""
@@ -281,11 +278,11 @@ class Operator:
         _check_model(order.model, status.workers)
         return numbered(order, status.orders, time.time())
 
-    async def order(self, order: Sleep | Wake) -> Status:
+    async def send_order(self, order: Sleep | Wake) -> Status:
         """Give a numbered order about a model, and return the status; to repeat the order changes nothing."""
         return _joined([each for each in await self._ask(order) if isinstance(each, Status)])
 
-    async def _order(self, order: Undrain | RestartWorker | Scale) -> None:
+    async def _ask_one_router(self, order: Undrain | RestartWorker | Scale) -> None:
         """Send an order to one router. Two routers would pass it on twice, and a second stop kills."""
         await self._until_connected()
         for router in list(self._routers):

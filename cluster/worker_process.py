@@ -159,8 +159,8 @@ class HostedWorker:
         """
         described, level, port = self.node.hello.worker, self.node.sleep_level, self.address.port
         assert described is not None, "a worker describes itself"
-        is_woken, role = self.node.is_woken, self.node.next_role or described.role
-        self._order_number = self.node.order.number
+        is_woken, role = self.node.orders.is_to_wake, self.node.next_role or described.role
+        self._order_number = self.node.orders.latest.number
         self._config = msgspec.structs.replace(self._config, role=role)
         self._free()
         if not is_woken:
@@ -172,6 +172,7 @@ class HostedWorker:
                 id=secrets.token_hex(16),
                 role=role,
                 is_asleep=True,
+                sleep_level=level,
                 order_number=self._order_number,
             )
             is_woken = self._wait_for_wake(_hello_of(asleep), port, stop)
@@ -199,14 +200,14 @@ class HostedWorker:
             node = SleepingWorker(PeerRegistry(hello, config.routers, thread.dial))
             steps = StepWatchdog(SystemClock(), config.step_timeout_s)
             thread.serve(node, steps)
-            while not (node.is_woken or node.is_draining or stop.is_set()):
+            while not (node.orders.is_to_wake or node.is_draining or stop.is_set()):
                 steps.begin()
                 with contextlib.suppress(Empty):
                     calls.get(timeout=IDLE_S)()
         finally:
             thread.close()
-        self._order_number = node.order.number
-        return node.is_woken and not stop.is_set()
+        self._order_number = node.orders.latest.number
+        return node.orders.is_to_wake and not stop.is_set()
 
     def _serve_role(self, stop: threading.Event) -> None:
         node, engine, clock = self.node, self.engine, SystemClock()

@@ -20,7 +20,7 @@ from baton.clock import Clock, PauseDetector
 from baton.errors import ProtocolError, WireError
 from baton.messages.bounds import MAX_WORKERS
 from baton.messages.control import Alive, Heartbeat
-from baton.messages.operations import Sleep, Wake, followed_order, latest_order
+from baton.messages.orders import Sleep, Wake, followed_order, latest_order
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, RunningStep, Worker, WorkerRole
 from baton.rpc.peers import Peer
@@ -117,20 +117,25 @@ class Membership:
         """The latest order about each model."""
         return self._orders.values()
 
-    def order(self, order: Sleep | Wake) -> list[Member]:
-        """Take an order about a model; return the members that shall follow it, none if a later one holds."""
+    def take_order(self, order: Sleep | Wake) -> list[Member]:
+        """Keep an order unless a later one holds. Returns the members to send it to.
+
+        An order for which there is no member is not kept.
+        """
         members = [member for member in self._members.values() if member.serves(order.model)]
         latest = latest_order(self.orders, order.model)
-        if latest is not None and order.rank < latest.rank:
+        if latest is not None and order.precedence < latest.precedence:
             return []
-        if members and (latest is None or order.rank > latest.rank):
+        if members and (latest is None or order.precedence > latest.precedence):
             self._orders[order.model] = order
         return members
 
     def missed_order(self, worker: Worker) -> Sleep | Wake | None:
         """Return the order that holds for the model of a worker; None if the worker has followed it."""
         latest = latest_order(self.orders, worker.model)
-        return latest if latest is not None and latest.rank > followed_order(worker).rank else None
+        if latest is None or latest.precedence <= followed_order(worker).precedence:
+            return None
+        return latest
 
     def join(self, worker: Worker, peer: Peer) -> Member | None:
         """Add a worker. Returns the member that it replaces; the caller closes that connection.
@@ -158,7 +163,7 @@ class Membership:
         self._remember(worker)
         self.version += 1
         if worker.order_number:  # a router that has just started learns the orders so
-            self.order(followed_order(worker))
+            self.take_order(followed_order(worker))
         return former
 
     def remove(self, member: Member) -> None:

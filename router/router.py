@@ -56,15 +56,14 @@ from baton.messages.operations import (
     RecordingQuery,
     RestartWorker,
     Scale,
-    Sleep,
     Status,
     StatusQuery,
     SupervisorReport,
     Undrain,
-    Wake,
     WatchWorkers,
     WorkerRemoved,
 )
+from baton.messages.orders import Sleep, Wake
 from baton.messages.status import (
     RouterStatus,
     RoutingTimes,
@@ -301,7 +300,7 @@ class Router:
             self._drain(message)
             peer.send(self.status())
         elif isinstance(message, (Sleep, Wake)):
-            self._order_model(message)
+            self._pass_on_order(message)
             peer.send(self.status())
         elif isinstance(message, Migrate):
             self._migrate(peer, message)
@@ -393,7 +392,7 @@ class Router:
             case StatusQuery() | Explain() | FindRequests():
                 self._answer(peer, message)
             case Sleep() | Wake():
-                self._order_model(message)
+                self._pass_on_order(message)
             case FoundRequests() | Migrated():
                 self._pass_back(message)
             case GatewayReport():
@@ -510,9 +509,9 @@ class Router:
         for watcher in self._watchers if isinstance(order, Flip) else ():
             watcher.send(replace(order, worker=member.worker.name))
 
-    def _order_model(self, order: Sleep | Wake) -> None:
+    def _pass_on_order(self, order: Sleep | Wake) -> None:
         """Pass an order on to the workers of its model, unless a later one holds."""
-        for member in self.members.order(order):
+        for member in self.members.take_order(order):
             self._give(member, order)
         self._announce()
 

@@ -7,7 +7,8 @@ from baton.errors import BatonError
 from baton.gateway.streams.request_stream import Sink
 from baton.gateway.streams.routers import Explained, FoundTimelines
 from baton.gateway.streams.timeline import RequestMarks
-from baton.messages.operations import FindRequests, Sleep, Status, Wake
+from baton.messages.operations import FindRequests, Status
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Worker
 from baton.request import FinishReason, Request, TokenEvent
 from tests.node_peers import a_worker
@@ -69,7 +70,7 @@ class ScriptedService:
     def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
         found((), True)
 
-    def order(self, order: Sleep | Wake) -> None:
+    def send_order(self, order: Sleep | Wake) -> None:
         self.orders.append(order)
 
     def emit(self, request_id: str, events: Sequence[TokenEvent]) -> None:

@@ -1,7 +1,6 @@
 """Messages of operators: status, routing decisions, and the drain and restart of workers."""
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -17,9 +16,10 @@ from baton.messages.bounds import (
     Seconds,
 )
 from baton.messages.control import Decision, Message
+from baton.messages.orders import Sleep, Wake
 from baton.messages.status import MAX_STREAMS, QueueStatus, RouterStatus, StreamCounts, joined
 from baton.messages.timeline import RequestTimeline
-from baton.messages.workers import Address, Worker, WorkerRole, WorkerStatus
+from baton.messages.workers import Address, WorkerRole, WorkerStatus
 
 MAX_GATEWAYS: Final = 1024
 MAX_PART_BYTES: Final = 2**19  # of a recording, in one message
@@ -27,7 +27,6 @@ MAX_PLANS: Final = 32  # of the planner, in a status
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 MAX_TENANTS_TOLD: Final = 64  # in the status of one gateway
 Refusals: TypeAlias = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=64)]
-OrderT = TypeVar("OrderT", bound="ModelOrder")
 
 
 class Drain(Message, frozen=True):
@@ -77,71 +76,6 @@ class Scale(Message, frozen=True):
     num_prefill: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)]
     num_decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS // 2)]
     model: Name = ""  # of the workers; "": the model of a cluster that has one
-
-
-class ModelOrder(Message, frozen=True):
-    """Operator or gateway to every router, router to the workers of the model.
-
-    An order is repeated until the workers have followed, and orders may come over several gateways at once.
-    The order with the highest number holds: routers and workers ignore earlier ones, and repeated ones change
-    nothing. A router gives the latest order to workers that join. It answers operators with its Status, as
-    for Drain.
-    """
-
-    model: Name = ""  # "": the model of a cluster that has one
-    number: Count = 0  # microseconds since 1970 when the order was given; see `numbered`
-
-    @property
-    def rank(self) -> tuple[int, bool]:
-        """The order of the highest rank holds: of two with one number, the order to sleep."""
-        return self.number, isinstance(self, Sleep)
-
-
-class Sleep(ModelOrder, frozen=True):
-    """Drain, then give the memory back.
-
-    The worker joins again under another id (`Worker.is_asleep`), with no weights and no pages. A worker that
-    sleeps already does nothing.
-    """
-
-    # 1: a worker with a GPU keeps the weights in host memory; 2: no weights are kept. Without a GPU both
-    # levels are the same.
-    level: Annotated[int, Meta(ge=1, le=2)] = 1
-
-
-class Wake(ModelOrder, frozen=True):
-    """Load the model and serve again.
-
-    A worker that is about to sleep wakes as soon as it sleeps. A worker that serves does nothing.
-    """
-
-
-def latest_order(orders: Iterable[Sleep | Wake], model: str) -> Sleep | Wake | None:
-    """Return the order that holds for a model; None without any. model: as in `Worker.serves`."""
-    found = (each for each in orders if not model or each.model in ("", model))
-    return max(found, key=lambda each: each.rank, default=None)
-
-
-def is_superseded(order: Sleep | Wake, orders: Iterable[Sleep | Wake]) -> bool:
-    """Return whether a later order, to do the opposite, holds for the model."""
-    latest = latest_order(orders, order.model)
-    return latest is not None and latest.rank > order.rank and type(latest) is not type(order)
-
-
-def followed_order(worker: Worker) -> Sleep | Wake:
-    """Return the latest order that a worker has followed; number 0: none yet."""
-    if worker.is_asleep:
-        return Sleep(model=worker.model, number=worker.order_number)
-    return Wake(model=worker.model, number=worker.order_number)
-
-
-def numbered(order: OrderT, orders: Iterable[Sleep | Wake], date_s: float) -> OrderT:
-    """Return a new order with its number, which is higher than those of `orders`.
-
-    date_s: seconds since 1970.
-    """
-    lowest = max((1 + each.number for each in orders), default=0)
-    return msgspec.structs.replace(order, number=max(lowest, round(1e6 * date_s)))
 
 
 class Relayed(Message, frozen=True):
@@ -235,7 +169,8 @@ class Status(Message, frozen=True):
     num_ready: Count = 0  # workers that are ready: all gateways and all workers of the other role reach them
     num_attempts: Count = 0
     num_watchers: Count = 0  # `baton serve` processes, which restart workers
-    orders: Annotated[tuple[Sleep | Wake, ...], Meta(max_length=MAX_WORKERS)] = ()  # the latest of each model
+    # The latest order about each model, of each router that is joined.
+    orders: Annotated[tuple[Sleep | Wake, ...], Meta(max_length=MAX_WORKERS)] = ()
     routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # the sender, or all
     # Since Ray's head last answered `baton serve`; no process can be started meanwhile. 0: the head answers.
     head_away_s: Seconds = 0.0

@@ -54,6 +54,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     node: Name = ""  # name of the machine, for operators
     pid: Count = 0  # process id on that machine
     is_asleep: bool = False  # it has neither weights nor pages, and takes no work until it is woken
+    sleep_level: Annotated[int, Meta(ge=0, le=2)] = 0  # level of the order that it follows; 0: it is awake
     order_number: Count = 0  # of the latest order to sleep or wake that it has followed; see ModelOrder
 
     def serves(self, model: str) -> bool:

@@ -33,7 +33,8 @@ from baton.messages.control import (
     Members,
     Pressure,
 )
-from baton.messages.operations import Drain, Flip, Sleep, Wake, followed_order
+from baton.messages.operations import Drain, Flip
+from baton.messages.orders import FollowedOrders, Sleep, Wake
 from baton.messages.status import OverloadLevel, Times, snapshot
 from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerRole, WorkerTimes
 from baton.request import AttemptKey, Request, StepOutput
@@ -346,8 +347,7 @@ class WorkerNode(ABC):
         self, engine: ReportedEngine, peer_registry: PeerRegistry, links: PageLinks, reports: WorkerReports
     ) -> None:
         self.hello = peer_registry.hello
-        assert self.hello.worker is not None, "a worker describes itself"
-        self.order = followed_order(self.hello.worker)  # the latest
+        self.orders = FollowedOrders(self.hello)
         self.is_draining = False
         self.next_role: WorkerRole | None = None  # to be taken once the worker has drained
         self.sleep_level = 0  # of `Sleep`; the worker sleeps once it has drained
@@ -357,11 +357,6 @@ class WorkerNode(ABC):
         self._engine = engine
         self._reports = reports
         self._levels: dict[str, OverloadLevel] = {}  # router's id -> its overload level
-
-    @property
-    def is_woken(self) -> bool:
-        """The latest order is to wake: a worker that is to sleep wakes as soon as it sleeps."""
-        return isinstance(self.order, Wake)
 
     @property
     @abstractmethod
@@ -421,10 +416,7 @@ class WorkerNode(ABC):
 
     def _take_order(self, order: Sleep | Wake) -> None:
         """Follow an order, unless it is known or a later one holds."""
-        if order.rank <= self.order.rank:
-            return
-        self.order = order
-        if isinstance(order, Sleep):
+        if self.orders.take(order) and isinstance(order, Sleep):
             self.sleep_level = order.level
             self.drain()
 
@@ -460,15 +452,9 @@ class SleepingWorker:
 
     def __init__(self, peer_registry: PeerRegistry) -> None:
         self.hello = peer_registry.hello
-        assert self.hello.worker is not None, "a worker describes itself"
-        self.order = followed_order(self.hello.worker)  # the latest
+        self.orders = FollowedOrders(self.hello)
         self.is_draining = False
         self._peer_registry = peer_registry
-
-    @property
-    def is_woken(self) -> bool:
-        """The latest order is to wake."""
-        return isinstance(self.order, Wake)
 
     def joined(self, peer: Peer) -> None:
         """See Node."""
@@ -486,5 +472,5 @@ class SleepingWorker:
         """See Node. A sleeping worker ignores all messages but orders of routers to wake or to drain."""
         if self._peer_registry.is_router(peer):
             if isinstance(message, Sleep | Wake):
-                self.order = max(self.order, message, key=lambda order: order.rank)
+                self.orders.take(message)
             self.is_draining = self.is_draining or isinstance(message, Drain)

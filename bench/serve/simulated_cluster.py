@@ -23,7 +23,8 @@ from baton.gateway.streams.routers import Explained, FoundTimelines
 from baton.gateway.streams.timeline import RequestMarks, WorkerMarks
 from baton.messages.bounds import short_id
 from baton.messages.control import Decision, Routed, Weighed
-from baton.messages.operations import FindRequests, GatewayStatus, PlanSummary, Sleep, Status, Wake
+from baton.messages.operations import FindRequests, GatewayStatus, PlanSummary, Status
+from baton.messages.orders import Sleep, Wake
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Address, Load, PrefillTimes, Worker, WorkerRole, WorkerStatus, WorkerTimes
 from baton.request import FinishReason, Request, TokenEvent
@@ -282,7 +283,7 @@ class SimulatedCluster:
     def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
         found((), True)
 
-    def order(self, order: Sleep | Wake) -> None:
+    def send_order(self, order: Sleep | Wake) -> None:
         """Do nothing: the workers of the picture never sleep."""
 
     def explain(self, request_id: str, explained: Explained) -> None:

@@ -1,10 +1,10 @@
 """`/sleep`, `/wake_up` and `/is_sleeping` of vLLM; with `?model=NAME` where there are several models.
 
 1. An order gets a number, and goes to all routers and from there to the workers of the model. It is repeated
-   every ASK_EVERY_S: a router may be lost, or may come.
+   every ASK_EVERY_S, because a router may be lost or may join.
 2. The answer comes when every worker of the model sleeps, or serves again.
-3. The order with the highest number holds, whichever gateway it came over: a call that waits gets 409 when
-   the opposite is ordered. A new order gets a higher number than all orders that the gateway knows of.
+3. The order with the highest number holds, regardless of its gateway. A call that waits gets 409 when the
+   opposite is ordered. A new order gets a higher number than all orders that the gateway knows of.
 
 gateway/http/auth.py admits operators alone.
 """
@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request, Response
 
 from baton.gateway.api.body_reader import OpenOrder, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
-from baton.messages.operations import Sleep, Wake, is_superseded, latest_order, numbered
+from baton.messages.orders import Sleep, Wake, has_followed, is_superseded, latest_order, numbered
 
 ASK_EVERY_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.05
@@ -36,14 +36,14 @@ def add_sleep_routes(app: FastAPI, models: ServedModels) -> None:
         model, level = _model(models, params, "level"), LEVELS.get(params.get("level", "1"))
         if level is None:
             raise invalid("level: expected 1 or 2", param="level")
-        await _order(model, Sleep(model=model.key, level=level))
+        await _repeat_order(model, Sleep(model=model.key, level=level))
         return Response()
 
     @app.post("/wake_up")
     async def wake_up(request: Request) -> Response:
         """Load a model that sleeps, and serve it again."""
         model = _model(models, request.query_params)
-        await _order(model, Wake(model=model.key))
+        await _repeat_order(model, Wake(model=model.key))
         return Response()
 
     @app.get("/is_sleeping")
@@ -67,7 +67,7 @@ def _model(models: ServedModels, params: Mapping[str, str], *others: str) -> Ser
     return models.of(name)
 
 
-async def _order(model: ServedModel, asked: Sleep | Wake) -> None:
+async def _repeat_order(model: ServedModel, asked: Sleep | Wake) -> None:
     """Give an order until all workers of the model have followed.
 
     Raises ApiError 409 when a later order to do the opposite holds, and 503 after TIMEOUT_S.
@@ -92,7 +92,7 @@ async def _order(model: ServedModel, asked: Sleep | Wake) -> None:
                 reason = f"the workers of {model.name!r} have not followed within {TIMEOUT_S:g} s"
                 raise ApiError(503, reason, code="not_done", retry_after_s=ASK_EVERY_S)
             if now_s >= ask_s:
-                model.service.order(order)
+                model.service.send_order(order)
                 ask_s = now_s + ASK_EVERY_S
             await asyncio.sleep(LOOK_EVERY_S)
     finally:
@@ -101,8 +101,10 @@ async def _order(model: ServedModel, asked: Sleep | Wake) -> None:
 
 
 def _have_followed(model: ServedModel, opened: OpenOrder) -> bool:
-    """Return whether all workers of the order sleep; or serve, and will not fall asleep."""
-    is_to_sleep = isinstance(opened.order, Sleep)
-    draining = () if is_to_sleep else model.service.draining
-    following = (each for each in model.workers if each.is_asleep is is_to_sleep)
-    return opened.workers <= {each.name for each in following if each.id not in draining}
+    """Return whether all workers of the order have followed."""
+    draining = model.service.draining
+    return opened.workers <= {
+        each.name
+        for each in model.workers
+        if has_followed(each, opened.order, is_draining=each.id in draining)
+    }

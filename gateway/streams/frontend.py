@@ -65,12 +65,9 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayStatus,
     Migrate,
-    Sleep,
     Status,
-    Wake,
-    latest_order,
-    numbered,
 )
+from baton.messages.orders import Sleep, Wake, latest_order, numbered
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, Worker, WorkerRole, WorkerTimes, are_asleep
 from baton.request import AttemptKey, FinishReason, Request, TokenEvent
@@ -216,7 +213,7 @@ class Frontend:
         """See Service."""
         self._searches.ask(query, found)
 
-    def order(self, order: Sleep | Wake) -> None:
+    def send_order(self, order: Sleep | Wake) -> None:
         """See Service."""
         for router in self._peer_registry.routers:
             router.send(order)
@@ -554,8 +551,8 @@ class Frontend:
             if are_asleep(self.workers, model):
                 self.counters["wakes"] += 1
                 latest = latest_order(orders, model)
-                # The first one after the order to sleep, so all gateways give the same order.
-                self.order(latest if isinstance(latest, Wake) else numbered(Wake(model=model), orders, 0.0))
+                # The number follows from the order to sleep, so all gateways give the same order.
+                self.send_order(latest if isinstance(latest, Wake) else numbered(Wake(model=model), orders))
 
     def _wait(self, stream: RequestStream) -> None:
         self._waiting.setdefault(stream.request.tenant, {})[stream.request_id] = stream

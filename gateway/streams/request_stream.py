@@ -43,7 +43,8 @@ from baton.gateway.streams.timeline import RequestMarks
 from baton.messages.bounds import short_id
 from baton.messages.codec import fits_request
 from baton.messages.control import Routed
-from baton.messages.operations import FindRequests, Sleep, Status, Wake
+from baton.messages.operations import FindRequests, Status
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, TokenEvent
 from baton.rpc.peer_clock import ClockOffset
@@ -154,8 +155,11 @@ class Service(Protocol):
     def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
         """Ask all gateways for ended requests, and call `found` with each answer."""
 
-    def order(self, order: Sleep | Wake) -> None:
-        """Have all routers pass a numbered order on to a model's workers; without any nothing happens."""
+    def send_order(self, order: Sleep | Wake) -> None:
+        """Send a numbered order to all routers, which pass it on to the model's workers.
+
+        Without a router the order is dropped.
+        """
 
     @property
     def why_not_ready(self) -> str:

@@ -15,8 +15,9 @@ from baton.cluster.cli.connections import add_router_options, ask
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError, PeerGone, WorkerLost
-from baton.messages.operations import Sleep, Status, Wake, is_superseded
-from baton.messages.workers import Worker, WorkerRole, WorkerStatus
+from baton.messages.operations import Status
+from baton.messages.orders import Sleep, Wake, has_followed, is_superseded
+from baton.messages.workers import Worker, WorkerRole
 
 LOOK_EVERY_S: Final = 0.2
 REPEAT_S: Final = 0.5  # between two orders to sleep or to wake
@@ -86,17 +87,18 @@ def _has(status: Status, wanted: Mapping[WorkerRole, int], model: str) -> bool:
 
 def _sleep(arguments: argparse.Namespace) -> None:
     order = Sleep(model=arguments.model, level=arguments.level)
-    ask(arguments, lambda operator: _order(operator, order, arguments.wait))
+    ask(arguments, lambda operator: _repeat_order(operator, order, arguments.wait))
     output.write(f"{arguments.model or 'the model'} sleeps\n")
 
 
 def _wake(arguments: argparse.Namespace) -> None:
-    ask(arguments, lambda operator: _order(operator, Wake(model=arguments.model), arguments.wait))
+    order = Wake(model=arguments.model)
+    ask(arguments, lambda operator: _repeat_order(operator, order, arguments.wait))
     output.write(f"{arguments.model or 'the model'} serves again\n")
 
 
-async def _order(operator: Operator, asked: Sleep | Wake, wait_s: float) -> None:
-    """Give an order again and again until all workers of the model have followed and are ready.
+async def _repeat_order(operator: Operator, asked: Sleep | Wake, wait_s: float) -> None:
+    """Repeat an order until all workers of the model have followed it and are ready.
 
     Raises WorkerLost after `wait_s`, when no router answers for UNREACHED_S, or when the opposite is ordered.
     """
@@ -105,21 +107,29 @@ async def _order(operator: Operator, asked: Sleep | Wake, wait_s: float) -> None
     model, names = order.model or "the model", set[str]()
     while True:
         try:
-            status = await _answered(lambda: operator.order(order), deadline_s)
+            status = await _answered(lambda: operator.send_order(order), deadline_s)
         except (PeerGone, TimeoutError):
-            reason = f"no router answers: `baton status` tells later whether {model} has followed the order"
-            raise WorkerLost(reason) from None
+            raise WorkerLost(
+                f"no router has answered for {UNREACHED_S:g} s; check with `baton status` whether {model} has"
+                " followed the order"
+            ) from None
         if is_superseded(order, status.orders):
-            raise WorkerLost(f"the opposite was ordered of {model} meanwhile, and holds")
+            raise WorkerLost(f"a later order to do the opposite was given to {model}")
         of_model = [each for each in status.workers if each.worker.serves(order.model)]
         names |= {each.worker.name for each in of_model}  # one that follows is absent for a while
-        left = names - {each.worker.name for each in of_model if _follows(each, order)}
+        left = names - {
+            each.worker.name
+            for each in of_model
+            if has_followed(each.worker, order, is_draining=each.is_draining)
+        }
         if not left and status.num_ready == len(status.workers):
             return
         if asyncio.get_running_loop().time() >= deadline_s:
             missing = ", ".join(sorted(left)) or "the connections of all workers"
-            reason = f"the order still waits for {missing} after {wait_s:g} s: see the log of `baton serve`"
-            raise WorkerLost(reason)
+            raise WorkerLost(
+                f"after {wait_s:g} s these workers have not followed the order: {missing};"
+                " see the log of `baton serve`"
+            )
         await asyncio.sleep(REPEAT_S)
 
 
@@ -134,11 +144,6 @@ async def _answered(question: Callable[[], Awaitable[AnswerT]], deadline_s: floa
             if loop.time() >= deadline_s:
                 raise
             await asyncio.sleep(LOOK_EVERY_S)
-
-
-def _follows(entry: WorkerStatus, order: Sleep | Wake) -> bool:
-    """Return whether a worker sleeps; or serves, and is not about to sleep."""
-    return entry.worker.is_asleep if isinstance(order, Sleep) else not entry.is_draining
 
 
 async def _until(

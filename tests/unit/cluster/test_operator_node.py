@@ -10,7 +10,8 @@ from baton.cluster.operator_node import SILENCE_GRACE_S, Verdicts, connected
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Members
-from baton.messages.operations import Drain, Sleep, Undrain, Wake, WorkerRemoved
+from baton.messages.operations import Drain, Undrain, WorkerRemoved
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Address, WorkerRole
 from baton.router.router import Router
 from baton.rpc.server import RpcServer
@@ -98,7 +99,7 @@ async def test_order_about_a_model_names_one_of_several() -> None:
                 with pytest.raises(ConfigError, match=message):
                     await operator.scale(1, 1, model)
             for order in (Sleep(model="b", level=2), Wake(model="b")):
-                await operator.order(await operator.new_order(order))
+                await operator.send_order(await operator.new_order(order))
         assert workers["b"].only(Sleep).level == 2 and workers["b"].only(Wake)
         assert not workers["a"].take(Sleep)
 

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from baton.engine.engine import Engine
-from baton.messages.operations import Drain, Sleep, Wake
+from baton.messages.operations import Drain
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
@@ -53,7 +54,7 @@ def checked_parts(engine: Engine) -> list["weakref.ref[object]"]:
 def order(cluster: Cluster, message: Sleep | Wake, *, are_asleep: bool) -> None:
     """Give an order, and wait until both workers have followed."""
     before = {worker.id for worker in cluster.frontend.workers}
-    cluster.gateway.call(lambda: cluster.frontend.order(message))
+    cluster.gateway.call(lambda: cluster.frontend.send_order(message))
 
     def have_followed() -> bool:
         workers = [each for each in cluster.frontend.workers if each.id not in before]
@@ -70,6 +71,7 @@ def test_sleep_frees_weights_and_pages_and_the_tokens_after_the_wake_are_those_b
     freed = [each for worker in cluster.workers for each in checked_parts(worker.hosted.engine)]
     before = psutil.Process().memory_info().rss
     order(cluster, Sleep(level=level, number=1), are_asleep=True)
+    assert {each.sleep_level for each in cluster.frontend.workers if each.is_asleep} == {level}
     gc.collect()  # in one process, links of the worker that falls asleep last refer to the other one
     assert [part for part in freed if part() is not None] == []
     assert psutil.Process().memory_info().rss < before - 1.8 * WEIGHT_BYTES
@@ -81,7 +83,7 @@ def test_sleep_frees_weights_and_pages_and_the_tokens_after_the_wake_are_those_b
 def send(gateway: GatewayThread, *messages: Sleep | Wake) -> None:
     def give() -> None:
         for message in messages:
-            gateway.frontend.order(message)
+            gateway.frontend.send_order(message)
 
     gateway.call(give)
 

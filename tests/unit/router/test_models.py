@@ -16,7 +16,8 @@ from baton.messages.control import (
     Routed,
     Submit,
 )
-from baton.messages.operations import Sleep, Status, StatusQuery, Wake
+from baton.messages.operations import Status, StatusQuery
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Load
 from baton.tenants import Quotas, Refusal, SchedulingKey
 from tests.node_peers import TestPeer, a_request, id_of, name_of
@@ -231,8 +232,9 @@ def test_worker_that_starts_while_its_model_sleeps_is_put_to_sleep_and_gets_no_w
 
 def test_router_that_starts_learns_the_orders_from_workers() -> None:
     c = cluster()
-    c.add("d0", is_asleep=True, order_number=5)
+    c.add("d0", is_asleep=True, sleep_level=2, order_number=5)
     c.add("p0")
-    assert c["p0"].only(Sleep).number == 5
+    given = c["p0"].only(Sleep)
+    assert (given.number, given.level) == (5, 2)
     c.add("d1", order_number=6)
     assert not c["d1"].take(Sleep) and status_of_router(c).orders[-1].number == 6

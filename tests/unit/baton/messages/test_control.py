@@ -27,15 +27,14 @@ from baton.messages.operations import (
     RecordingQuery,
     RestartWorker,
     Scale,
-    Sleep,
     Status,
     StatusQuery,
     SupervisorReport,
     Undrain,
-    Wake,
     WatchWorkers,
     WorkerRemoved,
 )
+from baton.messages.orders import Sleep, Wake
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.timeline import RequestTimeline, TimelineAttempt, TimelinePart
 from baton.messages.workers import (

@@ -12,7 +12,8 @@ from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.prompt_reader import PromptReader
 from baton.gateway.api.sleep import LOOK_EVERY_S, add_sleep_routes
-from baton.messages.operations import Sleep, Status, Wake
+from baton.messages.operations import Status
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Worker, WorkerRole
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker
@@ -28,8 +29,8 @@ class Cluster(ScriptedService):
         self.numbers: list[int] = []  # of `orders`, which are kept without
         self.workers = [a_worker(f"{role}{model}", model=model) for model in "ab" for role in "pd"]
 
-    def order(self, order: Sleep | Wake) -> None:
-        super().order(msgspec.structs.replace(order, number=0))
+    def send_order(self, order: Sleep | Wake) -> None:
+        super().send_order(msgspec.structs.replace(order, number=0))
         self.numbers.append(order.number)
         if len(self.orders) > self.num_deaf:
             self.workers = [self.after(each, order) for each in self.workers]

@@ -21,7 +21,8 @@ from baton.messages.control import (
     Started,
     Submit,
 )
-from baton.messages.operations import Status, StatusQuery, Wake
+from baton.messages.operations import Status, StatusQuery
+from baton.messages.orders import Wake
 from baton.messages.workers import REMOTE_PREFILLS, Load, WorkerStatus
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent
 from baton.token_ids import TokenIds

@@ -13,7 +13,7 @@ from baton.cluster.cli.main import main
 from baton.cluster.cluster_key import write_secret
 from baton.config.router import RouterConfig
 from baton.errors import FAILED, USER_ERROR
-from baton.messages.operations import Sleep, Wake
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Address
 from baton.router.router import Router
 from baton.rpc.server import RpcServer
@@ -110,7 +110,10 @@ def test_order_without_a_router_ends_within_a_bound_and_does_not_tell_of_success
     order_without_a_router_that_comes_back(tmp_path)
     captured = capsys.readouterr()
     assert not captured.out
-    assert "no router answers: `baton status` tells later whether the model has followed" in captured.err
+    assert (
+        "no router has answered for 0.5 s; check with `baton status` whether the model has followed"
+        in captured.err
+    )
 
 
 @on_loop
@@ -129,4 +132,4 @@ def test_order_tells_that_the_opposite_was_ordered_meanwhile(
 ) -> None:
     opposite_order_meanwhile(tmp_path)
     captured = capsys.readouterr()
-    assert not captured.out and "the opposite was ordered of the model meanwhile" in captured.err
+    assert not captured.out and "a later order to do the opposite was given to the model" in captured.err
