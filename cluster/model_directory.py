@@ -63,27 +63,28 @@ def served_name(model: str) -> str:
 def pin_revision(config: ServeConfig) -> ServeConfig:
     """Return settings that name repositories by their commits, so that all machines load the same files.
 
-    A cluster of this machine alone gets their directories: its processes need no look into the cache, for
-    which each would import huggingface_hub. Raises as `resolve_model`.
+    When the cluster runs on this machine alone, the settings name directories instead, so that its processes
+    need not import huggingface_hub. Raises as `resolve_model`.
     """
-    is_alone = config.runtime == "local" or config.ray_address is None
+    is_one_machine = config.runtime == "local" or config.ray_address is None
     if config.other_models:
         others = {
-            name: msgspec.structs.replace(other, model=_pinned(other.model, is_alone))
+            name: msgspec.structs.replace(other, model=_pinned(other.model, is_one_machine))
             for name, other in config.other_models.items()
         }
         config = msgspec.structs.replace(config, other_models=others)
     if not is_repository(config.model):
         return config
     name = config.served_model_name or served_name(config.model)
-    return msgspec.structs.replace(config, model=_pinned(config.model, is_alone), served_model_name=name)
+    model = _pinned(config.model, is_one_machine)
+    return msgspec.structs.replace(config, model=model, served_model_name=name)
 
 
-def _pinned(model: str, is_alone: bool) -> str:
+def _pinned(model: str, is_one_machine: bool) -> str:
     if not is_repository(model):
         return model
     directory = resolve_model(model)
-    return str(directory) if is_alone else f"{served_name(model)}@{directory.name}"
+    return str(directory) if is_one_machine else f"{served_name(model)}@{directory.name}"
 
 
 def resolve_draft_model(settings: EngineSettingsT) -> EngineSettingsT:

@@ -172,7 +172,7 @@ def main(run: Run = run) -> int:
         tell(ProcessFailed.of(error))
         raise
     finally:
-        gc.unfreeze()  # native libraries would report objects that are left at the end of the process
+        gc.unfreeze()  # frozen objects are never freed, and native libraries report them as leaks at exit
     return 0 if stop.is_set() else DRAINED
 
 

@@ -15,9 +15,9 @@ LogFormat: TypeAlias = Literal["text", "json"]
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
 PREFIX: Final = "BATON_"
 _MPS_PRIORITY: Final = "CUDA_MPS_CLIENT_PRIORITY"
-# Threads of torch that wait for others sleep. By default they spin, and take the cores that workers share:
-# two workers that load a model at once on two cores took twice the processor time.
-_SLEEPING_THREADS: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Idle OpenMP threads of torch sleep. By default they spin and take cores from other workers: two workers that
+# loaded a model on two cores took twice the processor time.
+_PASSIVE_WAIT: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 # Variables that are no settings of a cluster, and are read here.
 VARIABLES: Final = (
     *("BATON_API_KEY", "BATON_CACHE_DIR", "BATON_CLUSTER_KEY_FILE", "BATON_LOG_FORMAT", "BATON_LOG_LEVEL"),
@@ -79,14 +79,14 @@ def visible_gpus() -> tuple[str, ...]:
 def environment_of_child(
     *, num_threads: int, gpus: Sequence[str] | None = None, mps_priority: int | None = None
 ) -> dict[str, str]:
-    """Return the environment of a child process. What the operator sets about threads has precedence.
+    """Return the environment of a child process. Thread settings of the operator take precedence.
 
     A process tokenizes one text at a time. mps_priority: see `mps_variables`.
     """
     threads = {
         "OMP_NUM_THREADS": str(num_threads),
         "TOKENIZERS_PARALLELISM": "false",
-        **_SLEEPING_THREADS,
+        **_PASSIVE_WAIT,
     }
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return threads | dict(os.environ) | seen | mps_variables(mps_priority)
@@ -116,9 +116,9 @@ def prepare_nccl() -> None:
 def prepare_ray() -> None:
     """Set defaults of Ray: token authentication, no usage statistics, no colours in files.
 
-    In the actors of a Ray that is started afterwards, threads that wait sleep.
+    Actors of a Ray that is started afterwards inherit that idle OpenMP threads sleep.
     """
-    for name, value in _SLEEPING_THREADS.items():
+    for name, value in _PASSIVE_WAIT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
