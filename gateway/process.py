@@ -30,6 +30,7 @@ from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer
 from baton.gateway.peer_gateways import PeerGateways
+from baton.gateway.random_bytes import RandomBytes
 from baton.gateway.streams import request_stream
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import Service
@@ -85,6 +86,7 @@ class GatewayProcess:
             max_answer_bytes=config.max_answer_bytes,
         )
         self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config, first.name)
+        random_bytes = RandomBytes()
         self._inference = Inference(
             models,
             self.metrics,
@@ -94,6 +96,7 @@ class GatewayProcess:
             EventIds(ring),
             peers=self._peers,
             tracer=self._tracer,
+            random_bytes=random_bytes,
         )
         self._adapters = ServedAdapters(first.name, first.adapters, service, self._peers, clock)
         exporter = Exporter(
@@ -113,6 +116,7 @@ class GatewayProcess:
             responses=self._inference.responses,
             find=self.find,
             tracer=self._tracer,
+            random_bytes=random_bytes,
             routes=self._routes(),
         )
         self._server = HttpServer(app, config, self._refused)

@@ -7,7 +7,6 @@ Mooncake and UCX, which NIXL uses, keep to loopback. UCX leaves its modules for 
 wheel end a process with a segmentation fault when the system has the same libraries.
 """
 
-import gc
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from baton.rpc.process import frozen_imports
 from tests.shared_clusters import group_of
 
 settings.register_profile("baton", deadline=None, derandomize=True)
@@ -38,12 +38,8 @@ THREADS_END_S: Final = 5.0
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Exempt what the imports make from garbage collection: it would be a third of the time to collect."""
-    gc.disable()
-    try:
+    with frozen_imports():
         return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _is_ours(thread: threading.Thread) -> bool:

@@ -1,4 +1,4 @@
-"""Descriptors, garbage collection and random ids of processes; pipes and priority of their helpers.
+"""Descriptors and garbage collection of processes; pipes and priority of their helpers.
 
 A process without a free descriptor accepts no new connection, also of operators. Every process raises its
 soft limit to the hard limit at its start; a gateway accepts no more connections than the limit allows.
@@ -23,7 +23,6 @@ BACKLOG_SHARE: Final = 8  # one in so many descriptors may be a connection that 
 WANTED: Final = 2**20  # no more is requested: some systems call 2**63 their limit
 LENGTH_BYTES: Final = 4  # of a frame's length
 NICENESS: Final = 10  # of a helper
-RANDOM_BYTES: Final = 4096  # of one system call
 LOOKS_PER_FULL: Final = 200  # collections of the middle generation before a full one; Python's default is 10
 
 
@@ -63,24 +62,9 @@ def lower_priority() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-class RandomBytes:
-    """Random bytes for ids and seeds, on one thread: a system call for each takes 1 % of a short call."""
-
-    def __init__(self) -> None:
-        self._block, self._num_used = b"", 0
-
-    def __call__(self, num: int) -> bytes:
-        """Return so many bytes, each of which is given once; RANDOM_BYTES at most."""
-        if self._num_used + num > len(self._block):
-            self._block, self._num_used = os.urandom(RANDOM_BYTES), 0
-        begin = self._num_used
-        self._num_used += num
-        return self._block[begin : self._num_used]
-
-
 @contextlib.contextmanager
 def frozen_imports() -> Iterator[None]:
-    """Pause garbage collection for imports, and exempt what they have made: many objects that stay."""
+    """Pause garbage collection during imports, then exempt the many lasting objects that they made."""
     gc.disable()
     try:
         yield

@@ -18,6 +18,7 @@ as well. A client that asks for nothing is closed: soon when it never has, later
 
 import asyncio
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -87,7 +88,6 @@ from baton.gateway.streams.resume import (
 )
 from baton.gateway.tenants.limiter import Charge, Limiter, Permit
 from baton.gateway.tenants.tenants import Tenant, read_objectives
-from baton.rpc.process import RandomBytes
 from baton.tenants import Refusal
 
 SEED_BITS: Final = 63
@@ -129,10 +129,12 @@ class Inference:
         peers: PeerGateways | None = None,
         tracer: Tracer | None = None,
         calendar_s: Callable[[], float] = time.time,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         draw_seed: Callable[[], int] | None = None,
     ) -> None:
-        """calendar_s: seconds since 1970, which clients see. draw_seed: for a call without a seed;
-        None: at random.
+        """calendar_s: seconds since 1970, which clients see. random_bytes: for ids and seeds.
+
+        draw_seed: for a call without a seed; None: at random.
         """
         self._models = models
         self._metrics = metrics
@@ -141,7 +143,7 @@ class Inference:
         self._config = config
         self._event_ids = event_ids
         self._calendar_s = calendar_s
-        self._random_bytes = RandomBytes()
+        self._random_bytes = random_bytes
         self._draw_seed = draw_seed or self._random_seed
         self._public = {model.key: PublicPrefixes(model.bodies.reader) for model in models}
         self.responses = ResponseStore(

@@ -17,6 +17,7 @@ and the requested name in Host. The Host check also stops DNS rebinding, where a
 """
 
 import re
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, TypeAlias
 
@@ -28,7 +29,6 @@ from baton.gateway.api.errors import ApiError, ClientGone, Headers, answer_to
 from baton.gateway.http.protocol import header, respond
 from baton.gateway.metrics.tracing import TRACE, TraceContext
 from baton.gateway.tenants.tenants import Tenant, Tenants
-from baton.rpc.process import RandomBytes
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
 # They show the requests of all tenants, or change the models.
@@ -85,12 +85,13 @@ class AuthMiddleware:
         operator_port: int | None = None,
         allowed_origins: Collection[str] = (),
         begin_trace: BeginTrace | None = None,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """posts: by path, the applications that get a POST directly, past the layers of `app`.
 
         answered: called once for each request, with its path and status. operator_port, allowed_origins: see
         GatewayConfig.
-        begin_trace: gives each call a trace; None: there are no traces.
+        begin_trace: gives each call a trace; None: there are no traces. random_bytes: for ids.
         """
         self._operator_port = operator_port
         self._allowed_origins = frozenset(allowed_origins)
@@ -99,7 +100,7 @@ class AuthMiddleware:
         self._tenants = tenants
         self._answered = answered
         self._begin_trace = begin_trace
-        self._random_bytes = RandomBytes()
+        self._random_bytes = random_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
