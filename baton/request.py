@@ -166,25 +166,23 @@ class SamplingParams(
             _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
     def _check_tokens(self) -> None:
-        # Every process checks every request, and few have these fields: `type` is faster than `isinstance`.
-        if type(self.logit_bias) is not dict and not isinstance(self.logit_bias, Mapping):
+        if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequest(f"logit_bias must map token ids to biases, got {self.logit_bias!r}")
         if self.logit_bias:
             _check_integer("len(logit_bias)", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
         stops: object = self.stop_token_ids
-        if type(stops) is not tuple and not isinstance(stops, tuple | list):
+        if not isinstance(stops, tuple | list):
             raise InvalidRequest(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
         allowed, words = self.allowed_token_ids, self.bad_words_token_ids
         if allowed is not None:
             if not isinstance(allowed, tuple | list):
                 raise InvalidRequest(f"allowed_token_ids must be token ids, got {allowed!r}")
             _check_integer("len(allowed_token_ids)", len(allowed), 1, MAX_ALLOWED_TOKENS)
-        if type(words) is not tuple or words:
-            self._check_words(words)
+        self._check_words(words)
         for token_id in chain(self.logit_bias, self.stop_token_ids, allowed or (), *words):
             _check_integer("a token id", token_id)
         extra = self.extra_args
-        if (type(extra) is not dict and not isinstance(extra, Mapping)) or len(extra) > MAX_EXTRA_ARGS:
+        if not isinstance(extra, Mapping) or len(extra) > MAX_EXTRA_ARGS:
             raise InvalidRequest(f"extra_args must map at most {MAX_EXTRA_ARGS} names to values")
 
     def _check_words(self, words: object) -> None:

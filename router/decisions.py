@@ -46,10 +46,7 @@ def weighed(candidate: PairCandidate) -> Weighed:
         prefill=candidate.prefill,
         source=candidate.source,
         num_held_tokens=candidate.num_held_tokens,
-        terms={
-            name: value if 0.0 <= value <= MAX_SECONDS else min(max(value, 0.0), MAX_SECONDS)
-            for name, value in asdict(candidate.terms).items()
-        },
+        terms={name: min(max(value, 0.0), MAX_SECONDS) for name, value in asdict(candidate.terms).items()},
     )
 
 
@@ -60,7 +57,7 @@ class _Kept(msgspec.Struct):
     first_token_s: float | None = None
     measured: PrefillTimes | None = None
 
-    def now(self) -> Decision:
+    def with_outcome(self) -> Decision:
         """Return the decision with the outcome so far."""
         return replace(self.decision, first_token_s=self.first_token_s, measured=self.measured)
 
@@ -91,7 +88,7 @@ class DecisionHistory:
     def get(self, key: AttemptKey) -> Decision | None:
         """The decision without the other compared pairs; None when it is not kept."""
         kept = self._kept.get(key)
-        return None if kept is None else kept.now()
+        return None if kept is None else kept.with_outcome()
 
     def candidates(self, key: AttemptKey) -> Sequence[PairCandidate]:
         """The compared pairs of a decision; none when it is not kept."""
@@ -102,7 +99,7 @@ class DecisionHistory:
         """A kept decision with all compared pairs."""
         now_s, kept = self._clock.now_s(), self._kept[key]
         age_s, others = min(now_s - kept.decided_s, MAX_SECONDS), tuple(map(weighed, kept.candidates))
-        return replace(kept.now(), age_s=age_s, weighed=others)
+        return replace(kept.with_outcome(), age_s=age_s, weighed=others)
 
     def started(self, key: AttemptKey) -> None:
         """Note the time of the first token."""
@@ -116,7 +113,7 @@ class DecisionHistory:
         if kept is None:
             return None
         kept.measured = times
-        return kept.now()
+        return kept.with_outcome()
 
     def of(self, request_id: str) -> Iterator[Decision]:
         """The decisions of a request's last MAX_ATTEMPTS attempts, with all compared pairs."""

@@ -203,11 +203,7 @@ class Histogram(msgspec.Struct, array_like=True):
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        index = bisect_left(self.BOUNDS, value)
-        if index < len(self.counts):
-            self.counts[index] += 1
-        else:
-            self.add(index, 1)
+        self.add(bisect_left(self.BOUNDS, value), 1)
         self.sum += value
 
     def add(self, bucket: int, num: int) -> None:

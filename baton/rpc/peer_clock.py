@@ -60,7 +60,8 @@ class PeerClock:
     """Measures the offset of one peer's clock over one link."""
 
     def __init__(self) -> None:
-        self.offset: ClockOffset | None = None  # None before a ping has come back, or if that tells nothing
+        # None before the first ping has returned, or when the times are unusable.
+        self.offset: ClockOffset | None = None
         self._echo = (0.0, 0.0)
         self._there, self._back = _Shortest(), _Shortest()
 

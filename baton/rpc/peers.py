@@ -91,7 +91,7 @@ class PeerRegistry:
         """wanted: roles of the workers to connect to."""
         self.hello = hello
         self.members: dict[str, Worker] = {}  # the workers that a router lists, by id
-        self.workers: Sequence[Worker] = ()  # the same; another object when they may have changed
+        self.workers: Sequence[Worker] = ()  # values of members; a new object after each change
         self._addresses = routers
         self._dial = dial
         self._wanted = frozenset(wanted)

@@ -209,7 +209,9 @@ class ModelView(NamedTuple):
     """The workers of one model."""
 
     workers: Sequence[Worker]
-    are_asleep: bool  # all that decode
+    is_asleep: bool  # all decode workers of the model sleep
+    # The shortest context length of the workers; without workers, the last known length.
+    max_model_len: int | None
 
 
 class OpenOrder(msgspec.Struct, frozen=True):
@@ -229,9 +231,8 @@ class ServedModel(msgspec.Struct, kw_only=True):
     service: Service
     created_s: int  # start of serving, in seconds since 1970
     defaults: SamplingParams = SamplingParams(max_tokens=None)  # max_tokens caps every answer
-    known_length: int | None = None  # the last known context length of the workers
-    listed: Sequence[Worker] | None = None  # the workers of the service that `view` was made of
-    view: ModelView = ModelView((), are_asleep=False)
+    viewed_list: Sequence[Worker] | None = None  # the workers of the service that `view` was made of
+    view: ModelView = ModelView((), is_asleep=False, max_model_len=None)
     adapters: dict[str, NamedAdapter] = msgspec.field(default_factory=dict)  # by name
 
     @property
@@ -242,7 +243,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     @property
     def workers(self) -> Sequence[Worker]:
         """The workers of the model."""
-        return self._look().workers
+        return self._current_view().workers
 
     @property
     def orders(self) -> list[Sleep | Wake]:
@@ -254,7 +255,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     @property
     def is_asleep(self) -> bool:
         """True when the decode workers of the model sleep."""
-        return self._look().are_asleep
+        return self._current_view().is_asleep
 
     @property
     def is_changing(self) -> bool:
@@ -270,16 +271,19 @@ class ServedModel(msgspec.Struct, kw_only=True):
 
         While there are no workers the last known length holds: a restarted worker takes as many tokens.
         """
-        self._look()
-        return self.known_length
+        return self._current_view().max_model_len
 
-    def _look(self) -> ModelView:
-        """Return the workers of the model. Each call asks several times, and there may be a thousand."""
+    def _current_view(self) -> ModelView:
+        """Return the view of the model's workers, made anew when the list of workers is another object.
+
+        Each call asks several times, and there may be a thousand workers.
+        """
         listed = self.service.workers
-        if listed is not self.listed:
+        if listed is not self.viewed_list:
             workers = [worker for worker in listed if worker.serves(self.key)]
-            self.listed, self.view = listed, ModelView(workers, are_asleep(listed, self.key))
-            self.known_length = min((each.max_model_len for each in workers), default=self.known_length)
+            length = min((each.max_model_len for each in workers), default=self.view.max_model_len)
+            self.view = ModelView(workers, are_asleep(listed, self.key), length)
+            self.viewed_list = listed
         return self.view
 
     def read_policy(

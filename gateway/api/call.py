@@ -95,7 +95,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens over all prompts."""
-        return sum([len(prompt.token_ids) for prompt in self.prompts])
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     @property
     def held_bytes(self) -> int:
@@ -235,9 +235,11 @@ def _sampling(
     logprobs: int | None,
     new_seed: int,
     has_echo: bool,
-    **read: Any,
+    *,
+    structured_outputs: StructuredOutputs | None,
+    bad_words_token_ids: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
-    """read: fields that do not stand in the body as SamplingParams takes them."""
+    """Return the sampling parameters that a body asks for; the arguments as in `make_call`."""
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise invalid(f"logprobs: at most {MAX_LOGPROBS} alternatives, got {logprobs}", param="logprobs")
     if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= MAX_LOGPROBS:
@@ -261,6 +263,7 @@ def _sampling(
         logit_bias=logit_bias(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         seed=new_seed if body.seed is None else body.seed & MAX_SEED,  # a negative number is a seed as well
+        structured_outputs=structured_outputs,
+        bad_words_token_ids=bad_words_token_ids,
         **given,
-        **read,
     )

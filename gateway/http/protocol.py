@@ -204,7 +204,10 @@ class Deadline:
         self._timer = self._loop.call_later(seconds, passed)
 
     def plan(self, seconds: float) -> None:
-        """Have `start` start the timer, unless it is cleared before: most requests arrive in one piece."""
+        """Plan the timer; `start` starts it.
+
+        A request that arrives in one piece clears the plan first, and costs no timer.
+        """
         self._planned_s = seconds
 
     def start(self, passed: Callable[[], None]) -> None:

@@ -52,7 +52,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def known(self) -> RequestTimeline:
-        """The timeline without the parts, and what else follows from the marks."""
+        """The timeline without its parts and the figures that follow from the marks."""
         return RequestTimeline(
             request_id=self.request_id,
             tenant=self.tenant,

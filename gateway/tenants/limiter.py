@@ -172,14 +172,14 @@ class Budget:
         self._metrics = metrics
         self._total = total
         self._refusal = refusal
-        self._quota = refusal.value  # the name of the quota
+        self._quota_name = refusal.value
         self._unit = unit
         self.num_taken = 0
         self._taken: Counter[str] = Counter()  # by the tenant's name; none of 0
 
     def charge(self, tenant: str, quotas: Quotas, *, is_counted: bool = True) -> Charge:
         """Return an empty charge, for a `with`. is_counted: False when a Permit counts the refusal."""
-        return Charge(self, tenant, getattr(quotas, self._quota), is_counted=is_counted)
+        return Charge(self, tenant, getattr(quotas, self._quota_name), is_counted=is_counted)
 
     def take(self, tenant: str, amount: int, quota: int | None, *, is_counted: bool) -> None:
         """See Charge.add."""
