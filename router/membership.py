@@ -216,20 +216,17 @@ class Membership:
     def num_ready(self, reached: Reached) -> int:
         """The number of members that every gateway reaches and that reach all members they work with.
 
-        A prefill worker and a decode worker of the same weights work together; a sleeping worker needs no
-        other. The count compares all members with each other, so it is cached until the members or `reached`
-        change.
+        A prefill worker and a decode worker of the same weights work together. A sleeping worker needs no
+        other, and a gateway reaches it when it knows that the worker sleeps. The count compares all members
+        with each other, so it is cached until the members or `reached` change.
         """
         present = (self.version, reached)
         if present != self._counted:
             self._counted = present
             members = list(self._members.values())
             self._num_ready = sum(
-                member.worker.is_asleep
-                or (
-                    all(member.id in each for each in reached)
-                    and all(_are_connected(member, other) for other in members)
-                )
+                all(member.id in each for each in reached)
+                and (member.worker.is_asleep or all(_are_connected(member, other) for other in members))
                 for member in members
             )
         return self._num_ready

@@ -158,7 +158,10 @@ class Members(Message, frozen=True):
 
 
 class Reachable(Message, frozen=True):
-    """To routers: the workers that the sender could send messages, or pages, to."""
+    """To routers: the workers that the sender could send messages, or pages, to.
+
+    A gateway also names the sleeping workers that it knows.
+    """
 
     workers: Ids
 

@@ -492,7 +492,9 @@ class Frontend:
                 stream.unconfirmed_since_s = min(stream.unconfirmed_since_s, now_s)
 
     def _report_connections(self) -> None:
-        self._peer_registry.report(self._peer_registry.connected())
+        """Report the workers that are connected, and the listed ones that sleep: they need no connection."""
+        asleep = (worker.id for worker in self.workers if worker.is_asleep)
+        self._peer_registry.report([*self._peer_registry.connected(), *asleep])
 
     # Time.
 

@@ -12,6 +12,7 @@ from baton.messages.control import (
     Prefill,
     Pressure,
     Queued,
+    Reachable,
     Rejected,
     Routed,
     Submit,
@@ -197,6 +198,10 @@ def test_sleeping_worker_is_a_member_without_work_and_hears_of_the_wake(c: Clust
         c.add(name, id=id_of(f"{name}-asleep"), model="b", is_asleep=True)
     assert isinstance(submit(c, "r0", "b"), Rejected)
     assert status_of(c).num_ready == 4  # the workers that serve need no links to sleeping workers
+    awake = (c["p-a"].id, c["d-a"].id)
+    c["g"].say(Reachable(workers=awake))
+    assert status_of(c).num_ready == 2  # the gateway does not know yet that the others sleep
+    c.all_reach_all()
     c["g"].say(Wake(model="b"))
     assert c["d-b"].only(Wake) and c["p-b"].only(Wake) and not c["d-a"].take(Wake)
     for name in ("p-b", "d-b"):

@@ -251,6 +251,13 @@ def test_router_hears_the_workers_that_the_gateway_reaches() -> None:
     assert set(g.join_router("other").only(Reachable).workers) == {id_of("p0")}
 
 
+def test_router_hears_which_sleeping_workers_the_gateway_knows() -> None:
+    g = gateway("p0", "d0")
+    asleep = a_worker("d0", id=id_of("d0-asleep"), is_asleep=True)
+    g["router"].say(Members(workers=(a_worker("p0"), asleep)))
+    assert set(g["router"].take(Reachable)[-1].workers) == {id_of("p0"), asleep.id}
+
+
 def test_ready_means_a_router_and_a_decode_worker() -> None:
     g = gateway("p0")
     assert g.frontend.why_not_ready
