@@ -30,7 +30,7 @@ class ModelOrder(Message, frozen=True):
     """
 
     model: Name = ""  # "": the model of a cluster that has one
-    number: Count = 0  # orders later orders; from the time in microseconds since 1970, see `numbered`
+    number: Count = 0  # a later order has a higher one: microseconds since 1970, see `numbered`
 
     @property
     def precedence(self) -> tuple[int, bool]:

@@ -197,9 +197,9 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class Overheads(msgspec.Struct, frozen=True, kw_only=True):
-    """What a served request takes beside steps and transfers."""
+    """The time of a served request outside of steps and transfers, in seconds."""
 
-    # Seconds where nothing else is asked.
+    # Where nothing else is asked.
     first_token_s: float = 0.0  # of the way to the worker, and of the first token to the client
     handoff_s: float = 0.0  # more, until the second token, where another worker has computed the prompt
     step_s: float = 0.0  # of a worker's loop, in each step beside the engine's part
@@ -263,10 +263,10 @@ class TimeModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contention:
-    """What requests wait for beside steps: the gateway, and processors that workers share with it.
+    """The gateway that requests wait for, and the processors that workers share with it.
 
-    The gateway's backlog is the work that it has been given and not done. Costs of all processes, as a fading
-    mean of the processors that they take, slow down workers that have no devices of their own.
+    The gateway's backlog is the work that it has been given and not done. The processors that all processes
+    take, as a fading mean, slow down workers that have no devices of their own.
     """
 
     def __init__(self, model: TimeModel | None = None, *, shares_machine: bool = True) -> None:
@@ -276,7 +276,7 @@ class Contention:
         self._load = self._backlog_s = self._now_s = 0.0
 
     def ask(self, num_busy: int, now_s: float) -> float:
-        """Take a request beside so many busy workers; return the seconds of its way that no step has."""
+        """Take a request beside so many busy workers; return the seconds of its way outside of steps."""
         slowdown = self.slowdown(num_busy, now_s)
         wait_s = self._backlog_s
         self._add(self._over.gateway.request_s, self._over.others.request_s, slowdown)
