@@ -29,8 +29,17 @@ from baton.kernels.quantised import (
     linear_quantised_reference,
     panels,
 )
-from baton.kernels.triton.attention_tile import has_large_shared_memory, owner_of_block
-from baton.kernels.triton.kernel import TileKey, jit, kernel, runs_triton, tl, triton, tuned_tile
+from baton.kernels.triton.attention_tile import owner_of_block
+from baton.kernels.triton.kernel import (
+    TileKey,
+    has_large_shared_memory,
+    jit,
+    kernel,
+    runs_triton,
+    tl,
+    triton,
+    tuned_tile,
+)
 from baton.kernels.triton.quantised_tile import (
     code_constants,
     code_tile,

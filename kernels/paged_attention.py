@@ -9,7 +9,6 @@ Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P pages, 
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from baton.kernels.store_kv import as_stored, check_paged_kv, dense_attention, dense_kv, row_format
 from baton.kernels.triton.attention_tile import (
+    LOG2_E,
     attend_keys,
     capped_tile,
     merge,
@@ -28,7 +28,6 @@ from baton.kernels.triton.attention_tile import (
 )
 from baton.kernels.triton.kernel import jit, kernel, tl, triton
 
-LOG2_E = math.log2(math.e)
 # An estimate; no GPU has measured it: sixteen programs in turn on each of the 132 multiprocessors of an H100
 # or H200. More turns shrink the cost of a part-filled last one and of the longest sequence.
 TARGET_PROGRAMS: Final = 2112

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.paged_attention import LOG2_E
 from baton.kernels.store_kv import as_stored, check_paged_kv, dense_attention, dense_kv, row_format
 from baton.kernels.triton.attention_tile import (
+    LOG2_E,
     attend_keys,
     capped_tile,
     merge,

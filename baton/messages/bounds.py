@@ -1,4 +1,7 @@
-"""Bounds of the values that cross between processes. A decoder refuses a value outside its bounds."""
+"""The base of messages, and bounds of the values that cross between processes.
+
+A decoder refuses a value outside its bounds.
+"""
 
 import hashlib
 import json
@@ -41,6 +44,12 @@ KvStreams: TypeAlias = Annotated[
     int, Meta(ge=1, le=8)
 ]  # of CUDA; see kvtransfer/transports/torch_distributed.py
 StepTimeout: TypeAlias = Annotated[float, Meta(ge=1, le=86_400)]  # seconds; see baton/rpc/liveness.py
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
+):
+    """The base of all messages; the class name is the tag."""
 
 
 class Kind(StrEnum):

@@ -42,6 +42,7 @@ from baton.messages.bounds import (
     Id,
     Ids,
     Kind,
+    Message,
     Moment,
     Name,
     PageId,
@@ -129,12 +130,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         others = [each.total_s for each in self.weighed if each != self.chosen]
         return self.measured_s - min(others) if self.measured_s is not None and others else None
-
-
-class Message(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
-):
-    """The base of all messages; the class name is the tag."""
 
 
 class Hello(Message, frozen=True):

@@ -11,11 +11,12 @@ from baton.messages.bounds import (
     MAX_WORKERS,
     Count,
     Id,
+    Message,
     Name,
     Reason,
     Seconds,
 )
-from baton.messages.control import Decision, Message
+from baton.messages.control import Decision
 from baton.messages.orders import Sleep, Wake
 from baton.messages.status import MAX_STREAMS, QueueStatus, RouterStatus, StreamCounts, joined
 from baton.messages.timeline import RequestTimeline

@@ -15,8 +15,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from baton.messages.bounds import Count, Name
-from baton.messages.control import Hello, Message
+from baton.messages.bounds import Count, Message, Name
 from baton.messages.workers import Worker
 
 OrderT = TypeVar("OrderT", bound="ModelOrder")
@@ -100,10 +99,10 @@ def followed_order(worker: Worker) -> Sleep | Wake:
 class FollowedOrders:
     """The orders that a worker receives in one life. `latest`: the order that holds."""
 
-    def __init__(self, hello: Hello) -> None:
-        """hello: of the worker."""
-        assert hello.worker is not None, "a worker describes itself"
-        self.latest = followed_order(hello.worker)
+    def __init__(self, worker: Worker | None) -> None:
+        """worker: as its process describes itself."""
+        assert worker is not None, "a worker describes itself"
+        self.latest = followed_order(worker)
 
     @property
     def is_to_wake(self) -> bool:

@@ -347,7 +347,7 @@ class WorkerNode(ABC):
         self, engine: ReportedEngine, peer_registry: PeerRegistry, links: PageLinks, reports: WorkerReports
     ) -> None:
         self.hello = peer_registry.hello
-        self.orders = FollowedOrders(self.hello)
+        self.orders = FollowedOrders(self.hello.worker)
         self.is_draining = False
         self.next_role: WorkerRole | None = None  # to be taken once the worker has drained
         self.sleep_level = 0  # of `Sleep`; the worker sleeps once it has drained
@@ -452,7 +452,7 @@ class SleepingWorker:
 
     def __init__(self, peer_registry: PeerRegistry) -> None:
         self.hello = peer_registry.hello
-        self.orders = FollowedOrders(self.hello)
+        self.orders = FollowedOrders(self.hello.worker)
         self.is_draining = False
         self._peer_registry = peer_registry
 

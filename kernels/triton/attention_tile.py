@@ -15,14 +15,23 @@ Shapes: M query rows of one kv head, N keys of a block, D head dim, R elements o
 
 from __future__ import annotations
 
-from functools import cache
+import math
 from typing import Final
 
 import torch
 
 from baton.kernels.store_kv import row_elements
-from baton.kernels.triton.kernel import TileKey, TileKind, jit, tl, triton, tuned_tile
+from baton.kernels.triton.kernel import (
+    TileKey,
+    TileKind,
+    has_large_shared_memory,
+    jit,
+    tl,
+    triton,
+    tuned_tile,
+)
 
+LOG2_E: Final = math.log2(math.e)  # kernels compute powers of 2
 # With five of Triton's pipeline stages, keys and values have two or three buffers; page ids, which are loaded
 # first, take two of the stages. With fewer than five, each product waits for the loads of its own block. Five
 # stages need up to 150 KB of shared memory.
@@ -34,15 +43,6 @@ TUNED_ROWS: Final = 64  # the least rows of the tiles that are tuned: groups of 
 def num_stages(device: torch.device) -> int:
     """The pipeline stages that fit in the shared memory of a multiprocessor of the device."""
     return NUM_STAGES if has_large_shared_memory(device) else STAGES_OF_SMALL_GPUS
-
-
-@cache
-def has_large_shared_memory(device: torch.device) -> bool:
-    """True for A100, H100, H200 and B200, which have 160 KB and more a multiprocessor, and without a GPU."""
-    if device.type != "cuda":
-        return True
-    capability = torch.cuda.get_device_capability(device)
-    return capability == (8, 0) or capability[0] in (9, 10)
 
 
 # Splits are short where the context is short, because a step of few sequences needs many programs, and longer

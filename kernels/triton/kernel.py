@@ -44,6 +44,7 @@ __all__ = [
     "TunedDtype",
     "TunedTile",
     "compile_for_hopper",
+    "has_large_shared_memory",
     "jit",
     "kernel",
     "read_tuned",
@@ -61,6 +62,15 @@ INTERPRETS: Final = HAS_TRITON and bool(triton.knobs.runtime.interpret)  # by TR
 def runs_triton(tensor: Tensor) -> bool:
     """True when Triton kernels take the tensor: on a GPU, or on a CPU under Triton's interpreter."""
     return tensor.is_cuda or INTERPRETS
+
+
+@cache
+def has_large_shared_memory(device: torch.device) -> bool:
+    """True for A100, H100, H200 and B200, which have 160 KB and more a multiprocessor, and without a GPU."""
+    if device.type != "cuda":
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    return capability == (8, 0) or capability[0] in (9, 10)
 
 
 class Kernel:

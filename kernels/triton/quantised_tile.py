@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from baton.kernels.quantised import FP8_AS_HALF, MAX_GROUP, QuantisedMatrix, WeightFormat
-from baton.kernels.triton.attention_tile import has_large_shared_memory
 from baton.kernels.triton.codes import fp8_as_half, scaled_to_int8
-from baton.kernels.triton.kernel import jit, kernel, tl, triton
+from baton.kernels.triton.kernel import has_large_shared_memory, jit, kernel, tl, triton
 
 WIDE_BLOCK: Final = 32  # inputs of a product in fp32: without matrix units, registers hold both operands
 
