@@ -101,10 +101,12 @@ async def _repeat_order(model: ServedModel, asked: Sleep | Wake) -> None:
 
 
 def _have_followed(model: ServedModel, opened: OpenOrder) -> bool:
-    """Return whether all workers of the order have followed."""
-    draining = model.service.draining
-    return opened.workers <= {
-        each.name
-        for each in model.workers
-        if has_followed(each, opened.order, is_draining=each.id in draining)
-    }
+    """Return whether all workers of the order have followed.
+
+    A worker that falls asleep, or wakes, joins again: for a moment it may be listed twice.
+    """
+    draining, following, others = model.service.draining, set[str](), set[str]()
+    for each in model.workers:
+        follows = has_followed(each, opened.order, is_draining=each.id in draining)
+        (following if follows else others).add(each.name)
+    return opened.workers <= following - others

@@ -213,6 +213,19 @@ async def test_worker_that_drains_to_fall_asleep_is_not_yet_woken() -> None:
 
 
 @on_loop
+async def test_model_does_not_sleep_while_a_worker_that_has_joined_again_is_listed_twice() -> None:
+    service = SlowCluster()
+    falls_asleep, awake = service.begin("/sleep"), service.workers
+    await service.until_ordered(Sleep)
+    service.follow(are_asleep=True)
+    asleep, service.workers = service.workers, [*awake, *service.workers]
+    await asyncio.sleep(3 * LOOK_EVERY_S)
+    assert not falls_asleep.done() and not service.model.is_asleep
+    service.workers = asleep
+    assert await falls_asleep == 200 and service.model.is_asleep
+
+
+@on_loop
 async def test_model_changes_from_an_order_until_all_have_followed() -> None:
     """Health checks leave a model alone that changes."""
     service = SlowCluster()
