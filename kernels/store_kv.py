@@ -299,7 +299,7 @@ def rope_and_store_triton(
 
 
 def as_stored(kv_pages: Tensor) -> Tensor:
-    """The pages as Triton reads them: rows of codes are int8 in memory, whatever they stand for."""
+    """The pages as Triton reads them: codes of either format are int8."""
     return kv_pages.view(torch.int8) if kv_pages.dtype in _ROW_FORMATS else kv_pages
 
 
