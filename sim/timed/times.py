@@ -276,11 +276,15 @@ class Contention:
         self._load = self._backlog_s = self._now_s = 0.0
 
     def ask(self, num_busy: int, now_s: float) -> float:
-        """Take a request beside so many busy workers; return the seconds of its way outside of steps."""
+        """Take a request beside so many busy workers; return the seconds of its way outside of steps.
+
+        Busy workers slow down the work of processes, not the time in which messages wake them.
+        """
         slowdown = self.slowdown(num_busy, now_s)
         wait_s = self._backlog_s
-        self._add(self._over.gateway.request_s, self._over.others.request_s, slowdown)
-        return wait_s + slowdown * self._over.first_token_s
+        own_s, others_s = self._over.gateway.request_s, self._over.others.request_s
+        self._add(own_s, others_s, slowdown)
+        return wait_s + self._over.first_token_s + (slowdown - 1.0) * (own_s + others_s)
 
     def wait_s(self, now_s: float) -> float:
         """Return how long a message of tokens that comes now waits for the gateway."""
