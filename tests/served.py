@@ -89,7 +89,9 @@ class Served:
         with redirect_stdout(out), redirect_stderr(errors):
             status = main(arguments)
         if status:
-            raise subprocess.CalledProcessError(status, command, out.getvalue(), errors.getvalue())
+            error = subprocess.CalledProcessError(status, command, out.getvalue(), errors.getvalue())
+            error.add_note(errors.getvalue())
+            raise error
         return out.getvalue()
 
     def status(self) -> dict[str, WorkerStatus]:

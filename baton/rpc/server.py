@@ -35,6 +35,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeVar, cast
 
+import uvloop
+
 from baton.clock import Clock, SystemClock
 from baton.errors import WireError
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind, short_id
@@ -78,6 +80,7 @@ class RpcServer:
         self.dropped = dropped or DroppedPeers()
         self.link_timeout_s = link_timeout_s
         self.node: Node | None = None
+        self.is_closed = False
         self.keys: LinkKeys | None = None  # as long as there is a node
         self._cluster_keys = keys
         self._backoffs: dict[Address, _DialBackoff] = {}
@@ -85,7 +88,6 @@ class RpcServer:
         self._server: asyncio.Server | None = None
         self._links: set[RpcLink] = set()
         self._strangers: dict[RpcLink, None] = {}  # accepted, without a Hello yet, oldest first
-        self._is_closed = False
         self._turn_ends_s: float | None = None  # once this turn has handled a message
         self._dialing: dict[Address, asyncio.Task[None]] = {}  # until its connection has ended
         self._ticker: asyncio.Task[None] | None = None
@@ -108,7 +110,7 @@ class RpcServer:
 
     def dial(self, address: Address) -> None:
         """See Dial in baton/rpc/peers.py."""
-        if address in self._dialing or self._is_closed:
+        if address in self._dialing or self.is_closed:
             return
         backoff = self._backoffs.get(address)
         if backoff is None or asyncio.get_running_loop().time() >= backoff.not_before_s:
@@ -116,7 +118,7 @@ class RpcServer:
 
     async def close(self) -> None:
         """End every connection; the node hears `left` for each."""
-        self._is_closed = True
+        self.is_closed = True
         if self._server is not None:
             self._server.close()
         tasks = [*self._dialing.values(), *([self._ticker] if self._ticker else [])]
@@ -302,6 +304,9 @@ class RpcLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's transport has only the methods of one
         self._transport = transport
+        if self._rpc_server.is_closed:  # meanwhile
+            transport.abort()
+            return
         self._rpc_server.opened(self)
         sock: socket.socket = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -466,8 +471,9 @@ class RpcThread:
     ) -> None:
         """post: hands calls to the node's thread. dropped: counts the peers that the server drops."""
         self.post = post
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rpc", daemon=True)
+        self._loop = uvloop.new_event_loop()  # asyncio's leaks a socket that comes while its server closes
+        self._must_stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
         self._thread.start()
         self._rpc_server = RpcServer(keys, dropped=dropped, link_timeout_s=link_timeout_s)
         self._calls: deque[Call] = deque()  # for the loop; it is woken when this was empty
@@ -492,9 +498,13 @@ class RpcThread:
             self._wait(self._rpc_server.close())
         finally:
             self._is_closed = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._must_stop.set)
             self._thread.join()
-            self._loop.close()
+
+    def _run(self) -> None:
+        """Run the loop until `close`. The runner ends the tasks that are left, and closes the loop."""
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._must_stop.wait())
 
     def call(self, call: Call) -> None:
         """Have the loop's thread make the call. After `close` the call is dropped."""

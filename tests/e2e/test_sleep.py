@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -45,11 +47,15 @@ def test_answer_that_is_longer_than_the_bound_goes_on_after_the_wake(cluster: Se
     whole = [
         chunk["choices"][0]["text"] for chunk in cluster.stream(PROMPT, max_tokens=1500, ignore_eos=True)
     ]
-    stream = cluster.stream(PROMPT, max_tokens=1500, ignore_eos=True)
-    got = [next(stream)["choices"][0]["text"]]
-    cluster.baton("sleep", "--port", str(cluster.port))
-    got += [chunk["choices"][0]["text"] for chunk in stream]
+    with closing(cluster.stream(PROMPT, max_tokens=1500, ignore_eos=True)) as stream:
+        got = [next(stream)["choices"][0]["text"]]
+        try:
+            cluster.baton("sleep", "--port", str(cluster.port))
+        except subprocess.CalledProcessError as error:  # the request woke the model before it looked
+            assert "a later order to do the opposite" in error.stderr
+        got += [chunk["choices"][0]["text"] for chunk in stream]
     assert "".join(got) == "".join(whole)
+    assert "decode-0 sleeps" in "\n".join(cluster.said)
 
 
 def test_health_checks_pass_while_the_model_falls_asleep_and_do_not_wake_it(cluster: Served) -> None:

@@ -1,5 +1,6 @@
 """Nodes whose RPC server runs on another thread; the test's thread makes the nodes' calls."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,3 +154,21 @@ def test_messages_after_close_are_lost(make_site: Callable[..., Site]) -> None:
     closing.thread.dial(one.address)
     pump_until(lambda: other.node.num_left == 1, one, other)
     assert other.node.messages == []
+
+
+def test_sockets_that_are_accepted_during_the_end_are_closed() -> None:
+    site, is_held, may_go = Site("a"), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        may_go.wait(TIMEOUT_S)
+
+    site.thread.call(hold)
+    assert is_held.wait(TIMEOUT_S)
+    with socket.create_connection((site.address.host, site.address.port), timeout=TIMEOUT_S) as late:
+        closing = threading.Thread(target=site.thread.close)
+        closing.start()
+        time.sleep(0.05)  # for its call to reach the loop, which then takes both
+        may_go.set()
+        closing.join()
+        assert late.recv(1) == b""
