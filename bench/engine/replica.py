@@ -85,6 +85,17 @@ LLAMA_56M = LlamaShape(
     max_positions=2048,
 )
 
+LLAMA_8M = LlamaShape(
+    hidden_size=256,
+    intermediate_size=704,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=8192,
+    max_positions=2048,
+)
+
 
 def num_layer_parameters(shape: LlamaShape | ModelConfig) -> int:
     """Return the parameters of all layers' matrices, by which every token is multiplied."""

@@ -16,6 +16,7 @@ import msgspec
 from baton.bench.report import Progress, Row, at_most
 from baton.bench.serve.figures import Run, Slo
 from baton.bench.sim.served import Serve, at_rate, at_speed, capacity, serving
+from baton.config.cluster import ServeConfig
 from baton.sim.advice import SPEEDS, Advice, Search, advise
 from baton.sim.rehearsal import Layout, RehearsalSettings, rehearse
 from baton.sim.timed.times import TimeModel
@@ -94,7 +95,7 @@ def attained_by(run: Run) -> float:
 async def measured_on(
     layout: Layout,
     workloads: Sequence[Workload],
-    model: str,
+    config: ServeConfig,
     fewest: dict[str, int],
     tell: Progress,
 ) -> dict[str, Measured]:
@@ -102,7 +103,7 @@ async def measured_on(
 
     fewest: the devices of the smallest able layout, by workload; grows. Larger layouts are not tried faster.
     """
-    async with serving(layout, model) as serve:
+    async with serving(layout, config) as serve:
         found = {}
         for workload in workloads:
             tell(f"{layout.name}: {workload.name}")
@@ -170,13 +171,17 @@ def rows_of(workload: Workload, measured: Mapping[str, Measured], advice: Advice
 
 
 async def advice_rows(
-    workloads: Sequence[Workload], layouts: Sequence[Layout], times: TimeModel, model: str, tell: Progress
+    workloads: Sequence[Workload],
+    layouts: Sequence[Layout],
+    times: TimeModel,
+    config: ServeConfig,
+    tell: Progress,
 ) -> list[Row]:
     """Serve all workloads with all layouts, the smallest first; return the rows of each workload."""
     measured: dict[str, dict[str, Measured]] = {workload.name: {} for workload in workloads}
     fewest: dict[str, int] = {}
     for layout in sorted(layouts, key=lambda each: each.num_ranks):
-        found = await measured_on(layout, workloads, model, fewest, tell)
+        found = await measured_on(layout, workloads, config, fewest, tell)
         for name, each in found.items():
             measured[name][layout.name] = each
     rows = []

@@ -68,7 +68,8 @@ BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS: Final = (32, 128, 512, 2048, 8192, 32_768)
 CHUNKS: Final = (16, 64, 128, 256, 512, 1024, 2048, 8192)
 MOST_SETUP_TOKENS: Final = 40_000  # contexts of one batch, computed before its steps are timed
-TRANSFER_TOKENS: Final = (16, 64, 256, 1024, 4096)
+MOST_TRANSFER: Final = 4096  # tokens
+NUM_TRANSFERS: Final = 6  # sizes, from one page on
 STREAMS: Final = (1, 2, 4)
 # Shares of the seconds that each part takes.
 STEPS_SHARE: Final = 0.45
@@ -176,7 +177,7 @@ def shapes_of(loaded: Loaded, most_tokens: int = MOST_SETUP_TOKENS) -> list[Step
     shapes = [
         StepShape(number, context) for number in batches for context in contexts if number * context <= room
     ]
-    chunks = [each for each in CHUNKS if each <= loaded.step_tokens] + [longest]
+    chunks = [each for each in CHUNKS if each <= loaded.step_tokens and each < longest] + [longest]
     shapes += [StepShape(0, 0, num_new) for num_new in chunks]
     shapes += [StepShape(number, 256, num_new) for number in (4, 16) for num_new in chunks[1:-1:2]]
     return sorted(shapes, key=lambda each: each.num_decodes * each.context + 3 * each.num_new)
@@ -349,7 +350,8 @@ def measure_transfers(
     layout: PageLayout, max_tokens: int, seconds: float, transport: str = AUTO
 ) -> list[TransferSample]:
     """Move pages from this process to another, by one transfer and by several at once."""
-    sizes = [each for each in TRANSFER_TOKENS if each <= max_tokens] or [max_tokens]
+    most_pages = layout.num_pages(min(MOST_TRANSFER, max_tokens))
+    sizes = [layout.page_size * round(each) for each in np.geomspace(1, most_pages, NUM_TRANSFERS)]
     num_pages = max(64, layout.num_pages(max(sizes)) * max(STREAMS))
     samples: list[TransferSample] = []
     until_s, token_bytes = time.perf_counter() + seconds, layout.page_bytes // layout.page_size
@@ -389,6 +391,7 @@ def options_of(config: ServeConfig) -> list[str]:
     """Return the options of `baton serve` for the engine settings that differ from the defaults."""
     scheduler, cache, base = config.engine.scheduler, config.engine.cache, ServeConfig(model="tiny").engine
     given = {
+        "--load-format": (config.engine.load_format, base.load_format),
         "--max-num-batched-tokens": (scheduler.max_num_batched_tokens, base.scheduler.max_num_batched_tokens),
         "--max-num-seqs": (scheduler.max_num_seqs, base.scheduler.max_num_seqs),
         "--page-size": (cache.page_size, base.cache.page_size),

@@ -13,6 +13,8 @@ from baton.bench.clusters import served_cluster
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run, Slo
 from baton.bench.serve.load import Load, Shape, model_of, random_jobs, trace_jobs
+from baton.bench.sim.calibration import options_of
+from baton.config.cluster import ServeConfig
 from baton.config.environment import environment_of_child
 from baton.sim.rehearsal import Layout, RehearsalSettings, rehearse_each
 from baton.sim.timed.times import TimeModel
@@ -82,23 +84,27 @@ def at_speed(requests: Sequence[TraceRequest], speed: float) -> list[TraceReques
     return [msgspec.structs.replace(each, arrival_s=each.arrival_s / speed) for each in requests]
 
 
+def all_at_once(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Return the same requests, which come at one moment."""
+    return [msgspec.structs.replace(each, arrival_s=0.0) for each in requests]
+
+
 def capacity(layout: Layout, times: TimeModel, requests: Sequence[TraceRequest]) -> float:
     """Return the requests a second of a layout that is asked for everything at once."""
-    at_once = [msgspec.structs.replace(each, arrival_s=0.0) for each in requests[:NUM_FOR_CAPACITY]]
-    course = rehearse_each(at_once, layout, times, RehearsalSettings())
+    course = rehearse_each(all_at_once(requests[:NUM_FOR_CAPACITY]), layout, times, RehearsalSettings())
     return len(course.ttft_ms) / course.duration_s
 
 
 @asynccontextmanager
-async def serving(layout: Layout, model: str) -> AsyncIterator[Serve]:
+async def serving(layout: Layout, config: ServeConfig) -> AsyncIterator[Serve]:
     """Run `baton serve` with a layout, warm it up, and yield the function that puts loads on it."""
     with TemporaryDirectory() as folder:
         async with served_cluster(
             Path(folder),
-            ("--runtime", "local"),
+            ("--runtime", "local", *options_of(config)),
             prefill=layout.num_prefill,
             decode=layout.num_decode,
-            model=model,
+            model=config.model,
             environment=environment_of_child(num_threads=1),
         ) as cluster:
             client = Client(Address(cluster.url))

@@ -6,8 +6,8 @@
     python -m baton.bench.sim.suite --only accuracy --times FILE    with a model of `baton calibrate`
 
 Accuracy: `baton serve` answers the load of each run, open loop, and the same load is rehearsed in the full
-mode. The time model was calibrated before, by other loads. Loads are shares of the capacity that a rehearsal
-of all requests at once has.
+mode. The time model was calibrated before, by other loads. Loads are shares of the layout's capacity, which
+`baton serve` has shown with requests that came all at once.
 
 Advice: `baton serve` answers three workloads with every layout that fits this machine, and `baton advise`
 chooses among the same layouts. A layout is better by what the advice optimises: it keeps the objectives, with
@@ -20,26 +20,40 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import inf
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
 import uvloop
 
-from baton.bench.report import Report, Row, at_least, at_most, format_number, option, percentile, suite
+from baton.bench.engine.replica import LLAMA_8M
+from baton.bench.report import (
+    Progress,
+    Report,
+    Row,
+    at_least,
+    at_most,
+    format_number,
+    option,
+    percentile,
+    suite,
+)
 from baton.bench.serve.figures import Run, Slo
 from baton.bench.sim.advice import advice_rows, workload_of
 from baton.bench.sim.calibration import calibrate
 from baton.bench.sim.served import (
     LENGTHS,
-    NUM_FOR_CAPACITY,
     WORKLOADS,
+    all_at_once,
     at_rate,
     capacity,
     serving,
     workloads_of,
 )
 from baton.config.cluster import ServeConfig
+from baton.config.engine import EngineSettings
 from baton.sim.rehearsal import Figure, Layout, Mode, Rehearsal, RehearsalSettings, rehearse
 from baton.sim.timed.times import (
     Curve,
@@ -52,6 +66,8 @@ from baton.sim.timed.workload import Lengths, TraceRequest, synthetic
 
 LAYOUTS: Final = ("1P1D", "2P1D", "1P2D", "2M")
 LOADS: Final = (0.3, 0.6, 0.9)
+NUM_AT_ONCE: Final = 100  # requests that show a capacity
+CAPACITY_SEED: Final = 99
 ADVICE_LAYOUTS: Final = ("1M", "2M", "1P1D", "2P1D", "1P2D")
 FIGURES: Final = {
     "output_tokens_per_s": ("throughput", "tokens/s", 5.0),
@@ -92,11 +108,12 @@ def cases(layouts: Sequence[str], loads: Sequence[float]) -> list[Case]:
     ]
 
 
-def load_of(case: Case, times: TimeModel, seconds: float, seed: int) -> list[TraceRequest]:
-    """Return the requests of a run, at a share of the layout's capacity."""
-    lengths = LENGTHS[case.lengths]
-    most = capacity(case.layout, times, synthetic(NUM_FOR_CAPACITY, 1.0, lengths, 99))
-    return synthetic(case.load * most, seconds, lengths, seed)
+class Served(NamedTuple):
+    """The requests of a case, and how they were answered."""
+
+    case: Case
+    trace: Sequence[TraceRequest]
+    run: Run
 
 
 def measured(run: Run) -> dict[str, float]:
@@ -110,10 +127,24 @@ def measured(run: Run) -> dict[str, float]:
     }
 
 
-async def serve(case_loads: Sequence[tuple[Case, Sequence[TraceRequest]]], model: str) -> list[Run]:
-    """Serve the loads of one layout, one after the other."""
-    async with serving(case_loads[0][0].layout, model) as serve_load:
-        return [await serve_load(trace, Slo()) for _, trace in case_loads]
+async def serve_cases(
+    cases: Sequence[Case], config: ServeConfig, seconds: float, tell: Progress
+) -> tuple[list[Served], list[Served]]:
+    """Serve the cases of one layout. Returns the runs that show its capacity, and the cases as served."""
+    at_once: dict[str, Served] = {}  # by the name of the lengths
+    served = []
+    async with serving(cases[0].layout, config) as serve:
+        for seed, case in enumerate(cases, 1):
+            if case.lengths not in at_once:
+                tell(f"{case.layout.name}, {case.lengths}: capacity")
+                requests = all_at_once(synthetic(NUM_AT_ONCE, 1.0, LENGTHS[case.lengths], CAPACITY_SEED))
+                run = await serve(requests, Slo())
+                at_once[case.lengths] = Served(case._replace(load=inf), requests, run)
+            tell(f"{case.name}: serving")
+            rate = case.load * at_once[case.lengths].run.requests_per_s
+            trace = synthetic(rate, seconds, LENGTHS[case.lengths], seed)
+            served.append(Served(case, trace, await serve(trace, Slo())))
+    return list(at_once.values()), served
 
 
 def compare(case: Case, predicted: Rehearsal, run: Run) -> Iterator[tuple[str, float, bool, Row]]:
@@ -132,7 +163,7 @@ def _interval(figure: Figure) -> str:
     return f"{value} ({low} to {high})"
 
 
-def accuracy_rows(options: Namespace, times: TimeModel, report: Report) -> list[Row]:
+def accuracy_rows(options: Namespace, config: ServeConfig, times: TimeModel, report: Report) -> list[Row]:
     """Serve and rehearse every run; return a row for each figure, then the bars."""
     every = cases(options.layouts, options.loads)
     errors: dict[str, list[float]] = {name: [] for name in FIGURES}
@@ -140,10 +171,9 @@ def accuracy_rows(options: Namespace, times: TimeModel, report: Report) -> list[
     rows: list[Row] = []
     for name in options.layouts:
         own = [case for case in every if case.layout.name == Layout.parse(name).name]
-        loads = [(case, load_of(case, times, options.seconds, place + 1)) for place, case in enumerate(own)]
-        report.tell(f"{name}: serving")
-        runs = uvloop.run(serve(loads, options.model))
-        for (case, trace), run in zip(loads, runs, strict=True):
+        at_once, served = uvloop.run(serve_cases(own, config, options.seconds, report.tell))
+        rows += [capacity_row(each, times) for each in at_once]
+        for case, trace, run in served:
             report.tell(f"{case.name}: rehearsing")
             predicted = rehearse(trace, case.layout, times, RehearsalSettings(mode="full"))
             failed = len(run.failures)
@@ -161,6 +191,14 @@ def accuracy_rows(options: Namespace, times: TimeModel, report: Report) -> list[
     if within:
         rows.append(at_least("within the interval", 100 * sum(within) / len(within), "%", LEAST_WITHIN))
     return rows
+
+
+def capacity_row(served: Served, times: TimeModel) -> Row:
+    """Return the row of a layout's capacity, with the rehearsed one."""
+    case, requests, run = served
+    predicted = capacity(case.layout, times, requests)
+    note = f"predicted {format_number(predicted)}"
+    return Row(f"{case.layout.name}, {case.lengths}: capacity", run.requests_per_s, "requests/s", note=note)
 
 
 def usual_times() -> TimeModel:
@@ -238,18 +276,25 @@ def speed_rows(report: Report, num_requests: int) -> list[Row]:
     return rows
 
 
-def times_of(options: Namespace, report: Report) -> TimeModel:
+def config_of(model: str | None, folder: Path) -> ServeConfig:
+    """Return the config of a model. None: a Llama with dummy weights, which is written to the folder."""
+    if model is not None:
+        return ServeConfig(model=model)
+    LLAMA_8M.write(folder)
+    return ServeConfig(model=str(folder), engine=EngineSettings(load_format="dummy"))
+
+
+def times_of(options: Namespace, config: ServeConfig, report: Report) -> TimeModel:
     """Return the time model that the options name, or calibrate one."""
     if options.times is not None:
         return TimeModel.read(options.times)
     report.tell("calibrating")
-    config = ServeConfig(model=options.model)
     times = calibrate(config, options.calibrate_seconds, 3, report.tell)
     times.save(report.folder / "times.json")
     return times
 
 
-def asked_advice(options: Namespace, times: TimeModel, report: Report) -> list[Row]:
+def asked_advice(options: Namespace, config: ServeConfig, times: TimeModel, report: Report) -> list[Row]:
     """Serve the workloads with every layout, and ask for advice."""
     layouts = [Layout.parse(name) for name in options.candidates]
     number = round(ADVICE_REQUESTS_PER_S * options.advice_seconds)
@@ -257,7 +302,7 @@ def asked_advice(options: Namespace, times: TimeModel, report: Report) -> list[R
         workload_of(name, requests, layouts, times, options.advice_load, options.advice_seconds)
         for name, requests in workloads_of(options.trace, number, seed=1).items()
     ]
-    return uvloop.run(advice_rows(workloads, layouts, times, options.model, report.tell))
+    return uvloop.run(advice_rows(workloads, layouts, times, config, report.tell))
 
 
 @suite(
@@ -265,7 +310,7 @@ def asked_advice(options: Namespace, times: TimeModel, report: Report) -> list[R
     "Rehearsals",
     option("--only", choices=PARTS, help="one part of the suite (all)"),
     option("--requests", 2000, "that speed rehearses"),
-    option("--model", "tiny"),
+    option("--model", help="that is served (a Llama of 8 million parameters)"),
     option("--times", type=Path, metavar="FILE", help="of `baton calibrate`"),
     option("--seconds", 60.0, "of each served load"),
     option("--calibrate-seconds", 110.0, "without --times"),
@@ -281,12 +326,15 @@ def measure(options: Namespace, report: Report) -> None:
     parts = [options.only] if options.only else PARTS
     if "speed" in parts:
         report.rows += speed_rows(report, options.requests)
-    if parts != ["speed"]:
-        times = times_of(options, report)
+    if parts == ["speed"]:
+        return
+    with TemporaryDirectory() as folder:
+        config = config_of(options.model, Path(folder))
+        times = times_of(options, config, report)
         if "accuracy" in parts:
-            report.rows += accuracy_rows(options, times, report)
+            report.rows += accuracy_rows(options, config, times, report)
         if "advice" in parts:
-            report.rows += asked_advice(options, times, report)
+            report.rows += asked_advice(options, config, times, report)
 
 
 if __name__ == "__main__":

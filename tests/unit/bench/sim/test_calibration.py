@@ -5,7 +5,7 @@ import pytest
 from baton.bench.engine.replica import TOY_LLAMA, load_replica
 from baton.bench.sim.calibration import Loaded, Stepper, StepShape, measure_transfers, shapes_of
 from baton.pages import PageLayout
-from baton.sim.timed.times import StepWork
+from baton.sim.timed.times import StepWork, fit_transfers
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16")
 
@@ -23,16 +23,18 @@ def test_steps_have_the_work_of_their_shape() -> None:
     assert all(work.num_new == 64 and work.num_sequences == 3 and work.num_context > 80 for work in mixed)
 
 
-def test_shapes_stay_within_the_engine() -> None:
-    loaded = Loaded("f", LAYOUT, num_pages=400, max_model_len=1000, step_tokens=512, max_num_seqs=8)
+@pytest.mark.parametrize(("longest", "step_tokens"), [(1000, 512), (1024, 2048)])
+def test_shapes_stay_within_the_engine(longest: int, step_tokens: int) -> None:
+    loaded = Loaded("f", LAYOUT, 400, max_model_len=longest, step_tokens=step_tokens, max_num_seqs=8)
     shapes = shapes_of(loaded)
     assert max(each.num_decodes for each in shapes) <= 16
-    assert max(each.context for each in shapes) < 1000 and max(each.num_new for each in shapes) < 1000
+    assert max(each.context for each in shapes) < longest and max(each.num_new for each in shapes) < longest
     assert all(each.num_decodes * each.context <= 200 * 16 for each in shapes if not each.num_new)
 
 
 @pytest.mark.slow
 def test_transfers_are_timed_alone_and_together() -> None:
-    samples = measure_transfers(LAYOUT, 64, 0.1)
+    samples = measure_transfers(LAYOUT, 256, 0.1)
+    assert fit_transfers(samples).most_bytes == 256 * LAYOUT.page_bytes // LAYOUT.page_size
     assert {each.num_streams for each in samples} == {1, 2, 4}
     assert all(each.seconds > 0 and each.num_bytes % LAYOUT.page_bytes == 0 for each in samples)
