@@ -1,4 +1,4 @@
-"""One call as the gateway serves it: `make_call` makes it from a body that has been read."""
+"""One call as the gateway serves it: `make_call` makes a `Call` from a `ReadBody`."""
 
 import hashlib
 from typing import Any, Final, Literal, TypeAlias
@@ -8,6 +8,7 @@ import msgspec
 from baton.adapters import Adapter
 from baton.gateway.api.body import (
     DEFAULT_COMPLETION_TOKENS,
+    AskedForm,
     Body,
     ChatBody,
     CompletionBody,
@@ -20,13 +21,7 @@ from baton.gateway.metrics.tracing import TraceContext
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.answer_reader import AnswerParsing
-from baton.request import (
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    MAX_SEED,
-    SamplingParams,
-    StructuredOutputs,
-)
+from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
@@ -40,6 +35,24 @@ class Prompt(msgspec.Struct):
     text: str | None
     token_ids: TokenIds
     num_public_tokens: int = 0  # the first of them, see PublicPrefixes of gateway/api/body_reader.py
+
+
+class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A body that has been read, in a form that is quick to send between processes.
+
+    It has one of `answer`, `chat` and `completion`; the bodies no longer have their prompts.
+    """
+
+    num_unknown: int  # keys of the body
+    answer: bytes | None = None  # JSON, of a body that asks about tokens
+    chat: ChatBody | None = None
+    completion: CompletionBody | None = None
+    prompts: list[Prompt] = []
+    parsing: AnswerParsing = AnswerParsing()  # of a chat's answer
+    asked_form: AskedForm | None = None
+    response: AskedResponse | None = None  # of the body of a response
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    tokenised_s: float = 0.0  # seconds of tokenising the prompts
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,65 +168,46 @@ _CONVERTED: Final = {
 SAMPLING_FIELDS: Final = set(Body.__struct_fields__) & set(SamplingParams.__struct_fields__) - _CONVERTED
 
 
-def make_call(
-    body: ChatBody | CompletionBody,
-    prompts: tuple[Prompt, ...],
-    *,
-    new_seed: int,
-    defaults: SamplingParams,
-    parsing: AnswerParsing | None = None,
-    structured_outputs: StructuredOutputs | None = None,
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
-    **fields: Any,
-) -> Call:
-    """Return the call that a body asks for. Raises InvalidRequest or ApiError, which name the field.
+def make_call(read: ReadBody, *, new_seed: int, defaults: SamplingParams, **fields: Any) -> Call:
+    """Return the call that a chat or a completion asks for.
 
-    new_seed: for a body without a seed; choices differ by their number, not by their seed.
-    defaults: the model's; their max_tokens caps every answer.
-    parsing: of a chat's answer.
-    structured_outputs: the form of the answer, read from the body.
-    bad_words_token_ids: of the body's bad_words.
-    fields: fields of Call that do not come from the body.
+    new_seed: for a body without a seed; choices differ by their number, not by their seed. defaults: the
+    model's; their max_tokens caps every answer. fields: fields of Call that do not come from the body.
+    Raises InvalidRequest or ApiError, which name the field.
     """
-    options, parsing = body.stream_options or StreamOptions(), parsing or AnswerParsing()
-    num_choices = 1 if body.n is None else body.n
+    body, parsing = read.chat or read.completion, read.parsing
+    assert body is not None
+    options, num_choices = body.stream_options or StreamOptions(), 1 if body.n is None else body.n
     if not 1 <= num_choices <= MAX_CHOICES:
         raise invalid(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}", param="n")
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if not all(stops):
         raise invalid("stop: a stop string must not be empty", param="stop")
-    has_echo = isinstance(body, CompletionBody) and bool(body.echo)
     max_tokens, logprobs = _num_asked(body)
+    is_chat, has_echo = read.chat is not None, isinstance(body, CompletionBody) and bool(body.echo)
     return Call(
-        prompts=prompts,
-        sampling=_sampling(
-            body,
-            defaults,
-            max_tokens,
-            logprobs,
-            new_seed,
-            has_echo,
-            structured_outputs=structured_outputs,
-            bad_words_token_ids=bad_words_token_ids,
-        ),
+        prompts=tuple(read.prompts),
+        sampling=_sampling(read, body, defaults, max_tokens, logprobs, new_seed, has_echo),
         num_choices=num_choices,
         stops=stops,
-        is_chat=isinstance(body, ChatBody),
+        is_chat=is_chat,
+        response=read.response,
         parsing=parsing,
-        shows_reasoning=not isinstance(body, ChatBody) or body.include_reasoning is not False,
+        shows_reasoning=read.chat is None or read.chat.include_reasoning is not False,
         is_streamed=bool(body.stream),
         has_usage=bool(options.include_usage),
         has_running_usage=bool(options.include_usage and options.continuous_usage_stats),
         is_resumable=bool(options.resumable),
         has_echo=has_echo,
         num_prompt_logprobs=body.prompt_logprobs,
-        hides_tokens=isinstance(body, CompletionBody) and max_tokens == 0,
+        hides_tokens=not is_chat and max_tokens == 0,
         returns_token_ids=bool(body.return_token_ids),
         skips_special_tokens=body.skip_special_tokens is not False and not parsing.keeps_special_tokens,
         includes_stop=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         priority=body.priority or 0,
+        tokenised_s=read.tokenised_s,
         **fields,
     )
 
@@ -229,15 +223,13 @@ def _num_asked(body: ChatBody | CompletionBody) -> tuple[int | None, int | None]
 
 
 def _sampling(
+    read: ReadBody,
     body: ChatBody | CompletionBody,
     defaults: SamplingParams,
     max_tokens: int | None,
     logprobs: int | None,
     new_seed: int,
     has_echo: bool,
-    *,
-    structured_outputs: StructuredOutputs | None,
-    bad_words_token_ids: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     """Return the sampling parameters that a body asks for; the arguments as in `make_call`."""
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
@@ -263,7 +255,7 @@ def _sampling(
         logit_bias=logit_bias(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         seed=new_seed if body.seed is None else body.seed & MAX_SEED,  # a negative number is a seed as well
-        structured_outputs=structured_outputs,
-        bad_words_token_ids=bad_words_token_ids,
+        structured_outputs=None if read.asked_form is None else read.asked_form.form,
+        bad_words_token_ids=read.bad_words_token_ids,
         **given,
     )

@@ -210,15 +210,10 @@ class Inference:
             await self._count_public(self._public[model.key], read.prompts, tenant)
         adapter = adapters.get(body.model or "")
         call = make_call(
-            body,
-            tuple(read.prompts),
+            read,
             new_seed=self._draw_seed() if resumed is None else resumed.seed,
             defaults=model.defaults,
-            parsing=read.parsing,
-            structured_outputs=None if read.asked_form is None else read.asked_form.form,
-            bad_words_token_ids=read.bad_words_token_ids,
             dialect=DIALECTS.get(kind, "openai"),
-            response=read.response,
             model=model.name if adapter is None else adapter.name,
             served=model.key,
             adapter=None if adapter is None else adapter.adapter,
@@ -227,7 +222,6 @@ class Inference:
             scheduling_key=scheduling_key,
             arrival_s=arrival_s,
             received_s=received_s,
-            tokenised_s=read.tokenised_s,
             trace=scope["state"].get(TRACE),
             resumed=resumed,
         )

@@ -30,9 +30,8 @@ from baton.gateway.api.body import (
     raw_fields,
     truncated,
 )
-from baton.gateway.api.call import Prompt
+from baton.gateway.api.call import Prompt, ReadBody
 from baton.gateway.api.dialects import messages, responses
-from baton.gateway.api.dialects.response_store import AskedResponse
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.api.tool_choice import Tool, ToolChoice, read_tool_choice
 from baton.gateway.text.answer_grammar import Tags
@@ -97,24 +96,6 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
                 code="context_length_exceeded",
                 param="prompt",
             )
-
-
-class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A body that has been read, in a form that is quick to send between processes.
-
-    It has one of `answer`, `chat` and `completion`; the bodies no longer have their prompts.
-    """
-
-    num_unknown: int  # keys of the body
-    answer: bytes | None = None  # JSON, of a body that asks about tokens
-    chat: ChatBody | None = None
-    completion: CompletionBody | None = None
-    prompts: list[Prompt] = []
-    parsing: AnswerParsing = AnswerParsing()  # of a chat's answer
-    asked_form: AskedForm | None = None
-    response: AskedResponse | None = None  # of the body of a response
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    tokenised_s: float = 0.0  # seconds of tokenising the prompts
 
 
 class LongText(Exception):

@@ -24,11 +24,11 @@ from baton.gateway.api.body_reader import (
     ServedModel,
     ServedModels,
 )
+from baton.gateway.api.call import ReadBody
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.prompt_reader import (
     BodyKind,
     PromptReader,
-    ReadBody,
     ReadPolicy,
 )
 from baton.gateway.text.chat_template import ChatTemplate
