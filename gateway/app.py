@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
 import baton
+from baton.config.gateway import GatewayConfig
 from baton.errors import BatonError
 from baton.gateway.api.admin import Canary, Find, add_admin_routes
 from baton.gateway.api.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -90,8 +91,7 @@ def make_app(
     canaries: Sequence[Canary],
     exporter: Exporter,
     feed: LiveFeed,
-    operator_port: int | None,
-    allowed_origins: Sequence[str],
+    config: GatewayConfig,
     responses: ResponseStore,
     find: Find,
     tracer: Tracer | None,
@@ -130,12 +130,12 @@ def make_app(
         tenants,
         posts=posts,
         answered=exporter.metrics.answered,
-        operator_port=operator_port,
-        allowed_origins=allowed_origins,
+        operator_port=config.operator_port,
+        allowed_origins=config.allowed_origins,
         begin_trace=None if tracer is None else tracer.context,
         random_bytes=random_bytes,
     )
-    return _with_cors(guarded, allowed_origins) if allowed_origins else guarded
+    return _with_cors(guarded, config.allowed_origins) if config.allowed_origins else guarded
 
 
 def _with_cors(app: ASGIApp, allowed_origins: Sequence[str]) -> ASGIApp:

@@ -79,12 +79,7 @@ class GatewayProcess:
         models = _served_models(config, service)
         self._models, first = models, models.first
         self.metrics.forms, self.metrics.form_check = first.bodies.forms.outcomes, first.bodies.forms.times
-        self.limiter = Limiter(
-            self.metrics,
-            config.max_open_requests,
-            max_input_bytes=config.max_input_bytes,
-            max_answer_bytes=config.max_answer_bytes,
-        )
+        self.limiter = Limiter(self.metrics, config)
         self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config, first.name)
         random_bytes = RandomBytes()
         self._inference = Inference(
@@ -111,8 +106,7 @@ class GatewayProcess:
             canaries=[self._canary(model, service, clock) for model in models],
             exporter=exporter,
             feed=self.feed,
-            operator_port=config.operator_port,
-            allowed_origins=config.allowed_origins,
+            config=config,
             responses=self._inference.responses,
             find=self.find,
             tracer=self._tracer,

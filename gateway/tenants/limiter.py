@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
+from baton.config.gateway import GatewaySettings
 from baton.errors import Overloaded, Refused
 from baton.gateway.api.call import Call
 from baton.gateway.api.errors import invalid
@@ -216,18 +217,10 @@ class Budget:
 class Limiter:
     """The slots and the bytes of one gateway."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        num_slots: int,
-        *,
-        max_input_bytes: int = 2**50,
-        max_answer_bytes: int = 2**50,
-    ) -> None:
-        """num_slots: choices that are answered at once. For the bytes see GatewayConfig."""
-        self.slots = Budget(metrics, num_slots, Refusal.MAX_CONCURRENT_REQUESTS, "slots")
-        self.inputs = Budget(metrics, max_input_bytes, Refusal.MAX_INPUT_BYTES)
-        self.answers = Budget(metrics, max_answer_bytes, Refusal.MAX_ANSWER_BYTES)
+    def __init__(self, metrics: Metrics, settings: GatewaySettings) -> None:
+        self.slots = Budget(metrics, settings.max_open_requests, Refusal.MAX_CONCURRENT_REQUESTS, "slots")
+        self.inputs = Budget(metrics, settings.max_input_bytes, Refusal.MAX_INPUT_BYTES)
+        self.answers = Budget(metrics, settings.max_answer_bytes, Refusal.MAX_ANSWER_BYTES)
         self.demand = DemandMeter()
         self._metrics = metrics
 

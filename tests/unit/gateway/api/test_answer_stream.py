@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config.gateway import GatewayConfig
+from baton.config.gateway import GatewayConfig, GatewaySettings
 from baton.errors import IntegrityError, Refused, WorkerLost
 from baton.gateway.api import answer_stream
 from baton.gateway.api.answer import Answer
@@ -359,7 +359,7 @@ async def test_answer_with_the_most_logprobs_fits_the_bytes_of_kept_answers() ->
     entry = TokenLogprobs(token_id=5, logprob=-1.0, rank=1, top=top)
     service = ScriptedService()
     answer = calls.answer(service, sampling={"logprobs": 20})
-    answers = Limiter(Metrics(), 1, max_answer_bytes=config.max_answer_bytes).answers
+    answers = Limiter(Metrics(), config).answers
     charge = answers.charge("acme", Quotas())
     collector = AnswerCollector(answer, lambda choice, delta: None, charge)
     answer.start(collector)
@@ -377,7 +377,7 @@ async def test_answer_with_the_most_logprobs_fits_the_bytes_of_kept_answers() ->
 async def test_answer_above_the_quota_of_kept_bytes_is_refused_and_releases_its_bytes() -> None:
     service = ScriptedService()
     answer = calls.answer(service)
-    charge = Limiter(Metrics(), 1).answers.charge("acme", Quotas(max_answer_bytes=100))
+    charge = Limiter(Metrics(), GatewaySettings()).answers.charge("acme", Quotas(max_answer_bytes=100))
     collector = AnswerCollector(answer, lambda choice, delta: None, charge)
     answer.start(collector)
     (request,) = service.requests

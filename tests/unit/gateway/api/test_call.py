@@ -8,7 +8,7 @@ import tokenizers
 
 from baton.clock import ManualClock
 from baton.cluster.model_directory import resolve_model
-from baton.config.gateway import GatewayConfig
+from baton.config.gateway import GatewayConfig, GatewaySettings
 from baton.errors import InvalidRequest
 from baton.gateway.api.body import (
     MAX_PROMPTS,
@@ -61,7 +61,7 @@ def read(kind: Any, fields: dict[str, Any], **of_model: Any) -> Call:
     scope = {"type": "http", "headers": [], "state": {"tenant": TENANT}}
 
     async def run() -> Call:
-        limiter = Limiter(metrics, 1)
+        limiter = Limiter(metrics, GatewaySettings(max_open_requests=1))
         models, clock = ServedModels([model]), ManualClock()
         inference = Inference(models, metrics, limiter, clock, config, event_ids, draw_seed=lambda: 11)
         return await inference.read_call(kind, json.dumps(fields).encode(), scope)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.config.gateway import GatewaySettings
 from baton.errors import Overloaded, Refused
 from baton.gateway.api.call import Call
 from baton.gateway.api.errors import ApiError
@@ -30,7 +31,7 @@ NUM_SLOTS = 1000
 
 @pytest.fixture
 def limiter(metrics: Metrics) -> Limiter:
-    return Limiter(metrics, NUM_SLOTS)
+    return Limiter(metrics, GatewaySettings(max_open_requests=NUM_SLOTS))
 
 
 def fill(limiter: Limiter, *tenants: str, num_choices: int = 1) -> dict[str, list[Permit]]:
@@ -156,7 +157,10 @@ def test_quota_is_never_exceeded_and_every_call_is_counted(
 ) -> None:
     """Each comes with the quota that its tenant has by then; each True ends the oldest that is open."""
     metrics = Metrics()
-    limiter, visits = Limiter(metrics, NUM_SLOTS), list[tuple[str, int, Permit]]()
+    limiter, visits = (
+        Limiter(metrics, GatewaySettings(max_open_requests=NUM_SLOTS)),
+        list[tuple[str, int, Permit]](),
+    )
     for tenant, num_choices, most, ends_one in calls:
         before = sum(number for name, number, _ in visits if name == tenant)
         try:
