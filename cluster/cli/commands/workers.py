@@ -41,7 +41,7 @@ def _undrain(arguments: argparse.Namespace) -> None:
 
 def _restart(arguments: argparse.Namespace) -> None:
     async def restart(operator: Operator) -> str:
-        former = await _find(operator, arguments.worker)
+        former = _find(await operator.status(), arguments.worker)
         name, former_id = (arguments.worker, "") if former is None else (former.name, former.id)
         await operator.restart(name)
         await _until_it_serves(operator, name, arguments.wait, former_id)
@@ -54,7 +54,7 @@ def _flip(arguments: argparse.Namespace) -> None:
     role = WorkerRole(arguments.role)
 
     async def flip(operator: Operator) -> None:
-        former = await _find(operator, arguments.worker)
+        former = _find(await operator.status(), arguments.worker)
         await operator.flip(arguments.worker, role, may_be_last=arguments.force)
         if former is not None:
             await _until_it_serves(operator, former.name, arguments.wait, former.id)
@@ -73,16 +73,18 @@ def _scale(arguments: argparse.Namespace) -> None:
 
     async def scale(operator: Operator) -> None:
         await operator.scale(wanted[WorkerRole.PREFILL], wanted[WorkerRole.DECODE], arguments.model)
-        await _until(operator, arguments, lambda status: _has(status, wanted, arguments.model))
+        late = f"the workers are not there after {arguments.wait:g} s: see the log of `baton serve`"
+        await _until(operator, arguments.wait, lambda status: _has(status, wanted, arguments.model), late)
 
     ask(arguments, scale)
     output.write(f"{wanted[WorkerRole.PREFILL]}P{wanted[WorkerRole.DECODE]}D serves\n")
 
 
 def _has(status: Status, wanted: Mapping[WorkerRole, int], model: str) -> bool:
-    """Return whether the model, or the only one, has so many workers of each role."""
+    """Return whether the model, or the only one, has so many workers of each role, and all are ready."""
     num = Counter(each.worker.role for each in status.workers if each.worker.serves(model))
-    return all(num[role] == most for role, most in wanted.items())
+    has_all = all(num[role] == most for role, most in wanted.items())
+    return has_all and status.num_ready == len(status.workers)
 
 
 def _sleep(arguments: argparse.Namespace) -> None:
@@ -146,17 +148,30 @@ async def _answered(question: Callable[[], Awaitable[AnswerT]], deadline_s: floa
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _until(
-    operator: Operator, arguments: argparse.Namespace, is_done: Callable[[Status], bool]
-) -> None:
-    """Wait until the status is as wanted and all workers are ready. Raises WorkerLost after --wait."""
-    deadline_s = asyncio.get_running_loop().time() + arguments.wait
-    while not (is_done(status := await operator.status()) and status.num_ready == len(status.workers)):
+async def _until(operator: Operator, wait_s: float, is_done: Callable[[Status], bool], late: str) -> None:
+    """Wait until the status is as wanted. Raises WorkerLost after `wait_s`; late: its message."""
+    deadline_s = asyncio.get_running_loop().time() + wait_s
+    while not is_done(await operator.status()):
         if asyncio.get_running_loop().time() >= deadline_s:
-            raise WorkerLost(
-                f"the workers are not there after {arguments.wait:g} s: see the log of `baton serve`"
-            )
+            raise WorkerLost(late)
         await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _until_it_serves(operator: Operator, name: str, wait_s: float, former: str = "") -> None:
+    """Wait for a worker of this name that does not drain, other than `former`, an id."""
+
+    def serves(status: Status) -> bool:
+        found = _find(status, name)
+        return found is not None and found.id != former
+
+    late = f"{name} does not serve after {wait_s:g} s: is that its name? See the log of `baton serve`"
+    await _until(operator, wait_s, serves, late)
+
+
+def _find(status: Status, name: str) -> Worker | None:
+    """Return the worker of this name or id, unless it drains."""
+    serving = (each.worker for each in status.workers if not each.is_draining)
+    return next((each for each in serving if name in (each.name, each.id)), None)
 
 
 def _migrate(arguments: argparse.Namespace) -> None:
@@ -174,65 +189,50 @@ def _migrate(arguments: argparse.Namespace) -> None:
     output.write(f"{moved.num_moved} moved{left}\n")
 
 
-async def _until_it_serves(operator: Operator, name: str, wait_s: float, former: str = "") -> None:
-    """Wait for a worker of this name that does not drain, other than `former`, an id.
+def _options(*adders: Callable[[Parser], None]) -> Callable[[Parser], None]:
+    """Return a function that adds these options, and those that name the cluster."""
 
-    Raises WorkerLost after `wait_s`.
-    """
-    deadline_s = asyncio.get_running_loop().time() + wait_s
-    while (found := await _find(operator, name)) is None or found.id == former:
-        if asyncio.get_running_loop().time() >= deadline_s:
-            raise WorkerLost(
-                f"{name} does not serve after {wait_s:g} s: is that its name? See the log of `baton serve`"
-            )
-        await asyncio.sleep(LOOK_EVERY_S)
+    def add(parser: Parser) -> None:
+        for each in (*adders, add_router_options):
+            each(parser)
+
+    return add
 
 
-async def _find(operator: Operator, name: str) -> Worker | None:
-    """Return the worker of this name or id, unless it drains."""
-    for entry in (await operator.status()).workers:
-        if name in (entry.worker.name, entry.worker.id) and not entry.is_draining:
-            return entry.worker
-    return None
+def _wait(seconds: float) -> Callable[[Parser], None]:
+    def add(parser: Parser) -> None:
+        help_ = f"seconds for the worker to serve again ({seconds:g})"
+        parser.add_argument("--wait", type=float, default=seconds, metavar="S", help=help_)
+
+    return add
 
 
-def _add_drain_options(parser: Parser) -> None:
-    _add_worker(parser)
-    parser.add_argument("--force", action="store_true", help="also when it is the last of its role")
-    add_router_options(parser)
+def _worker(parser: Parser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="name or id, as `baton status` shows")
 
 
-def _add_wait_options(parser: Parser) -> None:
-    _add_worker(parser)
-    _add_wait(parser, 600.0)
-    add_router_options(parser)
-
-
-def _add_wait(parser: Parser, seconds: float) -> None:
-    help_ = f"seconds for the worker to serve again ({seconds:g})"
-    parser.add_argument("--wait", type=float, default=seconds, metavar="S", help=help_)
-
-
-def _add_flip_options(parser: Parser) -> None:
-    _add_worker(parser)
+def _role(parser: Parser) -> None:
     parser.add_argument("role", metavar="ROLE", choices=[*WorkerRole], help="prefill or decode")
+
+
+def _force(parser: Parser) -> None:
     parser.add_argument("--force", action="store_true", help="also when it is the last of its role")
-    _add_wait(parser, 120.0)
-    add_router_options(parser)
 
 
-def _add_scale_options(parser: Parser) -> None:
+def _layout(parser: Parser) -> None:
     help_ = "prefill and decode workers, such as 2P3D"
     parser.add_argument("layout", metavar="LAYOUT", help=help_)
     parser.add_argument(
         "--model", metavar="NAME", default="", help="the model of the workers, where there are several"
     )
-    _add_wait(parser, 600.0)
-    add_router_options(parser)
 
 
-def _add_sleep_options(parser: Parser) -> None:
-    _add_model(parser)
+def _model(parser: Parser) -> None:
+    help_ = "its name in the API; may be left out where there is one"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=help_)
+
+
+def _level(parser: Parser) -> None:
     parser.add_argument(
         "--level",
         type=int,
@@ -240,22 +240,9 @@ def _add_sleep_options(parser: Parser) -> None:
         default=1,
         help="1: a worker with a GPU keeps the weights in host memory; 2: no weights are kept (1)",
     )
-    _add_wait(parser, 600.0)
-    add_router_options(parser)
 
 
-def _add_wake_options(parser: Parser) -> None:
-    _add_model(parser)
-    _add_wait(parser, 600.0)
-    add_router_options(parser)
-
-
-def _add_model(parser: Parser) -> None:
-    help_ = "its name in the API; may be left out where there is one"
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=help_)
-
-
-def _add_migrate_options(parser: Parser) -> None:
+def _moves(parser: Parser) -> None:
     parser.add_argument(
         "request", metavar="REQUEST", nargs="?", default="", help="as `baton explain` takes it"
     )
@@ -265,11 +252,6 @@ def _add_migrate_options(parser: Parser) -> None:
     parser.add_argument(
         "--to", metavar="WORKER", default="", help="the decode worker; else the router chooses"
     )
-    add_router_options(parser)
-
-
-def _add_worker(parser: Parser) -> None:
-    parser.add_argument("worker", metavar="WORKER", help="name or id, as `baton status` shows")
 
 
 drain = CliCommand(
@@ -278,7 +260,7 @@ drain = CliCommand(
 `baton undrain` calls it back; a worker of `baton worker` is started again by hand. The last worker of a role
 goes with --force only.
 """,
-    _add_drain_options,
+    _options(_worker, _force),
     _drain,
 )
 undrain = CliCommand(
@@ -287,7 +269,7 @@ undrain = CliCommand(
 A worker that still drains comes back when it has ended. The command returns when the worker serves, and fails
 after --wait seconds.
 """,
-    _add_wait_options,
+    _options(_worker, _wait(600.0)),
     _undrain,
 )
 restart = CliCommand(
@@ -296,7 +278,7 @@ restart = CliCommand(
 Its requests end first; after `drain_timeout_s` the others are replayed on other workers. The command returns
 when the new process serves, and fails after --wait seconds. A worker that was drained before is started.
 """,
-    _add_wait_options,
+    _options(_worker, _wait(600.0)),
     _restart,
 )
 flip = CliCommand(
@@ -306,7 +288,7 @@ The weights are not loaded again, and its cached pages stay. Its requests move t
 that cannot move are replayed after `drain_timeout_s`. The command returns when the worker serves in its new
 role, and fails after --wait seconds. The last worker of a role flips with --force only.
 """,
-    _add_flip_options,
+    _options(_worker, _role, _force, _wait(120.0)),
     _flip,
 )
 scale = CliCommand(
@@ -315,7 +297,7 @@ scale = CliCommand(
 Missing workers are started; on Ray an autoscaler is asked for nodes. Workers that are too many hand their
 requests over and end. The command returns when all workers are ready, and fails after --wait seconds.
 """,
-    _add_scale_options,
+    _options(_layout, _wait(600.0)),
     _scale,
 )
 migrate = CliCommand(
@@ -324,7 +306,7 @@ migrate = CliCommand(
 Its KV pages are copied while it goes on, then the other worker takes over with the next token: the client
 sees no replay. A request that cannot move stays where it is. The command returns when all have moved or stay.
 """,
-    _add_migrate_options,
+    _options(_moves),
     _migrate,
 )
 sleep = CliCommand(
@@ -334,7 +316,7 @@ Running requests end first; after `drain_timeout_s` the others are cut off. The 
 command returns when all workers of the model sleep. It fails after --wait seconds, and when the model is
 woken meanwhile.
 """,
-    _add_sleep_options,
+    _options(_model, _level, _wait(600.0)),
     _sleep,
 )
 wake = CliCommand(
@@ -343,6 +325,6 @@ wake = CliCommand(
 The command returns when all workers of the model are ready. It fails after --wait seconds, and when the
 model is put to sleep meanwhile.
 """,
-    _add_wake_options,
+    _options(_model, _wait(600.0)),
     _wake,
 )
