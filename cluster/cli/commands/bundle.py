@@ -9,25 +9,23 @@ import argparse
 import asyncio
 import contextlib
 import datetime
+import http.client
 import re
-import urllib.error
-import urllib.request
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.connections import add_router_options, routers_of, spelled
+from baton.cluster.cli.connections import HttpClient, add_router_options, routers_of, spelled
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cluster_key import Keys
 from baton.cluster.cluster_record import find_record, url
 from baton.cluster.operator_node import connected
-from baton.config.environment import api_key
 from baton.config.loader import duration_s
-from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.errors import BatonError, ConfigError, PeerGone, WorkerLost
 from baton.messages.operations import Status
 from baton.messages.workers import Address, Routers
 from baton.sim.replay import Replay, frame_chunks
@@ -36,8 +34,6 @@ FORMAT: Final = 1
 SCRAPE_TIMEOUT_S: Final = 10.0
 MAX_SCRAPE_BYTES: Final = 64 * 2**20
 NO_ANSWER: Final = (TimeoutError, PeerGone)
-
-FoundT = TypeVar("FoundT")
 
 
 class Bundle:
@@ -116,20 +112,17 @@ async def _scrape(bundle: Bundle, statuses: Sequence[Status]) -> None:
     for address in sorted(addresses, key=lambda address: (address.host, address.port)):
         try:
             metrics = await asyncio.to_thread(_metrics_of, address)
-        except (OSError, ValueError) as error:
+        except (BatonError, OSError, http.client.HTTPException) as error:
             bundle.missing.append(f"the metrics of the gateway at {spelled((address,))}: {error}")
             continue
         bundle.files[f"metrics/{re.sub('[^0-9A-Za-z.-]', '_', spelled((address,)))}.prom"] = metrics
 
 
 def _metrics_of(address: Address) -> bytes:
-    """Scrape a gateway. Raises OSError when it does not answer, or wants another key."""
-    request = urllib.request.Request(f"{url(address.host, address.port)}/metrics")
-    if (key := api_key()) is not None:
-        request.add_header("Authorization", f"Bearer {key}")
-    with urllib.request.urlopen(request, timeout=SCRAPE_TIMEOUT_S) as answer:
-        metrics: bytes = answer.read(MAX_SCRAPE_BYTES)
-        return metrics
+    """Scrape a gateway. Raises BatonError when it does not answer, or wants another key."""
+    client = HttpClient(url(address.host, address.port), timeout_s=SCRAPE_TIMEOUT_S)
+    with client.ask("GET", "/metrics") as answer:
+        return answer.read(MAX_SCRAPE_BYTES)
 
 
 def _add_options(parser: Parser) -> None:
