@@ -18,6 +18,7 @@ from baton.router.redis.link import Feed, RedisLink, last_stream_id
 from baton.router.redis.messages import AnyShared, Codec
 from baton.router.redis.outbox import RedisOutbox
 from tests.node_peers import id_of
+from tests.waiting import until
 
 CODEC = Codec(b"k" * 32)
 NAMES = Names.of("f")
@@ -89,6 +90,18 @@ async def running(*routers: RouterStandIn) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def linked(
+    num_routers: int, max_memory_bytes: int = 2**30
+) -> AsyncIterator[tuple[RedisServer, list[RouterStandIn]]]:
+    """A Redis, and routers with links to it that are up."""
+    async with RedisServer(max_memory_bytes) as redis:
+        routers = [RouterStandIn(redis.url, f"router {number}") for number in range(num_routers)]
+        async with running(*routers):
+            await until(lambda: all(router.link.is_up for router in routers))
+            yield redis, routers
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from tests.unit.router.redis_routers import (
     SEEN_S,
     RouterStandIn,
     connected,
+    linked,
     running,
     until_known,
 )
@@ -32,59 +33,50 @@ W0, W1 = a_worker("w0", num_pages=5000), a_worker("w1", num_pages=5000)
 
 @on_loop
 async def test_router_learns_of_the_workers_of_another_router() -> None:
-    async with RedisServer() as redis:
-        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
-        async with running(first, second):
-            await until(lambda: first.link.is_up and second.link.is_up)
-            first.join(W0)
-            first.report(W0, CHAIN)
-            await until(lambda: second.held(W0) == 40)
-            assert second.index.locate(W0.id, CHAIN) == first.index.locate(W0.id, CHAIN)
-            first.report(W0, CHAIN[-KEY_BYTES:], is_stored=False)
-            await until(lambda: second.held(W0) == 39)
-            first.leave(W0)
-            await until(lambda: second.index.slot(W0.id) is None)
+    async with linked(2) as (_, (first, second)):
+        first.join(W0)
+        first.report(W0, CHAIN)
+        await until(lambda: second.held(W0) == 40)
+        assert second.index.locate(W0.id, CHAIN) == first.index.locate(W0.id, CHAIN)
+        first.report(W0, CHAIN[-KEY_BYTES:], is_stored=False)
+        await until(lambda: second.held(W0) == 39)
+        first.leave(W0)
+        await until(lambda: second.index.slot(W0.id) is None)
 
 
 @on_loop
 async def test_dispatch_is_soon_known_to_the_other_router() -> None:
-    async with RedisServer() as redis:
-        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
-        dispatch = SharedDispatch(
-            request_id=id_of("r"),
-            attempt=0,
-            decode=W0.id,
-            num_prompt_tokens=10,
-            num_tokens=20,
-            num_output_tokens=10,
-        )
-        async with running(first, second):
-            await until(lambda: first.link.is_up and second.link.is_up)
-            took_s = []
-            for number in range(9):
-                started_s = time.monotonic()
-                first.link.share(dispatch)
-                await until(lambda number=number: len(second.heard) > number)  # type: ignore[misc]
-                took_s.append(time.monotonic() - started_s)
-            assert statistics.median(took_s) < SEEN_S
-            second.link.share(SharedEnded(attempts=((id_of("r"), 0),)))
-            await until(lambda: bool(first.heard))
+    dispatch = SharedDispatch(
+        request_id=id_of("r"),
+        attempt=0,
+        decode=W0.id,
+        num_prompt_tokens=10,
+        num_tokens=20,
+        num_output_tokens=10,
+    )
+    async with linked(2) as (_, (first, second)):
+        took_s = []
+        for number in range(9):
+            started_s = time.monotonic()
+            first.link.share(dispatch)
+            await until(lambda number=number: len(second.heard) > number)  # type: ignore[misc]
+            took_s.append(time.monotonic() - started_s)
+        assert statistics.median(took_s) < SEEN_S
+        second.link.share(SharedEnded(attempts=((id_of("r"), 0),)))
+        await until(lambda: bool(first.heard))
         assert second.heard == [dispatch] * 9
         assert first.heard == [SharedEnded(attempts=((id_of("r"), 0),))]
 
 
 @on_loop
 async def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> None:
-    async with RedisServer() as redis:
-        first = RouterStandIn(redis.url, "first")
-        async with running(first):
-            await until(lambda: first.link.is_up)
-            first.join(W0)
-            first.report(W0, RNG.bytes(5000 * KEY_BYTES))
-            first.report(W0, CHAIN[: 20 * KEY_BYTES])
-            await until(lambda: first.link.num_unsent == 0)
-            first.report(W0, CHAIN[20 * KEY_BYTES :])  # after the snapshot
-            await until_known(redis, {W0.id: 40})
+    async with linked(1) as (redis, (first,)):
+        first.join(W0)
+        first.report(W0, RNG.bytes(5000 * KEY_BYTES))
+        first.report(W0, CHAIN[: 20 * KEY_BYTES])
+        await until(lambda: first.link.num_unsent == 0)
+        first.report(W0, CHAIN[20 * KEY_BYTES :])  # after the snapshot
+        await until_known(redis, {W0.id: 40})
         second = RouterStandIn(redis.url, "second")
         async with running(second):
             await until(lambda: second.held(W0) == 40)
@@ -98,69 +90,60 @@ async def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> N
 
 @on_loop
 async def test_redis_holds_pages_of_both_tiers_and_of_live_workers_only() -> None:
-    async with RedisServer() as redis:
-        router = RouterStandIn(redis.url, "first")
-        async with running(router):
-            await until(lambda: router.link.is_up)
-            for worker in (W0, W1):
-                router.join(worker)
-            router.report(W0, CHAIN[: 8 * KEY_BYTES])
-            router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], tier=Tier.HOST)
-            router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], is_stored=False)
-            router.report(W1, CHAIN)
-            await until_known(redis, {W0.id: 8, W1.id: 40})
-            router.report(W0, CHAIN[: 3 * KEY_BYTES], is_snapshot=True)
-            await until_known(redis, {W0.id: 3, W1.id: 40})
-            router.leave(W1)
-            await until_known(redis, {W0.id: 3})
+    async with linked(1) as (redis, (router,)):
+        for worker in (W0, W1):
+            router.join(worker)
+        router.report(W0, CHAIN[: 8 * KEY_BYTES])
+        router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], tier=Tier.HOST)
+        router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], is_stored=False)
+        router.report(W1, CHAIN)
+        await until_known(redis, {W0.id: 8, W1.id: 40})
+        router.report(W0, CHAIN[: 3 * KEY_BYTES], is_snapshot=True)
+        await until_known(redis, {W0.id: 3, W1.id: 40})
+        router.leave(W1)
+        await until_known(redis, {W0.id: 3})
 
 
 @on_loop
 async def test_events_that_two_routers_report_count_once_and_the_worker_stays_for_the_other_router() -> None:
-    async with RedisServer() as redis:
-        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
-        async with running(first, second):
-            await until(lambda: first.link.is_up and second.link.is_up)
+    async with linked(2) as (redis, (first, second)):
+        for router in (first, second):
+            router.join(W0)
+        for part in (slice(0, 320), slice(320, 640)):
             for router in (first, second):
-                router.join(W0)
-            for part in (slice(0, 320), slice(320, 640)):
-                for router in (first, second):
-                    router.report(W0, CHAIN[part])
-            await until_known(redis, {W0.id: 40})
-            second.report(W0, CHAIN[:KEY_BYTES], is_stored=False)
-            first.report(W0, CHAIN[:KEY_BYTES], is_stored=False)
-            await until_known(redis, {})
-            await until(lambda: not first.link.num_unsent and not second.link.num_unsent)
-            async with connected(redis.url) as connection:
-                entries = await connection.call("XRANGE", NAMES.events, "-", "+")
-            assert sum(b"p" in fields for _, fields in entries) == 3
-            for router in (first, second):
-                router.report(W0, CHAIN[:KEY_BYTES])
-            await until_known(redis, {W0.id: 40})
-            first.leave(W0)
-            second.report(W0, CHAIN[:KEY_BYTES])
-            await until_known(redis, {W0.id: 40})
-            assert second.held(W0) == 40
-            second.leave(W0)
-            await until_known(redis, {})
+                router.report(W0, CHAIN[part])
+        await until_known(redis, {W0.id: 40})
+        second.report(W0, CHAIN[:KEY_BYTES], is_stored=False)
+        first.report(W0, CHAIN[:KEY_BYTES], is_stored=False)
+        await until_known(redis, {})
+        await until(lambda: not first.link.num_unsent and not second.link.num_unsent)
+        async with connected(redis.url) as connection:
+            entries = await connection.call("XRANGE", NAMES.events, "-", "+")
+        assert sum(b"p" in fields for _, fields in entries) == 3
+        for router in (first, second):
+            router.report(W0, CHAIN[:KEY_BYTES])
+        await until_known(redis, {W0.id: 40})
+        first.leave(W0)
+        second.report(W0, CHAIN[:KEY_BYTES])
+        await until_known(redis, {W0.id: 40})
+        assert second.held(W0) == 40
+        second.leave(W0)
+        await until_known(redis, {})
 
 
 @on_loop
 async def test_later_incarnation_fences_the_earlier_one() -> None:
-    async with RedisServer() as redis:
-        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
-        later = a_worker("w0", id=id_of("later"), num_pages=5000)
-        async with running(first, second):
-            await until(lambda: first.link.is_up and second.link.is_up)
-            first.join(W0)
-            first.report(W0, CHAIN)
-            await until_known(redis, {W0.id: 40})
-            second.join(later)
-            second.report(later, CHAIN[: 2 * KEY_BYTES])
-            await until_known(redis, {later.id: 2})
-            first.report(W0, CHAIN)
-            await until(lambda: first.link.counters["redis_fenced"] == 1)
-            await until_known(redis, {later.id: 2})
+    later = a_worker("w0", id=id_of("later"), num_pages=5000)
+    async with linked(2) as (redis, (first, second)):
+        first.join(W0)
+        first.report(W0, CHAIN)
+        await until_known(redis, {W0.id: 40})
+        second.join(later)
+        second.report(later, CHAIN[: 2 * KEY_BYTES])
+        await until_known(redis, {later.id: 2})
+        first.report(W0, CHAIN)
+        await until(lambda: first.link.counters["redis_fenced"] == 1)
+        await until_known(redis, {later.id: 2})
 
 
 @on_loop
@@ -197,11 +180,8 @@ async def test_redis_that_is_down_for_long_is_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(link, "TOLD_AFTER_S", told_after_s)
-    async with RedisServer() as redis:
-        router = RouterStandIn(redis.url, "first")
-        async with running(router):
-            await until(lambda: router.link.is_up)
-            await redis.stop()
-            await until(lambda: router.link.counters["redis_failures"] >= 3)
+    async with linked(1) as (redis, (router,)):
+        await redis.stop()
+        await until(lambda: router.link.counters["redis_failures"] >= 3)
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(warnings) == num_warnings and all("the link to Redis is down: " in each for each in warnings)

@@ -24,6 +24,7 @@ from tests.unit.router.redis_routers import (
     RouterStandIn,
     connected,
     known_from,
+    linked,
     running,
     until_known,
 )
@@ -36,45 +37,39 @@ W0, W1, W2 = (a_worker(name, num_pages=5000) for name in ("w0", "w1", "w2"))
 
 @on_loop
 async def test_killed_redis_that_comes_back_empty_gets_all_pages_again() -> None:
-    async with RedisServer() as redis:
-        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
-        async with running(first, second):
-            await until(lambda: first.link.is_up and second.link.is_up)
-            first.join(W0)
-            first.report(W0, CHAIN[: 10 * KEY_BYTES])
-            await until(lambda: second.held(W0) == 10)
-            os.kill(redis.pid, signal.SIGKILL)
-            await until(lambda: not first.link.is_up and not second.link.is_up)
-            first.report(W0, CHAIN[10 * KEY_BYTES : 30 * KEY_BYTES])
-            assert first.held(W0) == 30, "routing reads the index in memory"
-            await redis.start()
-            await until(lambda: first.link.is_up and second.link.is_up)
-            first.report(W0, CHAIN[30 * KEY_BYTES :])
-            await until_known(redis, {W0.id: 40})
-            await until(lambda: second.held(W0) == 40)
+    async with linked(2) as (redis, (first, second)):
+        first.join(W0)
+        first.report(W0, CHAIN[: 10 * KEY_BYTES])
+        await until(lambda: second.held(W0) == 10)
+        os.kill(redis.pid, signal.SIGKILL)
+        await until(lambda: not first.link.is_up and not second.link.is_up)
+        first.report(W0, CHAIN[10 * KEY_BYTES : 30 * KEY_BYTES])
+        assert first.held(W0) == 30, "routing reads the index in memory"
+        await redis.start()
+        await until(lambda: first.link.is_up and second.link.is_up)
+        first.report(W0, CHAIN[30 * KEY_BYTES :])
+        await until_known(redis, {W0.id: 40})
+        await until(lambda: second.held(W0) == 40)
 
 
 @on_loop
 async def test_stopped_redis_delays_no_decision() -> None:
-    async with RedisServer() as redis:
-        router = RouterStandIn(redis.url, "first")
-        async with running(router):
-            await until(lambda: router.link.is_up)
-            router.join(W0)
-            os.kill(redis.pid, signal.SIGSTOP)
-            try:
-                longest_s = 0.0
-                router.report(W0, CHAIN)
-                while router.link.is_up:
-                    started_s = time.monotonic()
-                    router.report(W0, CHAIN[:KEY_BYTES])
-                    assert router.held(W0) == 40
-                    longest_s = max(longest_s, time.monotonic() - started_s)
-                    await asyncio.sleep(0)
-            finally:
-                os.kill(redis.pid, signal.SIGCONT)
-            assert longest_s < 1.0
-            await until_known(redis, {W0.id: 40})
+    async with linked(1) as (redis, (router,)):
+        router.join(W0)
+        os.kill(redis.pid, signal.SIGSTOP)
+        try:
+            longest_s = 0.0
+            router.report(W0, CHAIN)
+            while router.link.is_up:
+                started_s = time.monotonic()
+                router.report(W0, CHAIN[:KEY_BYTES])
+                assert router.held(W0) == 40
+                longest_s = max(longest_s, time.monotonic() - started_s)
+                await asyncio.sleep(0)
+        finally:
+            os.kill(redis.pid, signal.SIGCONT)
+        assert longest_s < 1.0
+        await until_known(redis, {W0.id: 40})
 
 
 @on_loop
@@ -105,33 +100,27 @@ async def test_redis_set_back_to_an_old_state_is_brought_up_to_date() -> None:
 
 @on_loop
 async def test_redis_without_memory_refuses_and_routing_goes_on() -> None:
-    async with RedisServer() as redis:
-        router = RouterStandIn(redis.url, "first")
-        async with running(router):
-            await until(lambda: router.link.is_up)
-            router.join(W0)
-            async with connected(redis.url) as connection:
-                await connection.call("CONFIG", "SET", "maxmemory", "1")
-                router.report(W0, CHAIN)
-                await until(lambda: router.link.counters["redis_refused"] > 0)
-                assert router.held(W0) == 40
-                await connection.call("CONFIG", "SET", "maxmemory", "0")
-            await until_known(redis, {W0.id: 40})
+    async with linked(1) as (redis, (router,)):
+        router.join(W0)
+        async with connected(redis.url) as connection:
+            await connection.call("CONFIG", "SET", "maxmemory", "1")
+            router.report(W0, CHAIN)
+            await until(lambda: router.link.counters["redis_refused"] > 0)
+            assert router.held(W0) == 40
+            await connection.call("CONFIG", "SET", "maxmemory", "0")
+        await until_known(redis, {W0.id: 40})
 
 
 @on_loop
 async def test_redis_without_memory_is_counted_when_nothing_changes() -> None:
-    async with RedisServer() as redis:
-        router = RouterStandIn(redis.url, "first")
-        async with running(router):
-            await until(lambda: router.link.is_up)
-            router.join(W0)
-            router.report(W0, CHAIN)
-            await until_known(redis, {W0.id: 40})
-            await until(lambda: not router.link.num_unsent)
-            async with connected(redis.url) as connection:
-                await connection.call("CONFIG", "SET", "maxmemory", "1")
-            await until(lambda: router.link.counters["redis_refused"] > 0)
+    async with linked(1) as (redis, (router,)):
+        router.join(W0)
+        router.report(W0, CHAIN)
+        await until_known(redis, {W0.id: 40})
+        await until(lambda: not router.link.num_unsent)
+        async with connected(redis.url) as connection:
+            await connection.call("CONFIG", "SET", "maxmemory", "1")
+        await until(lambda: router.link.counters["redis_refused"] > 0)
 
 
 @on_loop
@@ -244,19 +233,16 @@ async def test_link_that_fails_as_soon_as_it_is_up_is_made_less_and_less_often()
 
 @on_loop
 async def test_scripts_that_redis_has_lost_are_loaded_again() -> None:
-    async with RedisServer() as redis:
-        router = RouterStandIn(redis.url, "first")
-        async with running(router):
-            await until(lambda: router.link.is_up)
-            router.join(W0)
-            await until_known(redis, {})
-            async with connected(redis.url) as connection:
-                await connection.call("SCRIPT FLUSH")
-            router.report(W0, CHAIN)
-            await until(lambda: router.link.counters["redis_failures"] > 0)
-            await until_known(redis, {W0.id: 40})
-            assert router.link.is_up
-            assert router.link.counters["redis_failures"] == 1, "one new connection was enough"
+    async with linked(1) as (redis, (router,)):
+        router.join(W0)
+        await until_known(redis, {})
+        async with connected(redis.url) as connection:
+            await connection.call("SCRIPT FLUSH")
+        router.report(W0, CHAIN)
+        await until(lambda: router.link.counters["redis_failures"] > 0)
+        await until_known(redis, {W0.id: 40})
+        assert router.link.is_up
+        assert router.link.counters["redis_failures"] == 1, "one new connection was enough"
 
 
 @on_loop

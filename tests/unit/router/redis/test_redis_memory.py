@@ -20,6 +20,7 @@ from tests.unit.router.redis_routers import (
     NAMES,
     RouterStandIn,
     connected,
+    linked,
     running,
     until_known,
 )
@@ -47,17 +48,14 @@ def dispatch(number: int) -> SharedDispatch:
 
 @on_loop
 async def test_long_prompts_do_not_fill_redis() -> None:
-    async with RedisServer(SMALL_BYTES) as redis:
-        router, other = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
-        async with running(router, other):
-            await until(lambda: router.link.is_up and other.link.is_up)
-            router.join(W0)
-            for number in range(200):  # 46 MB
-                router.link.share(dispatch(number))
-                await until(lambda: not router.link.num_unsent)
-            router.report(W0, CHAIN)
-            await until_known(redis, {W0.id: 40})
-            await until(lambda: other.held(W0) == 40)
+    async with linked(2, max_memory_bytes=SMALL_BYTES) as (redis, (router, other)):
+        router.join(W0)
+        for number in range(200):  # 46 MB
+            router.link.share(dispatch(number))
+            await until(lambda: not router.link.num_unsent)
+        router.report(W0, CHAIN)
+        await until_known(redis, {W0.id: 40})
+        await until(lambda: other.held(W0) == 40)
         assert router.link.counters["redis_failures"] == 0
         assert len(other.heard) > 100, "a router that reads in time receives most messages"
 
