@@ -36,8 +36,8 @@ def set_up_logging(process: str = "", *, format: LogFormat | None = None, force:
     force: replace handlers that others, such as Ray, have installed. Raises ConfigError for a bad variable.
     """
     handler = logging.StreamHandler(sys.stderr)
-    is_json = (format or log_format()) == "json"
-    handler.setFormatter(JsonLines(process) if is_json else logging.Formatter(_text_form(process)))
+    is_json, text = (format or log_format()) == "json", f"{process} | {TEXT}" if process else TEXT
+    handler.setFormatter(JsonLines(process) if is_json else logging.Formatter(text))
     logging.basicConfig(level=log_level(), handlers=[handler], force=force)
 
 
@@ -46,16 +46,9 @@ def say(text: str, process: str = "serve") -> None:
     if log_format() == "text":
         line = f"baton: {text}"
     else:
-        line = JsonLines(process).format(logging.makeLogRecord(_record(text, process)))
+        record = {"name": f"baton.{process}", "levelname": "INFO", "levelno": logging.INFO, "msg": text}
+        line = JsonLines(process).format(logging.makeLogRecord(record))
     print(line, file=sys.stderr, flush=True)
-
-
-def _record(text: str, process: str) -> dict[str, object]:
-    return {"name": f"baton.{process}", "levelname": "INFO", "levelno": logging.INFO, "msg": text}
-
-
-def _text_form(process: str) -> str:
-    return f"{process} | {TEXT}" if process else TEXT
 
 
 class JsonLines(logging.Formatter):

@@ -64,17 +64,13 @@ def describe_routes(openapi: dict[str, Any]) -> None:
     """Add the routes of POSTS to an OpenAPI document."""
     bodies = [body for body, _ in POSTS.values()]
     references, schemas = msgspec.json.schema_components(
-        bodies, schema_hook=_any_value, ref_template=REFERENCE
+        bodies, schema_hook=lambda kind: {"description": "any value"}, ref_template=REFERENCE
     )
     openapi.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     responses = {status: {"description": text} for status, text in STATUSES.items()}
     for (path, (_, summary)), reference in zip(POSTS.items(), references, strict=True):
         body = {"required": True, "content": {"application/json": {"schema": reference}}}
         openapi["paths"][path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
-
-
-def _any_value(kind: type) -> dict[str, Any]:
-    return {"description": "any value"}
 
 
 EXPOSED_HEADERS: Final = ("x-request-id", "traceparent", "retry-after", "retry-after-ms", "x-should-retry")

@@ -447,13 +447,9 @@ def _beat(heartbeat: Heartbeat) -> Heartbeat:
     return msgspec.structs.replace(heartbeat, load=load)
 
 
-def _itself(record: Record) -> Record:
-    return record
-
-
 # Type of an entry -> its record. Messages of other types change nothing that a decision depends on.
 _PACKERS: Final[dict[type, Callable[[Any], Record]]] = {
-    **{kind: _itself for kind in get_args(Record)},
+    **dict.fromkeys(get_args(Record), lambda record: record),
     tuple: lambda decided: outcome_of(*decided),
     Submit: Submitted.of,
     Heartbeat: _beat,

@@ -581,7 +581,8 @@ def fitted(status: Status, most_bytes: int = MAX_BODY_BYTES) -> Status:
     if over_bytes <= 0:
         return status
     (router,) = status.routers
-    tenants, workers = router.queue.tenants, sorted(status.workers, key=_busyness)
+    tenants = router.queue.tenants
+    workers = sorted(status.workers, key=lambda each: (each.num_attempts, each.worker.id))
     over_bytes += SLACK_BYTES
     num_tenants, over_bytes = _cut(map(_size, reversed(tenants)), over_bytes)
     num_counters, over_bytes = _cut((_size(_figures(each.load)) - BARE_BYTES for each in workers), over_bytes)
@@ -610,10 +611,6 @@ def _cut(sizes: Iterable[int], over_bytes: int) -> tuple[int, int]:
         over_bytes -= size
         num_cut += 1
     return num_cut, over_bytes
-
-
-def _busyness(entry: WorkerStatus) -> tuple[int, str]:
-    return entry.num_attempts, entry.worker.id
 
 
 def _figures(load: Load) -> tuple[object, ...]:

@@ -144,7 +144,7 @@ class Inference:
         self._event_ids = event_ids
         self._calendar_s = calendar_s
         self._random_bytes = random_bytes
-        self._draw_seed = draw_seed or self._random_seed
+        self._draw_seed = draw_seed or (lambda: int.from_bytes(random_bytes(8)) >> (64 - SEED_BITS))
         self._public = {model.key: PublicPrefixes(model.bodies.reader) for model in models}
         self.responses = ResponseStore(
             max_entries=config.max_stored_responses,
@@ -235,9 +235,6 @@ class Inference:
     async def _count_public(self, public: PublicPrefixes, prompts: Sequence[Prompt], tenant: Tenant) -> None:
         for prompt in prompts:
             prompt.num_public_tokens = await public.num_tokens(tenant.public_texts, prompt.token_ids)
-
-    def _random_seed(self) -> int:
-        return int.from_bytes(self._random_bytes(8)) >> (64 - SEED_BITS)
 
     def _model_of(self, call: Call) -> ServedModel:
         return self._models.of(call.served or None)

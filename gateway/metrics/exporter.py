@@ -39,6 +39,11 @@ class Scrape(NamedTuple):
     status: Status | None  # None: no router has answered
 
     @property
+    def known_status(self) -> Sequence[Status]:
+        """The status, or nothing."""
+        return () if self.status is None else (self.status,)
+
+    @property
     def workers(self) -> Sequence[WorkerStatus]:
         """The workers, as the routers reported them last."""
         return () if self.status is None else self.status.workers
@@ -108,19 +113,9 @@ def _router_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]
 
 
 def _queued_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]:
-    if scrape.status is not None:
-        for tenant in scrape.status.queue.tenants[:MAX_TENANTS]:
+    for status in scrape.known_status:
+        for tenant in status.queue.tenants[:MAX_TENANTS]:
             yield (tenant.tenant,), tenant
-
-
-def _cluster_rows(scrape: Scrape) -> Iterator[tuple[Labels, Status]]:
-    if scrape.status is not None:
-        yield (), scrape.status
-
-
-def _queue_rows(scrape: Scrape) -> Iterator[tuple[Labels, QueueStatus]]:
-    if scrape.status is not None:
-        yield (), scrape.status.queue
 
 
 SCRAPE: Final = Source[Scrape]((), lambda scrape: [((), scrape)])
@@ -128,7 +123,7 @@ GATEWAYS: Final = Source[Metrics](
     ("gateway",), lambda scrape: [((each.gateway,), each) for each in scrape.gateways]
 )
 TENANTS: Final = Source[TenantCounts](("gateway", "tenant"), _tenant_rows)
-CLUSTER: Final = Source[Status]((), _cluster_rows)
+CLUSTER: Final = Source[Status]((), lambda scrape: [((), each) for each in scrape.known_status])
 WORKERS: Final = Source[WorkerStatus](
     ("worker", "role"),
     lambda scrape: [((each.worker.name, each.worker.role), each) for each in scrape.workers],
@@ -138,16 +133,16 @@ ROUTERS: Final = Source[RouterStatus](
 )
 # The queues of all routers together: sums, and the maximum of levels and waits. All are gauges, because they
 # drop when a router dies.
-QUEUE: Final = Source[QueueStatus]((), _queue_rows)
+QUEUE: Final = Source[QueueStatus]((), lambda scrape: [((), each.queue) for each in scrape.known_status])
 QUEUED_TENANTS: Final = Source[TenantStatus](("tenant",), _queued_tenant_rows)
 # Counts of each router since its start. When a router dies, its series ends and no other series decreases.
 # A tenant's share is its part of work_tokens. The tenant of a cluster without a tenants file has no name.
 ROUTER_TENANTS: Final = Source[TenantStatus](("router", "tenant"), _router_tenant_rows)
 MODEL: Final = Source[Sequence[WorkerStatus]](
     ("model_name",),
-    lambda scrape: (
-        [] if scrape.status is None else [((name,), scrape.workers_of(name)) for name in scrape.models]
-    ),
+    lambda scrape: [
+        ((name,), scrape.workers_of(name)) for _ in scrape.known_status for name in scrape.models
+    ],
 )
 
 VLLM: Final = "vllm:"

@@ -130,12 +130,9 @@ def parts_of(call: CallMarks, marks: RequestMarks, gateway: str) -> "PartList":
             _add_attempt(parts, attempt, attempt.ended_s, gateway)
         else:
             parts.add_until(marks.attempts[index + 1].submitted_s, "replayed", attempt.decode)
-    parts.add_until(parts.ended_s, "written" if _has_answered(marks) else "refused", gateway)
+    has_answered = any(attempt.first_token_s is not None for attempt in marks.attempts)
+    parts.add_until(parts.ended_s, "written" if has_answered else "refused", gateway)
     return parts
-
-
-def _has_answered(marks: RequestMarks) -> bool:
-    return any(attempt.first_token_s is not None for attempt in marks.attempts)
 
 
 class PartList:

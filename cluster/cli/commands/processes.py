@@ -46,6 +46,7 @@ GATEWAY_KEYS: Final = (
 WORKER_KEYS: Final = (
     *("name", "model_name", "host", "port", "transport", "kv_digests", "kv_streams", "drain_timeout_s"),
 )
+KINDS: Final = {RouterConfig: Kind.ROUTER, GatewayConfig: Kind.GATEWAY, WorkerConfig: Kind.WORKER}
 # Settings without a default -> the error where a command has none of them.
 MISSING: Final = {
     "routers": "--router HOST:PORT: expected where the router listens, got none",
@@ -80,10 +81,10 @@ def worker_config(arguments: argparse.Namespace) -> WorkerConfig:
     return config_of(WorkerConfig, arguments)
 
 
-def serve_here(
-    kind: Kind, name: str, config: RouterConfig | GatewayConfig | WorkerConfig, key_option: str | None
-) -> None:
+def serve_here(config: RouterConfig | GatewayConfig | WorkerConfig, key_option: str | None) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once. Raises BatonError."""
+    kind = KINDS[type(config)]
+    name = config.name if isinstance(config, WorkerConfig) else kind.value
     stop = threading.Event()
     notice = f"{name} drains; once more to stop at once"
     drain_on_signals(stop, signal.SIGTERM, signal.SIGINT, on_first=lambda: say(notice, name))
@@ -140,10 +141,6 @@ def _add_process_options(parser: Parser, struct_type: type[msgspec.Struct], keys
         parser.add_settings("engine", engine)
 
 
-def _add_router_options(parser: Parser) -> None:
-    _add_process_options(parser, RouterConfig, ROUTER_KEYS)
-
-
 def _add_gateway_options(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", default=SUPPRESS, help="the workers' model")
     _add_process_options(parser, GatewayConfig, GATEWAY_KEYS)
@@ -161,31 +158,18 @@ def _add_worker_options(parser: Parser) -> None:
     _add_process_options(parser, WorkerConfig, WORKER_KEYS)
 
 
-def _run_router(arguments: argparse.Namespace) -> None:
-    serve_here(Kind.ROUTER, "router", config_of(RouterConfig, arguments), arguments.cluster_key_file)
-
-
-def _run_gateway(arguments: argparse.Namespace) -> None:
-    serve_here(Kind.GATEWAY, "gateway", config_of(GatewayConfig, arguments), arguments.cluster_key_file)
-
-
-def _run_worker(arguments: argparse.Namespace) -> None:
-    config = worker_config(arguments)
-    serve_here(Kind.WORKER, config.name, config, arguments.cluster_key_file)
-
-
 router = CliCommand(
     """Run one router in the foreground, for gateways and workers that are started one by one.
 
 Gateways and workers are told its address, so give it a port: --port 7000. All need the same cluster key.
 """,
-    _add_router_options,
-    _run_router,
+    lambda parser: _add_process_options(parser, RouterConfig, ROUTER_KEYS),
+    lambda arguments: serve_here(config_of(RouterConfig, arguments), arguments.cluster_key_file),
 )
 gateway = CliCommand(
     "Run one gateway in the foreground: the OpenAI API, for clients of a router's workers.",
     _add_gateway_options,
-    _run_gateway,
+    lambda arguments: serve_here(config_of(GatewayConfig, arguments), arguments.cluster_key_file),
 )
 worker = CliCommand(
     """Run one worker in the foreground. The worker connects to the routers and waits for requests.
@@ -193,5 +177,5 @@ worker = CliCommand(
 Other processes connect to the address that it listens on: give this machine's, not 0.0.0.0.
 """,
     _add_worker_options,
-    _run_worker,
+    lambda arguments: serve_here(worker_config(arguments), arguments.cluster_key_file),
 )
