@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from baton.clock import Clock
-from baton.gateway.api.answer import Answer, AnswerChoice, Usage
+from baton.gateway.api.answer import Answer, AnswerChoice
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer, Value
 from baton.gateway.streams.timeline import CallMarks, PartList, RequestMarks, assemble, parts_of
@@ -28,49 +28,12 @@ MAX_SLOWEST: Final = 100  # of each interval
 COUNT_S: Final = 0.01  # between two timelines for the metrics, which thus take 0.2 % of a processor
 
 
-class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A call that has ended, as the history keeps it. Times are by the gateway's clock."""
+class EndedRequest(msgspec.Struct, frozen=True, gc=False):
+    """A call that has ended, as the history keeps it."""
 
-    request_id: str
-    tenant: str
-    outcome: str
-    gateway: str
-    ended_at_s: float  # seconds since 1970
-    received_s: float
-    read_s: float
-    tokenised_s: float
-    ended_s: float
-    num_choices: int
-    usage: Usage
-    is_streamed: bool
+    known: RequestTimeline  # without its parts and the figures that follow from the marks
+    call: CallMarks
     marks: RequestMarks  # of the choice that ended last
-
-    @property
-    def total_s(self) -> float:
-        """The seconds from the first byte of the call to the end."""
-        return self.ended_s - self.received_s
-
-    @property
-    def known(self) -> RequestTimeline:
-        """The timeline without its parts and the figures that follow from the marks."""
-        return RequestTimeline(
-            request_id=self.request_id,
-            tenant=self.tenant,
-            outcome=self.outcome,
-            gateway=self.gateway,
-            began_s=self.ended_at_s - self.total_s,
-            total_s=self.total_s,
-            num_choices=self.num_choices,
-            num_prompt_tokens=self.usage.prompt,
-            num_cached_tokens=self.usage.cached,
-            num_tokens=self.usage.completion,
-            is_streamed=self.is_streamed,
-        )
-
-    @property
-    def call(self) -> CallMarks:
-        """The marks of the call."""
-        return CallMarks(self.received_s, self.read_s, self.tokenised_s, self.ended_s)
 
     def timeline(self) -> RequestTimeline:
         """Assemble the timeline."""
@@ -102,32 +65,33 @@ class RequestHistory:
         marks = _last_marks(answer.choices)
         if marks is None:
             return  # it was refused before it could begin
-        call, now_s = answer.call, self._clock.now_s()
-        ended = EndedRequest(
+        call, usage, now_s = answer.call, answer.usage, self._clock.now_s()
+        times = CallMarks(call.received_s or call.arrival_s, call.arrival_s, call.tokenised_s, now_s)
+        total_s = now_s - times.received_s
+        known = RequestTimeline(
             request_id=answer.choices[0].request_id,
             tenant=call.tenant.name,
             outcome=outcome,
             gateway=self._name,
-            ended_at_s=self._calendar_s(),
-            received_s=call.received_s or call.arrival_s,
-            read_s=call.arrival_s,
-            tokenised_s=call.tokenised_s,
-            ended_s=now_s,
+            began_s=self._calendar_s() - total_s,
+            total_s=total_s,
             num_choices=len(answer.choices),
-            usage=answer.usage,
+            num_prompt_tokens=usage.prompt,
+            num_cached_tokens=usage.cached,
+            num_tokens=usage.completion,
             is_streamed=call.is_streamed,
-            marks=marks,
         )
+        ended = EndedRequest(known, times, marks)
         self._latest.append(ended)
         if not self._slowest or now_s - self._slowest[-1].began_s >= INTERVAL_S:
             self._slowest.append(_Interval(now_s))
         self._slowest[-1].add(ended)
         if now_s - self._counted_s >= COUNT_S:
             self._counted_s = now_s
-            self._count(parts_of(ended.call, marks, self._name))
+            self._count(parts_of(times, marks, self._name))
         if self._tracer is not None:
             context = call.trace or self._tracer.context(None, None)  # None: over a WebSocket
-            rule = self._tracer.rule(context, outcome, ended.total_s)
+            rule = self._tracer.rule(context, outcome, total_s)
             if rule is not None:
                 self._tracer.export(context, ended.timeline(), _asked(answer), rule)
 
@@ -135,12 +99,12 @@ class RequestHistory:
         """Return the requests that a query asks for, the latest or the slowest first."""
         if query.request_id is not None:
             known = (*reversed(self._latest), *self._recent_slowest())
-            of_id = (each for each in known if each.request_id == query.request_id)
+            of_id = (each for each in known if each.known.request_id == query.request_id)
             return [each.timeline() for each in islice(of_id, 1)]
         found: Iterable[EndedRequest] = reversed(self._latest)
         if query.order == "slowest":
             found = self._recent_slowest()
-        of_tenant = (each for each in found if query.tenant in (None, each.tenant))
+        of_tenant = (each for each in found if query.tenant in (None, each.known.tenant))
         return [each.timeline() for each in islice(of_tenant, query.limit)]
 
     def _count(self, parts: PartList) -> None:
@@ -152,7 +116,7 @@ class RequestHistory:
         since_s = self._clock.now_s() - SLOWEST_S
         recent = [each for each in self._slowest if each.began_s >= since_s]
         requests = (request for each in recent for request in each.requests())
-        return sorted(requests, key=lambda request: -request.total_s)
+        return sorted(requests, key=lambda request: -request.known.total_s)
 
 
 def _asked(answer: Answer) -> Mapping[str, Value | None]:
@@ -190,7 +154,7 @@ class _Interval:
 
     def add(self, request: EndedRequest) -> None:
         """Keep a request if it is one of the slowest."""
-        total_s, heap = request.total_s, self._heap
+        total_s, heap = request.known.total_s, self._heap
         if len(heap) < MAX_SLOWEST:
             heappush(heap, (total_s, next(self._serials), request))
         elif total_s > heap[0][0]:
