@@ -380,18 +380,12 @@ class AnswerChoice:
             self.num_reasoning_tokens += is_reasoning and number < len(token_ids)
         if self._text.finish_reason is not None:
             parts.append(reader.finish())
-        shows_reasoning = self._answer.call.shows_reasoning
-        return Delta.joined(
-            [
-                Delta(
-                    part.text,
-                    token_ids if index == 0 else [],
-                    logprobs if index == 0 else [],
-                    part.calls,
-                    part.reasoning if shows_reasoning else "",
-                )
-                for index, part in enumerate(parts)
-            ]
+        return Delta(
+            "".join([part.text for part in parts]),
+            token_ids,
+            logprobs,
+            joined_calls(each for part in parts for each in part.calls),
+            "".join([part.reasoning for part in parts]) if self._answer.call.shows_reasoning else "",
         )
 
 

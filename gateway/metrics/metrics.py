@@ -71,7 +71,7 @@ class TenantCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The counts of one of several models. Metrics has the same fields over all models."""
+    """The counts of one of several models; Metrics has them over all models."""
 
     prompt_tokens: Count = 0
     generated_tokens: Count = 0
@@ -85,7 +85,7 @@ class CountsQuery(msgspec.Struct, frozen=True):
     """Asks another gateway of the port for its Metrics."""
 
 
-class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Metrics(ModelCounts, kw_only=True):
     """The counts of one gateway since it started."""
 
     gateway: Name = ""  # its name, a new one in each life of the process
@@ -95,9 +95,7 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     refused: ByName = msgspec.field(default_factory=Counter)  # connections, before any route, by reason
     events: ByName = msgspec.field(default_factory=Counter)  # of the Service
     num_open: Count = 0  # calls that are being answered
-    prompt_tokens: Count = 0
     cached_tokens: Count = 0
-    generated_tokens: Count = 0
     clients_gone: Count = 0  # before the end of their answer
     clients_given_up: Count = 0  # they read too slowly
     unknown_keys: Count = 0  # of bodies
@@ -107,13 +105,9 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     models: Annotated[dict[Name, ModelCounts], Meta(max_length=MAX_SERIES)] = {}
     worker_us: ByName = msgspec.field(default_factory=Counter)  # by tenant: step time of workers
     tenants_file: ByName = msgspec.field(default_factory=Counter)  # its changes, by outcome
-    ttft: FirstTokenTimes = msgspec.field(default_factory=FirstTokenTimes)
-    itl: TokenTimes = msgspec.field(default_factory=TokenTimes)
     form_check: CheckTimes = msgspec.field(default_factory=CheckTimes)
-    decode: CallTimes = msgspec.field(default_factory=CallTimes)
     parts_us: ByName = msgspec.field(default_factory=Counter)  # of the timelines of ended calls
     unaccounted: UnaccountedTimes = msgspec.field(default_factory=UnaccountedTimes)
-    duration: CallTimes = msgspec.field(default_factory=CallTimes)
 
     def answered(self, path: str, status: int) -> None:
         """Count an answered request."""
@@ -128,7 +122,7 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             )
         return counts
 
-    def of_call(self, model: str) -> "list[Metrics | ModelCounts]":
+    def of_call(self, model: str) -> list[ModelCounts]:
         """Return the counts that a call is counted in. model: as in Request.model."""
         if not model:
             return [self]
