@@ -25,7 +25,6 @@ AnyMessage: TypeAlias = (
     | control.Prefill
     | control.Tokens
     | control.Prefilled
-    | control.PrefillFailed
     | control.AttemptFailed
     | control.Prepared
     | control.TakeOver
