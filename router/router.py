@@ -406,7 +406,8 @@ class Router:
             case StatusQuery():
                 peer.send(self.status())
             case Explain():
-                peer.send(Decisions(decisions=tuple(self.cluster_state.decisions.of(question.request_id))))
+                decisions = tuple(self.cluster_state.decisions.of(question.request_id))
+                peer.send(Decisions.answer_to(question, decisions=decisions))
             case FindRequests():
                 relayed = self._relay(peer, question)
                 if not self._gateways:

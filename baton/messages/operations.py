@@ -80,14 +80,14 @@ class Scale(Message, frozen=True):
 
 
 class Relayed(Message, frozen=True):
-    """A question or an order that a router relays to every gateway, or a gateway's answer to it.
+    """A question or an order to several processes, or the answer of one of them, which repeats these fields.
 
-    The router fills in `asker` and `num_asked`, which each answer repeats.
+    A router that relays it to every gateway fills in `asker` and `num_asked`.
     """
 
     question: Count = 0  # a number of the asker's
     asker: Annotated[str, Meta(max_length=32)] = ""
-    num_asked: Count = 0  # gateways
+    num_asked: Count = 0  # processes
 
     @classmethod
     def answer_to(cls, asked: "Relayed", **fields: Any) -> Self:
@@ -187,13 +187,13 @@ class Status(Message, frozen=True):
         return joined(router.queue for router in self.routers)
 
 
-class Explain(Message, frozen=True):
+class Explain(Relayed, frozen=True, kw_only=True):
     """Operator or gateway to router: how was this request routed? The router answers with Decisions."""
 
     request_id: Id
 
 
-class Decisions(Message, frozen=True):
+class Decisions(Relayed, frozen=True):
     """The decisions about one request, one an attempt; none: the router does not know the request."""
 
     decisions: Annotated[tuple[Decision, ...], Meta(max_length=64)] = ()

@@ -19,11 +19,11 @@ from baton.config.gateway import GatewayConfig
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.process import GatewayProcess
 from baton.gateway.streams.request_stream import Sink
-from baton.gateway.streams.routers import Explained, FoundTimelines
+from baton.gateway.streams.routers import AnswerT
 from baton.gateway.streams.timeline import RequestMarks, WorkerMarks
 from baton.messages.bounds import short_id
 from baton.messages.control import Decision, Routed, Weighed
-from baton.messages.operations import FindRequests, GatewayStatus, PlanSummary, Status
+from baton.messages.operations import Decisions, Explain, FindRequests, GatewayStatus, PlanSummary, Status
 from baton.messages.orders import Sleep, Wake
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Address, Load, PrefillTimes, Worker, WorkerRole, WorkerStatus, WorkerTimes
@@ -280,14 +280,14 @@ class SimulatedCluster:
     def decode_worker(self, request_id: str) -> str:
         return self._decoders[0].id
 
-    def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
-        found((), True)
-
     def send_order(self, order: Sleep | Wake) -> None:
         """Do nothing: the workers of the picture never sleep."""
 
-    def explain(self, request_id: str, explained: Explained) -> None:
-        """Tell a decision among the first workers, for any request."""
+    async def ask(
+        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
+    ) -> list[AnswerT]:
+        """Tell a decision among the first workers, for any request; no gateway has an ended request."""
+        request_id = question.request_id or ""
         prefill = [each for each in self.workers if each.role is WorkerRole.PREFILL][:3]
         pairs = [(decode, source) for decode in self._decoders[:2] for source in prefill]
         weighed = [
@@ -311,7 +311,8 @@ class SimulatedCluster:
             first_token_s=0.071,
             measured=msgspec.structs.replace(times, exposed_s=0.003),
         )
-        explained((decision,))
+        decisions = Decisions(decisions=(decision,))
+        return [decisions] if isinstance(decisions, answer) else []
 
 
 def _pages(active: int, cached: int, *, leased: int = 0, quarantined: int = 0) -> dict[str, int]:

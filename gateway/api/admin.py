@@ -9,7 +9,6 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
@@ -26,10 +25,9 @@ from baton.errors import BatonError, ModelError, Overloaded, WorkerLost
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
-from baton.gateway.streams.routers import Explained
 from baton.messages.bounds import MAX_NAME_CHARS, Name
 from baton.messages.control import Decision
-from baton.messages.operations import FindRequests
+from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
@@ -40,7 +38,6 @@ OTHERS_TIMEOUT_S: Final = 1.0  # for the answers of other gateways
 MAX_LIMIT: Final = 100
 _ID: Final = re.compile("[0-9a-f]{32}")
 _LIMIT: Final = re.compile("[0-9]{1,3}")
-Explain: TypeAlias = Callable[[str, Explained], None]
 Find: TypeAlias = Callable[[FindRequests], Sequence[RequestTimeline]]
 
 
@@ -53,9 +50,15 @@ def add_admin_routes(app: FastAPI, service: Service, find: Find) -> None:
     @app.get("/admin/decisions/{request_id}", include_in_schema=False)
     async def decisions(request_id: str) -> dict[str, Any]:
         """Return how a request was routed, one entry an attempt, by the `id` of its answer."""
-        found = await _ask(service.explain, request_id.rpartition("-")[2])
-        if found is None:
-            raise ApiError(503, "the router does not answer", code="unavailable", retry_after_s=1.0)
+        bare_id = request_id.rpartition("-")[2]
+        found: list[Decision] = []
+        if _ID.fullmatch(bare_id):
+            answers = await service.ask(Explain(request_id=bare_id), Decisions, ANSWER_TIMEOUT_S)
+            if not answers:
+                raise ApiError(503, "the router does not answer", code="unavailable", retry_after_s=1.0)
+            found = sorted(
+                (each for answer in answers for each in answer.decisions), key=attrgetter("attempt")
+            )
         if not found:
             raise ApiError(404, "the router does not know that request", code="not_found")
         return {"object": "list", "data": [_shown(decision) for decision in found]}
@@ -105,39 +108,13 @@ def _read_query(params: Mapping[str, str]) -> FindRequests:
 async def _find(service: Service, find: Find, query: FindRequests) -> list[RequestTimeline]:
     """Return what this gateway and the others have, without those that do not answer in time."""
     found = {timeline.request_id: timeline for timeline in find(query)}
-    has_all = asyncio.get_running_loop().create_future()
-
-    def take(timelines: Sequence[RequestTimeline], is_last: bool) -> None:
-        found.update((timeline.request_id, timeline) for timeline in timelines)
-        if is_last and not has_all.done():
-            has_all.set_result(None)
-
-    service.find_requests(query, take)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(OTHERS_TIMEOUT_S):
-            await has_all
+    for answer in await service.ask(query, FoundRequests, OTHERS_TIMEOUT_S):
+        found.update((timeline.request_id, timeline) for timeline in answer.timelines)
     return list(found.values())
 
 
 def _ended_s(timeline: RequestTimeline) -> float:
     return timeline.began_s + timeline.total_s
-
-
-async def _ask(explain: Explain, request_id: str) -> tuple[Decision, ...] | None:
-    if not _ID.fullmatch(request_id):
-        return ()
-    answer: asyncio.Future[tuple[Decision, ...] | None] = asyncio.get_running_loop().create_future()
-
-    def told(decisions: tuple[Decision, ...] | None) -> None:
-        if not answer.done():
-            answer.set_result(decisions)
-
-    explain(request_id, told)
-    try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            return await answer
-    except TimeoutError:
-        return None
 
 
 def _shown(decision: Decision) -> dict[str, Any]:

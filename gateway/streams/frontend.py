@@ -28,11 +28,9 @@ from baton.gateway.streams.request_stream import (
 )
 from baton.gateway.streams.routers import (
     SILENT_S,
+    AnswerT,
     AttemptReports,
-    Explained,
-    Explanations,
-    FoundTimelines,
-    RequestSearches,
+    Questions,
     RouterWatch,
     SubmitWindow,
 )
@@ -61,6 +59,7 @@ from baton.messages.control import (
 )
 from baton.messages.operations import (
     Decisions,
+    Explain,
     FindRequests,
     FoundRequests,
     GatewayStatus,
@@ -111,8 +110,7 @@ class Frontend:
         self._peer_registry = PeerRegistry(self.hello, routers, dial, wanted=list(WorkerRole))
         self._connections = WorkerConnections(self._peer_registry, clock)
         self._watch = RouterWatch(self._peer_registry, clock)
-        self._explanations = Explanations(self._peer_registry)
-        self._searches = RequestSearches(self._peer_registry)
+        self._questions = Questions(self._peer_registry)
         self._reports = AttemptReports(self._peer_registry)
         self._window = SubmitWindow(clock)
         self._clock = clock
@@ -205,13 +203,11 @@ class Frontend:
         stream = self._streams.get(request_id)
         return stream.decode if stream is not None else ""
 
-    def explain(self, request_id: str, explained: Explained) -> None:
+    async def ask(
+        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
+    ) -> list[AnswerT]:
         """See Service."""
-        self._explanations.ask(request_id, explained)
-
-    def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
-        """See Service."""
-        self._searches.ask(query, found)
+        return await self._questions.ask(question, answer, timeout_s)
 
     def send_order(self, order: Sleep | Wake) -> None:
         """See Service."""
@@ -244,7 +240,6 @@ class Frontend:
         if peer.hello.process is Kind.ROUTER:
             self._watch.left(peer)
             self._lose_router(peer.hello.id)
-            self._explanations.lose(peer)
             self._close_workers(self._peer_registry.recount())
         else:
             self._report_connections()  # before anything is submitted again
@@ -409,13 +404,11 @@ class Frontend:
                 self._take_members(peer, message)
             case Status():
                 self._watch.answered(peer, message)
-            case Decisions():
-                self._explanations.answer(peer, message.decisions)
+            case Decisions() | FoundRequests():
+                self._questions.take(message)
             case FindRequests():
                 found = FoundRequests.answer_to(message, timelines=tuple(self.find(message)))
                 peer.send(found)
-            case FoundRequests():
-                self._searches.answer(message)
             case Migrate():
                 self.migrations.order(message, peer.send)
             case _:

@@ -38,12 +38,12 @@ import msgspec
 
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WorkerLost
-from baton.gateway.streams.routers import Explained, FoundTimelines
+from baton.gateway.streams.routers import AnswerT
 from baton.gateway.streams.timeline import RequestMarks
 from baton.messages.bounds import short_id
 from baton.messages.codec import fits_request
 from baton.messages.control import Routed
-from baton.messages.operations import FindRequests, Status
+from baton.messages.operations import Explain, FindRequests, Status
 from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, TokenEvent
@@ -149,11 +149,10 @@ class Service(Protocol):
     def decode_worker(self, request_id: str) -> str:
         """Return the worker that the request runs on now; "" for none."""
 
-    def explain(self, request_id: str, explained: Explained) -> None:
-        """Ask how a request was routed, and call `explained` once."""
-
-    def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
-        """Ask all gateways for ended requests, and call `found` with each answer."""
+    async def ask(
+        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
+    ) -> list[AnswerT]:
+        """Return the answers of all routers, or of all gateways, that come in time; none without a router."""
 
     def send_order(self, order: Sleep | Wake) -> None:
         """Send a numbered order to all routers, which pass it on to the model's workers.

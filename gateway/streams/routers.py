@@ -1,17 +1,20 @@
 """A gateway's dealings with its routers: status and silence, queries, submissions and their ends."""
 
+import asyncio
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from baton.clock import Clock
 from baton.messages.bounds import MAX_EVENTS
-from baton.messages.control import Decision, Ended, Started
+from baton.messages.control import Ended, Started
 from baton.messages.operations import (
+    Decisions,
     Explain,
     FindRequests,
     FoundRequests,
@@ -20,7 +23,6 @@ from baton.messages.operations import (
     Status,
     StatusQuery,
 )
-from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import REMOTE_PREFILLS
 from baton.request import AttemptKey, Request
 from baton.rpc.peers import Peer, PeerRegistry
@@ -30,12 +32,8 @@ MAX_ASKED: Final = 64  # questions at once
 MAX_UNANSWERED_TOKENS: Final = 3_072
 TOKENS_PER_SUBMIT: Final = 1024  # beside the prompt's: a router takes as long for an empty prompt
 ItemT = TypeVar("ItemT")
+AnswerT = TypeVar("AnswerT", Decisions, FoundRequests)
 ACTIVE_S: Final = 60.0  # since a tenant's last Submit
-
-# Called once: with a decision for each attempt, or None when no router has answered.
-Explained: TypeAlias = Callable[[tuple[Decision, ...] | None], None]
-# Called with each gateway's answer, and whether it is the last one.
-FoundTimelines: TypeAlias = Callable[[Sequence[RequestTimeline], bool], None]
 
 
 class RouterWatch:
@@ -66,7 +64,7 @@ class RouterWatch:
         router, present = self._peer_registry.router, self._peer_registry.routers
         if router is None or any(each.hello.id not in self._statuses for each in present):
             return None
-        return msgspec.structs.replace(
+        return replace(
             self._statuses[router.hello.id],
             num_attempts=sum(each.num_attempts for each in self._statuses.values()),
             orders=tuple(order for each in self._statuses.values() for order in each.orders),
@@ -119,76 +117,44 @@ class RouterWatch:
         return silent if len(silent) < len(routers) else []
 
 
-class Explanations:
-    """Questions how a request was routed. Each router knows its own attempts and answers in order."""
-
-    def __init__(self, peer_registry: PeerRegistry) -> None:
-        self._peer_registry = peer_registry
-        # By router, the oldest first: called with the router's answer; None: the router is gone.
-        self._asked: dict[str, deque[Callable[[Sequence[Decision] | None], None]]] = {}
-
-    def ask(self, request_id: str, explained: Explained) -> None:
-        """Ask every router. Too many questions at once are answered with None."""
-        routers = self._peer_registry.routers
-        if not routers or any(len(waiting) >= MAX_ASKED for waiting in self._asked.values()):
-            explained(None)
-            return
-        num_asked, answers = len(routers), list[Sequence[Decision] | None]()
-
-        def answered(decisions: Sequence[Decision] | None) -> None:
-            answers.append(decisions)
-            if len(answers) == num_asked:
-                found = [decision for answer in answers for decision in answer or ()]
-                is_known = any(answer is not None for answer in answers)
-                explained(tuple(sorted(found, key=lambda each: each.attempt)) if is_known else None)
-
-        for router in routers:
-            self._asked.setdefault(router.hello.id, deque()).append(answered)
-        for router in routers:
-            router.send(Explain(request_id=request_id))
-
-    def answer(self, router: Peer, decisions: tuple[Decision, ...]) -> None:
-        """Take a router's answer to its oldest question."""
-        waiting = self._asked.get(router.hello.id)
-        if waiting:
-            waiting.popleft()(decisions)
-
-    def lose(self, router: Peer) -> None:
-        """Expect no more answers of a router."""
-        for answered in self._asked.pop(router.hello.id, ()):
-            answered(None)
-
-
-class RequestSearches:
-    """Asks all gateways about ended requests, through a router, which passes the answers back."""
+class Questions:
+    """Questions about requests: to all routers how one was routed, or through a router to all gateways."""
 
     def __init__(self, peer_registry: PeerRegistry) -> None:
         self._peer_registry = peer_registry
         self._num_asked = 0
-        self._open: dict[int, tuple[int, FoundTimelines]] = {}  # number -> answers so far, oldest first
+        self._answers: dict[int, asyncio.Queue[Decisions | FoundRequests]] = {}  # by number of the question
 
-    def ask(self, query: FindRequests, found: FoundTimelines) -> None:
-        """Send a query. found: gets an empty answer without a router, or when too many queries are open."""
-        router = self._peer_registry.router
-        if router is None:
-            found((), True)
-            return
+    async def ask(
+        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
+    ) -> list[AnswerT]:
+        """Return the answers that come in time; none without a router, or with MAX_ASKED questions open."""
+        routers = self._peer_registry.routers
+        if not routers or len(self._answers) >= MAX_ASKED:
+            return []
+        if isinstance(question, FindRequests):  # a router passes it on to all gateways
+            routers = [self._peer_registry.router or routers[0]]
         self._num_asked += 1
-        self._open[self._num_asked] = 0, found
-        while len(self._open) > MAX_ASKED:  # a gateway that left has not answered
-            self._open.pop(next(iter(self._open)))[1]((), True)
-        router.send(msgspec.structs.replace(query, question=self._num_asked))
+        question = replace(question, question=self._num_asked, num_asked=len(routers))
+        waiting = self._answers[question.question] = asyncio.Queue()
+        found, num_asked = list[Decisions | FoundRequests](), len(routers)
+        try:
+            for router in routers:
+                router.send(question)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while len(found) < num_asked:
+                        found.append(await waiting.get())
+                        num_asked = found[-1].num_asked
+        finally:
+            del self._answers[question.question]
+        return [each for each in found if isinstance(each, answer)]
 
-    def answer(self, answer: FoundRequests) -> None:
-        """Take one gateway's answer."""
-        asked = self._open.pop(answer.question, None)
-        if asked is None:
-            return
-        num_answers, found = asked[0] + 1, asked[1]
-        is_last = num_answers >= answer.num_asked
-        if not is_last:
-            self._open[answer.question] = num_answers, found
-        found(answer.timelines, is_last)
+    def take(self, answer: Decisions | FoundRequests) -> None:
+        """Take an answer; one that comes too late changes nothing."""
+        waiting = self._answers.get(answer.question)
+        if waiting is not None:
+            waiting.put_nowait(answer)
 
 
 class SubmitWindow:

@@ -19,7 +19,7 @@ from baton.gateway.api.admin import (
     FRESH_S,
     PROVED_S,
     Canary,
-    Explain,
+    Find,
     LoadAdapter,
     ServedAdapters,
     UnloadAdapter,
@@ -27,10 +27,10 @@ from baton.gateway.api.admin import (
 )
 from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.peer_gateways import PeerGateways
-from baton.gateway.streams.routers import Explained, FoundTimelines
+from baton.gateway.streams.routers import AnswerT
 from baton.messages.bounds import Kind
 from baton.messages.control import Decision, Weighed
-from baton.messages.operations import FindRequests
+from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests
 from baton.messages.timeline import RequestTimeline, TimelinePart
 from baton.messages.workers import Address, PrefillTimes, WorkerRole
 from baton.rpc.auth import KeyRing
@@ -52,13 +52,30 @@ DECISION = Decision(
 )
 
 
-async def ask(explain: Explain, name: str) -> tuple[int, dict[str, object]]:
-    app, service = FastAPI(), ScriptedService()
-    service.explain = explain  # type: ignore[method-assign,assignment]
-    add_admin_routes(app, service, lambda query: ())
+class ToldDecisions(ScriptedService):
+    """Routers that tell these decisions of any request. None: no router answers."""
+
+    def __init__(self, decisions: tuple[Decision, ...] | None) -> None:
+        super().__init__()
+        self.decisions, self.asked = decisions, list[str]()
+
+    async def ask(
+        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
+    ) -> list[AnswerT]:
+        self.asked.append(question.request_id or "")
+        told = Decisions(decisions=self.decisions or ())
+        return [told] if self.decisions is not None and isinstance(told, answer) else []
+
+    async def get(self, name: str) -> tuple[int, dict[str, Any]]:
+        return await get(self, lambda query: (), f"/admin/decisions/{name}")
+
+
+async def get(service: ScriptedService, find: Find, path: str) -> tuple[int, dict[str, Any]]:
+    app = FastAPI()
+    add_admin_routes(app, service, find)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
         try:
-            answer = await client.get(f"/admin/decisions/{name}")
+            answer = await client.get(path)
         except Exception as error:  # the middleware answers with this status
             return as_api_error(error).status, {}
         return answer.status_code, answer.json()
@@ -66,15 +83,9 @@ async def ask(explain: Explain, name: str) -> tuple[int, dict[str, object]]:
 
 @on_loop
 async def test_decision_has_its_terms_and_its_regret() -> None:
-    asked: list[str] = []
-
-    def explain(request_id: str, told: Explained) -> None:
-        asked.append(request_id)
-        told((DECISION,))
-
-    status, answer = await ask(explain, f"chatcmpl-{id_of('a')}")
-    assert (status, asked) == (200, [id_of("a")])
-    assert isinstance(answer["data"], list)
+    service = ToldDecisions((DECISION,))
+    status, answer = await service.get(f"chatcmpl-{id_of('a')}")
+    assert (status, service.asked) == (200, [id_of("a")])
     (decision,) = answer["data"]
     assert decision["chosen"]["terms"] == CHOSEN.terms
     assert [each["decode"] for each in decision["weighed"]] == [id_of("d0"), id_of("d1")]
@@ -82,22 +93,28 @@ async def test_decision_has_its_terms_and_its_regret() -> None:
 
 
 @on_loop
+async def test_decisions_are_in_the_order_of_attempts() -> None:
+    again = msgspec.structs.replace(DECISION, attempt=1)
+    _, answer = await ToldDecisions((again, DECISION)).get(id_of("a"))
+    assert [each["attempt"] for each in answer["data"]] == [0, 1]
+
+
+@on_loop
 async def test_unknown_request_is_not_found() -> None:
-    assert (await ask(lambda _, told: told(()), id_of("a")))[0] == 404
+    assert (await ToldDecisions(()).get(id_of("a")))[0] == 404
 
 
 @on_loop
 async def test_malformed_id_is_not_found_without_a_question() -> None:
-    def explain(request_id: str, told: Explained) -> None:
-        raise AssertionError(request_id)
-
+    service = ToldDecisions((DECISION,))
     for name in ("x", "chatcmpl-", id_of("a")[:-1] + "G", "a" * 33):
-        assert (await ask(explain, name))[0] == 404
+        assert (await service.get(name))[0] == 404
+    assert not service.asked
 
 
 @on_loop
 async def test_without_a_router_the_answer_is_503() -> None:
-    assert (await ask(lambda _, told: told(None), id_of("a")))[0] == 503
+    assert (await ToldDecisions(None).get(id_of("a")))[0] == 503
 
 
 @on_loop
@@ -249,35 +266,31 @@ def a_timeline(name: str, total_s: float, began_s: float = 1.7e9, **fields: obje
     )
 
 
-class TwoGateways:
+class TwoGateways(ScriptedService):
     """This gateway's requests, and those of another gateway, which the service asks."""
 
     def __init__(self, own: list[RequestTimeline], others: list[RequestTimeline] | None) -> None:
         """others: None: the other gateway never answers."""
+        super().__init__()
         self.own, self.others = own, others
         self.queries: list[FindRequests] = []
 
+    def find(self, query: FindRequests) -> list[RequestTimeline]:
+        return [each for each in self.own if query.request_id in (None, each.request_id)]
+
+    async def ask(
+        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
+    ) -> list[AnswerT]:
+        assert isinstance(question, FindRequests)
+        self.queries.append(question)
+        told = [FoundRequests(timelines=tuple(self.find(question)))]  # a router asks this gateway, too
+        if self.others is not None:
+            of_id = [each for each in self.others if question.request_id in (None, each.request_id)]
+            told.append(FoundRequests(timelines=tuple(of_id)))
+        return [each for each in told if isinstance(each, answer)]
+
     async def get(self, path: str) -> tuple[int, dict[str, Any]]:
-        app, service = FastAPI(), ScriptedService()
-
-        def find(query: FindRequests) -> list[RequestTimeline]:
-            return [each for each in self.own if query.request_id in (None, each.request_id)]
-
-        def ask(query: FindRequests, found: FoundTimelines) -> None:
-            self.queries.append(query)
-            found(find(query), False)  # a router asks this gateway, too
-            if self.others is not None:
-                of_id = [each for each in self.others if query.request_id in (None, each.request_id)]
-                found(of_id, True)
-
-        service.find_requests = ask  # type: ignore[method-assign]
-        add_admin_routes(app, service, find)
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
-            try:
-                answer = await client.get(path)
-            except Exception as error:  # the middleware answers with this status
-                return as_api_error(error).status, {}
-            return answer.status_code, answer.json()
+        return await get(self, self.find, path)
 
 
 @on_loop

@@ -1,5 +1,6 @@
 """Requests while routers have no room, leave or join; questions to routers; the window of Submits."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -29,10 +30,11 @@ from baton.messages.control import (
     Submit,
     Weighed,
 )
-from baton.messages.operations import Decisions, Explain, Status, StatusQuery
+from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Status, StatusQuery
 from baton.messages.status import RouterStatus
 from baton.request import FinishReason, Request
 from tests.answer import Answer
+from tests.event_loop import on_loop
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.gateway.frontend_peers import ROUTER, Gateway, R, event, failed, gateway, running
 
@@ -311,46 +313,54 @@ def a_decision(name: str, attempt: int = 0) -> Decision:
     )
 
 
-def test_questions_are_answered_in_the_order_of_asking() -> None:
+def asked(g: Gateway, name: str) -> asyncio.Task[list[Decisions]]:
+    return asyncio.create_task(g.frontend.ask(Explain(request_id=id_of(name)), Decisions, 0.2))
+
+
+@on_loop
+async def test_answers_go_to_their_questions_whatever_their_order() -> None:
     g = gateway("d0")
-    told: list[object] = []
-    for name in "ab":
-        g.frontend.explain(id_of(name), told.append)
-    assert [each.request_id for each in g["router"].take(Explain)] == [id_of("a"), id_of("b")]
-    for name in "ab":
-        g["router"].say(Decisions(decisions=(a_decision(name),)))
-    g["router"].say(Decisions())  # an answer without a question changes nothing
-    assert told == [(a_decision("a"),), (a_decision("b"),)]
+    a, b = asked(g, "a"), asked(g, "b")
+    await asyncio.sleep(0)
+    explain_a, explain_b = g["router"].take(Explain)
+    for name, question in (("b", explain_b), ("a", explain_a)):
+        g["router"].say(Decisions.answer_to(question, decisions=(a_decision(name),)))
+    g["router"].say(Decisions(question=7))  # an answer without a question changes nothing
+    for name, task in (("a", a), ("b", b)):
+        assert [each.decisions for each in await task] == [(a_decision(name),)]
 
 
-def test_question_to_a_lost_router_is_answered_with_none() -> None:
-    g = gateway("d0")
-    told: list[object] = []
-    g.frontend.explain(id_of("a"), told.append)
-    g["router"].leave()
-    assert told == [None]
-    g.frontend.explain(id_of("b"), told.append)
-    assert told == [None, None]
-
-
-def test_decisions_of_all_routers_are_joined_by_attempt() -> None:
+@on_loop
+async def test_answers_of_all_routers_are_awaited_and_a_lost_router_has_none() -> None:
     g = gateway("d0")
     other = TestPeer.router(g.frontend, "other")
-    told: list[object] = []
-    g.frontend.explain(id_of("a"), told.append)
-    second, first = a_decision("a", attempt=1), a_decision("a", attempt=0)
-    g["router"].say(Decisions(decisions=(second,)))
-    assert told == []
-    other.say(Decisions(decisions=(first,)))
-    assert told == [(first, second)]
+    for answering, num_answers in (([g["router"], other], 2), ([other], 1), ([], 0)):
+        task = asked(g, "a")
+        await asyncio.sleep(0)
+        for router in answering:
+            router.say(Decisions.answer_to(router.only(Explain)))
+        assert len(await task) == num_answers
 
 
-def test_questions_above_the_limit_are_answered_with_none() -> None:
+@on_loop
+async def test_question_to_all_gateways_goes_through_one_router() -> None:
     g = gateway("d0")
-    told: list[object] = []
-    for number in range(MAX_ASKED + 1):
-        g.frontend.explain(id_of(str(number)), told.append)
-    assert told == [None] and len(g["router"].take(Explain)) == MAX_ASKED
+    task = asyncio.create_task(g.frontend.ask(FindRequests(), FoundRequests, 5.0))
+    await asyncio.sleep(0)
+    query = g["router"].only(FindRequests)
+    for _ in range(2):
+        g["router"].say(FoundRequests(question=query.question, num_asked=2))
+    assert len(await task) == 2
+
+
+@on_loop
+async def test_questions_above_the_limit_or_without_a_router_have_no_answers() -> None:
+    g = gateway("d0")
+    tasks = [asked(g, str(number)) for number in range(MAX_ASKED + 1)]
+    assert await tasks[-1] == [] and len(g["router"].take(Explain)) == MAX_ASKED
+    g["router"].leave()
+    assert await asked(g, "a") == []
+    await asyncio.gather(*tasks)
 
 
 NUM_TOKENS = len(a_request().token_ids)
