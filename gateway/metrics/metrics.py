@@ -18,7 +18,8 @@ OTHERS: Final = "(others)"  # no tenant can have this name
 MAX_SERIES: Final = 4096
 REFUSALS: Final = frozenset(refusal.value for refusal in Refusal)
 ROUTES: Final = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
+    | {"/v1/models", "/tokenize", "/detokenize", "/sleep", "/wake_up", "/is_sleeping"}
     | {"/health", "/ping", "/metrics", "/version", "/v1/stream", "/ui"}
 )
 

@@ -26,7 +26,7 @@ from baton.gateway.api.call import SAMPLING_FIELDS, Call
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import PromptReader, ReadPolicy
-from baton.gateway.metrics.metrics import Metrics
+from baton.gateway.metrics.metrics import ROUTES, Metrics
 from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.text.chat_template import ChatTemplate
@@ -56,17 +56,20 @@ def _loop_ends() -> Iterator[None]:
 
 
 def read(kind: Any, fields: dict[str, Any], **of_model: Any) -> Call:
-    model = ServedModel(name="tiny", bodies=BODIES, service=ScriptedService(), created_s=0, **of_model)
-    config, event_ids, metrics = GatewayConfig(model="tiny", routers=()), EventIds([b"k" * 32]), Metrics()
     scope = {"type": "http", "headers": [], "state": {"tenant": TENANT}}
 
     async def run() -> Call:
-        limiter = Limiter(metrics, GatewaySettings(max_open_requests=1))
-        models, clock = ServedModels([model]), ManualClock()
-        inference = Inference(models, metrics, limiter, clock, config, event_ids, draw_seed=lambda: 11)
-        return await inference.read_call(kind, json.dumps(fields).encode(), scope)
+        return await inference(**of_model).read_call(kind, json.dumps(fields).encode(), scope)
 
     return LOOP.run(run())
+
+
+def inference(**of_model: Any) -> Inference:
+    model = ServedModel(name="tiny", bodies=BODIES, service=ScriptedService(), created_s=0, **of_model)
+    config, event_ids, metrics = GatewayConfig(model="tiny", routers=()), EventIds([b"k" * 32]), Metrics()
+    limiter = Limiter(metrics, GatewaySettings(max_open_requests=1))
+    models, clock = ServedModels([model]), ManualClock()
+    return Inference(models, metrics, limiter, clock, config, event_ids, draw_seed=lambda: 11)
 
 
 def chat(**fields: Any) -> Call:
@@ -79,6 +82,13 @@ def completion(**fields: Any) -> Call:
 
 def decode(kind: type[AnyBody], **fields: Any) -> AnyBody:
     return decode_body(json.dumps(fields).encode(), kind)[0]
+
+
+def test_every_route_of_calls_has_its_own_count() -> None:
+    async def routes() -> set[str]:
+        return set(inference().posts)
+
+    assert LOOP.run(routes()) <= ROUTES
 
 
 def test_defaults_are_those_of_openai() -> None:
