@@ -427,21 +427,23 @@ class _Helper:
         await self._kill()
 
     async def _do(self, job: ReadJob, data: bytes) -> ReadResult:
-        process = await self.start()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            async with asyncio.timeout(MAX_JOB_S):
-                process.stdin.writelines((frame(job), data))  # no copy of a large body
-                await process.stdin.drain()
-                head = await process.stdout.readexactly(LENGTH_BYTES)
-                return _RESULTS.decode(await process.stdout.readexactly(int.from_bytes(head, "big")))
-        except TimeoutError:
-            await self._kill()
-            raise InvalidRequest(f"the body takes longer than {MAX_JOB_S:g} s to be read") from None
-        except (OSError, EOFError, msgspec.MsgspecError) as error:
-            await self._kill()
-            logger.warning("a text helper failed: %r", error)
-            raise Overloaded("a text helper failed", retry_after_s=RETRY_AFTER_S) from None
+        """Do the job; a second helper does it if the first one has died, perhaps of another cause."""
+        for _ in range(2):
+            process = await self.start()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                async with asyncio.timeout(MAX_JOB_S):
+                    process.stdin.writelines((frame(job), data))  # no copy of a large body
+                    await process.stdin.drain()
+                    head = await process.stdout.readexactly(LENGTH_BYTES)
+                    return _RESULTS.decode(await process.stdout.readexactly(int.from_bytes(head, "big")))
+            except TimeoutError:
+                await self._kill()
+                raise InvalidRequest(f"the body takes longer than {MAX_JOB_S:g} s to be read") from None
+            except (OSError, EOFError, msgspec.MsgspecError) as error:
+                await self._kill()
+                logger.warning("a text helper failed: %r", error)
+        raise Overloaded("a text helper failed", retry_after_s=RETRY_AFTER_S)
 
     async def _kill(self) -> None:
         process, self._process = self._process, None

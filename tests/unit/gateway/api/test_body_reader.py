@@ -120,8 +120,15 @@ async def test_helper_that_died_is_replaced() -> None:
         for pid in children():
             if b"baton.gateway.api.body_reader" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
-        await asyncio.sleep(0.2)  # until the event loop has heard of their end
         assert untimed(await work.read("completion", data, POLICY)) == untimed(expected)
+
+
+@on_loop
+async def test_body_at_which_every_helper_dies_is_refused() -> None:
+    work = BodyReader(PromptReader.from_directory(DIRECTORY), (str(DIRECTORY), "no settings"))
+    with pytest.raises(Overloaded, match="a text helper failed"):
+        await work.read("completion", body(prompt=LONG), POLICY)
+    await work.close()
 
 
 @on_loop
