@@ -11,8 +11,12 @@ gives the commands.
 """
 
 import logging
+import os
+import secrets
+import stat
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final, NamedTuple, Protocol, cast
@@ -30,6 +34,8 @@ from torch._C._distributed_c10d import (
 from torch.nn import functional
 
 from baton.errors import ConfigError, WorkerLost
+from baton.kernels import native
+from baton.kernels.collectives import MAX_RANKS, SharedMemoryGroup, num_shared_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +44,8 @@ STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a 
 HEAD_BYTES: Final = 8192  # of a command's first message; a longer command has a second one
 LOAD_TIMEOUT: Final = timedelta(minutes=10)  # between the first and the last rank to have loaded its part
 IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps a lost rank shows by its closed connection alone
+
+MEMORY_NAME: Final = "baton-ranks-"  # of shared memory, before a random number
 
 
 class PendingCollective(Protocol):
@@ -62,13 +70,54 @@ class Collectives(Protocol):
     def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> PendingCollective: ...
 
 
+class StageGroup(Protocol):
+    """The ranks of a stage, which call the same collectives in the same order. RuntimeError: one is gone."""
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace x, contiguous and not empty, by the sum over all ranks, the same bits on each.
+
+        No rank returns before all ranks have called.
+        """
+
+    def all_gather(self, x_TN: Tensor) -> Tensor:
+        """[T, N] of every rank side by side: [T, size * N]."""
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace x, contiguous, by rank 0's tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryGroup:
+    """A stage's ranks in a process group of torch."""
+
+    group: Collectives
+    size: int
+
+    def all_reduce(self, x: Tensor) -> None:
+        """As `StageGroup`."""
+        self.group.allreduce([x]).wait()
+
+    def all_gather(self, x_TN: Tensor) -> Tensor:
+        """As `StageGroup`."""
+        parts = [torch.empty_like(x_TN) for _ in range(self.size)]
+        self.group.allgather([parts], [x_TN.contiguous()]).wait()
+        return torch.cat(parts, dim=1)
+
+    def broadcast(self, x: Tensor) -> None:
+        """As `StageGroup`."""
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = STEP_TIMEOUT
+        self.group.broadcast([x], options).wait()
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """One rank of a stage; the default is alone in its stage, where every exchange is a no-op."""
 
     rank: int = 0
     size: int = 1
-    group: Collectives | None = None  # tensors of a step
+    group: StageGroup | None = None  # tensors of a step
 
     def shard(self, size: int, *, what: str) -> tuple[int, int]:
         """The rank's [start, stop) of `size` equal items. ConfigError when they cannot be split evenly."""
@@ -84,25 +133,27 @@ class TensorParallel:
         with such a sum, so that one rank's report about the step holds for the pages of all ranks.
         """
         if self.group is not None:
-            self._wait(self.group.allreduce([x if x.numel() else x.new_zeros(1)]))
+            with _lost_as(f"{self._name} lost a peer"):
+                self.group.all_reduce(x if x.numel() else x.new_zeros(1))
         return x
 
     def all_gather(self, x_TN: Tensor) -> Tensor:
         """[T, N] of every rank side by side: [T, size * N]."""
         if self.group is None:
             return x_TN
-        parts = [torch.empty_like(x_TN) for _ in range(self.size)]
-        self._wait(self.group.allgather([parts], [x_TN.contiguous()]))
-        return torch.cat(parts, dim=1)
+        with _lost_as(f"{self._name} lost a peer"):
+            return self.group.all_gather(x_TN)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's tensor, in place on the other ranks."""
         if self.group is not None:
-            self._wait(_from_rank_0(self.group, x))
+            with _lost_as(f"{self._name} lost a peer"):
+                self.group.broadcast(x)
         return x
 
-    def _wait(self, work: PendingCollective) -> None:
-        _wait(work, f"tensor-parallel rank {self.rank} of {self.size}")
+    @property
+    def _name(self) -> str:
+        return f"tensor-parallel rank {self.rank} of {self.size}"
 
 
 class PendingTensor(NamedTuple):
@@ -198,22 +249,25 @@ class ReplicaRank:
     def join(
         cls, index: int, store: Store, device: torch.device, *, tp_size: int = 1, pp_size: int = 1
     ) -> "ReplicaRank":
-        """Meet the other ranks at `store`: NCCL between GPUs, gloo between CPUs. No default group is made.
+        """Meet the other ranks at `store`. No default group is made.
 
-        WorkerLost when they do not all come within JOIN_TIMEOUT.
+        The ranks of a stage exchange tensors through NCCL between GPUs, through shared memory between CPUs
+        where every rank can map it, and otherwise through gloo. WorkerLost when the ranks do not all come
+        within JOIN_TIMEOUT.
         """
         size, (stage, tp_rank) = tp_size * pp_size, divmod(index, tp_size)
         connect = _nccl if device.type == "cuda" else _gloo
         among_stages: Collectives | None = None
-        among_tp: Collectives | None = None
-        try:
+        among_tp: StageGroup | None = None
+        with _lost_as(f"rank {index} of {size} did not meet the others"):
             commands = _gloo(PrefixStore("commands", store), index, size, JOIN_TIMEOUT)
-            if tp_size > 1:
-                among_tp = connect(PrefixStore(f"stage {stage}", store), tp_rank, tp_size, STEP_TIMEOUT)
+            if tp_size > 1 and device.type == "cpu":
+                among_tp = share_memory(commands, index, size, tp_size)
+            if tp_size > 1 and among_tp is None:
+                stage_store = PrefixStore(f"stage {stage}", store)
+                among_tp = LibraryGroup(connect(stage_store, tp_rank, tp_size, STEP_TIMEOUT), tp_size)
             if pp_size > 1:
                 among_stages = connect(PrefixStore("stages", store), index, size, STEP_TIMEOUT)
-        except RuntimeError as error:
-            raise _lost(f"rank {index} of {size} did not meet the others", error) from error
         tp = TensorParallel(tp_rank, tp_size, among_tp)
         return cls(tp, Pipeline(stage, pp_size, tp_size, index, among_stages), commands)
 
@@ -231,12 +285,8 @@ class ReplicaRank:
         """The least of the ranks' values, on every rank."""
         if self.commands is None:
             return value
-        least = torch.tensor([value])
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.MIN)
-        options.timeout = LOAD_TIMEOUT  # the others may still be loading, each as much as this one has
-        _wait(self.commands.allreduce([least], options), self._name)
-        return int(least)
+        # The others may still be loading, each as much as this one has.
+        return _smallest(self.commands, value, self._name, LOAD_TIMEOUT)
 
     def send_command(self, message: bytes) -> None:
         """From rank 0 to all others; no-op in a group of one.
@@ -275,40 +325,81 @@ class ReplicaRank:
         return f"rank {self.index} of {self.size}"
 
 
-# torch's errors become WorkerLost here. who: the rank that loses a peer.
+# Errors of collectives become WorkerLost here. who: the rank that loses a peer.
+
+
+def _smallest(group: Collectives, value: int, who: str, timeout: timedelta) -> int:
+    least = torch.tensor([value])
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp(ReduceOp.MIN)
+    options.timeout = timeout
+    _wait(group.allreduce([least], options), who)
+    return int(least)
 
 
 def _begin(
     operation: Callable[[list[Tensor], int, int], PendingCollective], tensor: Tensor, rank: int, who: str
 ) -> PendingCollective:
     """Begin to send the tensor to a rank, or to receive it."""
-    try:
+    with _lost_as(f"{who} lost a peer"):
         return operation([tensor], rank, 0)
-    except RuntimeError as error:
-        raise _lost(f"{who} lost a peer", error) from error
 
 
 def _wait(work: PendingCollective, who: str, timeout: timedelta | None = None) -> None:
-    try:
+    with _lost_as(f"{who} lost a peer"):
         if timeout is None:
             work.wait()
         else:
             work.wait(timeout)
+
+
+@contextmanager
+def _lost_as(what: str) -> Iterator[None]:
+    """Raise WorkerLost for a library's error; the library's message, about its sockets, goes to the log."""
+    try:
+        yield
     except RuntimeError as error:
-        raise _lost(f"{who} lost a peer", error) from error
+        logger.info("%s: %s", what, error)
+        raise WorkerLost(what) from error
 
 
-def _lost(what: str, error: RuntimeError) -> WorkerLost:
-    """The WorkerLost for a library error; the library's message, about its sockets, goes to the log."""
-    logger.info("%s: %s", what, error)
-    return WorkerLost(what)
+def share_memory(commands: Collectives, index: int, size: int, tp_size: int) -> SharedMemoryGroup | None:
+    """The stage of rank `index` in shared memory; None on all `size` ranks when one of them cannot map it.
+
+    The memory has no name. The first rank of a stage has it open until all ranks have mapped it; the others
+    open it through that process, as only processes of the same user may. It is gone with its last rank.
+    """
+    first, token = index - index % tp_size, secrets.randbits(62)
+    with ExitStack() as stack:
+        memory = -1
+        if index == first:
+            with suppress(OSError):
+                memory = os.memfd_create(f"{MEMORY_NAME}{token}", os.MFD_CLOEXEC)
+                stack.callback(os.close, memory)
+                os.fchmod(memory, stat.S_IRUSR | stat.S_IWUSR)
+                os.ftruncate(memory, num_shared_bytes(tp_size))
+        mine = torch.tensor([os.getpid(), memory, token])
+        ranks = [torch.empty_like(mine) for _ in range(size)]
+        commands.allgather([ranks], [mine]).wait()
+        group = _map_memory(index - first, [each.tolist() for each in ranks[first : first + tp_size]])
+        return group if _smallest(commands, int(group is not None), f"rank {index}", JOIN_TIMEOUT) else None
 
 
-def _from_rank_0(group: Collectives, tensor: Tensor) -> PendingCollective:
-    options = BroadcastOptions()
-    options.rootRank = 0
-    options.timeout = STEP_TIMEOUT
-    return group.broadcast([tensor], options)
+def _map_memory(tp_rank: int, ranks: list[list[int]]) -> SharedMemoryGroup | None:
+    """Map the memory that the first rank has open. ranks: process, descriptor and token of each."""
+    process, descriptor, token = ranks[0]
+    path = f"/proc/{process}/fd/{descriptor}"
+    others = {rank[0] for rank in ranks} - {os.getpid()}
+    if native.library() is None or len(ranks) > MAX_RANKS:
+        return None
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{MEMORY_NAME}{token} "):
+            raise FileNotFoundError(f"{path} is other memory")
+        with open(path, "r+b", buffering=0) as memory:
+            return SharedMemoryGroup(memory.fileno(), tp_rank, len(ranks), sorted(others), STEP_TIMEOUT)
+    except OSError as error:
+        logger.warning("tensor-parallel ranks share no memory and sum through gloo, slower: %s", error)
+        return None
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives:

@@ -1,0 +1,134 @@
+"""Collectives between CPU ranks of one machine, in memory that all of them have mapped.
+
+The C kernel (csrc/collectives.c) copies and adds. A rank that waits for others first spins and then sleeps.
+
+Shapes: T rows, N columns.
+"""
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.kernels import native
+
+SLOT_BYTES: Final = 2**20  # a rank has two
+SPIN: Final = timedelta(microseconds=50)
+HEAD_BYTES: Final = 4096  # as in csrc/collectives.c, and so are these
+MAX_RANKS: Final = 64
+IS_OVER_OFFSET: Final = 192
+OUTCOMES: Final = ("", "another rank has ended", "another rank did not come in time")
+
+
+def num_shared_bytes(size: int) -> int:
+    """The memory that `size` ranks share; untouched parts take none."""
+    return HEAD_BYTES + 2 * size * SLOT_BYTES
+
+
+class SharedMemoryGroup:
+    """A rank's place among ranks of this machine, which call the same collectives in the same order.
+
+    A collective returns when all ranks have called it. It raises RuntimeError soon after the process of another
+    rank has ended or its group was dropped, and when another rank does not call it within the timeout. From
+    then on every collective of every rank raises RuntimeError.
+    """
+
+    def __init__(
+        self, descriptor: int, rank: int, size: int, processes: Sequence[int], timeout: timedelta
+    ) -> None:
+        """Map `num_shared_bytes(size)` zeros that `descriptor` is open for; the caller closes it.
+
+        processes: ids of the other ranks' processes, and of no others. OSError when a process has ended.
+        """
+        if not 0 <= rank < size <= MAX_RANKS:
+            raise ValueError(f"rank {rank} of {size}: up to {MAX_RANKS} ranks share memory")
+        memory = torch.frombuffer(mmap.mmap(descriptor, num_shared_bytes(size)), dtype=torch.uint8)
+        watched: list[int] = []
+        self._leave = weakref.finalize(self, _leave, memory, watched)
+        self._memory = memory  # mapped for as long as a thread may be in a collective
+        watched += map(os.pidfd_open, processes)
+        self._watched = (ctypes.c_int * len(watched))(*watched)
+        self.rank, self.size = rank, size
+        self._group = _Group(
+            memory=memory.data_ptr(),
+            slot_bytes=SLOT_BYTES,
+            rank=rank,
+            size=size,
+            processes=ctypes.addressof(self._watched),
+            num_processes=len(watched),
+            timeout_ns=timeout // timedelta(microseconds=1) * 1000,
+            spin_ns=SPIN // timedelta(microseconds=1) * 1000,
+        )
+        self._address = ctypes.addressof(self._group)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace x, which is contiguous, by the sum over all ranks: in the order of the ranks.
+
+        bf16 is added in fp32 and rounded once. Types without a C kernel are rounded after each addition.
+        """
+        _check(x)
+        if x.dtype in native.DTYPE_CODES:
+            code = native.DTYPE_CODES[x.dtype]
+            self._run("baton_all_reduce", "ppni", x.data_ptr(), x.numel(), code)
+            return
+        first, *others = self.all_gather(x.view(1, -1)).view(self.size, *x.shape)
+        for other in others:
+            first += other
+        x.copy_(first)
+
+    def all_gather(self, x_TN: Tensor) -> Tensor:
+        """[T, N] of every rank side by side: [T, size * N]."""
+        x_TN = x_TN.contiguous()
+        _check(x_TN)
+        num_rows, num_columns = x_TN.shape
+        out_TN = x_TN.new_empty(num_rows, self.size * num_columns)
+        row_bytes = num_columns * x_TN.itemsize
+        self._run("baton_all_gather", "pppnn", x_TN.data_ptr(), out_TN.data_ptr(), num_rows, row_bytes)
+        return out_TN
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace x, which is contiguous, by rank 0's."""
+        _check(x)
+        self._run("baton_broadcast", "ppn", x.data_ptr(), x.nbytes)
+
+    def _run(self, name: str, signature: str, *arguments: int) -> None:
+        if self._leave.alive:
+            native.function(name, signature)(self._address, *arguments)
+            if not self._group.outcome:
+                return
+            self._leave()
+        raise RuntimeError(OUTCOMES[self._group.outcome])
+
+
+def _check(x: Tensor) -> None:
+    if x.device.type != "cpu" or not x.is_contiguous():
+        raise ValueError(f"expected a contiguous tensor of a CPU, got strides {x.stride()} on {x.device}")
+
+
+def _leave(memory: Tensor, watched: list[int]) -> None:
+    """Tell the other ranks that this one calls no further collective."""
+    memory[IS_OVER_OFFSET] = 1
+    for descriptor in watched:
+        os.close(descriptor)
+
+
+class _Group(ctypes.Structure):
+    """As `struct group` in csrc/collectives.c."""
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("slot_bytes", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("processes", ctypes.c_void_p),
+        ("num_processes", ctypes.c_int64),
+        ("timeout_ns", ctypes.c_int64),
+        ("spin_ns", ctypes.c_int64),
+        ("outcome", ctypes.c_int),
+    )
