@@ -8,6 +8,7 @@ Shapes: T rows, N columns.
 import ctypes
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,32 +24,43 @@ SPIN: Final = timedelta(microseconds=50)
 HEAD_BYTES: Final = 4096  # as in csrc/collectives.c, and so are these
 MAX_RANKS: Final = 64
 IS_OVER_OFFSET: Final = 192
-OUTCOMES: Final = ("", "another rank has ended", "another rank did not come in time")
+OUTCOMES: Final = ("", "another rank has ended or left", "another rank did not come in time")
 
 
-def num_shared_bytes(size: int) -> int:
-    """The memory that `size` ranks share; untouched parts take none."""
+def create_memory(name: str, size: int) -> int:
+    """Memory for `size` ranks: a descriptor that the caller closes. Untouched parts take no memory.
+
+    Other processes of this user, but no other user, can open it as /proc/PROCESS/fd/DESCRIPTOR. OSError when
+    the system has no such memory.
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
+    os.ftruncate(descriptor, _num_bytes(size))
+    return descriptor
+
+
+def _num_bytes(size: int) -> int:
     return HEAD_BYTES + 2 * size * SLOT_BYTES
 
 
 class SharedMemoryGroup:
     """A rank's place among ranks of this machine, which call the same collectives in the same order.
 
-    A collective returns when all ranks have called it. It raises RuntimeError soon after the process of another
-    rank has ended or its group was dropped, and when another rank does not call it within the timeout. From
-    then on every collective of every rank raises RuntimeError.
+    A collective returns when all ranks have called it. It raises RuntimeError when another rank's process has
+    ended, when its group was dropped, and when it does not call within the timeout. From then on every
+    collective of every rank raises RuntimeError.
     """
 
     def __init__(
         self, descriptor: int, rank: int, size: int, processes: Sequence[int], timeout: timedelta
     ) -> None:
-        """Map `num_shared_bytes(size)` zeros that `descriptor` is open for; the caller closes it.
+        """Map the memory of `create_memory`; the caller closes the descriptor.
 
         processes: ids of the other ranks' processes, and of no others. OSError when a process has ended.
         """
         if not 0 <= rank < size <= MAX_RANKS:
             raise ValueError(f"rank {rank} of {size}: up to {MAX_RANKS} ranks share memory")
-        memory = torch.frombuffer(mmap.mmap(descriptor, num_shared_bytes(size)), dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(descriptor, _num_bytes(size)), dtype=torch.uint8)
         watched: list[int] = []
         self._leave = weakref.finalize(self, _leave, memory, watched)
         self._memory = memory  # mapped for as long as a thread may be in a collective

@@ -44,13 +44,17 @@ class Remote:
     def call(self, name: str, *arguments: object) -> Any:
         """Return the method's result. TransferFailed, with the text of the error: the method raised."""
         self.begin(name, *arguments)
+        return self.result()
+
+    def result(self) -> Any:
+        """The result of the call that has begun. TransferFailed as `call`."""
         result, error = self._connection.recv()
         if error is not None:
             raise TransferFailed(error)
         return result
 
     def begin(self, name: str, *arguments: object) -> None:
-        """Call a method and do not wait; no other call may follow."""
+        """Call a method and do not wait; no other call may follow before `result`."""
         self._connection.send((name, arguments))
 
     def signal(self, number: signal.Signals) -> None:

@@ -13,7 +13,6 @@ gives the commands.
 import logging
 import os
 import secrets
-import stat
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,7 +34,7 @@ from torch.nn import functional
 
 from baton.errors import ConfigError, WorkerLost
 from baton.kernels import native
-from baton.kernels.collectives import MAX_RANKS, SharedMemoryGroup, num_shared_bytes
+from baton.kernels.collectives import MAX_RANKS, SharedMemoryGroup, create_memory
 
 logger = logging.getLogger(__name__)
 
@@ -374,18 +373,16 @@ def share_memory(commands: Collectives, index: int, size: int, tp_size: int) -> 
         memory = -1
         if index == first:
             with suppress(OSError):
-                memory = os.memfd_create(f"{MEMORY_NAME}{token}", os.MFD_CLOEXEC)
+                memory = create_memory(f"{MEMORY_NAME}{token}", tp_size)
                 stack.callback(os.close, memory)
-                os.fchmod(memory, stat.S_IRUSR | stat.S_IWUSR)
-                os.ftruncate(memory, num_shared_bytes(tp_size))
         mine = torch.tensor([os.getpid(), memory, token])
         ranks = [torch.empty_like(mine) for _ in range(size)]
         commands.allgather([ranks], [mine]).wait()
-        group = _map_memory(index - first, [each.tolist() for each in ranks[first : first + tp_size]])
+        group = map_memory(index - first, [each.tolist() for each in ranks[first : first + tp_size]])
         return group if _smallest(commands, int(group is not None), f"rank {index}", JOIN_TIMEOUT) else None
 
 
-def _map_memory(tp_rank: int, ranks: list[list[int]]) -> SharedMemoryGroup | None:
+def map_memory(tp_rank: int, ranks: list[list[int]]) -> SharedMemoryGroup | None:
     """Map the memory that the first rank has open. ranks: process, descriptor and token of each."""
     process, descriptor, token = ranks[0]
     path = f"/proc/{process}/fd/{descriptor}"

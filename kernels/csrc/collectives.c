@@ -119,7 +119,8 @@ static void copy(const void *part, int64_t begin, int64_t end, int thread) {
 static void exchange(
     struct group *g, const char *x, int64_t num_bytes, int64_t num_writers, read_fn read, struct part *p) {
     int64_t begin = 0;
-    g->outcome = DONE;
+    g->outcome = atomic_load(&meeting_of(g)->is_over) ? LOST : DONE;
+    if (g->outcome != DONE) return;
     do {  // at least one round: all ranks meet even if there is nothing to exchange
         int64_t size = MIN(num_bytes - begin, g->slot_bytes);
         uint32_t round = atomic_load(&meeting_of(g)->round) + 1;
