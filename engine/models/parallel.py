@@ -365,8 +365,8 @@ def _lost_as(what: str) -> Iterator[None]:
 def share_memory(commands: Collectives, index: int, size: int, tp_size: int) -> SharedMemoryGroup | None:
     """The stage of rank `index` in shared memory; None on all `size` ranks when one of them cannot map it.
 
-    The memory has no name. The first rank of a stage has it open until all ranks have mapped it; the others
-    open it through that process, as only processes of the same user may. It is gone with its last rank.
+    The memory has no name. The first rank of a stage creates it, and the others open it through that rank's
+    process, as only processes of the same user may. It is gone with its last rank.
     """
     first, token = index - index % tp_size, secrets.randbits(62)
     with ExitStack() as stack:

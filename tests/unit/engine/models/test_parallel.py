@@ -5,14 +5,33 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from baton.engine.models import parallel
-from baton.engine.models.parallel import ReplicaRank, TensorParallel
+from baton.engine.models.parallel import LibraryGroup, ReplicaRank, TensorParallel
 from baton.errors import ConfigError, WorkerLost
+from baton.kernels.collectives import SharedMemoryGroup
 from tests.tensor_parallel_peer import CPU, DTYPES, Pair, values
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def joined(tp_size: int, pp_size: int = 1) -> list[ReplicaRank]:
+    """The ranks of a replica, in one process."""
+    store, size = HashStore(), tp_size * pp_size
+    with ThreadPoolExecutor(size) as threads:
+
+        def join(rank: int) -> ReplicaRank:
+            return ReplicaRank.join(rank, store, CPU, tp_size=tp_size, pp_size=pp_size)
+
+        return list(threads.map(join, range(size)))
+
+
+def sums(ranks: list[ReplicaRank], inputs: list[Tensor]) -> list[Tensor]:
+    """The sum that each rank gets."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(lambda rank, x: rank.tp.all_reduce(x.clone()), ranks, inputs))
 
 
 @dtypes
@@ -22,9 +41,8 @@ def test_all_reduce_is_the_sum_on_both_ranks(pair: Pair, tiny_model: Path, dtype
 
 
 def test_no_rank_leaves_an_empty_sum_before_the_other_has_come() -> None:
-    store = HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        ranks = list(threads.map(lambda rank: ReplicaRank.join(rank, store, CPU, tp_size=2), range(2)))
+    ranks = joined(2)
+    with ThreadPoolExecutor(1) as threads:
         early = threads.submit(ranks[0].tp.all_reduce, torch.zeros(0, 7))
         assert not wait([early], timeout=0.3).done
         assert ranks[1].tp.all_reduce(torch.zeros(0, 7)).shape == early.result().shape == (0, 7)
@@ -34,6 +52,44 @@ def test_no_rank_leaves_an_empty_sum_before_the_other_has_come() -> None:
 def test_all_gather_puts_the_ranks_side_by_side(pair: Pair, tiny_model: Path, dtype: str) -> None:
     parts = [values(rank, 5, 14, dtype=dtype)[:, ::2] for rank in (0, 1)]
     assert torch.equal(pair.run("gather", tiny_model, dtype), torch.cat(parts, dim=1))
+
+
+def test_each_stage_sums_in_shared_memory_of_its_own() -> None:
+    ranks = joined(2, pp_size=2)
+    assert all(isinstance(rank.tp.group, SharedMemoryGroup) for rank in ranks)
+    inputs = [values(rank.index, 5, 7, dtype="float32") for rank in ranks]
+    expected = [inputs[0] + inputs[1], inputs[2] + inputs[3]]
+    for rank, got in zip(ranks, sums(ranks, inputs), strict=True):
+        assert torch.equal(got, expected[rank.pp.stage])
+
+
+def test_sum_over_four_ranks_does_not_depend_on_the_rows_beside_it() -> None:
+    ranks = joined(4)
+    inputs = [values(rank.index, 40, 300, dtype="float32") for rank in ranks]
+    whole, alone = sums(ranks, inputs), sums(ranks, [x[:1] for x in inputs])
+    assert all(torch.equal(a[0], w[0]) for a, w in zip(alone, whole, strict=True))
+
+
+def test_ranks_sum_through_gloo_when_one_of_them_cannot_map_the_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when the first rank has none."""
+
+    def create_memory(name: str, size: int) -> int:
+        raise OSError("no memory")
+
+    def map_memory(tp_rank: int, ranks: list[list[int]]) -> SharedMemoryGroup | None:
+        return None if tp_rank == 1 else mapped(tp_rank, ranks)
+
+    mapped = parallel.map_memory
+    for name, replaced in (("map_memory", map_memory), ("create_memory", create_memory)):
+        with monkeypatch.context() as patch:
+            patch.setattr(parallel, name, replaced)
+            ranks = joined(2)
+        assert all(isinstance(rank.tp.group, LibraryGroup) for rank in ranks)
+        inputs = [values(rank, 5, 7, dtype="float32") for rank in range(2)]
+        assert all(torch.equal(got, inputs[0] + inputs[1]) for got in sums(ranks, inputs))
+    assert "sum through gloo, slower" in caplog.text
 
 
 def test_ranks_agree_on_the_smallest(pair: Pair, tiny_model: Path) -> None:
