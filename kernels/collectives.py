@@ -20,7 +20,7 @@ from torch import Tensor
 from baton.kernels import native
 
 SLOT_BYTES: Final = 2**20  # a rank has two
-SPIN: Final = timedelta(microseconds=50)
+SPIN: Final = timedelta(microseconds=100)  # for a rank that waits, as long as no other thread wants its core
 HEAD_BYTES: Final = 4096  # as in csrc/collectives.c, and so are these
 MAX_RANKS: Final = 64
 IS_OVER_OFFSET: Final = 192

@@ -22,6 +22,7 @@
 #define HEAD_BYTES 4096  // of a meeting
 #define GRAIN_BYTES 65536
 #define SPINS_TO_LOOK 16  // pauses between two looks at the clock, less than a microsecond
+#define AWAY_NS 10000      // between two looks: another thread had the core, and may want it again
 #define WATCH_NS 50000000  // between two looks whether other ranks live
 
 #if defined(__x86_64__)
@@ -67,14 +68,17 @@ static int has_lost_a_rank(const struct group *g) {
     return atomic_load(&meeting_of(g)->is_over) || poll(processes, g->num_processes, 0) > 0;
 }
 
-// Wait until another round than `last` is open, without a core after spin_ns.
+// Wait until another round than `last` is open: with a core for up to spin_ns while nobody else wants it, then asleep.
 static enum outcome wait_past(const struct group *g, uint32_t last) {
     struct meeting *m = meeting_of(g);
     const int64_t begin = now_ns();
+    int64_t looked = begin;
     for (int spin = 1; atomic_load(&m->round) == last; spin++) {
         PAUSE();
         if (spin % SPINS_TO_LOOK) continue;
-        if (now_ns() - begin > g->spin_ns) break;
+        int64_t now = now_ns();
+        if (now - begin > g->spin_ns || now - looked > AWAY_NS) break;
+        looked = now;
         sched_yield();  // a rank that is awaited may need this core
     }
     while (atomic_load(&m->round) == last) {
