@@ -15,7 +15,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final, NamedTuple, Protocol, cast
@@ -44,6 +44,7 @@ HEAD_BYTES: Final = 8192  # of a command's first message; a longer command has a
 LOAD_TIMEOUT: Final = timedelta(minutes=10)  # between the first and the last rank to have loaded its part
 IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps a lost rank shows by its closed connection alone
 
+NO_MEMORY: Final = "tensor-parallel ranks share no memory and sum through gloo, slower: %s"
 MEMORY_NAME: Final = "baton-ranks-"  # of shared memory, before a random number
 
 
@@ -372,9 +373,11 @@ def share_memory(commands: Collectives, index: int, size: int, tp_size: int) -> 
     with ExitStack() as stack:
         memory = -1
         if index == first:
-            with suppress(OSError):
+            try:
                 memory = create_memory(f"{MEMORY_NAME}{token}", tp_size)
                 stack.callback(os.close, memory)
+            except OSError as error:
+                logger.warning(NO_MEMORY, error)
         mine = torch.tensor([os.getpid(), memory, token])
         ranks = [torch.empty_like(mine) for _ in range(size)]
         commands.allgather([ranks], [mine]).wait()
@@ -383,11 +386,14 @@ def share_memory(commands: Collectives, index: int, size: int, tp_size: int) -> 
 
 
 def map_memory(tp_rank: int, ranks: list[list[int]]) -> SharedMemoryGroup | None:
-    """Map the memory that the first rank has open. ranks: process, descriptor and token of each."""
+    """Map the memory that the first rank has open; None where that fails.
+
+    ranks: process, descriptor and token of each rank of the stage.
+    """
     process, descriptor, token = ranks[0]
     path = f"/proc/{process}/fd/{descriptor}"
     others = {rank[0] for rank in ranks} - {os.getpid()}
-    if native.library() is None or len(ranks) > MAX_RANKS:
+    if native.library() is None or descriptor < 0 or len(ranks) > MAX_RANKS:
         return None
     try:
         if not os.readlink(path).startswith(f"/memfd:{MEMORY_NAME}{token} "):
@@ -395,7 +401,7 @@ def map_memory(tp_rank: int, ranks: list[list[int]]) -> SharedMemoryGroup | None
         with open(path, "r+b", buffering=0) as memory:
             return SharedMemoryGroup(memory.fileno(), tp_rank, len(ranks), sorted(others), STEP_TIMEOUT)
     except OSError as error:
-        logger.warning("tensor-parallel ranks share no memory and sum through gloo, slower: %s", error)
+        logger.warning(NO_MEMORY, error)
         return None
 
 
