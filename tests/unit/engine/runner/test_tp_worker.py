@@ -23,7 +23,7 @@ from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import TpWorkers, make_sidecar
 from baton.engine.scheduler.sequence import Batch
 from baton.errors import ConfigError, ModelError, WorkerLost
-from tests.tiny_models import generate, tiny_config, tiny_engine
+from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, write_config
 
 
 def children() -> list[psutil.Process]:
@@ -68,6 +68,20 @@ def test_two_ranks_generate_the_tokens_of_one_and_leave_nothing_behind(
     assert children() == before and not list(temporary.iterdir())
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "ready\n")
+
+
+def test_batch_changes_no_bit_on_four_ranks(tmp_path: Path) -> None:
+    directory = write_config(tmp_path / "model", num_attention_heads=4, num_key_value_heads=4)
+    prompts = [[1 + number] * (3 + 5 * number) for number in range(4)]
+    with closing(tiny_engine(directory, tensor_parallel_size=4)) as engine:
+        alone = [generate(engine, prompt, logprobs=2) for prompt in prompts]
+        for number, prompt in enumerate(prompts):
+            add(engine, str(number), prompt, max_tokens=8, logprobs=2)
+        together = run_to_end(engine)
+    for number, outputs in enumerate(alone):
+        expected = [(output.token_id, output.logprobs) for output in outputs]
+        mine = [output for output in together if output.request_id == str(number)]
+        assert [(output.token_id, output.logprobs) for output in mine] == expected
 
 
 def test_step_that_computes_nothing_ends_when_every_rank_has_come_to_its_end(tiny_model: Path) -> None:
