@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.kernels.store_kv import as_stored, check_paged_kv, dense_attention, dense_kv, row_format
+from baton.kernels.store_kv import as_stored, check_paged_kv, row_format
 from baton.kernels.triton.attention_tile import (
     LOG2_E,
     attend_keys,
@@ -244,29 +244,3 @@ def decode_programs(num_heads: int, max_splits: int) -> int:
     """The programs that share the splits of a kv head, for as many kv heads of all sequences together."""
     most: int = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, num_heads))
     return min(max_splits, most)
-
-
-def paged_attention_decode_reference(
-    query_BHD: Tensor,
-    kv_pages: Tensor,
-    page_table_BP: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """`paged_attention_decode_triton` in plain torch."""
-    out_BHD = torch.zeros(query_BHD.shape, dtype=query_BHD.dtype, device=query_BHD.device)
-    for sequence, context_len in enumerate(context_lens_B.tolist()):
-        if context_len == 0:
-            continue
-        first = 0 if window is None else max(0, context_len - window)
-        key_KND, value_KND = dense_kv(kv_pages, page_table_BP[sequence], first, context_len, query_BHD.dtype)
-        query_H1D = query_BHD[sequence].unsqueeze(1)
-        out_H1D = dense_attention(
-            query_H1D, key_KND, value_KND, None, scale=scale, softcap=softcap, sinks_H=sinks_H
-        )
-        out_BHD[sequence] = out_H1D.squeeze(1)
-    return out_BHD

@@ -245,7 +245,7 @@ def prefill_attention_reference(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`prefill_attention_triton` in plain torch, one sequence at a time."""
+    """`prefill_attention_triton` in plain torch, one sequence at a time; a decode is a chunk of one token."""
     out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
     bounds = cu_seqlens_q_B1.tolist()
     for sequence, context_len in enumerate(context_lens_B.tolist()):

@@ -43,7 +43,6 @@ from baton.kernels.linear import NUM_MULTIPROCESSORS
 from baton.kernels.paged_attention import (
     TARGET_PROGRAMS,
     decode_programs,
-    paged_attention_decode_reference,
 )
 from baton.kernels.prefill_attention import prefill_attention_reference
 from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
@@ -372,8 +371,7 @@ def _fa3_calls(query_BTHD: Tensor, kv: PagedKv) -> list[Call]:
         )
     last_1HD = query_BTHD[-1, -1:].float()
     pages, table, lens = kv.of_sequence(0, len(query_BTHD) - 1)
-    expected = paged_attention_decode_reference(last_1HD, pages, table, lens, scale=last_1HD.shape[2] ** -0.5)
-    require_close("FA3", calls[0]()[-1, -1], expected[0])
+    require_close("FA3", calls[0]()[-1, -1], _expected(last_1HD, pages, table, lens)[0])
     return [*calls]
 
 
@@ -421,12 +419,19 @@ def _attend(
 
 def _check_decode(query_BHD: Tensor, kv: PagedKv) -> None:
     """Check the first sequence in the first layer and the last sequence in the last layer."""
-    scale = query_BHD.shape[2] ** -0.5
     for layer, sequence in ((0, 0), (kv.pool.shape[1] - 1, len(query_BHD) - 1)):
         got_BHD = _decode(query_BHD, kv, layer)()
         query_1HD = query_BHD[sequence : sequence + 1].float()
-        expected = paged_attention_decode_reference(query_1HD, *kv.of_sequence(layer, sequence), scale=scale)
+        expected = _expected(query_1HD, *kv.of_sequence(layer, sequence))
         require_close("decode kernel", got_BHD[sequence], expected[0])
+
+
+def _expected(query_THD: Tensor, pages: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    """Return the reference's attention of the last tokens of one sequence."""
+    starts = torch.tensor([0, len(query_THD)], dtype=torch.int32)
+    return prefill_attention_reference(
+        query_THD, pages, table, starts, lens, scale=query_THD.shape[2] ** -0.5
+    )
 
 
 def _prefill(query_THD: Tensor, kv: PagedKv, layer: int) -> Callable[[], Tensor]:
@@ -436,12 +441,11 @@ def _prefill(query_THD: Tensor, kv: PagedKv, layer: int) -> Callable[[], Tensor]
 
 def _check_prefill(query_THD: Tensor, kv: PagedKv) -> None:
     """Check the last tokens as a chunk after a prefix, and the first token, which sees only itself."""
-    layer, num_heads, scale = kv.pool.shape[1] - 1, query_THD.shape[1], query_THD.shape[2] ** -0.5
+    layer, num_heads = kv.pool.shape[1] - 1, query_THD.shape[1]
     got_THD = _prefill(query_THD, kv, layer)()
     last_THD = query_THD[-CHECKED_TOKENS:].float()
-    cu_seqlens = torch.tensor([0, len(last_THD)], dtype=torch.int32, device=query_THD.device)
     pages, table, lens = kv.of_sequence(layer, 0)
-    expected = prefill_attention_reference(last_THD, pages, table, cu_seqlens, lens, scale=scale)
+    expected = _expected(last_THD, pages, table, lens)
     require_close("prefill kernel, last tokens", got_THD[-CHECKED_TOKENS:], expected)
     first_value_KD = pages[table[0, 0], 1, :, 0]
     group_size = num_heads // first_value_KD.shape[0]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.kernels.paged_attention import paged_attention_decode_reference, paged_attention_decode_triton
+from baton.kernels.paged_attention import paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
 from baton.kernels.store_kv import SCALE_BYTES, encode_rows
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
@@ -79,10 +79,10 @@ def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.de
 def decode_outcome(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.device) -> Outcome:
     kv = paged_kv(lens, shape, dtype, device)
     query = normal(len(lens), shape.num_heads + 3, shape.head_dim, dtype=dtype, device=device)
-    arguments = (query[:, : shape.num_heads], kv.pages, kv.page_table, kv.context_lens)
-    options = shape.options(device)
-    kernel = paged_attention_decode_triton(*arguments, **options)
-    return Outcome(kernel, paged_attention_decode_reference(*arguments, **options))
+    arguments = (query[:, : shape.num_heads], kv.pages, kv.page_table)
+    options, starts = shape.options(device), torch.arange(len(lens) + 1)
+    kernel = paged_attention_decode_triton(*arguments, kv.context_lens, **options)
+    return Outcome(kernel, prefill_attention_reference(*arguments, starts, kv.context_lens, **options))
 
 
 def prefill_outcome(

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from baton.kernels.paged_attention import paged_attention_decode_reference, paged_attention_decode_triton
+from baton.kernels.paged_attention import paged_attention_decode_triton
+from baton.kernels.prefill_attention import prefill_attention_reference
 from baton.kernels.sample import sample, sample_reference
 from tests.kernels.attention_cases import Shape, paged_kv
 from tests.kernels.outcomes import normal
@@ -31,8 +32,14 @@ def test_one_graph_of_decode_attention_serves_any_context_lengths(window: int | 
     for lens in ([700, 0, 17], [1, 250, 699], [64, 64, 0]):
         kv.context_lens.copy_(torch.tensor(lens, dtype=torch.int32))
         graph.replay()
-        expected = paged_attention_decode_reference(
-            query, kv.pages, kv.page_table, kv.context_lens, scale=shape.scale, window=window
+        expected = prefill_attention_reference(
+            query,
+            kv.pages,
+            kv.page_table,
+            torch.arange(4),
+            kv.context_lens,
+            scale=shape.scale,
+            window=window,
         )
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
