@@ -15,14 +15,11 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from baton.bench.machine import machine_description
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
 
 NameT = TypeVar("NameT")
 _TREE: Final = Path(__file__).resolve().parents[1]
@@ -30,10 +27,7 @@ _TREE: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = _TREE / "bench" / "results" if (_TREE / "pyproject.toml").exists() else Path()
 PAGE: Final = Path(__file__).with_name("report.html")
 TELL_EVERY_S: Final = 10.0  # where stderr is no terminal
-WIDTH: Final = 1000  # columns where stdout is no terminal: a note is never wrapped
 HEADINGS: Final = ("figure", "value", "unit", "bar", "", "note")
-HAS_RICH: Final = importlib.util.find_spec("rich") is not None  # the GPU suite runs without it
-STYLES: Final = {"ok": "green", "MISSED": "bold red", "FAILED": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -92,24 +86,12 @@ def format_number(value: float) -> str:
 
 def print_table(title: str, rows: Iterable[Row]) -> None:
     """Print one line a row: figure, value, unit, limit, verdict, note."""
-    lines = [_cells(row) for row in rows]
-    if not HAS_RICH:
-        _print_plain(title, lines)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(
-            heading, justify="right" if heading == "value" else "left", no_wrap=heading != "note"
-        )
-    for cells in lines:
-        table.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in cells))
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(Text(title, "bold"))
-    console.print(table)
+    print(title)
+    lines = [HEADINGS, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        name, value, *others = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join((name, value.strip().rjust(len(value)), *others)).rstrip())
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -119,52 +101,26 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.name, value, row.unit, row.limit or "", verdict, row.note
 
 
-def _print_plain(title: str, lines: Iterable[Sequence[str]]) -> None:
-    print(title)
-    every = [HEADINGS, *lines]
-    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    for line in every:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
 class Progress:
     """Shows on stderr what is measured: a live line on a terminal, else a line every TELL_EVERY_S."""
 
     def __init__(self) -> None:
-        self._bar = _live_bar() if HAS_RICH and sys.stderr.isatty() else None
         self._begin_s = self._told_s = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
 
     def __call__(self, text: str, share: float | None = None) -> None:
         """Tell what is measured now. share: how much is done, from 0 to 1, where that is known."""
-        if self._bar is not None:
-            self._bar.start()
-            total = None if share is None else 1.0
-            self._bar.update(self._bar.task_ids[0], description=text, completed=share or 0.0, total=total)
-        elif (now_s := time.monotonic()) - self._told_s >= TELL_EVERY_S:
+        now_s, is_live = time.monotonic(), sys.stderr.isatty()
+        if is_live or now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
             done = "" if share is None else f"{share:4.0%} "
-            print(f"{now_s - self._begin_s:6.0f} s  {done}{text}", file=sys.stderr, flush=True)
+            self.clear()
+            end = "" if is_live else "\n"
+            print(f"{now_s - self._begin_s:6.0f} s  {done}{text}", end=end, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Take the live line off the terminal, until the next call."""
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _live_bar() -> "RichProgress":
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    bar.add_task("starting", total=None)
-    return bar
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 Curve: TypeAlias = Sequence[tuple[float, float]]
@@ -325,10 +281,12 @@ class Suite:
         """Measure, print and keep. Raises what `measure` raises."""
         print(", ".join(f"{key} {value}" for key, value in machine_description().items()), flush=True)
         report = Report(self.name, self.title, options.output)
-        with report.tell:
+        try:
             measuring = self.measure(options, report)
             if measuring is not None:
                 asyncio.run(measuring)
+        finally:
+            report.tell.clear()
         report.finish()
         return report
 

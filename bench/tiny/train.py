@@ -495,8 +495,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     trainer = Trainer(arguments.steps, arguments.seed, arguments.continue_from)
-    with Progress() as tell:
-        trainer.run(tell)
+    tell = Progress()
+    trainer.run(tell)
+    tell.clear()
     export(trainer.model, arguments.out)
 
 
