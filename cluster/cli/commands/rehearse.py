@@ -233,7 +233,8 @@ def _advise(arguments: argparse.Namespace) -> int:
     )
     search = Search(load_of(arguments), times, settings, arguments.attainment)
     report = Report("advise", f"Layouts for {arguments.model}", arguments.out)
-    with report.tell, ExitStack() as stack:
+    with ExitStack() as stack:
+        stack.callback(report.tell.clear)
         run_all: RunAll = map
         if arguments.processes > 1:
             pool = ProcessPoolExecutor(arguments.processes, get_context("spawn"))
