@@ -356,10 +356,9 @@ def made(
     seed: int,
     prompt: Callable[[float], float] = lambda at_s: 16_000.0,
     tenant: Callable[[float, Random], str] = lambda at_s, random: "",
-    output: float = 600.0,
     startup_s: float = 120.0,
 ) -> Workload:
-    """Return Poisson arrivals at `rate(at_s)`, with log-normal lengths around `prompt(at_s)` and `output`."""
+    """Return Poisson arrivals at `rate(at_s)`, with log-normal lengths around `prompt(at_s)` and 600."""
     random, calls, now_s = Random(seed), list[ElasticCall](), 0.0
     most = max(rate(at_s) for at_s in range(0, round(hours * 3600), 10))
     while now_s < hours * 3600:
@@ -374,7 +373,7 @@ def made(
                 at_s=now_s,
                 prompt_tokens=tokens,
                 cached_tokens=round(tokens * random.uniform(0.0, 0.6)),
-                output_tokens=max(2, round(random.lognormvariate(math.log(output), 0.6))),
+                output_tokens=max(2, round(random.lognormvariate(math.log(600.0), 0.6))),
                 tenant=whose,
             )
         )

@@ -10,7 +10,7 @@ Shapes: T tokens, N outputs, K inputs, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import gcd
@@ -65,13 +65,11 @@ class WeightFormat(IntEnum):
 Method = Literal["int8", "fp8", "int4"]
 
 
-def format_of(method: Method, *, rounds_inputs: bool = True) -> WeightFormat:
-    """The format of weights that are quantised by a method. The inputs of fp8 are never rounded."""
-    if method == "fp8":
-        return WeightFormat.FP8
-    if method == "int8":
-        return WeightFormat.INT8_ROUNDED if rounds_inputs else WeightFormat.INT8
-    return WeightFormat.INT4_ROUNDED if rounds_inputs else WeightFormat.INT4
+FORMAT_OF: Final[Mapping[Method, WeightFormat]] = {
+    "int8": WeightFormat.INT8_ROUNDED,
+    "int4": WeightFormat.INT4_ROUNDED,
+    "fp8": WeightFormat.FP8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +162,12 @@ def group_of(
     return None if rest else next(sizes, None)
 
 
-def quantise(
-    weight_NK: Tensor, method: Method, *, num_splits: int = 1, rounds_inputs: bool = True
-) -> QuantisedMatrix | None:
+def quantise(weight_NK: Tensor, method: Method, *, num_splits: int = 1) -> QuantisedMatrix | None:
     """Round a weight to the nearest values, with a scale for each output and each group of inputs.
 
-    fp8 has one scale for each output and split, and never rounds inputs. None: the inputs of a split cannot
-    be cut into groups.
+    fp8 has one scale for each output and split. None: the inputs of a split cannot be cut into groups.
     """
-    weight_format, num_inputs = format_of(method, rounds_inputs=rounds_inputs), weight_NK.shape[1]
+    weight_format, num_inputs = FORMAT_OF[method], weight_NK.shape[1]
     group = group_of(num_inputs, weight_format.group_unit, num_inputs, num_splits)
     if group is None:
         return None

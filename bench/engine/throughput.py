@@ -57,7 +57,7 @@ from baton.engine.runner.step_inputs import StepArrays
 from baton.errors import ConfigError
 from baton.kernels import native
 from baton.kernels.native import TORCH_DTYPES
-from baton.kernels.quantised import Method, WeightFormat, format_of
+from baton.kernels.quantised import FORMAT_OF, Method, WeightFormat
 from baton.pages import DTYPE_BYTES
 from baton.rpc import process
 
@@ -155,7 +155,7 @@ def measure_limit(model: ModelConfig, steps: list[StepArrays], method: Method | 
     """
     dtype = TORCH_DTYPES[model.dtype]
     read_gbps, matmul_tflops = read_bandwidth_gbps(CPU), matmul_peak_tflops(CPU, dtype)
-    weight_format = WeightFormat.PLAIN if method is None else format_of(method)
+    weight_format = WeightFormat.PLAIN if method is None else FORMAT_OF[method]
     matmul_tflops *= 2 if weight_format.rounds_inputs else 1
     layers, head = num_layer_parameters(model), num_head_parameters(model)
     weight_bytes = DTYPE_BYTES[model.dtype] if method is None else weight_format.num_bits / 8

@@ -134,11 +134,11 @@ def random_tokens(rng: random.Random, shape: LlamaShape, num_tokens: int) -> lis
     return rng.choices(range(shape.vocab_size), k=num_tokens)
 
 
-def step_arrays(starts: Sequence[int], tokens: Sequence[list[int]], page_size: int = 16) -> StepArrays:
+def step_arrays(starts: Sequence[int], tokens: Sequence[list[int]]) -> StepArrays:
     """Return a step in which sequence b has `starts[b]` computed tokens and pages of its own."""
     lengths = [len(chunk) for chunk in tokens]
     pages_each = 8  # at least, so that a later step finds the pages of an earlier one
-    while pages_each * page_size < max(map(add, starts, lengths)):
+    while pages_each * PAGE_SIZE < max(map(add, starts, lengths)):
         pages_each *= 2
     prompts = [[0] * start + chunk for start, chunk in zip(starts, tokens, strict=True)]
     sequences = [
@@ -155,9 +155,10 @@ def step_arrays(starts: Sequence[int], tokens: Sequence[list[int]], page_size: i
         num_decodes=len(tokens) if is_decode else 0,
         is_pure_decode=is_decode,
     )
-    return StepBuilder(page_size, len(tokens), pages_each).build(batch)
+    return StepBuilder(PAGE_SIZE, len(tokens), pages_each).build(batch)
 
 
+PAGE_SIZE: Final = 16
 INVARIANCE_SETTINGS: Final[dict[str, dict[str, object]]] = {
     "chunks of 48 tokens": {"scheduler": {"max_num_batched_tokens": 48}},
     "one at a time": {"scheduler": {"max_num_seqs": 1}},

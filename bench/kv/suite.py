@@ -246,16 +246,15 @@ def trace_rows(
 
 FAULTS: Final = ("kill", "stall", "abort", "cut", "corrupt")
 PERCENTS: Final = (1, 50, 99)
+NUM_PAGES: Final = 96
 LEASE_S: Final = 2.0  # after which a stalled peer is given up
 LIMIT_S: Final = 30.0
 BACK_BAR_MS: Final = 1000.0
 
 
-def fault_rows(
-    fault: str, transport: str, percent: int, layout: PageLayout, num_rounds: int, num_pages: int = 96
-) -> list[Row]:
+def fault_rows(fault: str, transport: str, percent: int, layout: PageLayout, num_rounds: int) -> list[Row]:
     """Break `num_rounds` transfers after `percent` % of their pages."""
-    rounds = [_break(fault, transport, percent, layout, num_pages) for _ in range(num_rounds)]
+    rounds = [_break(fault, transport, percent, layout) for _ in range(num_rounds)]
     outcomes, detected_s, back_s, wasted_bytes = zip(*rounds, strict=True)
     name = f"{fault} at {percent} %, {transport}"
     note = f"{outcomes[-1]}; {median(wasted_bytes) / 2**20:,.1f} MiB for nothing"
@@ -265,16 +264,14 @@ def fault_rows(
     ]
 
 
-def _break(
-    fault: str, transport: str, percent: int, layout: PageLayout, num_pages: int
-) -> tuple[str, float, float, int]:
+def _break(fault: str, transport: str, percent: int, layout: PageLayout) -> tuple[str, float, float, int]:
     """Return the outcome, seconds until the source knows, seconds until all pages are free, wasted bytes."""
-    num_units = num_pages // 2
+    num_units = NUM_PAGES // 2
     damaged_unit = max(1, num_units * percent // 100) if fault == "corrupt" else None
-    destination = DestinationProcess(layout, num_pages, damaged_unit=damaged_unit)
+    destination = DestinationProcess(layout, NUM_PAGES, damaged_unit=damaged_unit)
     timing = Timing(lease_s=LEASE_S, heartbeat_s=LEASE_S / 4)
     settings = msgspec.structs.replace(settings_of(layout, transport), timing=timing)
-    source = SourceEnd.random(settings, num_pages)
+    source = SourceEnd.random(settings, NUM_PAGES)
     endpoint, ledger = source.endpoint, source.ledger
     try:
         source.send(destination, layout.page_size)  # opens and warms everything
@@ -297,7 +294,7 @@ def _break(
         ledger.release(pages, "prompt")
         ended = wait_for(endpoint, transfer)
         detected_s = perf_counter()
-        while ledger.count(PageState.FREE) < num_pages and perf_counter() - started_s < LIMIT_S:
+        while ledger.count(PageState.FREE) < NUM_PAGES and perf_counter() - started_s < LIMIT_S:
             _poll_for(endpoint, 0.0)
         back_s = perf_counter() - detected_s
     finally:

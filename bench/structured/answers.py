@@ -160,12 +160,10 @@ def form_questions(cases: Sequence[Case], num_questions: int, report: Report) ->
     return questions
 
 
-async def run_with_kills(
-    questions: Sequence[Question], num_answers: int, report: Report, config: ServeConfig = CONFIG
-) -> KilledRun:
+async def run_with_kills(questions: Sequence[Question], num_answers: int, report: Report) -> KilledRun:
     """Ask a cluster until so many answers are compared and each of `VICTIMS` was killed once at least."""
     found = KilledRun()
-    async with local_cluster(config) as cluster:
+    async with local_cluster(CONFIG) as cluster:
         clients = Clients(cluster.url, questions, seed=0, num_clients=NUM_CLIENTS)
         found.outcomes, found.complaints = clients.outcomes, clients.complaints
         async with clients.asking():

@@ -134,13 +134,13 @@ def honoured(cases: Iterable[Case]) -> tuple[list[Case], dict[str, str]]:
     return kept, refused
 
 
-def tokenizer_text(vocab_size: int, cache: Path | None = None) -> str:
+def tokenizer_text(vocab_size: int) -> str:
     """Return the tokenizer.json of a byte-level BPE; smaller vocabularies are the beginning of the largest.
 
-    cache: the folder where the largest is kept; else the system's folder of temporary files.
+    The largest is kept in the system's folder of temporary files.
     """
     largest = max(VOCAB_SIZES)
-    path = (cache or Path(tempfile.gettempdir())) / f"baton-bench-bpe-{largest}-{os.getuid()}.json"
+    path = Path(tempfile.gettempdir()) / f"baton-bench-bpe-{largest}-{os.getuid()}.json"
     if not path.exists():
         _train(largest, path)
     tokenizer = json.loads(path.read_text("utf-8"))

@@ -125,7 +125,6 @@ class Parameters:
         tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device,
-        prefix: str = "",
         *,
         batch_invariant: bool = True,
         quantization: Method | None = None,
@@ -151,7 +150,7 @@ class Parameters:
         self.expert_ranks = expert_ranks
         self._packed_memory = HugeArena()
         self._checkpoint = checkpoint
-        self._prefix = prefix
+        self._prefix = ""
         self._is_transposed = False
 
     def scope(self, name: str) -> "Parameters":
