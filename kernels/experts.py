@@ -22,17 +22,9 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.gated import Activation, constants, gated
-from baton.kernels.linear import (
-    NUM_MULTIPROCESSORS,
-    LinearWeight,
-    kernel_inputs,
-    linear,
-    linear_kernel,
-    part_sizes,
-)
+from baton.kernels.gated import Activation, gated
+from baton.kernels.linear import LinearWeight, linear, multiply
 from baton.kernels.triton.kernel import kernel, runs_triton, tl, triton
-from baton.kernels.triton.quantised_tile import code_constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,43 +480,19 @@ def linear_experts_triton(
     weight = experts.stacked
     if weight is None or x_TK.stride(-1) != 1 or x_TK.shape[1] != weight.num_inputs:
         raise ValueError(f"linear_experts: x {list(x_TK.shape)} does not fit the experts")
-    num_experts, num_outputs, num_inputs = len(weight.data), weight.num_outputs, weight.num_inputs
-    num_rows = len(x_TK) if row_of_R is None else len(row_of_R)
     if out_RN is None:
-        width = num_outputs if gate is None else num_outputs // 2
+        width = weight.num_outputs if gate is None else weight.num_outputs // 2
+        num_rows = len(x_TK) if row_of_R is None else len(row_of_R)
         out_RN = torch.empty((num_rows, width), dtype=x_TK.dtype, device=x_TK.device)
     if not out_RN.numel():
         return out_RN
-    x_TK, x_scales_TG, tile = kernel_inputs(x_TK, weight, num_inputs)
-    part_inputs, num_parts = part_sizes(num_inputs, weight.group or tile["BLOCK_K"])
-    num_tiles = (num_rows // tile["BLOCK_M"] + num_experts) * triton.cdiv(num_outputs, tile["BLOCK_N"])
-    linear_kernel[(min(num_tiles, 2 * NUM_MULTIPROCESSORS),)](
+    return multiply(
         x_TK,
-        x_scales_TG,
-        weight.data,
-        weight.data if weight.vectors is None else weight.vectors,
-        starts_X1 if experts.bias_XN is None else experts.bias_XN,
-        starts_X1,
-        starts_X1 if row_of_R is None else row_of_R,
+        weight,
+        experts.bias_XN,
         out_RN,
         starts_X1,
-        starts_X1,
-        num_rows,
-        num_outputs,
-        num_inputs,
-        x_TK.stride(0),
-        num_inputs,
-        part_inputs,
-        num_parts,
-        NUM_EXPERTS=num_experts,
-        HAS_ROWS=row_of_R is not None,
-        NUM_SPLITS=1,
-        IS_GATED=gate is not None,
-        **constants(gate or Activation(0)),
-        HAS_BIAS=experts.bias_XN is not None,
-        **code_constants(weight.format, weight.group),
-        IS_SHARED=False,
-        EVEN_K=num_inputs % tile["BLOCK_K"] == 0,
-        **tile,
+        gate=gate,
+        starts_X1=starts_X1,
+        row_of_R=row_of_R,
     )
-    return out_RN

@@ -460,45 +460,65 @@ def linear_triton(
     if weight.arrivals is None:
         raise ValueError("linear_triton: the weight was not packed for it")
     x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
-    num_tokens, num_outputs, num_inputs = len(x_TK), weight.num_outputs, weight.num_inputs
-    width = num_outputs if gate is None else num_outputs // 2
-    out_TN = torch.empty((num_tokens, width), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
+    width = weight.num_outputs if gate is None else weight.num_outputs // 2
+    out_TN = torch.empty((len(x_TK), width), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
     if not out_TN.numel():
         return out_TN
+    return multiply(x_TK, weight, bias_N, out_TN, weight.arrivals, num_splits=num_splits, gate=gate)
+
+
+def multiply(
+    x_TK: Tensor,
+    weight: LinearWeight,
+    bias_N: Tensor | None,
+    out_RN: Tensor,
+    unread: Tensor,
+    *,
+    num_splits: int = 1,
+    gate: Activation | None = None,
+    starts_X1: Tensor | None = None,
+    row_of_R: Tensor | None = None,
+) -> Tensor:
+    """Launch `linear_kernel` and return `out_RN`, not empty, which gets the product.
+
+    unread: any int32 tensor, in place of those that are not given. starts_X1, row_of_R: of stacked experts,
+    see `linear_experts_triton`; their programs share no tile.
+    """
+    num_rows, num_outputs, num_inputs = len(out_RN), weight.num_outputs, weight.num_inputs
     split_inputs = -(-num_inputs // num_splits)
     x_TK, x_scales_TG, tile = kernel_inputs(x_TK, weight, split_inputs)
     part_inputs, num_parts = part_sizes(split_inputs, weight.group or tile["BLOCK_K"])
-    num_tiles = triton.cdiv(num_tokens, tile["BLOCK_M"]) * triton.cdiv(num_outputs, tile["BLOCK_N"])
-    units_a_tile = num_splits * num_parts
-    is_shared = units_a_tile > 1 and num_tiles <= len(weight.arrivals)
-    partial = weight.arrivals
+    num_experts = 0 if starts_X1 is None else len(weight.data)
+    rows_of_tiles = num_rows // tile["BLOCK_M"] + (num_experts or num_rows % tile["BLOCK_M"] > 0)
+    num_tiles = rows_of_tiles * triton.cdiv(num_outputs, tile["BLOCK_N"])
+    units_a_tile, arrivals, partial = num_splits * num_parts, weight.arrivals, unread
+    is_shared = arrivals is not None and units_a_tile > 1 and num_tiles <= len(arrivals) and not num_experts
     if is_shared:
         shape = (num_tiles, units_a_tile, tile["BLOCK_M"], tile["BLOCK_N"])
         partial = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
     num_units = num_tiles * units_a_tile if is_shared else num_tiles
-    most_programs = NUM_MULTIPROCESSORS * (
-        1 if tile["BLOCK_M"] == 128 else 2
-    )  # on a multiprocessor: one or two
+    # On a multiprocessor: one or two.
+    most_programs = NUM_MULTIPROCESSORS * (1 if tile["BLOCK_M"] == 128 and not num_experts else 2)
     linear_kernel[(min(num_units, most_programs),)](
         x_TK,
         x_scales_TG,
         weight.data,
         weight.data if weight.vectors is None else weight.vectors,
-        weight.arrivals if bias_N is None else bias_N,
-        weight.arrivals,
-        weight.arrivals,
-        out_TN,
+        unread if bias_N is None else bias_N,
+        unread if starts_X1 is None else starts_X1,
+        unread if row_of_R is None else row_of_R,
+        out_RN,
         partial,
-        weight.arrivals,
-        num_tokens,
+        unread if arrivals is None else arrivals,
+        num_rows,
         num_outputs,
         num_inputs,
         x_TK.stride(0),
         split_inputs,
         part_inputs,
         num_parts,
-        NUM_EXPERTS=0,
-        HAS_ROWS=False,
+        NUM_EXPERTS=num_experts,
+        HAS_ROWS=row_of_R is not None,
         NUM_SPLITS=num_splits,
         IS_GATED=gate is not None,
         **constants(gate or SILU),
@@ -508,7 +528,7 @@ def linear_triton(
         EVEN_K=split_inputs % tile["BLOCK_K"] == 0 and split_inputs * num_splits == num_inputs,
         **tile,
     )
-    return out_TN
+    return out_RN
 
 
 def kernel_inputs(

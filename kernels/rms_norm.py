@@ -12,28 +12,24 @@ from baton.kernels import native
 from baton.kernels.triton.kernel import kernel, runs_triton, tl, triton
 
 
-def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None = None) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, rounded as Hugging Face's Llama does.
 
     x_TE: [T, E], or [T, H, E] to normalise every head by itself; rows may be strided. Mean and
     quotient are fp32; the quotient is rounded to the dtype of x before the product with the weight, except
     with a weight in fp32.
+    residual_TE: `residual += x` comes first, in place, rounded to its dtype; the sum is normalised.
     Returns a new contiguous tensor of the shape of x.
     """
     if runs_triton(x_TE):
-        return rms_norm_triton(x_TE, weight_E, eps)
-    if _native_handles(x_TE, weight_E):
+        return rms_norm_triton(x_TE, weight_E, eps, residual_TE)
+    if not _native_handles(x_TE, weight_E):
+        return rms_norm_reference(x_TE, weight_E, eps, residual_TE)
+    if residual_TE is None:
         return _rms_norm_native(x_TE, weight_E, eps)
-    return rms_norm_reference(x_TE, weight_E, eps)
-
-
-def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """`rms_norm(residual)` after `residual += x`; residual_TE is updated in place, rounded to its dtype."""
-    if runs_triton(x_TE):
-        return add_rms_norm_triton(x_TE, residual_TE, weight_E, eps)
-    if _native_handles(x_TE, weight_E) and x_TE.is_contiguous() and residual_TE.is_contiguous():
+    if x_TE.is_contiguous() and residual_TE.is_contiguous():
         return _add_rms_norm_native(x_TE, residual_TE, weight_E, eps)
-    return add_rms_norm_reference(x_TE, residual_TE, weight_E, eps)
+    return rms_norm_reference(x_TE, weight_E, eps, residual_TE)
 
 
 @kernel(varying=("num_rows",))
@@ -82,19 +78,10 @@ def rms_norm_kernel(
     tl.store(out_ptr + out_offset_R[:, None] + column_E[None, :], scaled_RE, mask=inside_RE)
 
 
-def rms_norm_triton(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+def rms_norm_triton(x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None = None) -> Tensor:
     """`rms_norm` on a GPU."""
-    _check(x_TE, x_TE, weight_E)
-    return _launch(x_TE, None, weight_E, eps)
-
-
-def add_rms_norm_triton(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """`add_rms_norm` on a GPU."""
-    _check(x_TE, residual_TE, weight_E)
-    return _launch(x_TE, residual_TE, weight_E, eps)
-
-
-def _launch(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
+    residual = x_TE if residual_TE is None else residual_TE
+    _check(x_TE, residual, weight_E)
     out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype, device=x_TE.device)
     if out_TE.numel() == 0:
         return out_TE
@@ -103,7 +90,6 @@ def _launch(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: flo
     num_rows = x_TE.shape[0] * num_heads
     block_E = triton.next_power_of_2(width)
     block_rows = max(1, 1024 // block_E)
-    residual = x_TE if residual_TE is None else residual_TE
     rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
         x_TE,
         residual,
@@ -141,20 +127,16 @@ def _check(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor) -> None:
         raise ValueError(f"devices differ: {x_TE.device}, {residual_TE.device}, {weight_E.device}")
 
 
-def rms_norm_reference(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+def rms_norm_reference(
+    x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None = None
+) -> Tensor:
     """`rms_norm` in plain torch."""
-    wide_TE = x_TE.float()
+    wide_TE = (x_TE if residual_TE is None else residual_TE.add_(x_TE)).float()
     mean_square_T1 = wide_TE.square().mean(-1, keepdim=True)
     normed_TE = wide_TE * torch.rsqrt(mean_square_T1 + eps)
     if weight_E.dtype == torch.float32:
         return (normed_TE * weight_E).to(x_TE.dtype)
     return normed_TE.to(x_TE.dtype) * weight_E
-
-
-def add_rms_norm_reference(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """`add_rms_norm` in plain torch."""
-    residual_TE += x_TE
-    return rms_norm_reference(residual_TE, weight_E, eps)
 
 
 def _native_handles(x_TE: Tensor, weight_E: Tensor) -> bool:

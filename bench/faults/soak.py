@@ -160,7 +160,6 @@ class Memory:
     option("--seed", 1, "of questions, clients and faults"),
     option("--runtime", "ray", "of the processes", choices=("ray", "local")),
     option("--clients", 8, "at once"),
-    option("--fault-every", FAULT_EVERY_S, "seconds"),
     fails_on_miss=True,
 )
 async def measure(options: Namespace, report: Report) -> None:
@@ -222,7 +221,7 @@ async def _run(
         watchers = [watching.create_task(memory.run(cluster)), watching.create_task(tell())]
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.run(seconds))
-            group.create_task(faults.run(options.fault_every, end_s))
+            group.create_task(faults.run(FAULT_EVERY_S, end_s))
         for task in watchers:
             task.cancel()
 

@@ -51,14 +51,14 @@ class Job(NamedTuple):
     num_tokens: int  # of the answer
     arrival_s: float = 0.0  # after the load begins, for open-loop load
 
-    def body(self, model: str, *, stream: bool, as_text: bool = False, asks_ids: bool = False) -> bytes:
-        """Return the body of a completion. as_text: a word a token, for servers that take no token ids.
+    def body(self, model: str, *, stream: bool, asks_ids: bool = False) -> bytes:
+        """Return the body of a completion.
 
         asks_ids: for token ids in the answer. A model without a tokenizer streams no event a token otherwise.
         """
         fields: dict[str, object] = {
             "model": model,
-            "prompt": " ".join(f"w{token}" for token in self.prompt) if as_text else self.prompt,
+            "prompt": self.prompt,
             "max_tokens": self.num_tokens,
             "ignore_eos": True,
             "temperature": 0,
@@ -167,7 +167,6 @@ class Shape(NamedTuple):
     """The form of the requests."""
 
     stream: bool = True
-    as_text: bool = False
     asks_ids: bool = False
     concurrency: int | None = None  # closed loop with so many at once; None: open loop
     slo: Slo = Slo()
@@ -189,8 +188,7 @@ class Load:
     async def run(self, jobs: Sequence[Job]) -> Run:
         """Run every job once, to its end. The duration is from the load's begin to the last answer's end."""
         shape = self._shape
-        form = {"stream": shape.stream, "as_text": shape.as_text, "asks_ids": shape.asks_ids}
-        bodies = [job.body(self._model, **form) for job in jobs]
+        bodies = [job.body(self._model, stream=shape.stream, asks_ids=shape.asks_ids) for job in jobs]
         begin_s = time.perf_counter()
         if shape.concurrency is None:
             await asyncio.gather(

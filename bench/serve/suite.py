@@ -177,7 +177,6 @@ def curves_of(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Curve]]:
     option("--scale", 1.0, "divides the trace's lengths"),
     option("--speed", 1.0, "2: the trace in half its time"),
     option("--unary", False, "answers in one piece, not as server-sent events"),
-    option("--text", False, "prompts of words, not of token ids"),
     option(
         "--goodput",
         [],
@@ -275,7 +274,6 @@ def _shape(options: Namespace) -> Shape:
     is_open = options.rate is not None or options.trace is not None
     return Shape(
         stream=not options.unary,
-        as_text=options.text,
         concurrency=None if is_open else options.concurrency or options.requests,
         slo=Slo.parse(options.goodput),
     )

@@ -76,6 +76,8 @@ FIGURES: Final = {
     "ttft_p90_ms": ("TTFT p90", "ms", 15.0),
 }
 PARTS: Final = ("speed", "accuracy", "advice")
+ADVICE_LOAD: Final = 0.4  # share of the capacity of the best candidate
+ADVICE_S: Final = 15.0  # of each load that a candidate serves
 ADVICE_REQUESTS_PER_S: Final = 400  # more than workers of this machine answer
 LEAST_WITHIN: Final = 80.0  # percent of the truths within their intervals
 MODES: Final[tuple[Mode, ...]] = ("full", "fast")
@@ -98,13 +100,13 @@ class Case(NamedTuple):
         return f"{self.layout.name}, {self.lengths}, load {self.load:g}"
 
 
-def cases(layouts: Sequence[str], loads: Sequence[float]) -> list[Case]:
+def cases() -> list[Case]:
     """Return a run for each layout and load; the lengths alternate."""
     kinds = list(LENGTHS)
     return [
         Case(Layout.parse(name), load, kinds[(place + number) % len(kinds)])
-        for place, name in enumerate(layouts)
-        for number, load in enumerate(loads)
+        for place, name in enumerate(LAYOUTS)
+        for number, load in enumerate(LOADS)
     ]
 
 
@@ -165,11 +167,11 @@ def _interval(figure: Figure) -> str:
 
 def accuracy_rows(options: Namespace, config: ServeConfig, times: TimeModel, report: Report) -> list[Row]:
     """Serve and rehearse every run; return a row for each figure, then the bars."""
-    every = cases(options.layouts, options.loads)
+    every = cases()
     errors: dict[str, list[float]] = {name: [] for name in FIGURES}
     within: list[bool] = []
     rows: list[Row] = []
-    for name in options.layouts:
+    for name in LAYOUTS:
         own = [case for case in every if case.layout.name == Layout.parse(name).name]
         at_once, served = uvloop.run(serve_cases(own, config, options.seconds, report.tell))
         rows += [capacity_row(each, times) for each in at_once]
@@ -296,10 +298,10 @@ def times_of(options: Namespace, config: ServeConfig, report: Report) -> TimeMod
 
 def asked_advice(options: Namespace, config: ServeConfig, times: TimeModel, report: Report) -> list[Row]:
     """Serve the workloads with every layout, and ask for advice."""
-    layouts = [Layout.parse(name) for name in options.candidates]
-    number = round(ADVICE_REQUESTS_PER_S * options.advice_seconds)
+    layouts = [Layout.parse(name) for name in ADVICE_LAYOUTS]
+    number = round(ADVICE_REQUESTS_PER_S * ADVICE_S)
     workloads = [
-        workload_of(name, requests, layouts, times, options.advice_load, options.advice_seconds)
+        workload_of(name, requests, layouts, times, ADVICE_LOAD, ADVICE_S)
         for name, requests in workloads_of(options.trace, number, seed=1).items()
     ]
     return uvloop.run(advice_rows(workloads, layouts, times, config, report.tell))
@@ -314,12 +316,7 @@ def asked_advice(options: Namespace, config: ServeConfig, times: TimeModel, repo
     option("--times", type=Path, metavar="FILE", help="of `baton calibrate`"),
     option("--seconds", 60.0, "of each served load"),
     option("--calibrate-seconds", 110.0, "without --times"),
-    option("--layouts", LAYOUTS),
-    option("--loads", LOADS, "shares of the capacity"),
     option("--trace", [], action="append", type=Path, metavar="FILE", help="that advice is asked for"),
-    option("--candidates", ADVICE_LAYOUTS, "of advice"),
-    option("--advice-seconds", 15.0, "of each load that a candidate serves"),
-    option("--advice-load", 0.4, "share of the capacity of the best candidate"),
 )
 def measure(options: Namespace, report: Report) -> None:
     """Measure speed, then accuracy, then advice."""

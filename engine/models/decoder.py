@@ -22,12 +22,12 @@ from baton.engine.models.registry import ModelConfig, RopeConfig
 from baton.engine.models.rope_table import rope_table
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
-from baton.kernels import rms_norm as norm_kernels
 from baton.kernels.decoder_stack import DecoderStack, LayerGroups, StackLayer, StackShape, can_stack
 from baton.kernels.experts import Mixture
 from baton.kernels.gated import SILU, Activation, gated
 from baton.kernels.linear import LinearWeight, embedding, linear, linear_gated
 from baton.kernels.ragged_attention import ragged_attention
+from baton.kernels.rms_norm import rms_norm
 from baton.kernels.store_kv import rope_and_store
 
 # Outputs that are summed over ranks are summed in this many parts on a single rank too, so that two ranks
@@ -58,11 +58,11 @@ class RmsNorm:
         self.eps = eps
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        return norm_kernels.rms_norm(x_TE, self.weight_E, self.eps)
+        return rms_norm(x_TE, self.weight_E, self.eps)
 
     def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
         """Add x to the residual in place, and return the normed sum."""
-        return norm_kernels.add_rms_norm(x_TE, residual_TE, self.weight_E, self.eps)
+        return rms_norm(x_TE, self.weight_E, self.eps, residual_TE)
 
 
 class NoNorm:

@@ -44,19 +44,19 @@ def test_source_knows_a_transfer_by_the_callers_id(source: Host, destination: Ho
             grant(source, destination, taken)
 
 
-@pytest.mark.parametrize("position", [1, 16, 48, 65])
-def test_position_inside_a_page_of_either_side_is_refused(
-    source: Host, destination: Host, position: int
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        *((position, f"token {position} .*starts no page") for position in (1, 16, 48, 65)),
+        *((position, "the position is a token") for position in (-64, 2**31)),
+    ],
+)
+def test_position_inside_a_page_or_beyond_all_sequences_is_refused(
+    source: Host, destination: Host, position: int, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"token {position} .*starts no page"):
+    with pytest.raises(ValueError, match=message):
         grant(source, destination, secrets.token_bytes(16), position=position)
     assert destination.counts()["open"] == 0
-
-
-@pytest.mark.parametrize("position", [-64, 2**31])
-def test_position_beyond_all_sequences_is_refused(source: Host, destination: Host, position: int) -> None:
-    with pytest.raises(ValueError, match="the position is a token"):
-        grant(source, destination, secrets.token_bytes(16), position=position)
 
 
 CHANGES: list[Callable[[Host], dict[str, Any]]] = [

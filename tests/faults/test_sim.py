@@ -15,6 +15,7 @@ from baton.sim.faults import Trouble
 from baton.sim.process import Events
 from baton.sim.world import World
 
+SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
 NUM_SLOW_SEEDS = 1_000
 SEEDS_PER_CALIBRATION = 50
 NUM_CALIBRATION_EVENTS = 70_000  # take about 0.05 s, so a second in all of a thousand seeds
@@ -96,60 +97,31 @@ def test_sixty_seeds_lose_and_leak_nothing() -> None:
     check_most_are_answered(run_all(range(60)))
 
 
-def test_rolling_restart_of_all_workers_fails_no_request() -> None:
-    fates = run_all(range(20), Trouble.ROLLING_RESTART)
+@pytest.mark.parametrize("trouble", [Trouble.ROLLING_RESTART, Trouble.NONE])
+def test_rolling_restarts_and_quiet_clusters_fail_no_request(trouble: Trouble) -> None:
+    fates = run_all(range(20), trouble)
     assert set(fates) <= {"length", "stop", "cancelled", "never asked for"}, fates
 
 
-def test_without_faults_nothing_is_done_twice_and_all_pages_are_free_within_a_second() -> None:
-    fates = run_all(range(20), Trouble.NONE)
-    assert set(fates) <= {"length", "stop", "cancelled", "never asked for"}, fates
-
-
-def check_migrations(seeds: range) -> int:
-    """Run the seeds of migrations, and return how many streams have moved."""
+@pytest.mark.parametrize(
+    ("seeds", "least"), [(range(20), 20), pytest.param(range(1_000, 2_000), 1_000, marks=SLOW)]
+)
+def test_streams_that_move_under_faults_lose_nothing(seeds: range, least: int) -> None:
     fates, num_moved = Counter[str](), 0
     for seed in seeds:
         world = World(seed, trouble=Trouble.MIGRATION)
         fates += world.run()
         num_moved += world.num_migrations
     check_most_are_answered(fates)
-    return num_moved
+    assert num_moved > least
 
 
-def test_streams_that_move_under_faults_lose_nothing() -> None:
-    assert check_migrations(range(20)) > 20
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_thousand_moves_under_faults_lose_nothing() -> None:
-    assert check_migrations(range(1_000, 2_000)) > 1_000
-
-
-def check_lost_nodes(seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(1_000, 1_500), marks=SLOW)])
+def test_workers_of_a_lost_node_count_as_one_death(seeds: range) -> None:
     """A request may wait too long while no decode worker is left, and fails for no other reason."""
     fates = run_all(seeds, Trouble.LOST_NODE)
     assert set(fates) <= {"length", "stop", "cancelled", "never asked for", "Overloaded"}, fates
     check_most_are_answered(fates)
-
-
-def test_workers_of_a_lost_node_count_as_one_death() -> None:
-    check_lost_nodes(range(20))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_workers_of_five_hundred_lost_nodes_count_as_one_death() -> None:
-    check_lost_nodes(range(1_000, 1_500))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_thousand_seeds_lose_nothing_within_a_minute_of_one_core() -> None:
-    watch = Stopwatch()
-    check_most_are_answered(watch.run(range(1_000, 1_000 + NUM_SLOW_SEEDS), Trouble.ANY))
-    assert watch.num_calibrations < MAX_ANY_CALIBRATIONS
 
 
 def test_silent_faults_lose_nothing() -> None:
@@ -160,12 +132,17 @@ def test_silent_faults_lose_nothing() -> None:
     check_most_are_answered(run_all(range(60), Trouble.SILENCE))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_thousand_seeds_of_silent_faults_lose_nothing_within_two_minutes_of_one_core() -> None:
+@pytest.mark.parametrize(
+    ("trouble", "most"),
+    [
+        pytest.param(Trouble.ANY, MAX_ANY_CALIBRATIONS, marks=SLOW),
+        pytest.param(Trouble.SILENCE, MAX_SILENCE_CALIBRATIONS, marks=SLOW),
+    ],
+)
+def test_thousand_seeds_lose_nothing_within_minutes_of_one_core(trouble: Trouble, most: float) -> None:
     watch = Stopwatch()
-    check_most_are_answered(watch.run(range(1_000, 1_000 + NUM_SLOW_SEEDS), Trouble.SILENCE))
-    assert watch.num_calibrations < MAX_SILENCE_CALIBRATIONS
+    check_most_are_answered(watch.run(range(1_000, 1_000 + NUM_SLOW_SEEDS), trouble))
+    assert watch.num_calibrations < most
 
 
 def test_seed_gives_one_trace_with_any_hash_seed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -68,19 +68,18 @@ def test_pages_in_the_wrong_order_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert "an undisturbed run says" in found
 
 
-def test_pages_that_are_never_released_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = finding(monkeypatch, ExternalPageHolds, "release_kept", lambda self, key: None)
-    assert "keeps pages of" in found
-
-
-def test_pages_that_are_expected_for_ever_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = finding(monkeypatch, DecodeAdmission, "arrived", lambda self, attempt: None)
-    assert "still counts pages of" in found
-
-
-def test_attempts_that_stay_in_flight_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = finding(monkeypatch, InFlight, "ended", lambda self, key: None)
-    assert "attempts in flight" in found
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "expected"),
+    [
+        (ExternalPageHolds, "release_kept", lambda self, key: None, "keeps pages of"),
+        (DecodeAdmission, "arrived", lambda self, attempt: None, "still counts pages of"),
+        (InFlight, "ended", lambda self, key: None, "attempts in flight"),
+    ],
+)
+def test_accounts_that_are_never_closed_are_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., None], expected: str
+) -> None:
+    assert expected in finding(monkeypatch, owner, name, broken)
 
 
 def test_replays_with_another_seed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,6 @@ from baton.kernels.gated import GELU_TANH, SILU, Activation, clamped_swiglu, gat
 from baton.kernels.linear import LinearWeight
 from baton.kernels.pages import copy_pages_reference, copy_pages_triton
 from baton.kernels.rms_norm import (
-    add_rms_norm_reference,
-    add_rms_norm_triton,
     rms_norm_reference,
     rms_norm_triton,
 )
@@ -57,8 +55,8 @@ def add_rms_norm_outcome(shape: tuple[int, ...], dtype: torch.dtype, device: tor
     x, weight = normal(*shape, dtype=dtype, device=device), normal(shape[-1], dtype=dtype, device=device)
     residual = normal(*shape, dtype=dtype, device=device)
     updated = residual.clone()
-    kernel = add_rms_norm_triton(x, updated, weight, 1e-5)
-    reference = add_rms_norm_reference(x, residual, weight, 1e-5)
+    kernel = rms_norm_triton(x, weight, 1e-5, updated)
+    reference = rms_norm_reference(x, weight, 1e-5, residual)
     return Outcome(torch.stack((kernel, updated)), torch.stack((reference, residual)))
 
 

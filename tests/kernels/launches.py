@@ -104,7 +104,7 @@ def _row_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
     heads, head_weight = torch.empty(3, 48, 128, dtype=dtype)[:, :32], torch.empty(128, dtype=dtype)
     kernel = "rms_norm_kernel"
     yield Scenario(f"rms_norm-{name}", rms_norm, kernel, partial(rms_norm.rms_norm_triton, x, weight, 1e-5))
-    run: Run = partial(rms_norm.add_rms_norm_triton, x, x.clone(), weight, 1e-5)
+    run: Run = partial(rms_norm.rms_norm_triton, x, weight, 1e-5, x.clone())
     yield Scenario(f"add_rms_norm-{name}", rms_norm, kernel, run)
     run = partial(rms_norm.rms_norm_triton, heads, head_weight, 1e-5)
     yield Scenario(f"rms_norm_heads-{name}", rms_norm, kernel, run)
@@ -159,7 +159,7 @@ def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
                 rows[:num_tokens] if label == "gate_up" else None,
                 **options,
             )
-            yield Scenario(f"experts-{label}-{num_tokens}-{name}", experts, "linear_kernel", run)
+            yield Scenario(f"experts-{label}-{num_tokens}-{name}", linear, "linear_kernel", run)
     if dtype is torch.bfloat16:
         logits = torch.empty(3, 128)
         yield Scenario("route", experts, "route_kernel", partial(experts.route_triton, logits, 8, True))
@@ -212,7 +212,7 @@ def _weight_code_scenarios() -> Iterator[Scenario]:
             torch.zeros(129, dtype=torch.int32),
             gate=gated.SILU,
         )
-        yield Scenario(f"experts-{weight_format.name.lower()}", experts, "linear_kernel", run)
+        yield Scenario(f"experts-{weight_format.name.lower()}", linear, "linear_kernel", run)
     for group in (128, 24):
         run = partial(quantised_tile.round_inputs_triton, torch.empty(3, 48 * 128, dtype=dtype), group)
         yield Scenario(f"round_inputs-{group}", quantised_tile, "round_inputs_kernel", run)

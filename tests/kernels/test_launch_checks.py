@@ -13,7 +13,7 @@ from baton.kernels.linear import linear_triton, pack_linear
 from baton.kernels.paged_attention import decode_programs, paged_attention_decode_triton
 from baton.kernels.pages import copy_pages_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
-from baton.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from baton.kernels.rms_norm import rms_norm_triton
 from baton.kernels.sample import sample_triton
 from baton.kernels.store_kv import rope_and_store_triton
 from baton.kernels.triton.attention_tile import num_splits
@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "rms_norm_weight": (lambda: rms_norm_triton(f(2, 8), f(7), 1e-5), r"weight must be \[8\], got \(7,\)"),
     "rms_norm_strided": (lambda: rms_norm_triton(f(8, 2).t(), f(8), 1e-5), "adjacent E"),
     "rms_norm_dtype": (lambda: rms_norm_triton(f(2, 8), f(8).half(), 1e-5), "must share a dtype"),
-    "add_rms_norm": (lambda: add_rms_norm_triton(f(2, 8), f(3, 8), f(8), 1e-5), r"residual must be \(2, 8\)"),
+    "add_rms_norm": (lambda: rms_norm_triton(f(2, 8), f(8), 1e-5, f(3, 8)), r"residual must be \(2, 8\)"),
     "linear_packed": (lambda: linear_triton(f(2, 8), pack_linear(f(3, 8))), "not packed for it"),
     "gated": (lambda: gated_triton(f(2, 7)), r"\[T, 2 \* F\].* got \(2, 7\)"),
     "rope_odd": (lambda: rotate(query=f(3, 4, 7), key=f(3, 2, 7), table=f(9, 7)), "D even"),

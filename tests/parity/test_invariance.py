@@ -122,18 +122,26 @@ def plain(
         return run(made, prompts(), GREEDY), run(made, prompts(1), SEEDED)
 
 
-@pytest.mark.parametrize(("name", "dtype", "setting"), cases(SETTINGS))
-def test_no_setting_changes_a_bit(
-    name: str, dtype: torch.dtype, setting: str, model_directory: Directory
+QUANTISED = {FAST[0]: "int8", FAST[1]: "int4", "llama2": "fp8", "mixtral": "int4"}
+QUANTISED_PAGES = {FAST[0]: "int8", FAST[1]: "fp8", "gemma2": "int8", "gpt-oss": "fp8", "phi3": "int8"}
+
+
+def check_setting(
+    directory: Path, setting: str, quantization: str | None = None, cache_dtype: str = "auto"
 ) -> None:
-    directory = model_directory(name, dtype)
-    greedy, seeded = plain(directory)
-    with engine(directory, **SETTINGS[setting]) as made:
+    """The answers with the setting are those without."""
+    settings, (greedy, seeded) = SETTINGS[setting], plain(directory, quantization, cache_dtype)
+    cache = {**settings.get("cache", {}), "kv_cache_dtype": cache_dtype}
+    with engine(directory, **{**settings, "quantization": quantization, "cache": cache}) as made:
         assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
         assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
 
 
-QUANTISED = {FAST[0]: "int8", FAST[1]: "int4", "llama2": "fp8", "mixtral": "int4"}
+@pytest.mark.parametrize(("name", "dtype", "setting"), cases(SETTINGS))
+def test_no_setting_changes_a_bit(
+    name: str, dtype: torch.dtype, setting: str, model_directory: Directory
+) -> None:
+    check_setting(model_directory(name, dtype), setting)
 
 
 @pytest.mark.parametrize(
@@ -143,29 +151,16 @@ QUANTISED = {FAST[0]: "int8", FAST[1]: "int4", "llama2": "fp8", "mixtral": "int4
 def test_no_setting_changes_a_bit_with_quantised_weights(
     name: str, dtype: torch.dtype, setting: str, model_directory: Directory
 ) -> None:
-    directory = model_directory(name, dtype)
-    greedy, seeded = plain(directory, QUANTISED[name])
-    with engine(directory, quantization=QUANTISED[name], **SETTINGS[setting]) as made:
-        assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
-        assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
-
-
-QUANTISED_PAGES = {FAST[0]: "int8", FAST[1]: "fp8", "gemma2": "int8", "gpt-oss": "fp8", "phi3": "int8"}
+    check_setting(model_directory(name, dtype), setting, quantization=QUANTISED[name])
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "setting"),
-    cases(["chunk-7", "few-pages", "ngram"], names=tuple(QUANTISED_PAGES)),
+    ("name", "dtype", "setting"), cases(["chunk-7", "few-pages", "ngram"], names=tuple(QUANTISED_PAGES))
 )
 def test_no_setting_changes_a_bit_with_quantised_pages(
     name: str, dtype: torch.dtype, setting: str, model_directory: Directory
 ) -> None:
-    directory, settings = model_directory(name, dtype), SETTINGS[setting]
-    greedy, seeded = plain(directory, cache_dtype=QUANTISED_PAGES[name])
-    cache = {**settings.get("cache", {}), "kv_cache_dtype": QUANTISED_PAGES[name]}
-    with engine(directory, **{**settings, "cache": cache}) as made:
-        assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
-        assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
+    check_setting(model_directory(name, dtype), setting, cache_dtype=QUANTISED_PAGES[name])
 
 
 @pytest.mark.parametrize(("name", "dtype", "preempt_mode"), cases(PreemptMode, names=tuple(QUANTISED_PAGES)))

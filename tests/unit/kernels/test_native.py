@@ -228,7 +228,7 @@ FALLBACK = """
 import torch
 from baton.kernels import native
 from baton.kernels.linear import linear, pack_linear
-from baton.kernels.rms_norm import add_rms_norm, rms_norm
+from baton.kernels.rms_norm import rms_norm
 from baton.kernels.gated import gated
 from baton.kernels.store_kv import store_kv
 from baton.kernels.store_kv import rope
@@ -239,7 +239,7 @@ x = torch.ones(2, 16)
 assert native.library() is None
 assert linear(x, pack_linear(torch.ones(3, 16)), num_splits=2).tolist() == [[16.0] * 3] * 2
 assert rms_norm(x, x[0], 0.0).tolist() == x.tolist()
-assert add_rms_norm(x, x.clone(), x[0], 0.0).tolist() == x.tolist()
+assert rms_norm(x, x[0], 0.0, x.clone()).tolist() == x.tolist()
 assert gated(torch.zeros(2, 16)).tolist() == [[0.0] * 8] * 2
 pages = torch.zeros(1, 2, 1, 4, 16)
 heads = x[:, None]

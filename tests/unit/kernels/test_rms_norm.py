@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from baton.kernels.rms_norm import rms_norm, rms_norm_reference
 from tests.kernels.outcomes import DTYPES, normal
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def close(got: Tensor, expected: Tensor, scale: float = 1.0) -> None:
 def test_reference_is_the_definition(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype).flip(-1)
     weight, added = random(shape[-1], dtype=dtype), x + residual
-    outputs = rms_norm_reference(x, weight, 1e-3), add_rms_norm_reference(x, residual, weight, 1e-3)
+    outputs = rms_norm_reference(x, weight, 1e-3), rms_norm_reference(x, weight, 1e-3, residual)
     assert torch.equal(residual, added)
     for normed, rows in zip(outputs, (x.double(), added.double()), strict=True):
         quotient = rows / (rows.square().mean(-1, keepdim=True) + 1e-3).sqrt()
@@ -53,8 +53,8 @@ def test_native_kernel_agrees_with_the_reference(
     close(rms_norm(rows, weight, 1e-5), rms_norm_reference(rows, weight, 1e-5))
     residual = rows.flip(0).contiguous()
     expected_residual = residual.clone()
-    expected = add_rms_norm_reference(rows, expected_residual, weight, 1e-6)
-    close(add_rms_norm(rows, residual, weight, 1e-6), expected)
+    expected = rms_norm_reference(rows, weight, 1e-6, expected_residual)
+    close(rms_norm(rows, weight, 1e-6, residual), expected)
     assert torch.equal(residual, expected_residual)
 
 
@@ -65,11 +65,11 @@ def test_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     assert torch.equal(together, torch.cat([rms_norm(row, weight, 1e-5) for row in x.split(1)]))
     residual = x.flip(0).contiguous()
     parts = zip(x.split(1), residual.clone().split(1), strict=True)
-    alone = torch.cat([add_rms_norm(row, row_residual, weight, 1e-5) for row, row_residual in parts])
-    assert torch.equal(add_rms_norm(x, residual, weight, 1e-5), alone)
+    alone = torch.cat([rms_norm(row, weight, 1e-5, row_residual) for row, row_residual in parts])
+    assert torch.equal(rms_norm(x, weight, 1e-5, residual), alone)
     assert torch.equal(rms_norm(residual, weight, 1e-5), alone)
 
 
 def test_residual_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"residual must be torch.float32 \(2, 8\)"):
-        add_rms_norm(torch.zeros(2, 8), torch.zeros(3, 8), torch.ones(8), 1e-5)
+        rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-5, torch.zeros(3, 8))

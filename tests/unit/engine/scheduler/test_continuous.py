@@ -18,15 +18,41 @@ def prompt(num_tokens: int, first: int = 0) -> list[int]:
     return [(first * 7 + position * 3) % 50 for position in range(num_tokens)]
 
 
-def test_decodes_come_first_and_prefills_share_the_rest_by_arrival() -> None:
-    harness = make()
-    harness.add("a", prompt(5))
-    harness.step()
-    harness.add("b", prompt(40, 1))
-    harness.add("c", prompt(20, 2))
+@pytest.mark.parametrize(
+    ("first", "later", "expected", "num_pages"),
+    [
+        # Decodes come first, and prefills share the rest by arrival.
+        ({"a": 5}, {"b": 40, "c": 20}, {"a": 1, "b": 40, "c": 20}, 1_000),
+        # A short prompt does not wait for a long one.
+        ({"long": 1_000}, {"short": 30}, {"long": 34, "short": 30}, 1_000),
+        # The shortest of the later ones goes first.
+        ({}, {"head": 500, "medium": 60, "short": 20}, {"head": 32, "short": 20, "medium": 12}, 1_000),
+        # A waiting sequence that does not fit is not overtaken for memory.
+        ({"running": 60}, {"big": 120, "small": 4}, {"running": 1}, 40),
+    ],
+)
+def test_step_is_shared_by_length_and_arrival(
+    first: dict[str, int], later: dict[str, int], expected: dict[str, int], num_pages: int
+) -> None:
+    harness = make(num_pages)
+    for number, (name, num_tokens) in enumerate(first.items()):
+        harness.add(name, prompt(num_tokens, number), SamplingParams(max_tokens=30))
+    if first:
+        harness.step()
+    for number, (name, num_tokens) in enumerate(later.items(), start=len(first)):
+        harness.add(name, prompt(num_tokens, number))
     plan, batch, _ = harness.step()
-    assert dict(plan.scheduled) == {("a", 0): 1, ("b", 0): 40, ("c", 0): 20}
-    assert batch.num_decodes == 1
+    assert {key[0]: num_tokens for key, num_tokens in plan.scheduled.items()} == expected
+    assert batch.num_decodes == sum(num_tokens == 1 for num_tokens in expected.values())
+    harness.run()
+
+
+def test_lower_class_takes_nothing_from_the_head_of_a_higher_one() -> None:
+    harness = make()
+    harness.add("urgent", prompt(500), priority=0)
+    harness.add("batch", prompt(10, 1), priority=1)
+    plan, _, _ = harness.step()
+    assert dict(plan.scheduled) == {("urgent", 0): 64}
     harness.run()
 
 
@@ -35,27 +61,6 @@ def test_long_prompt_alone_takes_whole_steps() -> None:
     harness.add("long", prompt(300))
     chunks = [harness.step()[0].scheduled[("long", 0)] for _ in range(5)]
     assert chunks == [64, 64, 64, 64, 44]
-    harness.run()
-
-
-def test_short_prompt_does_not_wait_for_a_long_one() -> None:
-    harness = make()
-    harness.add("long", prompt(1_000))
-    harness.step()
-    harness.add("short", prompt(30, 1))
-    plan, _, outputs = harness.step()
-    assert dict(plan.scheduled) == {("long", 0): 34, ("short", 0): 30}
-    assert [output.request_id for output in outputs] == ["short"]
-    harness.run()
-
-
-def test_shortest_of_the_later_ones_goes_first() -> None:
-    harness = make()
-    harness.add("head", prompt(500))
-    harness.add("medium", prompt(60, 1))
-    harness.add("short", prompt(20, 2))
-    plan, _, _ = harness.step()
-    assert dict(plan.scheduled) == {("head", 0): 32, ("short", 0): 20, ("medium", 0): 12}
     harness.run()
 
 
@@ -84,26 +89,6 @@ def test_several_long_prompts_cannot_starve_short_ones() -> None:
         for _ in range(2):
             harness.step()
         assert short.num_generated_tokens == 1
-    harness.run()
-
-
-def test_lower_class_takes_nothing_from_the_head_of_a_higher_one() -> None:
-    harness = make()
-    harness.add("urgent", prompt(500), priority=0)
-    harness.add("batch", prompt(10, 1), priority=1)
-    plan, _, _ = harness.step()
-    assert dict(plan.scheduled) == {("urgent", 0): 64}
-    harness.run()
-
-
-def test_waiting_sequence_that_does_not_fit_is_not_overtaken_for_memory() -> None:
-    harness = make(num_pages=40)
-    harness.add("running", prompt(60), SamplingParams(max_tokens=30))
-    harness.step()
-    harness.add("big", prompt(120, 1))
-    harness.add("small", prompt(4, 2))
-    plan, _, _ = harness.step()
-    assert dict(plan.scheduled) == {("running", 0): 1}
     harness.run()
 
 

@@ -115,29 +115,29 @@ def test_key_most_over_its_share_for_its_weight_gives_first() -> None:
     assert room.numbers(room.candidates.of_running(room.sequences[2], may_wait=True)) == [0, 1]
 
 
-def test_newcomer_within_its_share_gets_the_pages_that_it_lacks() -> None:
-    room = Room([Member("noisy", 0, 10)] * 4 + [Member("quiet", 0, 0)], {})
-    newcomer = room.sequences[-1]
-    assert room.numbers(room.candidates.of_newcomer(newcomer, 8, 8, 0)) == [3]
-    assert room.numbers(room.candidates.of_newcomer(newcomer, 12, 12, 0)) == [3, 2]
-    assert room.candidates.of_newcomer(newcomer, 21, 21, 0) == []  # its share is 20
-    assert room.candidates.of_newcomer(room.sequences[0], 8, 8, 0) == []
-
-
-def test_preemption_also_frees_headroom() -> None:
-    room = Room([Member("noisy", 0, 10)] * 4 + [Member("quiet", 0, 0)], {})
-    assert room.numbers(room.candidates.of_newcomer(room.sequences[-1], 8, 24, 4)) == [3, 2]
-    assert room.candidates.of_newcomer(room.sequences[-1], 8, 29, 4) == []
-
-
-def test_newcomer_takes_no_key_below_its_share() -> None:
-    room = Room([Member("noisy", 0, 12)] * 2 + [Member("quiet", 0, 0)], {})
-    assert room.candidates.of_newcomer(room.sequences[-1], 18, 18, 0) == []  # the second would be of 12 of 20
-
-
-def test_newcomer_of_a_better_class_gets_the_pages_that_it_lacks() -> None:
-    room = Room([Member("low", 1, 10)] * 3 + [Member("high", 0, 0)], {})
-    assert room.numbers(room.candidates.of_newcomer(room.sequences[-1], 25, 25, 0)) == [2, 1, 0]
+@pytest.mark.parametrize(
+    ("others", "newcomer", "lacking", "expected"),
+    [
+        # Within its share, which is 20 of the 40 pages.
+        ([Member("noisy", 0, 10)] * 4, Member("quiet", 0, 0), (8, 8, 0), [3]),
+        ([Member("noisy", 0, 10)] * 4, Member("quiet", 0, 0), (12, 12, 0), [3, 2]),
+        ([Member("noisy", 0, 10)] * 4, Member("quiet", 0, 0), (21, 21, 0), []),
+        # With headroom.
+        ([Member("noisy", 0, 10)] * 4, Member("quiet", 0, 0), (8, 24, 4), [3, 2]),
+        ([Member("noisy", 0, 10)] * 4, Member("quiet", 0, 0), (8, 29, 4), []),
+        # The second sequence would be of 12 of the 20 pages that its key is due.
+        ([Member("noisy", 0, 12)] * 2, Member("quiet", 0, 0), (18, 18, 0), []),
+        # Of a better class.
+        ([Member("low", 1, 10)] * 3, Member("high", 0, 0), (25, 25, 0), [2, 1, 0]),
+        # Of the key that is over its share.
+        ([Member("quiet", 0, 0), *[Member("noisy", 0, 10)] * 3], Member("noisy", 0, 10), (8, 8, 0), []),
+    ],
+)
+def test_newcomer_gets_the_pages_that_it_lacks_within_its_share(
+    others: list[Member], newcomer: Member, lacking: tuple[int, int, int], expected: list[int]
+) -> None:
+    room = Room([*others, newcomer], {})
+    assert room.numbers(room.candidates.of_newcomer(room.sequences[-1], *lacking)) == expected
 
 
 @pytest.mark.parametrize(("num_lacking", "expected"), [(1, [1]), (9, [1, 2]), (99, [1, 2, 0])])
