@@ -25,10 +25,6 @@ from baton.kvtransfer.transports.pages import DevicePages
 from baton.kvtransfer.transports.shm import DirectListener, DirectSender
 from baton.messages.bounds import schema_hash
 
-PART_BYTES: Final = 2**29  # copied in a quarter of a millisecond, longer than a thread needs to prepare one
-NUM_THREADS: Final = 2  # one prepares a part while the other's is copied
-NO_INLINE: Final = -1  # the thread that pushes would wait for the step that computes the pages
-
 Count = Annotated[int, Meta(ge=1, le=2**48)]
 Offset = Annotated[int, Meta(ge=0, le=2**48)]
 Handle = Annotated[bytes, Meta(max_length=256)]
@@ -133,17 +129,12 @@ def open_offer(message: bytes, device: int) -> Tensor:
 class CudaIpcSender(DirectSender):
     """A `Sender` that copies with a kernel."""
 
-    def __init__(self, rank: LocalRank, address: str) -> None:
-        self._pages: Tensor | None = None  # the destination's
-        super().__init__(
-            "cuda_ipc",
-            rank,
-            address,
-            schema=CUDA_SCHEMA,
-            part_bytes=PART_BYTES,
-            num_threads=NUM_THREADS,
-            inline_bytes=NO_INLINE,
-        )
+    name = "cuda_ipc"
+    schema = CUDA_SCHEMA
+    part_bytes = 2**29  # copied in a quarter of a millisecond, longer than a thread needs to prepare one
+    num_threads = 2  # one prepares a part while the other's is copied
+    inline_bytes = -1  # none: the thread that pushes would wait for the step that computes the pages
+    _pages: Tensor | None = None  # the destination's
 
     def map_pages(self, message: bytes, descriptors: list[int]) -> int:
         self._pages = open_offer(message, self._rank.pool.device.index)

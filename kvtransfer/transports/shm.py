@@ -131,29 +131,19 @@ class DirectListener:
 class DirectSender(QueueSender, ABC):
     """A `Sender` that copies runs into the pool that it has mapped. A subclass says how."""
 
-    def __init__(
-        self,
-        name: str,
-        rank: LocalRank,
-        address: str,
-        *,
-        schema: bytes,
-        part_bytes: int,
-        num_threads: int,
-        inline_bytes: int,
-    ) -> None:
-        """address: of the destination's listener. schema: as of DirectListener.
+    name: str
+    schema: bytes  # as of DirectListener
+    part_bytes: int  # about as much is copied between two looks at the table
+    num_threads: int
+    inline_bytes: int  # pieces of at most so many bytes are copied by the thread that pushes them
 
-        part_bytes: about as much as is copied between two looks at the table. inline_bytes: pieces of at most
-        so many bytes are copied by the thread that pushes them.
-        """
-        super().__init__(rank, part_bytes, num_threads)
-        self._name = name
+    def __init__(self, rank: LocalRank, address: str) -> None:
+        """address: of the destination's listener."""
+        super().__init__(rank, self.part_bytes, self.num_threads)
         self._address = address
-        self._schema = schema
-        self._inline_bytes = inline_bytes
         self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-source", daemon=True) for _ in range(num_threads)
+            threading.Thread(target=self._run, name=f"{self.name}-source", daemon=True)
+            for _ in range(self.num_threads)
         ]
         self._connecting: socket.socket | None = None
         self._generations: PeerGenerations | None = None
@@ -178,11 +168,11 @@ class DirectSender(QueueSender, ABC):
                 sock.connect(self._address)
                 self._map(sock)
         except (OSError, BatonError) as error:
-            raise TransferFailed(f"{self._name}: {error}") from error
+            raise TransferFailed(f"{self.name}: {error}") from error
         finally:
             self._connecting = None
         if self.is_broken:
-            raise TransferFailed(f"{self._name}: {self._queue.end_reason}")
+            raise TransferFailed(f"{self.name}: {self._queue.end_reason}")
         for thread in self._threads:
             thread.start()
 
@@ -201,7 +191,7 @@ class DirectSender(QueueSender, ABC):
         transfer = piece.transfer
         if len(transfer.destination_generations) != len(transfer.destination_pages):
             raise ValueError("every destination page comes with its generation")
-        if piece.num_bytes > self._inline_bytes or not self._queue.is_idle:
+        if piece.num_bytes > self.inline_bytes or not self._queue.is_idle:
             self._queue.push(piece, on_end)
             return
         self._queue.push(piece, on_end, wakes=False)
@@ -210,7 +200,7 @@ class DirectSender(QueueSender, ABC):
 
     def _map(self, sock: socket.socket) -> None:
         rank = self._rank
-        connection = rank.connection(sock, Role.CONNECTING, self._schema)
+        connection = rank.connection(sock, Role.CONNECTING, self.schema)
         with contextlib.closing(connection):
             connection.handshake(HANDSHAKE_S)
             connection.send(rank.incarnation)
@@ -231,7 +221,7 @@ class DirectSender(QueueSender, ABC):
             while (part := self._queue.take(wait=True)) is not None:
                 self._copy(part)
         except BaseException as error:
-            self._queue.break_off(f"{self._name}: {error!r}")
+            self._queue.break_off(f"{self.name}: {error!r}")
             raise
 
     def _copy(self, part: Part) -> None:
@@ -273,9 +263,6 @@ def check_size(descriptor: int, num_bytes: int) -> None:
 
 # Between CPUs.
 
-PART_BYTES: Final = 8 * 2**20  # between two looks at the table of generations: half a millisecond
-INLINE_BYTES: Final = 2**21  # copied in 0.15 ms, less than it takes to wake a thread
-
 
 class PoolOffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The size of a pool. The pool's descriptor comes with this message."""
@@ -311,17 +298,12 @@ class ShmTransport:
 class ShmSender(DirectSender):
     """A `Sender` that copies with the CPU."""
 
-    def __init__(self, rank: LocalRank, address: str) -> None:
-        self._pages: PeerPages | None = None
-        super().__init__(
-            "shm",
-            rank,
-            address,
-            schema=POOL_SCHEMA,
-            part_bytes=PART_BYTES,
-            num_threads=1,
-            inline_bytes=INLINE_BYTES,
-        )
+    name = "shm"
+    schema = POOL_SCHEMA
+    part_bytes = 8 * 2**20  # copied in half a millisecond
+    num_threads = 1
+    inline_bytes = 2**21  # copied in 0.15 ms, less than it takes to wake a thread
+    _pages: PeerPages | None = None
 
     def map_pages(self, message: bytes, descriptors: list[int]) -> int:
         offer = decode_greeting(message, PoolOffer, "pool")

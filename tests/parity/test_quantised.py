@@ -168,7 +168,7 @@ def test_cluster_with_quantised_weights_gives_the_tokens_of_one_engine(topology:
     ],
 )
 def test_quantised_checkpoint_is_neither_quantised_again_nor_made_up(
-    awq: Path, settings: dict[str, str], message: str
+    awq: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message), engine(awq, **settings):
         pass
