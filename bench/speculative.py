@@ -1,16 +1,11 @@
 """Speculative decoding on and off, on work that copies and on work that does not, on the CPU.
 
+    python -m baton.bench.speculative [--pairs 7]
+
 The model has the size and the cost of a Llama of 56 million parameters, and weights that copy: one head
 looks at the token before, another at what followed the same token earlier, and the output head says that
-token. So it quotes a passage of its prompt, as answers over retrieved documents and edits of code do. Its
-draft model does the same with two small layers, and never says one token in eight. Prompts are in the
-prefix cache: what is measured is decoding. Runs with and without drafts alternate; a figure is the median
-of their ratios. Both must give the same tokens, or the suite fails.
-
-The limit of a figure is the gain if every draft were right and cost nothing to find: it is measured with
-drafts of a known answer, so many a step as are fastest.
-
-    python -m baton.bench.speculative [--pairs 7]
+token. Prompts are in the prefix cache: what is measured is decoding. The limit of a figure is measured with
+drafts of a known answer, so many a step as are fastest. docs/benchmarks.md explains the figures.
 """
 
 import random

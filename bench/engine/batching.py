@@ -1,15 +1,9 @@
 """Static, dynamic and continuous batching of the same requests by the same engine.
 
-python -m baton.bench.engine.batching [--repeats 3] [--output FOLDER]
+    python -m baton.bench.engine.batching [--repeats 3] [--output FOLDER]
 
-1. Burst: all requests at once, which shows the throughput of a full machine. 10 % of the answers are short,
-   80 % medium, 10 % long.
-2. Open loop: Poisson arrivals in real time, at 70 % of the burst's throughput of continuous batching, then at
-   70 % of that of static batching, where all policies keep up.
-3. Sweep: bursts of equal mean answer length and growing variance.
-
-Every figure is the median over repeats; policies take turns within a repeat, and ratios are of one repeat.
-Repeats differ in the order of the same lengths.
+A burst, Poisson arrivals, and bursts of growing variance; docs/benchmarks.md explains the figures. Each is
+the median over repeats, which differ in the order of the same lengths; ratios are of one repeat.
 """
 
 import math

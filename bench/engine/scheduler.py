@@ -1,9 +1,8 @@
 """The cost of scheduling: microseconds a step, and the price of the prefix cache when nothing hits.
 
-Host time is that of a whole engine step of decodes, except the forward pass and the sampling kernel. Packing
-is what a step on a GPU adds before its graph: the arrays go into one buffer, which is copied here on the CPU.
+    python -m baton.bench.engine.scheduler [--steps 3000] [--requests 300]
 
-python -m baton.bench.engine.scheduler [--steps 3000] [--requests 300]
+docs/benchmarks.md explains the figures.
 """
 
 import gc

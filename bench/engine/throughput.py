@@ -1,27 +1,12 @@
 """Generation throughput of one engine on the CPU, beside the machine's limit and beside other engines.
 
-The work: 32 requests at once, prompts of 16 to 256 tokens, answers of 16 to 128, greedy, end tokens ignored.
-A rival is a command that does the same work and prints "out tok/s N". Rounds of Baton and the rivals
-alternate, so other work on the machine disturbs all alike.
-
     python -m baton.bench.engine.throughput MODEL [--rival NAME=COMMAND ...] [--rounds 5] [--pairs 40]
 
-With --quantization beside rivals, Baton does the same work with weights of 8 or 4 bits. With --quantization
-alone the work is another: decode steps with quantised weights beside those in the model's dtype, in batches
-of 1, 8 and 32, in processor time. Set OMP_NUM_THREADS=1 then, since threads that wait take time.
-
-    python -m baton.bench.engine.throughput MODEL --quantization int8 --quantization int4 [--rounds 5]
-
-With --lora N a batch of N is decoded with an adapter for each request, with one adapter, and with none, in
-the same way.
-
-    python -m baton.bench.engine.throughput MODEL --lora 32 [--rounds 5]
-
-With --pipeline N a batch of 16 is decoded by N pipeline stages of one thread each. A stage is busy for the
-processor time of its process; the bubble is the share of the stages' time in which they are not. Every stage
-needs a core of its own: other work on the machine counts as bubble.
-
-    python -m baton.bench.engine.throughput MODEL --pipeline 2 [--rounds 5]
+A rival does the same work and prints "out tok/s N"; docs/benchmarks.md explains the figures. Three options
+measure decode steps instead, in processor time (set OMP_NUM_THREADS=1: threads that wait take time):
+--quantization METHOD without rivals: quantised weights beside those in the model's dtype, in batches of 1, 8
+and 32. --lora N: an adapter for each of N requests, one adapter, and none. --pipeline N: N stages of one
+thread; the bubble is the share of the stages' time in which they are not busy, so each needs a free core.
 """
 
 import json

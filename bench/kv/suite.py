@@ -6,19 +6,8 @@
     baton bench kv --faults                   kill, stall, cut and corrupt in the middle of transfers
 
 Two real processes, real ledgers, scattered pages, digests compared; limits of the machine measured in the
-same run. docs/benchmarks.md explains the figures.
-
-1. Streaming: an engine computes a prompt in chunks while the transport's threads move finished pages, the
-   last chunk whole or by groups of layers; compared with pages that are all sent at the end. The exposed
-   time is from the last computed page until the destination says that all pages are right.
-2. Replay: each request of a trace goes to the least busy prefill and decode worker. Blocks that the decode
-   worker has cached are not sent. Requests keep the trace's order, one hand-off at a time, so each figure is
-   a transfer's own. Every worker is an endpoint, every decode worker a process. Nothing streams: the worst
-   case.
-3. Faults in the middle of a transfer, when they are noticed, when the pages are back, and the wasted bytes:
-   kill: the destination's process dies; stall: the destination's process is stopped (SIGSTOP) for good;
-   abort: the source gives up; cut: the link closes; corrupt: a bit of a page flips on arrival, and its unit
-   is written again.
+same run. docs/benchmarks.md explains the figures. A replay keeps the trace's order, one hand-off at a time
+from and to the least busy workers, so each figure is a transfer's own.
 """
 
 import os

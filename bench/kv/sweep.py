@@ -1,17 +1,8 @@
 """The rates at which pages move over each transport, beside limits of the machine and other libraries.
 
-Rounds of all subjects alternate, so other work on the machine disturbs all alike. The first round warms up.
-Limits:
-
-    memcpy             page by page into scattered pages, one thread, no other process
-    raw socket         sendall of one buffer over loopback, as many streams as the tcp transport has
-    ..., unpaced       the same with the congestion control that the tcp transport asks for within a host
-    isend/irecv        torch.distributed's gloo, one contiguous buffer
-    isend/irecv pages  the same, a message a page, all in flight
-    ..., 512 tokens    memcpy and raw socket with only the bytes of a prompt of 512 tokens
-
-A round ends when the receiver, a process of its own, has all bytes. A rival is a command that moves a batch
-of pages between two processes of its own: see `Rival`.
+Rounds of all subjects alternate, so other work on the machine disturbs all alike. The first round warms up. A
+round ends when the receiver, a process of its own, has all bytes. A rival is a command that moves a batch of
+pages between two processes of its own: see `Rival`. docs/benchmarks.md explains the limits.
 """
 
 import ctypes

@@ -3,13 +3,8 @@
     baton bench prefix            a minute or two
     baton bench prefix --quick    few rounds, to see that the suite runs
 
-Questions about long documents and growing conversations, with the policy `cost`, and again, in turns, with
-no page kept anywhere; and a prefix that a busy worker has cached, pulled by another worker, beside the time
-that the router expected. All answers are compared. docs/benchmarks.md explains the figures.
-
-Everything between the processes is as in `baton serve`: sockets, sealed frames, page transfers. The router
-and a gateway run in this process, so that the suite can read decisions beside measured times, and narrow a
-choice to the workers that it measures.
+docs/benchmarks.md explains the figures. The router and a gateway run in this process, so that the suite can
+read decisions beside measured times, and narrow a choice to the workers that it measures.
 """
 
 import asyncio

@@ -1,12 +1,10 @@
 """The effect on requests when Redis or a router is hurt: real processes on this machine, under load.
 
-python -m baton.bench.router.faults [--rest 8] [--output FOLDER]
+    python -m baton.bench.router.faults [--rest 8] [--output FOLDER]
 
-Two prefill and two decode workers of the tiny model, routed by the policy `cost`. Redis is killed and stays
-away, is stopped for 10 s, is set back to nothing and to its contents before the load. Then one of two routers
-is killed, the other is killed, and one is stopped for 10 s; in a second cluster the only router is killed.
-Every answer is compared with the answer of one engine. The routers count how long routing takes: the figure
-is the bound within which 99 of 100 requests were routed.
+Redis is killed and stays away, is stopped for 10 s, is set back to nothing and to its contents before the
+load. Then one of two routers is killed, the other is killed, and one is stopped for 10 s; in a second cluster
+the only router is killed. docs/benchmarks.md explains the figures.
 """
 
 import asyncio

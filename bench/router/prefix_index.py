@@ -1,10 +1,9 @@
 """The cost of the prefix index: look-ups, decisions of the policy `cost`, changes and memory.
 
-python -m baton.bench.router.prefix_index [--pages 10000000] [--workers 1000] [--matches 3000]
+    python -m baton.bench.router.prefix_index [--pages 10000000] [--workers 1000] [--matches 3000]
 
-A decision is the look-up, the comparison and the choice, before workers of which half prefill and half
-decode. Times of the index and of decisions are this process's CPU time, as other processes share the
-machine.
+Times are this process's CPU time, as other processes share the machine. docs/benchmarks.md explains the
+figures.
 """
 
 from argparse import Namespace

@@ -1,14 +1,9 @@
 """The worth of each routing policy: the production router on simulated workers.
 
-python -m baton.bench.router.suite [--trace FILE] [--limit N] [--seed 0] [--output FOLDER]
-python -m baton.bench.router.suite --replay LOG --policy NAME
+    python -m baton.bench.router.suite [--trace FILE] [--limit N] [--seed 0] [--output FOLDER]
+    python -m baton.bench.router.suite --replay LOG --policy NAME
 
-A trace of Mooncake's format runs on 8 prefill workers that keep 8,000 blocks of 512 tokens each, under each
-policy, with its arrivals as they are and spread within their 3 s. Made workloads run in any case: the policy
-`cost` has to find by itself which prompts a decode worker should compute. It is compared with fixed
-thresholds of `least-loaded`, which ignores the pages of workers, and of `cost` itself, in tokens to be
-computed. The second form replays a router's log (--decision-log) under another policy. All times are those
-of the time model in sim/timed/fast.py.
+All times are those of the time model in sim/timed/fast.py. docs/benchmarks.md explains the figures.
 """
 
 from argparse import Namespace

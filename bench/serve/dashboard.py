@@ -4,11 +4,7 @@
     python -m baton.bench.serve.dashboard --pictures docs/images
 
 The gateway is real, its cluster is simulated_cluster.py. Needs Debian's chromium and the package playwright.
-Frames are counted by requestAnimationFrame while the wheel scrolls the list of workers, then the page, in
-the quietest of --tries stretches; an empty page after each shows how many frames the machine had to give.
-The cost of a reading is the gateway's processor time for one, with and without a viewer. The cost under load
-is the processor time a request of gateways and router over stub workers, with a viewer and without, in turns
-on the same processes.
+docs/benchmarks.md explains the figures.
 """
 
 import asyncio

@@ -1,12 +1,4 @@
-"""Latencies of answers, by the names that AIPerf and vLLM give them.
-
-The client's clock times the events of a streamed answer that carry tokens:
-
-- **TTFT**: from the start of the request to the first event.
-- **E2EL**: from the start of the request to the last event.
-- **TPOT**: (E2EL - TTFT) / (tokens - 1). AIPerf calls this ITL.
-- **ITL**: each gap between two events, the gaps of all requests in one pool.
-- **TBT**: the mean of the worst tenth of one request's gaps, as Mooncake defines it.
+"""Latencies of answers, by the names that AIPerf and vLLM give them: docs/benchmarks.md has the definitions.
 
 An open-loop request starts when it is due, however late the client sends it. An answer counts if it has a
 finish reason and as many tokens as were asked for; every other answer is a failure, with a reason.

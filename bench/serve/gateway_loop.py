@@ -3,10 +3,7 @@
     python -m baton.bench.serve.gateway_loop [--generated 200] [--seed 1] [--output FOLDER]
 
 A real gateway process with a Qwen-style chat template and a context of 131,072 tokens, a real router, and a
-decode worker that computes nothing. Two tenants: one sends hostile bodies, one after the other and then four
-at a time; the other sends one short chat after another. bench/serve/stub.py watches the loop from
-inside the gateway: a hold is how late a timer of 2 ms was, less the time for which the loop's thread
-waited for a core.
+decode worker that computes nothing. docs/benchmarks.md explains the figures.
 """
 
 import asyncio

@@ -1,15 +1,9 @@
 """The cost of the control plane: gateways and a router in front of workers that compute nothing.
 
-Everything runs on this machine, the client too. Beside the control plane the same client measures, in the
-same rounds, a bare uvicorn and a bare socket that give the same answers, any rival's front end that is
-named, and the control plane of an earlier checkout. The checkouts are compared by CPU time a request, which
-other programs on the machine disturb less than rates.
-
-In a round the servers run one after the other, each alone on the machine, and every round starts them anew:
-of two control planes of the same code, one takes up to a tenth more CPU time than the other for as long as
-they live.
-
-A control plane of this code that exports traces runs beside them when a share of traces is given.
+The checkouts are compared by CPU time a request, which other programs on the machine disturb less than rates.
+Every round starts the servers anew, each alone on the machine: of two control planes of the same code, one
+takes up to a tenth more CPU time than the other for as long as they live. docs/benchmarks.md explains the
+figures.
 """
 
 import argparse

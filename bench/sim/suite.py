@@ -5,15 +5,7 @@
     python -m baton.bench.sim.suite --only advice --trace FILE      calibrates, then serves every candidate
     python -m baton.bench.sim.suite --only accuracy --times FILE    with a model of `baton calibrate`
 
-Accuracy: `baton serve` answers the load of each run, open loop, and the same load is rehearsed in the full
-mode. The time model was calibrated before, by other loads. Loads are shares of the layout's capacity, which
-`baton serve` has shown with requests that came all at once.
-
-Advice: `baton serve` answers three workloads with every layout that fits this machine, and `baton advise`
-chooses among the same layouts. A layout is better by what the advice optimises: it keeps the objectives, with
-fewer devices, with more headroom. Headroom is measured for the layouts of the fewest devices that keep them.
-
-Nothing else should run on the machine.
+docs/benchmarks.md explains the figures. Nothing else should run on the machine.
 """
 
 import time

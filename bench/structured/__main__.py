@@ -1,18 +1,10 @@
 """Structured output: masks, their cost in a batch, schemas with instances, sampled answers, hostile schemas.
 
-- Masks are timed with vocabularies of 32,000 and 128,000 tokens, made here by byte-level BPE from the sources
-  of Python's standard library. A token's time is that of its mask and of advancing the grammar, as processor
-  time of the thread. xgrammar does the same work beside it, where it is installed.
-- TPOT at batch 32: a Llama of 56 million parameters, with and without forms, in turns; the figure is the
-  median of the ratios of pairs.
-- Instances: each token of a valid instance must be allowed up to the end; no invalid instance may be. With
-  `--schemas FOLDER` these are the lines of FOLDER/schemas.jsonl, otherwise a few schemas of the suite's own.
-  A line is {"name", "schema", "tests": [{"valid", "data"}]}.
-- Sampled answers of `tiny` at temperature 1 are checked with jsonschema, and sampled again with drafts.
-- Hostile schemas go through the gateway's FormChecker beside ordinary forms of another tenant.
-- `--kills N` compares N answers of a cluster whose workers are killed with those of one engine.
-
     python -m baton.bench.structured [--schemas FOLDER] [--only PART ...] [--kills N]
+
+docs/benchmarks.md explains the figures. A line of FOLDER/schemas.jsonl is {"name", "schema", "tests":
+[{"valid", "data"}]}. `--kills N` compares N answers of a cluster whose workers are killed with those of one
+engine.
 """
 
 import asyncio

@@ -1,11 +1,10 @@
 """Isolation of tenants and behaviour under overload: the production router and queues on simulated workers.
 
-python -m baton.bench.tenants.suite [--trace FILE] [--quick] [--seed 0] [--output FOLDER]
-python -m baton.bench.tenants.suite --real [--seed 0] [--output FOLDER]    the same with real processes
+    python -m baton.bench.tenants.suite [--trace FILE] [--quick] [--seed 0] [--output FOLDER]
+    python -m baton.bench.tenants.suite --real [--seed 0] [--output FOLDER]    the same with real processes
 
-Four prefill and two decode workers of an 8B model, each on a GPU (sim/timed/fast.py). All times are those of
-the simulation, except those of queue operations, which this machine takes. Goodput is the number of requests
-a second that meet both objectives, TTFT and TPOT, from when their client sent them.
+Four prefill and two decode workers of an 8B model, each on a GPU (sim/timed/fast.py). All times are
+simulated, except those of queue operations. docs/benchmarks.md explains the figures.
 """
 
 import gc
