@@ -12,13 +12,13 @@ import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from statistics import fmean, median, pstdev
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.bench.engine.replica import LlamaShape, Replica, load_replica, request_of
+from baton.bench.engine.replica import LLAMA_56M, LlamaShape, Replica, load_replica, request_of
 from baton.bench.report import Plot, Report, Row, at_least, format_number, in_turns, option, percentile, suite
 from baton.request import Request, SamplingParams
 
@@ -29,13 +29,11 @@ MAX_OUTPUT_TOKENS: Final = 512
 
 # Large enough that reading the weights is most of a step, as on a GPU: a step of one row then costs
 # nearly what a step of sixteen does, and rows that are computed for nothing are not cheaper than others.
-SHAPE: Final = LlamaShape(
-    hidden_size=512,
+SHAPE: Final = replace(
+    LLAMA_56M,
     intermediate_size=1536,
     num_layers=4,
-    num_heads=8,
     num_kv_heads=2,
-    head_dim=64,
     vocab_size=1024,
     max_positions=PROMPT_TOKENS + MAX_OUTPUT_TOKENS,
 )

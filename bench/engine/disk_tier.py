@@ -13,6 +13,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
 from random import Random
@@ -22,7 +23,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from baton.bench.engine.replica import LlamaShape, load_replica, request_of
+from baton.bench.engine.replica import LLAMA_3M, load_replica, request_of
 from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
 from baton.engine.cache.disk_tier import DiskTier, HostPages, Loaded, open_store
 from baton.engine.engine import Engine
@@ -33,17 +34,7 @@ READ_BYTES: Final = 2**29
 PIECE_BYTES: Final = 4 * 2**20  # of a plain read
 LEAST_SHARE: Final = 0.8
 MOST_TTFT_SHARE: Final = 0.3
-# Some three million weights: a prompt of 4,096 tokens takes a CPU a second or two.
-SHAPE: Final = LlamaShape(
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=32,
-    vocab_size=1024,
-    max_positions=8192,
-)
+SHAPE: Final = replace(LLAMA_3M, max_positions=8192)
 PREFIX_TOKENS: Final = 4096
 QUESTION_TOKENS: Final = 32
 ANSWER_TOKENS: Final = 8

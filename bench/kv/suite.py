@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from enum import Enum
 from itertools import product
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Final
 
 import msgspec
 
-from baton.bench.engine.replica import LlamaShape, load_replica, request_of
+from baton.bench.engine.replica import LLAMA_56M, load_replica, request_of
 from baton.bench.kv.ends import (
     SHAPES,
     TRANSPORTS,
@@ -59,16 +60,8 @@ from baton.sim.timed.workload import TraceRequest, read_trace
 Progress = Callable[[str], None]
 CHUNK_TOKENS: Final = 512
 NUM_LAYER_GROUPS: Final = 4
-SHAPE: Final = LlamaShape(
-    hidden_size=512,
-    intermediate_size=1408,
-    num_layers=8,
-    num_heads=8,
-    num_kv_heads=8,  # the KV of a token and layer is that of an 8B model, 4 KiB
-    head_dim=128,
-    vocab_size=4096,
-    max_positions=8192 + 64,
-)
+# The KV of a token and layer is that of an 8B model, 4 KiB.
+SHAPE: Final = replace(LLAMA_56M, num_kv_heads=8, head_dim=128, vocab_size=4096, max_positions=8192 + 64)
 EXPOSED_BAR: Final = 3.0  # % of a prefill
 STREAMING_BAR: Final = 3.0  # times less exposed
 

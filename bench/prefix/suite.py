@@ -14,13 +14,14 @@ import tempfile
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.bench.engine.replica import LlamaShape
+from baton.bench.engine.replica import LLAMA_3M
 from baton.bench.report import Plot, Report, Row, at_least, at_most, option, ranked_shares, suite
 from baton.clock import SystemClock
 from baton.cluster.offline.llm import LLM
@@ -48,18 +49,8 @@ NUM_WORKERS: Final = 2  # of either role
 PAGE_SIZE: Final = 16
 STEP_TOKENS: Final = 128  # a worker reads its messages between two steps
 ROOM_TOKENS: Final = 40_000  # in each worker's pages
-# Some three million weights: a prompt takes a CPU long enough to be worth keeping, and a bench not too long.
-SHAPE: Final = LlamaShape(
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=32,
-    vocab_size=1024,
-    max_positions=4096,
-    initializer_range=0.2,
-)
+# A prompt takes a CPU long enough to be worth keeping, and a bench not too long.
+SHAPE: Final = replace(LLAMA_3M, max_positions=4096, initializer_range=0.2)
 KV_TOKEN_BYTES: Final = SHAPE.num_layers * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4
 DOCUMENT_TOKENS: Final = 1536
 QUESTION_TOKENS: Final = 24
