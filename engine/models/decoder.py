@@ -240,8 +240,8 @@ class Attention:
         config: ModelConfig,
         parameters: Parameters,
         *,
+        bias: bool = False,
         qkv_bias: bool = False,
-        out_bias: bool = False,
         qk_norm: Literal["head", "projection"] | None = None,
         norm_offset: float | None = None,
         window: int | None = None,
@@ -252,11 +252,12 @@ class Attention:
         fused: str | None = None,
         out_name: str = "o_proj",
     ) -> None:
-        """qk_norm: RMS norm of queries and keys, in each head or over all heads. norm_offset: see `RmsNorm`.
+        """bias: of all projections. qkv_bias: of all but `out`. norm_offset: see `RmsNorm`.
 
-        window: position p sees (p - window, p]. scale: of the scores, head_dim ** -0.5 by default. softcap:
-        as of `ragged_attention`, and so are the sinks, which `sinks` holds. rope: `config.rope` by default.
-        fused, out_name: names in the checkpoint, see `ColumnParallelLinear`.
+        qk_norm: RMS norm of queries and keys, in each head or over all heads. window: position p sees
+        (p - window, p]. scale: of the scores, head_dim ** -0.5 by default. softcap: as of `ragged_attention`,
+        and so are the sinks, which `sinks` holds. rope: `config.rope` by default. fused, out_name: names in
+        the checkpoint, see `ColumnParallelLinear`.
         """
         hidden, head_dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -273,7 +274,7 @@ class Attention:
             parameters,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             hidden,
-            bias=qkv_bias,
+            bias=bias or qkv_bias,
             fused=fused,
             num_shards={"k_proj": self.num_kv_shards, "v_proj": self.num_kv_shards},
             reorder=self._pair_up,
@@ -287,7 +288,7 @@ class Attention:
             self.query_norm = RmsNorm(parameters, "q_norm", sizes[0], eps, offset=norm_offset)
             self.key_norm = RmsNorm(parameters, "k_norm", sizes[1], eps, offset=norm_offset)
         self.sinks_H = parameters.shard("sinks", (config.num_heads,), 0).float() if has_sinks else None
-        self.out = RowParallelLinear(parameters, out_name, hidden, q_size, bias=out_bias)
+        self.out = RowParallelLinear(parameters, out_name, hidden, q_size, bias=bias)
 
     def attend(self, x_TE: Tensor, step: ModelInput, kv_pages: Tensor, cos_sin_MD: Tensor) -> Tensor:
         """Store the step's keys and values, then attend over all of them: [T, H * D], before `out`."""

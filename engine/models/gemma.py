@@ -28,8 +28,7 @@ class Gemma2(Decoder):
         attention = Attention(
             config,
             parameters.scope("self_attn"),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias=bias,
             qk_norm="head" if self.qk_norm else None,
             norm_offset=OFFSET,
             window=keys.count("sliding_window", 4096) if is_windowed else None,

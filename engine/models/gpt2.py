@@ -67,8 +67,7 @@ class Gpt2(Decoder):
         attention = Attention(
             config,
             parameters.transposed("attn"),
-            qkv_bias=True,
-            out_bias=True,
+            bias=True,
             scale=scale / (index + 1) if keys.flag("scale_attn_by_inverse_layer_idx") else scale,
             rope=NO_ROPE,
             fused="c_attn",

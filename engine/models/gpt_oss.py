@@ -34,8 +34,7 @@ class GptOss(Decoder):
         attention = Attention(
             config,
             parameters.scope("self_attn"),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias=bias,
             window=keys.count("sliding_window", 128) if is_windowed else None,
             has_sinks=True,
         )

@@ -18,8 +18,7 @@ class Granite(Decoder):
         attention = Attention(
             config,
             parameters.scope("self_attn"),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias=bias,
             scale=keys.positive("attention_multiplier", 1.0),
         )
         mlp = GatedMlp(config, parameters.scope("mlp"), bias=keys.flag("mlp_bias"))

@@ -13,6 +13,6 @@ class Llama(Decoder):
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
         bias = config.keys.flag("attention_bias")
-        attention = Attention(config, parameters.scope("self_attn"), qkv_bias=bias, out_bias=bias)
+        attention = Attention(config, parameters.scope("self_attn"), bias=bias)
         mlp = GatedMlp(config, parameters.scope("mlp"), bias=config.keys.flag("mlp_bias"))
         return DecoderLayer(config, parameters, attention, mlp)

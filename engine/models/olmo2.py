@@ -14,8 +14,7 @@ class Olmo2(Decoder):
         attention = Attention(
             config,
             parameters.scope("self_attn"),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias=bias,
             qk_norm="projection",
             norm_offset=0.0,
         )

@@ -51,8 +51,7 @@ class Qwen3(Decoder):
         attention = Attention(
             config,
             parameters.scope("self_attn"),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias=bias,
             qk_norm="head",
             window=layer_window(config, index),
         )
@@ -116,8 +115,7 @@ class Qwen3Moe(Decoder):
         attention = Attention(
             config,
             parameters.scope("self_attn"),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias=bias,
             qk_norm="head",
             window=keys.count("sliding_window") if has_window and "sliding_window" in keys else None,
         )
