@@ -143,32 +143,30 @@ class Refusing(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def test_prompts_use_the_listed_vocabulary_and_a_refusal_is_quoted(
+@pytest.mark.parametrize(
+    ("handler", "options", "message"),
+    [
+        # Prompts use the vocabulary that the server lists.
+        (Refusing, [], "answers nothing that counts: status 400 no: the largest is 8\n"),
+        # It knows no POST.
+        (BaseHTTPRequestHandler, ["--model", "m"], "baton answers nothing that counts: status 501"),
+    ],
+)
+def test_server_without_a_valid_answer_is_an_error_that_quotes_it(
+    handler: type[BaseHTTPRequestHandler],
+    options: list[str],
+    message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        status = main(["bench", "serve", "--target", f"http://127.0.0.1:{server.server_port}"])
+        url = f"http://127.0.0.1:{server.server_port}"
+        status = main(["bench", "serve", "--target", url, *options])
         server.shutdown()
         thread.join()
     assert status == 2
-    assert "answers nothing that counts: status 400 no: the largest is 8\n" in capsys.readouterr().err
-
-
-def test_server_without_a_valid_answer_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # it knows no POST
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    status = main(["bench", "serve", "--target", url, "--model", "m", "--output", str(tmp_path)])
-    server.shutdown()
-    thread.join()
-    server.server_close()
-    assert status == 2
-    assert "baton answers nothing that counts: status 501" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def a_run(ttft_s: float, num_ok: int = 3, failures: tuple[str, ...] = ()) -> Run:

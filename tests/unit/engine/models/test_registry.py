@@ -76,14 +76,12 @@ def test_absent_kv_heads_mean_one_for_every_head(tmp_path: Path) -> None:
     assert read_keys(tmp_path, keys | {"num_key_value_heads": None}).num_kv_heads == 4
 
 
-def test_generation_config_decides_the_end_tokens(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
-    assert read_keys(tmp_path, OLD_LLAMA).eos_token_ids == (3, 5)
-
-
-def test_null_end_tokens_of_the_generation_config_keep_those_of_the_model(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-    assert read_keys(tmp_path, OLD_LLAMA | {"eos_token_id": 7}).eos_token_ids == (7,)
+@pytest.mark.parametrize(("found", "expected"), [([3, 5], (3, 5)), (None, (7,))])
+def test_generation_config_decides_the_end_tokens_unless_they_are_null(
+    tmp_path: Path, found: list[int] | None, expected: tuple[int, ...]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": found}))
+    assert read_keys(tmp_path, OLD_LLAMA | {"eos_token_id": 7}).eos_token_ids == expected
 
 
 def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
