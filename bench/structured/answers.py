@@ -25,14 +25,13 @@ from baton.bench.faults.clients import Clients, Question
 from baton.bench.report import Report, Row, at_least, at_most
 from baton.bench.structured.masks import BATCH, Case
 from baton.cluster.model_directory import resolve_model
+from baton.cluster.offline.llm import LLM
 from baton.config.cluster import ServeConfig, WorkersConfig
-from baton.config.engine import CacheConfig, EngineSettings, engine_config
+from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
-from baton.engine.engine import load_engine
 from baton.errors import WorkerLost
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.request import FinishReason, Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, SamplingParams
 
 PROMPTS: Final = ("k1=fig k2=plum\nk1?", "copy(sun moon star)=", "7+5=", "close ([{ =")
 MAX_ANSWER_TOKENS: Final = 400
@@ -42,38 +41,22 @@ def sampled_answers(
     cases: Sequence[Case], num_answers: int, report: Report, speculative: Mapping[str, Any] | None = None
 ) -> list[tuple[Case, list[int], bool]]:
     """Return answers of `tiny` at temperature 1: the schema, the tokens, whether max_tokens cut it."""
-    directory = resolve_model("tiny")
-    tokenizer = Tokenizer.find(directory)
-    assert tokenizer is not None
-    prompts = [TokenIds.of(tokenizer.encode(prompt)) for prompt in PROMPTS]
-    settings = {"model": str(directory), "device": "cpu", "cache": {"kv_cache_memory_bytes": 2**26}}
-    engine = load_engine(engine_config({**settings, "speculative": speculative}))
-    answers = [(cases[number % len(cases)], list[int](), [False]) for number in range(num_answers)]
-    waiting, num_ended = iter(range(num_answers)), 0
-    try:
-        while num_ended < num_answers:
-            while engine.scheduler.num_running + engine.scheduler.num_waiting < BATCH:
-                if (number := next(waiting, None)) is None:
-                    break
-                sampling = SamplingParams(
-                    max_tokens=MAX_ANSWER_TOKENS,
-                    temperature=1.0,
-                    seed=number,
-                    structured_outputs=answers[number][0].form,
-                )
-                prompt = prompts[number // len(cases) % len(prompts)]
-                engine.add(Request(request_id=str(number), token_ids=prompt, sampling=sampling))
-            for output in engine.step():
-                _, tokens, is_cut = answers[int(output.request_id)]
-                if output.token_id is not None:
-                    tokens.append(output.token_id)
-                if output.finish_reason is not None:
-                    num_ended += 1
-                    is_cut[0] = output.finish_reason is FinishReason.LENGTH
-            report.tell(f"answers{' with drafts' if speculative else ''}", num_ended / num_answers)
-    finally:
-        engine.close()
-    return [(case, tokens, is_cut[0]) for case, tokens, is_cut in answers]
+    report.tell(f"answers{' with drafts' if speculative else ''}")
+    asked = [cases[number % len(cases)] for number in range(num_answers)]
+    sampling = [
+        SamplingParams(
+            max_tokens=MAX_ANSWER_TOKENS, temperature=1.0, seed=number, structured_outputs=case.form
+        )
+        for number, case in enumerate(asked)
+    ]
+    prompts = [PROMPTS[number // len(cases) % len(PROMPTS)] for number in range(num_answers)]
+    cache, steps = {"kv_cache_memory_bytes": 2**26}, {"max_num_seqs": BATCH}
+    with LLM(MODEL, device="cpu", cache=cache, scheduler=steps, speculative=speculative) as llm:
+        answers = [completion.outputs[0] for completion in llm.generate(prompts, sampling)]
+    return [
+        (case, list(answer.token_ids), answer.finish_reason is FinishReason.LENGTH)
+        for case, answer in zip(asked, answers, strict=True)
+    ]
 
 
 def error_of(case: Case, text: str) -> str | None:
