@@ -68,7 +68,6 @@ FIGURES: Final = {
     "ttft_p90_ms": ("TTFT p90", "ms", 15.0),
 }
 PARTS: Final = ("speed", "accuracy", "advice")
-ADVICE_LOAD: Final = 0.4  # share of the capacity of the best candidate
 ADVICE_S: Final = 15.0  # of each load that a candidate serves
 ADVICE_REQUESTS_PER_S: Final = 400  # more than workers of this machine answer
 LEAST_WITHIN: Final = 80.0  # percent of the truths within their intervals
@@ -293,7 +292,7 @@ def asked_advice(options: Namespace, config: ServeConfig, times: TimeModel, repo
     layouts = [Layout.parse(name) for name in ADVICE_LAYOUTS]
     number = round(ADVICE_REQUESTS_PER_S * ADVICE_S)
     workloads = [
-        workload_of(name, requests, layouts, times, ADVICE_LOAD, ADVICE_S)
+        workload_of(name, requests, layouts, times, options.advice_load, ADVICE_S)
         for name, requests in workloads_of(options.trace, number, seed=1).items()
     ]
     return uvloop.run(advice_rows(workloads, layouts, times, config, report.tell))
@@ -309,6 +308,7 @@ def asked_advice(options: Namespace, config: ServeConfig, times: TimeModel, repo
     option("--seconds", 60.0, "of each served load"),
     option("--calibrate-seconds", 110.0, "without --times"),
     option("--trace", [], action="append", type=Path, metavar="FILE", help="that advice is asked for"),
+    option("--advice-load", 0.4, "share of the capacity of the best candidate"),
 )
 def measure(options: Namespace, report: Report) -> None:
     """Measure speed, then accuracy, then advice."""
