@@ -123,6 +123,11 @@ def set_num_threads(count: int) -> None:
         loaded.baton_set_num_threads(count)
 
 
+def lower_num_threads(count: int) -> None:
+    """Limit torch to `count` threads if it has more. The C kernels, which are not loaded yet, will follow."""
+    torch.set_num_threads(min(count, torch.get_num_threads()))
+
+
 def _keep_freed_memory() -> None:
     """Have glibc keep a step's temporaries for the next step: faulting them in anew took 6 % of a step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -33,6 +33,10 @@ def hang_on_request(folder: Path) -> None:
     worker_process.HostedWorker.serve = serve_until_it_hangs  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
+def main() -> int:
     hang_on_request(Path(sys.argv[1]))
-    sys.exit(process.main())
+    return process.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

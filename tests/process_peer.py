@@ -48,7 +48,7 @@ def say(what: ProcessMessage) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
+def main() -> int:
     given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
     config = msgspec.json.decode(given.config)
     stop = threading.Event()
@@ -90,7 +90,8 @@ def main() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say(ProcessStarted(Address("127.0.0.1", int.from_bytes(given.generations[0].id[:2]))))
     stop.wait()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

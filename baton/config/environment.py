@@ -92,6 +92,22 @@ def environment_of_child(
     return threads | dict(os.environ) | seen | mps_variables(mps_priority)
 
 
+def environment_of_template(num_threads: int) -> dict[str, str]:
+    """Return the environment of a process that forks children with that many threads at the most.
+
+    OpenBLAS would start threads when it is loaded.
+    """
+    return environment_of_child(num_threads=num_threads) | {"OPENBLAS_NUM_THREADS": "1"}
+
+
+def replace_environment(variables: dict[str, str]) -> set[str]:
+    """Replace the environment of the present process; return the names of the variables that differ."""
+    changed = {name for name, _ in variables.items() ^ os.environ.items()}
+    os.environ.clear()
+    os.environ.update(variables)
+    return changed
+
+
 def mps_variables(priority: int | None) -> dict[str, str]:
     """Return the variables of a process that may be a client of CUDA's MPS; they do nothing without MPS.
 

@@ -1,11 +1,14 @@
-"""The local runtime: each process is a subprocess of this machine and ends with the present process."""
+"""The local runtime: processes of this machine, which end with the present process.
+
+Routers, gateways and a cluster's only worker are subprocesses. Several workers are forked from a template.
+"""
 
 import asyncio
 import logging
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -27,8 +30,10 @@ from baton.cluster.runtimes.base import (
     kill_tree,
     share_out_threads,
 )
+from baton.cluster.template import ForkedProcess, Template
 from baton.config.environment import environment_of_child, visible_gpus
 from baton.errors import DRAINED, ConfigError
+from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys
 
@@ -40,9 +45,9 @@ _LINES: Final[msgspec.json.Decoder[ProcessMessage]] = msgspec.json.Decoder(Proce
 
 
 class LocalProcess:
-    """A ManagedProcess that is a subprocess."""
+    """A ManagedProcess that is a child of the present process."""
 
-    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, spec: ProcessSpec, process: Process | ForkedProcess) -> None:
         self.name = spec.name
         self._kind = spec.kind
         self._process = process
@@ -54,7 +59,7 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """The id of the subprocess."""
+        """The id of the process."""
         return self._process.pid
 
     async def ready(self) -> Address:
@@ -118,16 +123,21 @@ class LocalProcess:
 
 
 class LocalRuntime:
-    """A Runtime of subprocesses on this machine."""
+    """A Runtime of processes on this machine."""
 
     def __init__(self, keys: ClusterKeys, *, command: Sequence[str] = COMMAND) -> None:
-        """command: starts a process that reads an Assignment from stdin, as cluster/process.py does."""
+        """command: starts a process that reads an Assignment from stdin, as cluster/process.py does.
+
+        Only workers of a command `python -m MODULE ...` are forked from a template.
+        """
         self.host = self.worker_host = LOOPBACK
         self.num_gpus = 0
         self.head_away_s = 0.0
         self._gpus: Sequence[str] = ()
         self._keys = keys
         self._command = command
+        self._template = Template(command[2:], limit=MAX_REPORT_BYTES)
+        self._forks_workers = False
         self._alive: set[LocalProcess] = set()
         self._watches: set[asyncio.Task[None]] = set()
         self._num_threads: dict[str, int] = {}  # by the name of a process that computes
@@ -157,24 +167,24 @@ class LocalRuntime:
                     raise ConfigError(f"{spec.name}: all {self.num_gpus} GPUs of this machine are in use")
                 gpus_of[spec.name] = least_used
         self._gpus_of = gpus_of
+        num_workers = sum(spec.kind is Kind.WORKER for spec in specs)
+        self._forks_workers = num_workers > 1 and tuple(self._command[:2]) == COMMAND[:2]
         self._num_threads = share_out_threads(specs, len(os.sched_getaffinity(0)))
 
     def release(self, name: str) -> None:
         self._gpus_of.pop(name, None)
 
     async def spawn(self, spec: ProcessSpec) -> LocalProcess:
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=MAX_REPORT_BYTES,
-            process_group=0,  # Ctrl-C in the terminal reaches the parent alone, which drains the others
-            env=environment_of_child(
-                num_threads=self._num_threads.get(spec.name, 1),
-                gpus=self._gpus_of.get(spec.name),
-                mps_priority=spec.mps_priority,
-            ),
+        environment = environment_of_child(
+            num_threads=self._num_threads.get(spec.name, 1),
+            gpus=self._gpus_of.get(spec.name),
+            mps_priority=spec.mps_priority,
         )
+        process: Process | ForkedProcess | None = None
+        if spec.kind is Kind.WORKER and self._forks_workers:
+            process = await self._fork(environment)
+        if process is None:
+            process = await self._start(environment)
         assert process.stdin is not None
         process.stdin.write(assignment(spec, self._keys) + b"\n")  # and never closed: see cluster/process.py
         local = LocalProcess(spec, process)
@@ -183,6 +193,25 @@ class LocalRuntime:
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
         return local
+
+    async def _fork(self, environment: dict[str, str]) -> ForkedProcess | None:
+        """Fork a worker from the template; None: the template fails."""
+        try:
+            return await self._template.fork(environment)
+        except OSError as error:
+            logger.warning("workers start as subprocesses, because their template fails: %s", error)
+            self._forks_workers = False
+            return None
+
+    async def _start(self, environment: dict[str, str]) -> Process:
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=MAX_REPORT_BYTES,
+            process_group=0,  # Ctrl-C in the terminal reaches the parent alone, which drains the others
+            env=environment,
+        )
 
     def use_keys(self, keys: Keys) -> None:
         self._keys = keys
@@ -195,6 +224,7 @@ class LocalRuntime:
             process.kill()
         await asyncio.gather(*(process.watch() for process in alive))
         await asyncio.gather(*self._watches)
+        await self._template.close()
 
     async def _forget_ended(self, process: LocalProcess) -> None:
         await process.watch()

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+import psutil
 import pytest
 from _pytest.mark import ParameterSet
 
@@ -155,6 +156,12 @@ class Running:
         assert [answer.token_ids for answer in self.answers] == golden
 
 
+def template_pid() -> int:
+    """Return the id of the process from which this process's cluster forks workers."""
+    (found,) = (each for each in psutil.Process().children() if each.cmdline()[:1] == ["baton template"])
+    return found.pid
+
+
 def num_replays(cluster: ProcessCluster) -> int:
     counters = cluster.frontend.counters
     return sum(number for name, number in counters.items() if name.startswith("replays"))
@@ -192,6 +199,17 @@ def test_killed_decode_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, n
     running.check()
     assert running.longest_gap_s <= NEXT_TOKEN_S
     cluster.wait_until_whole()
+
+
+def test_killed_template_harms_no_worker_and_later_ones_start(cluster: ProcessCluster, llm: LLM) -> None:
+    running, before = Running(cluster, llm, 250, max_tokens=60), num_replays(cluster)
+    running.wait_for_tokens(2)
+    os.kill(template_pid(), signal.SIGKILL)
+    running.check()
+    assert num_replays(cluster) == before
+    cluster.kill("prefill-0")
+    cluster.wait_until_whole()
+    assert is_alive(template_pid())
 
 
 def test_killed_router_interrupts_no_stream_and_loses_no_request(cluster: ProcessCluster, llm: LLM) -> None:

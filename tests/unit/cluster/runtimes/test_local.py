@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 import msgspec
+import psutil
 import pytest
 
 from baton.cluster.runtimes.base import Loading, ProcessFailed, share_out, share_out_threads
@@ -233,3 +234,59 @@ async def test_an_interrupt_in_the_terminal_is_for_the_parent_alone() -> None:
         process = await runtime.spawn(spec("serves"))
         await process.ready()
         assert os.getpgid(process.pid) != os.getpgid(0)
+
+
+MODULE: Final = (sys.executable, "-m", "tests.process_peer")
+
+
+def templates() -> list[int]:
+    """Return the ids of the templates that the present process has started."""
+    children = psutil.Process().children()
+    return [each.pid for each in children if each.cmdline()[:1] == ["baton template"]]
+
+
+@on_loop
+async def test_several_workers_are_forked_from_a_template() -> None:
+    runtime = LocalRuntime(KEY, command=MODULE)
+    specs = [spec("serves"), spec("crashes"), spec("drains")]
+    try:
+        await runtime.place(specs)
+        serves, crashes, drains = [await runtime.spawn(each) for each in specs]
+        assert len(templates()) == 1
+        assert await serves.ready() == Address("127.0.0.1", KEY_AS_PORT)
+        with pytest.raises(WorkerLost, match="crashes: it ended by SIGKILL before it served"):
+            await crashes.ready()
+        assert await drains.watch() == ""
+        serves.stop()
+        assert await serves.watch() == ""
+    finally:
+        await runtime.close()
+    assert not templates()
+
+
+@on_loop
+async def test_the_only_worker_is_a_subprocess() -> None:
+    runtime = LocalRuntime(KEY, command=MODULE)
+    try:
+        await runtime.place([spec("serves")])
+        await (await runtime.spawn(spec("serves"))).ready()
+        assert not templates()
+    finally:
+        await runtime.close()
+
+
+@on_loop
+async def test_workers_are_subprocesses_when_the_template_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = {"PYTHONHOME": "/nowhere"}
+    monkeypatch.setattr("baton.cluster.template.environment_of_template", lambda num_threads: broken)
+    runtime = LocalRuntime(KEY, command=MODULE)
+    try:
+        specs = [spec("serves"), spec("lives")]
+        await runtime.place(specs)
+        for process in [await runtime.spawn(each) for each in specs]:
+            await process.ready()
+    finally:
+        await runtime.close()
+    assert caplog.text.count("their template fails: it ended before it was ready") == 1

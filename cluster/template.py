@@ -1,0 +1,244 @@
+"""The template of this machine's workers: a process that has imported their code and forks each of them.
+
+To import torch and the engine takes seconds of a core and 160 MB in each process that does it. A fork takes
+milliseconds, and forked processes share that memory.
+
+1. The runtime starts the template. Its stdin is one end of a pair of sockets.
+2. The template imports the code of workers and sends READY. It has one thread and leaves the GPU alone.
+3. For each worker the runtime sends two descriptors, the worker's stdin and stdout. The template forks a
+   child, which forks the worker and ends. The runtime adopts the orphan: it waits for the worker as for a
+   subprocess, and workers outlive the template.
+4. The worker takes its environment from the first line of its stdin, and runs the program of a subprocess.
+5. The template ends at the end of its stdin, which is the end of the runtime.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+from asyncio import StreamReader, StreamReaderProtocol, WriteTransport
+from asyncio.subprocess import Process
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Final, NoReturn
+
+import msgspec
+from setproctitle import setproctitle
+
+from baton.config.environment import environment_of_template, replace_environment
+from baton.errors import ORPHANED
+from baton.rpc.process import frozen_imports
+
+READY: Final = b"r"
+FORK: Final = b"f"
+MAX_PID_CHARS: Final = 16
+FORK_TIMEOUT_S: Final = 10.0
+SET_CHILD_SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER
+STDIN: Final = 0
+STDOUT: Final = 1
+THREADS: Final = "OMP_NUM_THREADS"
+
+
+# In the process of the runtime.
+
+
+class ForkedProcess:
+    """A child of the present process that a template has forked; used as an asyncio.subprocess.Process."""
+
+    def __init__(self, pid: int, stdin: WriteTransport, stdout: StreamReader) -> None:
+        self.pid = pid
+        self.stdin, self.stdout = stdin, stdout
+        self.returncode: int | None = None  # -N: signal N ended the process
+        self._has_ended = asyncio.Event()
+        pidfd = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(pidfd, self._end, pidfd)
+
+    async def wait(self) -> int:
+        """Wait for the end of the process; return `returncode`."""
+        await self._has_ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Send SIGTERM to a process that has no `returncode` yet."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def _end(self, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.stdin.close()
+        self._has_ended.set()
+
+
+class Template:
+    """The runtime's end of a template. `fork` starts the template, and starts it again after its death."""
+
+    def __init__(self, program: Sequence[str], *, limit: int) -> None:
+        """program: a module and its arguments, see `main`. limit: bytes of a line of a worker's stdout."""
+        self._command = (sys.executable, "-m", "baton.cluster.template", *program)
+        self._limit = limit
+        self._process: Process | None = None
+        self._socket: socket.socket | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    async def fork(self, environment: Mapping[str, str]) -> ForkedProcess:
+        """Start a worker with this environment. Raises OSError when the template cannot start, or hangs."""
+        async with self._one_at_a_time:
+            try:
+                if self._socket is not None:
+                    with suppress(ConnectionError):  # the template was killed
+                        return await self._fork(self._socket, environment)
+                return await self._fork(await self._start(), environment)
+            except BaseException:
+                await self.close()
+                raise
+
+    async def close(self) -> None:
+        """End the template; workers run on."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    async def _start(self) -> socket.socket:
+        await self.close()
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        environment = environment_of_template(len(os.sched_getaffinity(0)))
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=theirs.fileno(), process_group=0, env=environment
+            )
+        if not await asyncio.get_running_loop().sock_recv(self._socket, len(READY)):
+            raise ConnectionError("it ended before it was ready")
+        return self._socket
+
+    async def _fork(self, template: socket.socket, environment: Mapping[str, str]) -> ForkedProcess:
+        loop, lines = asyncio.get_running_loop(), StreamReader(self._limit)
+        (stdin, into), (out, stdout) = os.pipe(), os.pipe()
+        try:
+            writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(into, "wb", 0))
+            protocol = StreamReaderProtocol(lines)
+            reader, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(out, "rb", 0))
+            try:
+                process = ForkedProcess(await self._pid_of_fork(template, stdin, stdout), writer, lines)
+            except BaseException:
+                writer.abort()  # a worker that was forked after all ends when its stdin does
+                reader.close()
+                raise
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        variables = [(os.fsencode(name), os.fsencode(value)) for name, value in environment.items()]
+        writer.write(msgspec.json.encode(variables) + b"\n")
+        return process
+
+    async def _pid_of_fork(self, template: socket.socket, stdin: int, stdout: int) -> int:
+        with _adopting_orphans():
+            socket.send_fds(template, [FORK], [stdin, stdout])
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                answer = await asyncio.get_running_loop().sock_recv(template, MAX_PID_CHARS)
+        if not answer:
+            raise ConnectionError("it has ended")
+        pid = int(answer)
+        os.waitid(
+            os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        )  # ChildProcessError: it was not adopted
+        return pid
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Make the present process the parent of each descendant that loses its parent; Linux only."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+# In the template and in workers.
+
+
+def main() -> NoReturn:
+    """Run the template: `python -m baton.cluster.template MODULE ARGUMENT ...`.
+
+    Each worker runs `main` of the module, which returns the worker's exit status.
+    """
+    setproctitle("baton template")
+    name = sys.argv[1]
+    with frozen_imports():
+        import_module("baton.cluster.worker_process")
+        module = import_module(name)
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("a process with several threads must not fork: locks of other threads stay locked")
+    with socket.socket(fileno=STDIN) as runtime:
+        runtime.sendall(READY)
+        _fork_on_request(runtime)
+    sys.argv = sys.argv[1:]
+    status = module.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # to free every object takes a second of a core, most of it to copy shared memory
+
+
+def _fork_on_request(runtime: socket.socket) -> None:
+    """Fork a worker for each request until the runtime ends; return in each worker."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(runtime, len(FORK), 2)
+        if not request:
+            os._exit(0)
+        pid = _fork_orphan()
+        if not pid:
+            runtime.detach()
+            _become_subprocess(*descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        runtime.sendall(str(pid).encode())
+
+
+def _fork_orphan() -> int:
+    """Fork a process whose parent has ended. Return its id, and 0 in that process."""
+    reader, writer = os.pipe()
+    with open(reader, "rb") as told, open(writer, "wb", 0) as tell:
+        if child := os.fork():
+            tell.close()
+            os.waitpid(child, 0)
+            return int(told.read())
+        if pid := os.fork():
+            tell.write(str(pid).encode())
+            os._exit(0)
+        return 0
+
+
+def _become_subprocess(stdin: int, stdout: int) -> None:
+    """Give the present process what it would have as a subprocess of the runtime."""
+    setproctitle("baton worker")
+    os.setpgid(0, 0)
+    for given, wanted in ((stdin, STDIN), (stdout, STDOUT)):
+        os.dup2(given, wanted)
+        os.close(given)
+    with open(STDIN, "rb", 0, closefd=False) as lines:  # unbuffered: the other lines are for the program
+        line = lines.readline()
+    if not line:
+        os._exit(ORPHANED)
+    variables = msgspec.json.decode(line, type=list[tuple[bytes, bytes]])
+    environment = {os.fsdecode(name): os.fsdecode(value) for name, value in variables}
+    if THREADS in replace_environment(environment):  # torch has read that of the template
+        from baton.kernels.native import lower_num_threads
+
+        lower_num_threads(int(environment[THREADS]))
+
+
+if __name__ == "__main__":
+    main()

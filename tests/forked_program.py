@@ -1,0 +1,53 @@
+"""A program for tests of cluster/template.py. It prints its Facts, reads a status and ends with it."""
+
+import os
+import random
+import signal
+import sys
+
+import msgspec
+import torch
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process inherits or is given."""
+
+    pid: int
+    parent: int
+    group: int
+    descriptors: list[int]
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    handlers: dict[str, str]
+    num_threads: int
+    uses_gpu: bool
+    random: float
+
+
+def facts() -> Facts:
+    folder = os.open("/proc/self/fd", os.O_RDONLY)
+    descriptors = sorted(map(int, os.listdir(folder)))
+    os.close(folder)
+    return Facts(
+        pid=os.getpid(),
+        parent=os.getppid(),
+        group=os.getpgid(0),
+        descriptors=[each for each in descriptors if each != folder],
+        arguments=sys.argv[1:],
+        environment={name: ascii(value) for name, value in os.environ.items()},
+        folder=os.getcwd(),
+        handlers={each.name: str(signal.getsignal(each)) for each in signal.Signals},
+        num_threads=torch.get_num_threads(),
+        uses_gpu=torch.cuda.is_initialized(),
+        random=random.random(),
+    )
+
+
+def main() -> int:
+    print(msgspec.json.encode(facts()).decode(), flush=True)
+    return int(sys.stdin.readline())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

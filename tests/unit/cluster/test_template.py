@@ -1,0 +1,125 @@
+"""Workers that a template forks differ from subprocesses in nothing that they could notice."""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+import psutil
+import pytest
+
+from baton.cluster.template import ForkedProcess, Template
+from baton.config.environment import environment_of_child
+from tests.forked_program import Facts
+
+PROGRAM: Final = ("tests.forked_program", "an argument")
+CHILD: Final = environment_of_child(num_threads=1, gpus=("7",), mps_priority=1)
+ENVIRONMENT: Final = CHILD | {"OMP_NUM_THREADS": "1", "NO_TEXT": "\udcff\n"}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def template(runner: asyncio.Runner) -> Iterator[Template]:
+    template = Template(PROGRAM, limit=2**20)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the template has a thread for each core
+        yield template
+    runner.run(template.close())
+    assert templates() == []
+
+
+def templates() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [each for each in children if each.cmdline()[:1] == ["baton template"]]
+
+
+async def facts_of(process: Process | ForkedProcess) -> Facts:
+    assert process.stdout is not None
+    return msgspec.json.decode(await process.stdout.readline(), type=Facts)
+
+
+async def end(process: Process | ForkedProcess, status: int = 0) -> int:
+    """Have the process end with this status; return the status that the runtime sees."""
+    assert process.stdin is not None
+    process.stdin.write(f"{status}\n".encode())
+    return await process.wait()
+
+
+def test_forked_process_is_what_a_subprocess_is(runner: asyncio.Runner, template: Template) -> None:
+    async def both() -> tuple[Facts, Facts]:
+        forked = await template.fork(ENVIRONMENT)
+        subprocess = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", *PROGRAM), stdin=PIPE, stdout=PIPE, process_group=0, env=ENVIRONMENT
+        )
+        facts = await facts_of(forked), await facts_of(subprocess)
+        assert facts[0].pid == forked.pid
+        assert await end(forked) == await end(subprocess) == 0
+        return facts
+
+    facts, expected = runner.run(both())
+    assert expected.parent == os.getpid() and expected.group == expected.pid
+    own = {"pid": facts.pid, "group": facts.pid, "random": facts.random}
+    assert facts == msgspec.structs.replace(expected, **own)
+
+
+def test_end_of_a_forked_process_is_reported_as_that_of_a_subprocess(
+    runner: asyncio.Runner, template: Template
+) -> None:
+    async def statuses() -> list[int]:
+        first, second, third, fourth = [await template.fork(ENVIRONMENT) for _ in range(4)]
+        os.kill(second.pid, signal.SIGKILL)
+        third.terminate()
+        fourth.stdin.close()  # no other process has this end of the pipe
+        return [await end(first, 5), await second.wait(), await third.wait(), await fourth.wait()]
+
+    assert runner.run(statuses()) == [5, -signal.SIGKILL, -signal.SIGTERM, 1]
+
+
+def test_forked_processes_draw_different_random_numbers(runner: asyncio.Runner, template: Template) -> None:
+    async def drawn() -> list[float]:
+        processes = [await template.fork(ENVIRONMENT) for _ in range(2)]
+        numbers = [(await facts_of(each)).random for each in processes]
+        for each in processes:
+            await end(each)
+        return numbers
+
+    assert len(set(runner.run(drawn()))) == 2
+
+
+def test_killed_template_is_started_again_and_its_processes_live_on(
+    runner: asyncio.Runner, template: Template
+) -> None:
+    async def after_kill() -> None:
+        before = await template.fork(ENVIRONMENT)
+        (killed,) = templates()
+        killed.kill()
+        after = await template.fork(ENVIRONMENT)
+        assert templates() not in ([], [killed])
+        assert (await facts_of(before)).parent == (await facts_of(after)).parent == os.getpid()
+        assert [await end(before, 6), await end(after, 7)] == [6, 7]
+
+    runner.run(after_kill())
+
+
+def test_template_that_hangs_is_killed(
+    runner: asyncio.Runner, template: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def while_it_hangs() -> None:
+        await end(await template.fork(ENVIRONMENT))
+        (hanging,) = templates()
+        hanging.suspend()
+        monkeypatch.setattr("baton.cluster.template.FORK_TIMEOUT_S", 0.1)
+        with pytest.raises(TimeoutError):
+            await template.fork(ENVIRONMENT)
+        assert not hanging.is_running()
+
+    runner.run(while_it_hangs())
