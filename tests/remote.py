@@ -21,6 +21,7 @@ CONTEXT.set_forkserver_preload(
         "tests.endpoint_host",
         "tests.transfer_ends",
         "tests.tensor_parallel_peer",
+        "tests.forked_ranks",
     ]
 )
 END_S: Final = 20.0

@@ -6,7 +6,14 @@ import torch
 
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
+from tests.forked_ranks import forked_ranks
 from tests.parity.models import CASES, EVEN_EXPERTS, MODEL, save_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_are_forked() -> Iterator[None]:
+    with forked_ranks():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from baton.token_ids import TokenIds
 from tests.disturbed_requests import Answers, answers
 from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, token_ids, write_config
 
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 STEPS = {"max_num_batched_tokens": 24}
 CACHE = {"host_cache_memory_bytes": 2**16, "kv_cache_memory_bytes": 2**17}
 
