@@ -21,8 +21,9 @@ import sys
 from asyncio import StreamReader, StreamReaderProtocol, WriteTransport
 from asyncio.subprocess import Process
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
+from io import FileIO
 from typing import Final, NoReturn
 
 import msgspec
@@ -35,6 +36,7 @@ from baton.rpc.process import frozen_imports
 READY: Final = b"r"
 FORK: Final = b"f"
 MAX_PID_CHARS: Final = 16
+START_TIMEOUT_S: Final = 120.0  # importing torch takes a minute from a cold disk on a busy machine
 FORK_TIMEOUT_S: Final = 10.0
 SET_CHILD_SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER
 STDIN: Final = 0
@@ -117,26 +119,26 @@ class Template:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=theirs.fileno(), process_group=0, env=environment
             )
-        if not await asyncio.get_running_loop().sock_recv(self._socket, len(READY)):
+        async with asyncio.timeout(START_TIMEOUT_S):
+            answer = await asyncio.get_running_loop().sock_recv(self._socket, len(READY))
+        if not answer:
             raise ConnectionError("it ended before it was ready")
         return self._socket
 
     async def _fork(self, template: socket.socket, environment: Mapping[str, str]) -> ForkedProcess:
         loop, lines = asyncio.get_running_loop(), StreamReader(self._limit)
-        (stdin, into), (out, stdout) = os.pipe(), os.pipe()
-        try:
-            writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(into, "wb", 0))
-            protocol = StreamReaderProtocol(lines)
-            reader, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(out, "rb", 0))
-            try:
-                process = ForkedProcess(await self._pid_of_fork(template, stdin, stdout), writer, lines)
-            except BaseException:
-                writer.abort()  # a worker that was forked after all ends when its stdin does
-                reader.close()
-                raise
-        finally:
-            os.close(stdin)
-            os.close(stdout)
+        with ExitStack() as failing:
+            stdin, into = _open_pipe(failing)
+            out, stdout = _open_pipe(failing)
+            writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, into)
+            failing.callback(writer.abort)  # a worker that was forked after all ends when its stdin does
+            reader, _ = await loop.connect_read_pipe(lambda: StreamReaderProtocol(lines), out)
+            failing.callback(reader.close)
+            pid = await self._pid_of_fork(template, stdin.fileno(), stdout.fileno())
+            process = ForkedProcess(pid, writer, lines)
+            failing.pop_all()
+        stdin.close()
+        stdout.close()
         variables = [(os.fsencode(name), os.fsencode(value)) for name, value in environment.items()]
         writer.write(msgspec.json.encode(variables) + b"\n")
         return process
@@ -149,10 +151,15 @@ class Template:
         if not answer:
             raise ConnectionError("it has ended")
         pid = int(answer)
-        os.waitid(
-            os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
-        )  # ChildProcessError: it was not adopted
+        # Raises ChildProcessError when the worker was not adopted.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return pid
+
+
+def _open_pipe(ends: ExitStack) -> tuple[FileIO, FileIO]:
+    """Return the read end and the write end of a pipe, which `ends` closes."""
+    reader, writer = os.pipe()
+    return ends.enter_context(FileIO(reader)), ends.enter_context(FileIO(writer, "w"))
 
 
 @contextmanager
