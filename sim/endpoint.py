@@ -132,7 +132,8 @@ class Pieces:
             self._later(lambda: self._fail(piece, "broken"))
         else:
             move = self._check if is_direct else self._read
-            self._later(lambda: move(source, target, piece), self._network.moves_s(piece.num_tokens))
+            moves_s = self._network.moves_s(piece.num_tokens, self.num_going)
+            self._later(lambda: move(source, target, piece), moves_s)
 
     def stop(self, transfer: bytes, on_stopped: Call) -> None:
         """Neither read nor write for a transfer any more; its target refuses pieces that are under way.

@@ -341,8 +341,11 @@ class Network:
         """Draw the time between a writer's check and its write: a thread may be held up there."""
         return random.choice(NAPS_S) + self.delay_s()
 
-    def moves_s(self, num_tokens: int) -> float:
-        """Return how long the pages of so many tokens take, beside the delay of a body."""
+    def moves_s(self, num_tokens: int, num_going: int) -> float:
+        """Return how long the pages of so many tokens take, beside the delay of a body.
+
+        num_going: pieces of their source that are under way, this one included.
+        """
         return 0.0
 
     def deliver(self, end: End, call: Callable[[], None], not_before_s: float) -> None:

@@ -130,6 +130,7 @@ class FastWorker:
         self.busy_s = 0.0
         self.bit = 0  # at the light router
         self.attempts: dict[AttemptKey, None] = {}  # dispatched here and not ended
+        self._num_sending = 0  # hand-offs under way
         self._budget = budget
         self._share = FairShare()
         self._jobs: list[tuple[float, int, PromptJob]] = []  # by the tenants' virtual clocks
@@ -394,6 +395,7 @@ class FastWorker:
                 return
 
     def _pages_left(self, job: PromptJob) -> None:
+        self._num_sending -= 1
         if not self.is_stepping:
             self._hand_over(job)
         else:
@@ -416,7 +418,7 @@ class FastWorker:
         is_remote = job.decode != self.worker.id
         exposed_s = 0.0
         if is_remote:
-            exposed_s = self.times.handoff_s(round(job.num_last * cluster.scale))
+            exposed_s = self._handoff_s(job)
         self._keep(request)
         self._report(job, exposed_s, is_remote)
         cluster.first_token(job)
@@ -429,8 +431,12 @@ class FastWorker:
 
     def _send(self, job: PromptJob) -> None:
         """Have the last pages of a computed prompt leave."""
-        exposed_s = self.times.handoff_s(round(job.num_last * self.cluster.scale))
+        exposed_s = self._handoff_s(job)
+        self._num_sending += 1
         self.cluster.at(self.cluster.events.now_s + exposed_s, partial(self._pages_left, job))
+
+    def _handoff_s(self, job: PromptJob) -> float:
+        return self.times.handoff_s(round(job.num_last * self.cluster.scale), self._num_sending + 1)
 
     def _keep(self, request: Request) -> None:
         """Keep the request's pages and tell the router."""

@@ -60,9 +60,9 @@ class SteadyNetwork(Network):
         """See Network."""
         return 0.0
 
-    def moves_s(self, num_tokens: int) -> float:
+    def moves_s(self, num_tokens: int, num_going: int) -> float:
         """See Network."""
-        return self._times.handoff_s(num_tokens)
+        return self._times.handoff_s(num_tokens, num_going)
 
 
 class TimedContext(SimContext):

@@ -83,8 +83,11 @@ class WorkTimes(Protocol):
         """Seconds of a transfer, with so many under way."""
         ...
 
-    def handoff_s(self, num_tokens: int) -> float:
-        """Seconds until a sequence can go on elsewhere, once a last chunk of so many tokens is computed."""
+    def handoff_s(self, num_tokens: int, num_streams: int = 1) -> float:
+        """Seconds until a sequence can go on elsewhere, once a last chunk of so many tokens is computed.
+
+        num_streams: hand-offs of the worker that are under way, this one included.
+        """
         ...
 
 
@@ -125,7 +128,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         """See WorkTimes."""
         return self.transfer_base_s + num_bytes * num_streams / self.transfer_bytes_per_s
 
-    def handoff_s(self, num_tokens: int) -> float:
+    def handoff_s(self, num_tokens: int, num_streams: int = 1) -> float:
         """See WorkTimes."""
         return self.exposed_s
 
@@ -382,9 +385,10 @@ class FittedTimes:
         self.validity.count("bytes of a transfer", num_bytes, transfer.most_bytes, seconds)
         return seconds
 
-    def handoff_s(self, num_tokens: int) -> float:
+    def handoff_s(self, num_tokens: int, num_streams: int = 1) -> float:
         """See WorkTimes."""
-        return self._scale * self._handoff_s + self.transfer_s(num_tokens * self.kv_token_bytes)
+        num_bytes = num_tokens * self.kv_token_bytes
+        return self._scale * self._handoff_s + self.transfer_s(num_bytes, num_streams)
 
 
 # Fits.

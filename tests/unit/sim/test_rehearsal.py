@@ -7,7 +7,7 @@ import pytest
 
 from baton.bench.sim.suite import usual_times
 from baton.errors import ConfigError
-from baton.sim.rehearsal import Layout, Mode, Rehearsal, RehearsalSettings, rehearse
+from baton.sim.rehearsal import Layout, Mode, Rehearsal, RehearsalSettings, rehearse, rehearse_each
 from baton.sim.timed.workload import Lengths, TraceRequest, synthetic
 from baton.tenants import Sla
 
@@ -49,6 +49,17 @@ def test_same_arguments_give_the_same_figures() -> None:
 def test_shared_prompts_are_computed_once() -> None:
     alone, shared = rehearsed("1M", "fast"), rehearsed("1M", "fast", shared=0.9)
     assert shared.figures["ttft_p50_ms"].value < 0.6 * alone.figures["ttft_p50_ms"].value
+
+
+def test_handoffs_at_once_take_longer() -> None:
+    def longest_ms(multiple: float) -> float:
+        transfer = msgspec.structs.replace(TIMES.transfer, fixed_s=1.0, streams=(1.0, multiple))
+        times = msgspec.structs.replace(TIMES, transfer=transfer)
+        settings = RehearsalSettings(mode="full", has_intervals=False, policy="round-robin")
+        trace = [TraceRequest(arrival_s=0.1 * at, input_tokens=64, output_tokens=8) for at in range(2)]
+        return float(rehearse_each(trace, Layout.parse("1P1D"), times, settings).e2el_ms.max())
+
+    assert longest_ms(3.0) - longest_ms(1.0) == pytest.approx(2000, rel=0.05)
 
 
 def test_overload_makes_requests_wait_and_loses_none() -> None:

@@ -1,6 +1,10 @@
 """A rehearsal: its parts. The benches of the router and of tenants test whole rehearsals."""
 
-from baton.sim.timed.fleet import PageStore
+import pytest
+
+from baton.config.router import RouterConfig
+from baton.sim.timed.fast import FastCluster
+from baton.sim.timed.fleet import ClientCall, Fleet, PageStore
 from baton.sim.timed.times import Machine
 
 
@@ -26,3 +30,23 @@ def test_long_contexts_take_longer_than_their_tokens() -> None:
     machine = Machine()
     assert machine.compute_s(20_000, 20_000) > 2 * machine.compute_s(10_000, 10_000)
     assert machine.compute_s(1000, 20_000) > machine.compute_s(1000, 1000)
+
+
+class SharedLink(Machine):
+    """A hand-off takes a second, and as many times as long as there are others under way."""
+
+    def handoff_s(self, num_tokens: int, num_streams: int = 1) -> float:
+        return float(num_streams)
+
+
+def test_handoffs_at_once_take_longer() -> None:
+    cluster = FastCluster(
+        RouterConfig(policy="round-robin"),
+        Fleet(num_prefill=1, num_decode=1, decode_keeps=True),
+        SharedLink(),
+    )
+    calls = [ClientCall(at_s=1 + 0.1 * at, token_ids=(at,) * 64, num_answered=8) for at in range(2)]
+    calls.append(ClientCall(at_s=9.0, token_ids=(9,) * 64, num_answered=8))
+    outcomes = cluster.run(iter(calls))
+    taken_s = [each.joined_s - each.first_token_s for each in outcomes]
+    assert taken_s == pytest.approx([1.0, 2.0, 1.0], abs=0.1)
