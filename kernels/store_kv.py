@@ -24,7 +24,7 @@ from baton.kernels.triton.kernel import jit, kernel, runs_triton, tl, triton
 
 SCALE_BYTES: Final = 2
 LARGEST_CODE: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-_ROW_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as `enum row_format` in csrc/kv_rows.h
+ROW_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as `enum row_format` in csrc/kv_rows.h
 
 
 def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
@@ -150,7 +150,7 @@ def rope_and_store(
 
 
 @jit
-def _store_rows(
+def store_rows(
     row_ptr_K1: tl.tensor,
     first_KD: tl.tensor,  # the first halves of the heads, in their own dtype
     second_KD: tl.tensor,
@@ -170,7 +170,7 @@ def _store_rows(
         largest_K1 = tl.max(tl.maximum(first_bits_KD, second_bits_KD), axis=1, keep_dims=True)
         is_finite_K1 = largest_K1 < 0x7F800000
         quotient_K1 = tl.div_rn(largest_K1.to(tl.float32, bitcast=True), 127.0 if IS_INT8 else 448.0)
-        scale_bits_K1 = (quotient_K1.to(tl.int32, bitcast=True) + 0xFFFF) >> 16  # bf16, rounded up
+        scale_bits_K1 = (quotient_K1.to(tl.int32, bitcast=True) + 0x8000) >> 16  # bf16
         scale_K1 = (scale_bits_K1 << 16).to(tl.float32, bitcast=True)
         divisor_K1 = tl.where(scale_K1 > 0, scale_K1, float("inf"))
         first_KD = tl.div_rn(tl.where(is_finite_K1, first_KD, 0.0), divisor_K1)
@@ -248,12 +248,12 @@ def rope_and_store_kernel(
     first_KD, second_KD = rotated(key_ptr_KD, inside_KD, cos_D, sin_D, half)
     slot_ptr = kv_ptr + (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_slot
     row_ptr_K1 = slot_ptr + head_K * kv_stride_head
-    _store_rows(row_ptr_K1, first_KD, second_KD, dim_D, inside_K1, inside_KD, half, ROW_FORMAT)
+    store_rows(row_ptr_K1, first_KD, second_KD, dim_D, inside_K1, inside_KD, half, ROW_FORMAT)
     value_ptr_KD = value_ptr + token * value_stride_token + head_K * value_stride_head + dim_D[None, :]
     first_KD = tl.load(value_ptr_KD, mask=inside_KD, other=0.0)
     second_KD = tl.load(value_ptr_KD + half, mask=inside_KD, other=0.0)
     row_ptr_K1 += kv_stride_value
-    _store_rows(row_ptr_K1, first_KD, second_KD, dim_D, inside_K1, inside_KD, half, ROW_FORMAT)
+    store_rows(row_ptr_K1, first_KD, second_KD, dim_D, inside_K1, inside_KD, half, ROW_FORMAT)
 
 
 def rope_and_store_triton(
@@ -300,7 +300,7 @@ def rope_and_store_triton(
 
 def as_stored(kv_pages: Tensor) -> Tensor:
     """The pages as Triton reads them: codes of either format are int8."""
-    return kv_pages.view(torch.int8) if kv_pages.dtype in _ROW_FORMATS else kv_pages
+    return kv_pages.view(torch.int8) if kv_pages.dtype in ROW_FORMATS else kv_pages
 
 
 def _check(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
@@ -339,12 +339,12 @@ def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slo
 def encode_rows(heads: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., D] -> [..., D + SCALE_BYTES] uint8: codes of `dtype`, then their scale.
 
-    The largest element gets the largest code: the scale is rounded up. A row with an element that is not
-    finite decodes to NaN.
+    The largest element gets the largest code. So rows that were decoded have the same codes again, and the
+    same scale. A row with an element that is not finite decodes to NaN.
     """
     heads = heads.float()
     bits = (heads.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[dtype]).view(torch.int32)
-    scale = ((bits + 0xFFFF) >> 16 << 16).view(torch.float32)
+    scale = ((bits + 0x8000) >> 16 << 16).view(torch.float32)
     scale = scale.where(heads.isfinite().all(dim=-1, keepdim=True), torch.nan)
     codes = (heads / scale).where(scale > 0, 0)
     codes = (codes.round() if dtype == torch.int8 else codes).to(dtype)
@@ -363,11 +363,11 @@ def row_format(kv_pages: Tensor, dtype: torch.dtype, head_dim: int) -> int:
 
     ValueError for pages of other heads.
     """
-    width = head_dim + SCALE_BYTES if kv_pages.dtype in _ROW_FORMATS else head_dim
-    if kv_pages.shape[-1] != width or kv_pages.dtype not in (dtype, *_ROW_FORMATS):
+    width = head_dim + SCALE_BYTES if kv_pages.dtype in ROW_FORMATS else head_dim
+    if kv_pages.shape[-1] != width or kv_pages.dtype not in (dtype, *ROW_FORMATS):
         found = f"{kv_pages.dtype} {tuple(kv_pages.shape)}"
         raise ValueError(f"kv_pages {found} do not take heads of {dtype} and {head_dim} elements")
-    return _ROW_FORMATS.get(kv_pages.dtype, 0)
+    return ROW_FORMATS.get(kv_pages.dtype, 0)
 
 
 def _rows_are_whole(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor) -> bool:

@@ -18,7 +18,7 @@ INLINE int64_t row_bytes_of(int64_t head_dim, int is_bf16, enum row_format forma
     return format == PLAIN_ROWS ? head_dim * (is_bf16 ? 2 : 4) : head_dim + SCALE_BYTES;
 }
 
-// Rounded to nearest even; |values| are at most 448, give or take an ulp.
+// Rounded to nearest even; |values| are below 464.
 INLINE i32s to_fp8(f32s values) {
     i32s sign = (i32s)values >> 24 & 128, bits = (i32s)values & 0x7fffffff;
     i32s normal = (bits + 0x7ffff + (bits >> 20 & 1) - (120 << 23)) >> 20;
@@ -48,8 +48,8 @@ INLINE f32s row_lanes(const char *x, int64_t d, int64_t head_dim, int is_bf16) {
     return lanes;
 }
 
-// The largest element gets the largest code: the scale is rounded up. A row with an element that is not finite
-// decodes to NaN.
+// The largest element gets the largest code. So rows that were decoded have the same codes again, and the same
+// scale. A row with an element that is not finite decodes to NaN.
 INLINE bf16 scale_of(const char *x, int64_t head_dim, int is_bf16, enum row_format format) {
     i32s largest = {0};
     for (int64_t d = 0; d < head_dim; d += LANES) {
@@ -64,7 +64,7 @@ INLINE bf16 scale_of(const char *x, int64_t head_dim, int is_bf16, enum row_form
     memcpy(&scale, &most, sizeof scale);
     scale /= format == INT8_ROWS ? 127.0f : 448.0f;
     memcpy(&most, &scale, sizeof most);
-    return (bf16)((most + 0xffff) >> 16);
+    return (bf16)((most + 0x8000) >> 16);
 }
 
 INLINE void encode_row(const char *x, int64_t head_dim, int is_bf16, enum row_format format, char *row) {

@@ -17,7 +17,7 @@ def fp8_as_half(codes: tl.tensor) -> tl.tensor:
 
 @jit
 def float_to_fp8(values: tl.tensor) -> tl.tensor:
-    """The E4M3 codes, int8, of fp32 values of at most 448 give or take an ulp, rounded to nearest even."""
+    """The E4M3 codes, int8, of fp32 values below 464, rounded to nearest even."""
     bits = values.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 128
     bits = bits & 0x7FFFFFFF
@@ -29,6 +29,6 @@ def float_to_fp8(values: tl.tensor) -> tl.tensor:
 
 @jit
 def scaled_to_int8(values: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    """values * factor, at most 127 and fp32, rounded to nearest even: int8."""
+    """values * factor, below 127.5 and fp32, rounded to nearest even: int8."""
     shifted = tl.fma(values, factor, 12582912.0)  # 1.5 * 2^23 rounds to the nearest integer, once
     return (shifted.to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
