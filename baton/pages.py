@@ -76,7 +76,8 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     A row is the key, or the value, of one token and head: `head_dim` elements of `dtype`, the model's. With
     the `cache_dtype` int8 or fp8 (E4M3) a row is as many codes of one byte, and their scale. So the bytes of
-    a page depend on its tokens alone, not on the steps that have written them.
+    a page depend on its tokens alone, not on the steps that have written them. With such a `transfer_dtype`
+    only transfers turn rows into codes: pages that have come from another worker are rounded.
 
     `num_kv_heads` counts the heads of the whole model. A page is one contiguous run of bytes on every rank;
     heads come before tokens, so that the slice of a page for another tp_size is contiguous too.
@@ -89,6 +90,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     head_dim: int
     dtype: str
     cache_dtype: str = "auto"  # as `dtype`
+    transfer_dtype: str = "auto"  # as the pages
     # The number of layers in each pipeline stage; empty: one stage has all layers. Rank r is in stage
     # r // tp_size.
     stage_layers: tuple[int, ...] = ()
@@ -105,6 +107,12 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
         if self.cache_dtype not in CACHE_DTYPES:
             raise ConfigError(f"cache_dtype must be one of {CACHE_DTYPES}, got {self.cache_dtype!r}")
+        if self.transfer_dtype not in CACHE_DTYPES:
+            raise ConfigError(f"transfer_dtype must be one of {CACHE_DTYPES}, got {self.transfer_dtype!r}")
+        if self.transfer_dtype != "auto" and self.cache_dtype != "auto":
+            raise ConfigError(
+                f"transfer_dtype must be auto for pages of {self.cache_dtype}, got {self.transfer_dtype!r}"
+            )
         if self.stage_layers and (min(self.stage_layers) < 1 or sum(self.stage_layers) != self.num_layers):
             raise ConfigError(
                 f"stage_layers must be 1 or more for each stage and {self.num_layers} in all, "
@@ -142,8 +150,10 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def kv_dtype(self) -> str:
         """Name of how a page stores keys and values of `dtype`. Equal tokens have equal pages only where it
-        is equal.
+        is equal, and no more than nearly equal ones where transfers round them.
         """
+        if self.transfer_dtype != "auto":
+            return f"{self.dtype} sent as {self.transfer_dtype}"
         return self.dtype if self.cache_dtype == "auto" else f"{self.dtype} as {self.cache_dtype}"
 
     @property
@@ -155,6 +165,11 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def row_bytes(self) -> int:
         """Bytes of one token's key, or value, of one head and layer."""
         return self.row_elements * DTYPE_BYTES.get(self.element_type, 1)
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Bytes of a row in a transfer."""
+        return self.row_bytes if self.transfer_dtype == "auto" else self.head_dim + SCALE_BYTES
 
     @property
     def heads_per_rank(self) -> int:

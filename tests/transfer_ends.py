@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.clock import Clock
 from baton.errors import TransferFailed
+from baton.kernels.store_kv import decode_rows, encode_rows
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import Offsets, Pages, TransferPlan, plan_transfer
 from baton.kvtransfer.transports.base import (
@@ -28,7 +29,7 @@ from baton.kvtransfer.transports.base import (
     Sender,
     TransportListener,
 )
-from baton.kvtransfer.transports.pages import PagePacking, SharedPool
+from baton.kvtransfer.transports.pages import PagePacking, SharedPool, coded_rows
 from baton.kvtransfer.transports.rank_pair import (
     GlooChannel,
     PairGroup,
@@ -369,9 +370,10 @@ def peer_rank(name: str, address: str, layout: PageLayout, rank: int = 0) -> Pee
 
 
 def source_pages(page_bytes: int, num_pages: int) -> Tensor:
-    """The same in every process."""
+    """The same in every process; finite numbers in every dtype."""
     generator = torch.Generator().manual_seed(num_pages)
-    return torch.randint(0, 256, (num_pages, page_bytes), dtype=torch.uint8, generator=generator)
+    content = torch.randint(0, 256, (num_pages, page_bytes), dtype=torch.uint8, generator=generator)
+    return content & 0xBF
 
 
 def grant_of(
@@ -417,7 +419,16 @@ def write(grant: Grant, source: Tensor, destination: Tensor, first: int, stop: i
     runs = runs_of(grant.plan, first, stop, grant.source_pages, grant.pages)
     flat, target = source.view(-1), destination.view(-1)
     for begin, end in zip(runs.source_offset_N.tolist(), runs.destination_offset_N.tolist(), strict=True):
-        target[end : end + runs.run_bytes] = flat[begin : begin + runs.run_bytes]
+        target[end : end + runs.run_bytes] = as_received(grant.plan, flat[begin : begin + runs.run_bytes])
+
+
+def as_received(plan: TransferPlan, rows: Tensor) -> Tensor:
+    """The bytes that arrive in the place of these bytes of whole rows."""
+    if plan.sent_codes is None:
+        return rows
+    head_dim, dtype, codes = coded_rows(plan.sent_codes)
+    coded = encode_rows(rows.clone().view(dtype).view(-1, head_dim), codes).view(codes)
+    return decode_rows(coded, dtype).view(-1).view(torch.uint8)
 
 
 def digest(pages: Tensor) -> str:

@@ -157,13 +157,14 @@ class WorkerPair:
         transport: str = "auto",
         num_host_pages: int = 0,
         decode_disk: Path | None = None,
+        kv_transfer_dtype: str = "auto",
         **settings: Any,
     ) -> None:
         """The pairs of numbers are of the prefill and of the decode worker. decode_disk: of its disk tier."""
         self.post = Post()
         self.said: dict[str, list[AnyMessage]] = {ROUTER.id: [], GATEWAY.id: []}
         caches = [
-            {"cache": _cache(size, count, num_host_pages)}
+            {"cache": _cache(size, count, num_host_pages) | {"kv_transfer_dtype": kv_transfer_dtype}}
             for size, count in zip(page_sizes, num_pages, strict=True)
         ]
         if decode_disk is not None:

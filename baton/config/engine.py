@@ -50,6 +50,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # How pages store keys and values. auto: in the model's dtype. fp8 (E4M3), int8: in one byte, with a
     # scale for each token and head.
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    # How transfers between workers carry pages. auto: as they are. fp8, int8: in one byte, with a scale for
+    # each token and head. The receiver's pages are then rounded, and tokens may differ. Equal on all workers.
+    kv_transfer_dtype: Literal["auto", "fp8", "int8"] = "auto"
     # Bytes for KV pages; None: what gpu_memory_utilization leaves.
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
     # Share of the device that weights, activations and KV pages may take.
@@ -65,6 +68,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"cache.page_size: expected a power of two, got {self.page_size}")
+        if self.kv_transfer_dtype != "auto" and self.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"cache.kv_transfer_dtype: pages of {self.kv_cache_dtype} (cache.kv_cache_dtype) are sent as "
+                f"they are: expected auto, got {self.kv_transfer_dtype}"
+            )
         if self.kv_disk_path is not None and not (
             self.host_cache_memory_bytes != 0 and self.enable_prefix_caching
         ):

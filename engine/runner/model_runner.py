@@ -260,6 +260,7 @@ class ModelRunner:
             head_dim=model_config.head_dim,
             dtype=self.dtype,
             cache_dtype=config.cache.kv_cache_dtype,
+            transfer_dtype=config.cache.kv_transfer_dtype,
             stage_layers=split_layers(model_config, self.pp.size) if self.pp.size > 1 else (),
         )
         self.layers = self.layout.layers_of(rank.index)  # on this rank

@@ -13,11 +13,14 @@ same order.
     page_size                a unit of one head's keys             4 KiB
 
 Offsets are counted from the start of a rank's pool, in int64: pools pass 2^31 bytes. Suffix N: runs.
+
+A run is a sequence of rows (baton/pages.py). Where the layouts have a `transfer_dtype`, the wire carries each
+row as codes and their scale. A row has a scale of its own, so runs may be cut in any way.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
@@ -32,7 +35,7 @@ Pages: TypeAlias = Sequence[int] | NDArray[np.int64]  # page ids of one side, in
 
 MAX_DEFAULT_GROUPS: Final = 4
 MIN_GROUP_BYTES: Final = 256 << 10  # of one page; smaller groups cost more than the overlap saves
-MUST_AGREE: Final = ("num_layers", "num_kv_heads", "head_dim", "dtype", "cache_dtype")
+MUST_AGREE: Final = ("num_layers", "num_kv_heads", "head_dim", "dtype", "cache_dtype", "transfer_dtype")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +81,14 @@ class TransferSide:
         return offsets
 
 
+class SentCodes(NamedTuple):
+    """The codes by which a transfer sends rows: `head_dim` elements of `dtype` as codes of type `codes`."""
+
+    head_dim: int
+    dtype: str
+    codes: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
     """The placement of all bytes that one source rank sends to one destination rank, for any pages.
@@ -89,10 +100,21 @@ class TransferPlan:
 
     unit_tokens: int
     unit_bytes: int  # moved for each unit
-    run_bytes: int
+    run_bytes: int  # in the pages of either side
     row_bytes: int
     source: TransferSide = field(repr=False)
     destination: TransferSide = field(repr=False)
+    sent_run_bytes: int  # moved for each run
+    sent_codes: SentCodes | None = None  # None: pages are sent as they are
+
+    def as_stored(self) -> "TransferPlan":
+        """Return the plan that moves the bytes of pages as they are."""
+        if self.sent_codes is None:
+            return self
+        num_runs = len(self.source.run_offset_R)
+        return replace(
+            self, unit_bytes=num_runs * self.run_bytes, sent_run_bytes=self.run_bytes, sent_codes=None
+        )
 
     def num_units(self, num_tokens: int) -> int:
         """Return the number of units that hold `num_tokens` tokens. A partly filled last unit moves whole."""
@@ -143,13 +165,19 @@ def plan_transfer(
             (destination, destination_rank, theirs),
         )
     ]
-    unit_bytes = unit_tokens * source.row_bytes * 2 * num_layers * len(shared)
+    num_rows = unit_tokens * 2 * num_layers * len(shared)  # of a unit
     num_runs = len(sides[0].run_offset_R)
-    run_bytes = unit_bytes // num_runs if num_runs else 0
+    rows_per_run = num_rows // num_runs if num_runs else 0
+    run_bytes = rows_per_run * source.row_bytes
+    sent_codes = None
+    if source.transfer_dtype != "auto":
+        sent_codes = SentCodes(source.head_dim, source.dtype, source.transfer_dtype)
     return TransferPlan(
         unit_tokens=unit_tokens,
-        unit_bytes=unit_bytes,
+        unit_bytes=num_rows * source.sent_row_bytes,
         run_bytes=run_bytes,
+        sent_run_bytes=rows_per_run * source.sent_row_bytes,
+        sent_codes=sent_codes,
         row_bytes=_common_divisor(run_bytes, sides),
         source=sides[0],
         destination=sides[1],

@@ -13,6 +13,9 @@ second wrong guess ends the transfer. This is the construction of Wegman and Car
 a universal hash; that XXH3 is one is unproved. Keyed BLAKE2b would be proof and takes thirty times as long:
 more than a link of 1 GB/s. A peer that holds the cluster key is trusted.
 
+Where a transfer sends codes, both ends hash the rows that the codes stand for: the source turns its rows into
+codes and back, the destination reads its pages. So the digests cover what was sent and its decoding.
+
 A GPU's pages are hashed by the CPU too, from host memory to which they are copied chunk by chunk, so a GPU
 and a CPU agree by construction. That costs a pass over the bus, 20 ms a GiB at 50 GB/s, and the hash, as long
 again and more on one core; for pages that stream, only the last piece's cost is not hidden.
@@ -26,13 +29,15 @@ from hashlib import blake2b
 from typing import Final, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 import xxhash
 from numpy.typing import NDArray
 
+from baton.kernels.pages import decode_runs
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES, NO_DIGESTS
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transports.base import LocalRank
-from baton.kvtransfer.transports.pages import StagedParts
+from baton.kvtransfer.transports.pages import StagedParts, coded_rows
 
 CHUNK_BYTES: Final = 16 * 2**20  # hashed in a millisecond, the longest wait for the staging memory
 
@@ -50,16 +55,26 @@ class UnitDigests:
 
     def __init__(self, rank: LocalRank) -> None:
         self._memory = rank.memory
-        self._lock = threading.Lock()  # of the host memory to which a GPU's pages are copied
+        self._lock = threading.Lock()  # of the host memory to which a GPU's pages, and codes, are copied
+        self._parts = StagedParts(rank.packing())
         if self._memory is None:
-            self._parts = StagedParts(rank.packing())
             self._parts.room(CHUNK_BYTES)  # allocated now: later the pool may leave no memory
 
     def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
-        """As `digest_units`. The units must not be written meanwhile."""
+        """As `digest_units`, of the pages as they are. The units must not be written meanwhile."""
+        stored = plan.as_stored()
         if self._memory is not None or not len(offset_N):
             content = memoryview(b"") if self._memory is None else self._memory.view()
-            return digest_units(content, offset_N, plan.run_bytes, num_units, seed)
+            return digest_units(content, offset_N, stored.run_bytes, num_units, seed)
+        return self._take_chunks(stored, offset_N, num_units, seed)
+
+    def take_sent(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
+        """As `take`, of the pages at the destination. offset_N: of the source's runs."""
+        if plan.sent_codes is None or not len(offset_N):
+            return self.take(plan, offset_N, num_units, seed)
+        return self._take_chunks(plan, offset_N, num_units, seed)
+
+    def _take_chunks(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int) -> bytes:
         offset_UR = offset_N.reshape(num_units, -1)
         units_per_chunk = max(1, CHUNK_BYTES // plan.unit_bytes)
         chunks = range(0, num_units, units_per_chunk)
@@ -68,10 +83,15 @@ class UnitDigests:
         )
 
     def _take_chunk(self, plan: TransferPlan, offset_UR: Offsets, seed: int) -> bytes:
-        unit_offset_U = np.arange(len(offset_UR), dtype=np.int64) * plan.unit_bytes
+        unit_bytes = plan.as_stored().unit_bytes
+        unit_offset_U = np.arange(len(offset_UR), dtype=np.int64) * unit_bytes
         with self._lock:
-            content = self._parts.fetch(plan, offset_UR.reshape(-1)).numpy().data
-            return digest_units(content, unit_offset_U, plan.unit_bytes, len(offset_UR), seed)
+            fetched = self._parts.fetch(plan, offset_UR.reshape(-1))
+            if plan.sent_codes is not None:
+                codes, fetched = fetched, torch.empty(len(offset_UR) * unit_bytes, dtype=torch.uint8)
+                run_offset_N = np.arange(offset_UR.size, dtype=np.int64) * plan.run_bytes
+                decode_runs(codes, coded_rows(plan.sent_codes), fetched, run_offset_N, plan.run_bytes)
+            return digest_units(fetched.numpy().data, unit_offset_U, unit_bytes, len(offset_UR), seed)
 
 
 class ShardDigests:
@@ -89,9 +109,23 @@ class ShardDigests:
 
     def take(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:
         """Return the masked digests of units [first, stop). offset_N: the offsets of their runs."""
+        return self._masked(self._units.take, plan, offset_N, first, stop)
+
+    def take_sent(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:
+        """As `take`, of the destination's pages. offset_N: the offsets of the source's runs."""
+        return self._masked(self._units.take_sent, plan, offset_N, first, stop)
+
+    def _masked(
+        self,
+        take: Callable[[TransferPlan, Offsets, int, int], bytes],
+        plan: TransferPlan,
+        offset_N: Offsets,
+        first: int,
+        stop: int,
+    ) -> bytes:
         if not self.are_taken:
             return bytes((stop - first) * DIGEST_BYTES)
-        digests = self._units.take(plan, offset_N, stop - first, self._seed)
+        digests = take(plan, offset_N, stop - first, self._seed)
         return (_words(digests) ^ _words(self._mask(first, stop))).tobytes()
 
     def _mask(self, first: int, stop: int) -> bytes:

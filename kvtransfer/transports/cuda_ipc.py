@@ -21,7 +21,7 @@ from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transports.base import LocalRank
 from baton.kvtransfer.transports.listener import decode_greeting
-from baton.kvtransfer.transports.pages import DevicePages
+from baton.kvtransfer.transports.pages import DevicePages, unpack_rows
 from baton.kvtransfer.transports.shm import DirectListener, DirectSender
 from baton.messages.bounds import schema_hash
 
@@ -147,6 +147,14 @@ class CudaIpcSender(DirectSender):
             raise ValueError(f"the destination's pool has {len(self._pages)} pages")
         with torch.cuda.stream(packing.streams[0]):
             packing.wait_for_writers()
+            if plan.sent_codes is not None:  # no wire, but the pages must not depend on the transport
+                staging = torch.empty(
+                    len(source_offset_N) * plan.sent_run_bytes, dtype=torch.uint8, device=self._pages.device
+                )
+                packing.pack(plan, source_offset_N, staging)
+                unpack_rows(plan, staging, self._pages.view(-1), packing.rows(plan, destination_offset_N))
+                packing.finish()
+                return
             copy_pages(
                 packing.content.view(-1, row_bytes),
                 packing.rows(plan, source_offset_N),

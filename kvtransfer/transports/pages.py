@@ -24,9 +24,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.errors import ConfigError, TransferFailed
-from baton.kernels.native import huge_zeros
-from baton.kernels.pages import copy_pages, copy_runs
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+from baton.kernels.native import TORCH_DTYPES, huge_zeros
+from baton.kernels.pages import (
+    CodedRows,
+    copy_pages,
+    copy_runs,
+    decode_pages,
+    decode_runs,
+    encode_pages,
+    encode_runs,
+)
+from baton.kvtransfer.protocol.transfer_plan import Offsets, SentCodes, TransferPlan
 
 REVOKED: Final = 0  # no page that was ever handed out has generation 0
 _WORD_BYTES: Final = 4
@@ -183,6 +191,9 @@ def _address(mapped: mmap.mmap) -> int:
 # On a GPU the copies run on streams of the packing's own, the lanes. Each lane waits for the work that
 # pushers have enqueued on theirs, and the model's stream never waits for a lane. Copies of one lane are done
 # in order, those of different lanes side by side. Suffix N: runs.
+#
+# Where the plan sends codes, packing turns rows into codes, and unpacking turns them back: staging memory and
+# the wire have codes, pages have rows.
 
 NO_SLEEP_S: Final = 2e-4  # `poll` does not sleep for so long: a sleep takes 70 us at least
 SHORTEST_SLEEP_S: Final = 2e-5  # afterwards each sleep is twice as long, up to
@@ -204,7 +215,9 @@ class PagePacking(Protocol):
         """Let later packs see the pages that the caller's thread, or its current stream, has written."""
 
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
-        """Copy the pool's runs into staging, one after the other; done after `finish` of the lane."""
+        """Put what the plan sends of the pool's runs into staging, one run after the other; done after
+        `finish` of the lane.
+        """
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None: ...
 
@@ -249,11 +262,19 @@ class HostPages:
         """A CPU's writes are visible at once."""
 
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
+        if plan.sent_codes is not None:
+            packed = staging[: len(offset_N) * plan.sent_run_bytes]
+            encode_runs(self._memory, offset_N, plan.run_bytes, coded_rows(plan.sent_codes), packed)
+            return
         packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
         # The packed bytes are sent at once: they stay in the cache.
         copy_runs(self._memory, staging, offset_N, packed_N, plan.run_bytes, keep_in_cache=True)
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
+        if plan.sent_codes is not None:
+            packed = staging[: len(offset_N) * plan.sent_run_bytes]
+            decode_runs(packed, coded_rows(plan.sent_codes), self._memory, offset_N, plan.run_bytes)
+            return
         packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
         copy_runs(staging, self._memory, packed_N, offset_N, plan.run_bytes)
 
@@ -289,17 +310,19 @@ class DevicePages:
         self._written.append(torch.cuda.current_stream(self.pool.device).record_event())
 
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
-        row_bytes = plan.row_bytes
+        row_bytes, codes = plan.row_bytes, plan.sent_codes
         with torch.cuda.stream(self.streams[lane]):
             self.wait_for_writers()
             rows = self.rows(plan, offset_N)
-            copy_pages(self.content.view(-1, row_bytes), rows, staging.view(-1, row_bytes), None)
+            if codes is None:
+                copy_pages(self.content.view(-1, row_bytes), rows, staging.view(-1, row_bytes), None)
+            else:
+                pages, packed = _as_rows(self.content, staging, row_bytes, coded_rows(codes))
+                encode_pages(pages, rows, packed, TORCH_DTYPES[codes.codes])
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
-        row_bytes = plan.row_bytes
         with torch.cuda.stream(self.streams[lane]):
-            rows = self.rows(plan, offset_N)
-            copy_pages(staging.view(-1, row_bytes), None, self.content.view(-1, row_bytes), rows)
+            unpack_rows(plan, staging, self.content, self.rows(plan, offset_N))
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         with torch.cuda.stream(self.streams[0]):
@@ -331,6 +354,31 @@ class DevicePages:
         return rows.pin_memory().to(self.pool.device, non_blocking=True)
 
 
+def unpack_rows(plan: TransferPlan, staging: Tensor, content: Tensor, rows: Tensor) -> None:
+    """Put what staging holds into rows of `plan.row_bytes` bytes of a pool on the same GPU.
+
+    content: the pool, uint8 [bytes]. rows: as of `DevicePages.rows`.
+    """
+    row_bytes, codes = plan.row_bytes, plan.sent_codes
+    if codes is None:
+        copy_pages(staging.view(-1, row_bytes), None, content.view(-1, row_bytes), rows)
+    else:
+        pages, packed = _as_rows(content, staging, row_bytes, coded_rows(codes))
+        decode_pages(packed, TORCH_DTYPES[codes.codes], pages, rows)
+
+
+def coded_rows(codes: SentCodes) -> CodedRows:
+    """The same codes, as the kernels name them."""
+    return CodedRows(codes.head_dim, TORCH_DTYPES[codes.dtype], TORCH_DTYPES[codes.codes])
+
+
+def _as_rows(content: Tensor, staging: Tensor, row_bytes: int, rows: CodedRows) -> tuple[Tensor, Tensor]:
+    """A pool and staging memory, as `encode_pages` takes them."""
+    num_rows = row_bytes // rows.plain_bytes
+    pages = content.view(rows.dtype).view(-1, num_rows, rows.head_dim)
+    return pages, staging.view(-1, num_rows, rows.coded_bytes)
+
+
 def poll(has_ended: Callable[[], bool], timeout_s: float) -> bool:
     """Ask until the answer is True, first without sleeping; False after the timeout."""
     begun_s, sleep_s = time.monotonic(), SHORTEST_SLEEP_S
@@ -347,11 +395,11 @@ def poll(has_ended: Callable[[], bool], timeout_s: float) -> bool:
 
 
 class StagedParts:
-    """A GPU's pages in host memory, for sockets and digests: one part at a time, for one thread.
+    """Pages as they are sent, in host memory, for sockets and digests: one part at a time, for one thread.
 
-    A part is gathered into staging memory on the GPU and copied to pinned memory in one piece, or the other
-    way round. Each way costs a pass over the GPU's memory, and one over the bus at some 50 GB/s (PCIe 5, 16
-    lanes).
+    A part of a GPU's pages is gathered into staging memory on the GPU and copied to pinned memory in one
+    piece, or the other way round. Each way costs a pass over the GPU's memory, and one over the bus at some
+    50 GB/s (PCIe 5, 16 lanes).
     """
 
     def __init__(self, packing: PagePacking) -> None:
@@ -367,8 +415,8 @@ class StagedParts:
         return self._host[:num_bytes]
 
     def fetch(self, plan: TransferPlan, offset_N: Offsets) -> Tensor:
-        """The runs' bytes, one run after the other, in host memory that is valid until the next call."""
-        host = self.room(len(offset_N) * plan.run_bytes)
+        """What is sent of the runs, one after the other, in host memory that is valid until the next call."""
+        host = self.room(len(offset_N) * plan.sent_run_bytes)
         staging = self._staging[: len(host)]
         self._packing.pack(plan, offset_N, staging)
         self._packing.copy(staging, host)
@@ -377,7 +425,7 @@ class StagedParts:
 
     def store(self, plan: TransferPlan, offset_N: Offsets) -> None:
         """Put the bytes that were written into `room` into the pages."""
-        host = self.room(len(offset_N) * plan.run_bytes)
+        host = self.room(len(offset_N) * plan.sent_run_bytes)
         staging = self._staging[: len(host)]
         self._packing.copy(host, staging)
         self._packing.unpack(plan, offset_N, staging)

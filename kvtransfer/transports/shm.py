@@ -31,6 +31,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
+import torch
 from msgspec import Meta
 
 from baton.errors import BatonError, TransferFailed, WireError
@@ -43,7 +44,7 @@ from baton.kvtransfer.transports.listener import (
     decode_greeting,
     listen_on_host,
 )
-from baton.kvtransfer.transports.pages import PeerGenerations, PeerPages, as_words
+from baton.kvtransfer.transports.pages import HostPages, PeerGenerations, PeerPages, as_words
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.messages.bounds import schema_hash
 from baton.rpc.auth import Role
@@ -315,6 +316,11 @@ class ShmSender(DirectSender):
 
     def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
         assert self._pages is not None and self._rank.memory is not None
+        if plan.sent_codes is not None:  # no wire, but the pages must not depend on the transport
+            staging = torch.empty(len(source_offset_N) * plan.sent_run_bytes, dtype=torch.uint8)
+            self._packing.pack(plan, source_offset_N, staging)
+            HostPages(self._pages.memory).unpack(plan, destination_offset_N, staging)
+            return
         copy_runs(
             self._rank.memory, self._pages.memory, source_offset_N, destination_offset_N, plan.run_bytes
         )

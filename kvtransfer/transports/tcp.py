@@ -14,7 +14,7 @@
    this sender fail. Other senders are unaffected.
 
 A CPU's pages are sent from and received into in place. A GPU's pages go through pinned host memory, of which
-each stream has as much as its largest part.
+each stream has as much as its largest part; pages that are sent as codes go through host memory too.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class TcpTransport:
 
 
 class StreamPages:
-    """A rank's pool, for the thread of one stream: in place on a CPU, by way of host memory on a GPU."""
+    """A rank's pool, for the thread of one stream: in place, or by way of host memory (a GPU, codes)."""
 
     def __init__(self, rank: LocalRank, packing: PagePacking) -> None:
         """packing: of the rank; all streams of a sender or receiver share it."""
@@ -97,21 +97,21 @@ class StreamPages:
 
     def outgoing(self, plan: TransferPlan, offset_N: Offsets, head: Buffer) -> MemoryRuns:
         """The head, then the runs' bytes; valid until the next call."""
-        if self._memory is not None:
+        if self._memory is not None and plan.sent_codes is None:
             return MemoryRuns.of_runs(self._memory.address, offset_N, plan.run_bytes, head)
         host = self._parts.fetch(plan, offset_N)
         return MemoryRuns.of_runs(host.data_ptr(), _START, len(host), head)
 
     def incoming(self, plan: TransferPlan, offset_N: Offsets) -> MemoryRuns:
         """The memory into which the runs' bytes are to be received."""
-        if self._memory is not None:
+        if self._memory is not None and plan.sent_codes is None:
             return MemoryRuns.of_runs(self._memory.address, offset_N, plan.run_bytes)
-        host = self._parts.room(len(offset_N) * plan.run_bytes)
+        host = self._parts.room(len(offset_N) * plan.sent_run_bytes)
         return MemoryRuns.of_runs(host.data_ptr(), _START, len(host))
 
     def received(self, plan: TransferPlan, offset_N: Offsets) -> None:
         """All of them were received: they are in the pages on return."""
-        if self._memory is None:
+        if self._memory is None or plan.sent_codes is not None:
             self._parts.store(plan, offset_N)
 
 

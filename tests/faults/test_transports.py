@@ -38,7 +38,9 @@ POOL = 96
 PAGES_BACK_S = 2.0  # one second, and as much for a machine with other work
 
 
-def layout(tp_size: int = 1, page_size: int = 16, num_layers: int = 2) -> PageLayout:
+def layout(
+    tp_size: int = 1, page_size: int = 16, num_layers: int = 2, transfer_dtype: str = "auto"
+) -> PageLayout:
     return PageLayout(
         tp_size=tp_size,
         page_size=page_size,
@@ -46,6 +48,7 @@ def layout(tp_size: int = 1, page_size: int = 16, num_layers: int = 2) -> PageLa
         num_kv_heads=4,
         head_dim=32,
         dtype="bfloat16",
+        transfer_dtype=transfer_dtype,
     )
 
 
@@ -90,6 +93,8 @@ LAYOUTS = [
     (layout(page_size=4), layout()),
     (layout(), layout(tp_size=2)),
     (layout(tp_size=4), layout(tp_size=2, page_size=32)),
+    (layout(transfer_dtype="int8"), layout(transfer_dtype="int8")),
+    (layout(tp_size=4, transfer_dtype="fp8"), layout(tp_size=2, page_size=32, transfer_dtype="fp8")),
 ]
 
 
@@ -113,7 +118,9 @@ def lasting_peer() -> Iterator[Remote]:
     ],
 )
 @pytest.mark.parametrize(
-    "pair", LAYOUTS, ids=lambda pair: "-".join(f"{a.tp_size}x{a.page_size}" for a in pair)
+    "pair",
+    LAYOUTS,
+    ids=lambda pair: "-".join(f"{a.tp_size}x{a.page_size}" for a in pair) + f"-{pair[0].transfer_dtype}",
 )
 def test_the_bytes_are_exactly_those_of_the_plan(
     name: str, device: str, pair: tuple[PageLayout, PageLayout], lasting_peer: Remote

@@ -14,12 +14,24 @@ from torch import Tensor
 from baton.kernels.experts import ExpertWeights, Mixture, experts_reference, experts_triton
 from baton.kernels.gated import GELU_TANH, SILU, Activation, clamped_swiglu, gated_reference, gated_triton
 from baton.kernels.linear import LinearWeight
-from baton.kernels.pages import copy_pages_reference, copy_pages_triton
+from baton.kernels.pages import (
+    copy_pages_reference,
+    copy_pages_triton,
+    decode_pages_triton,
+    encode_pages_triton,
+)
 from baton.kernels.rms_norm import (
     rms_norm_reference,
     rms_norm_triton,
 )
-from baton.kernels.store_kv import SCALE_BYTES, rope_and_store_triton, rope_reference, store_kv_reference
+from baton.kernels.store_kv import (
+    SCALE_BYTES,
+    decode_rows,
+    encode_rows,
+    rope_and_store_triton,
+    rope_reference,
+    store_kv_reference,
+)
 from tests.kernels.attention_cases import attention_cases
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
 from tests.kernels.quantised_cases import quantised_cases
@@ -147,6 +159,32 @@ def rope_and_store_outcome(
     return Outcome(kernel=results[0], reference=results[1])
 
 
+def coded_pages_outcome(
+    num_rows: int, head_dim: int, codes: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> Outcome:
+    """The codes of pages' rows; some rows are zeros, large or small."""
+    pages = normal(5, num_rows, head_dim, dtype=dtype, device=device)
+    pages[0, 0], pages[3, -1], pages[1] = 0.0, pages[3, -1] * 1e3, pages[1] * 1e-3
+    ids = torch.tensor([3, 0, 1], dtype=torch.int64, device=device)
+    expected = encode_rows(pages[ids], codes)
+    packed = torch.zeros_like(expected)
+    encode_pages_triton(pages, ids, packed, codes)
+    return Outcome(packed, expected, exact=True)
+
+
+def decoded_pages_outcome(
+    num_rows: int, head_dim: int, codes: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> Outcome:
+    """Pages whose rows are written from codes, among others that stay."""
+    rows = normal(3, num_rows, head_dim, dtype=torch.float32, device=device)
+    packed = encode_rows(rows, codes)
+    kernel = normal(5, num_rows, head_dim, dtype=dtype, device=device)
+    reference, ids = kernel.clone(), torch.tensor([3, 0, 1], dtype=torch.int64, device=device)
+    reference[ids] = decode_rows(packed.view(codes), dtype)
+    decode_pages_triton(packed, codes, kernel, ids)
+    return Outcome(kernel, reference, exact=dtype is torch.float32 or device.type == "cuda")
+
+
 def rows_of_codes_outcome(
     slots: tuple[int, ...],
     page_size: int,
@@ -257,6 +295,10 @@ def page_cases() -> Iterator[Case]:
             for slots, shape in (((19, 2, -1), (4, 2, 20)), ((1, 3, 0), (1, 1, 16))):
                 name = f"store-{short(codes)}-{shape}-{short(dtype)}"
                 yield Case(name, partial(rows_of_codes_outcome, slots, 4, shape, codes, dtype))
+            for verb, outcome in (("encode", coded_pages_outcome), ("decode", decoded_pages_outcome)):
+                for num_rows, head_dim in ((1, 2), (6, 16), (37, 40)):
+                    name = f"{verb}_pages-{num_rows}x{head_dim}-{short(codes)}-{short(dtype)}"
+                    yield Case(name, partial(outcome, num_rows, head_dim, codes, dtype))
     for dtype in (*DTYPES, torch.int64, torch.uint8):
         for page_ids, page_elements in (((4, 0, 2), 24), ((1,), 1), ((3, 1), 33), ((), 8), ((2,), 4101)):
             name = f"pages-{len(page_ids)}x{page_elements}-{short(dtype)}"

@@ -300,3 +300,13 @@ def _page_scenarios() -> Iterator[Scenario]:
         for verb, sides in (("gather", (ids, None)), ("scatter", (None, ids)), ("copy", (ids, ids))):
             run: Run = partial(pages.copy_pages_triton, pool, sides[0], staging, sides[1])
             yield Scenario(f"{verb}_pages-{name}", pages, "copy_pages_kernel", run)
+    dtypes, codes_of = (torch.bfloat16, torch.float16, torch.float32), (torch.int8, torch.float8_e4m3fn)
+    for dtype, codes in product(dtypes, codes_of):
+        for num_rows, head_dim in ((8192, 128), (3, 80)):
+            pool, ids = torch.empty(4, num_rows, head_dim, dtype=dtype), torch.arange(4)
+            packed = torch.empty(4, num_rows, head_dim + 2, dtype=torch.uint8)
+            name = f"{head_dim}-{codes}-{dtype}".replace("torch.", "")
+            run = partial(pages.encode_pages_triton, pool, ids, packed, codes)
+            yield Scenario(f"encode_pages-{name}", pages, "encode_pages_kernel", run)
+            run = partial(pages.decode_pages_triton, packed, codes, pool, ids)
+            yield Scenario(f"decode_pages-{name}", pages, "decode_pages_kernel", run)

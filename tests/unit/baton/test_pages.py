@@ -1,6 +1,7 @@
 import random
 import struct
 from hashlib import blake2b
+from itertools import product
 from typing import Any
 
 import pytest
@@ -134,11 +135,23 @@ def test_pages_of_codes_take_little_more_than_half(cache_dtype: str, head_dim: i
     assert SCALE_BYTES == store_kv.SCALE_BYTES
 
 
-def test_keys_name_the_dtype_of_the_model_and_of_its_pages() -> None:
+@pytest.mark.parametrize("transfer_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.51), ("float32", 0.26)])
+def test_rows_that_are_sent_as_codes_stay_plain_in_pages(
+    transfer_dtype: str, dtype: str, share: float
+) -> None:
+    plain = PageLayout(**EIGHT_BILLION | {"dtype": dtype})
+    layout = PageLayout(**EIGHT_BILLION | {"dtype": dtype, "transfer_dtype": transfer_dtype})
+    assert layout.page_bytes == plain.page_bytes and layout.element_type == dtype
+    assert plain.sent_row_bytes == plain.row_bytes
+    assert 128 < layout.sent_row_bytes <= share * layout.row_bytes
+
+
+def test_keys_name_the_dtype_of_the_model_of_its_pages_and_of_transfers() -> None:
     layouts = [
-        PageLayout(**EIGHT_BILLION | {"dtype": dtype, "cache_dtype": cache_dtype})
+        PageLayout(**EIGHT_BILLION | {"dtype": dtype, f"{where}_dtype": codes})
         for dtype in ("bfloat16", "float32")
-        for cache_dtype in ("auto", "fp8", "int8")
+        for where, codes in (("cache", "auto"), *product(("cache", "transfer"), ("fp8", "int8")))
     ]
     keys = [PageKeys(model_fingerprint="m", dtype=layout.kv_dtype, page_size=1) for layout in layouts]
     assert len({each.root(b"") for each in keys}) == len(layouts)
@@ -160,6 +173,11 @@ def test_pages_are_just_enough(num_tokens: int, exponent: int) -> None:
         ({"tp_size": 3}, "8 KV heads cannot be split over 3 ranks"),
         ({"cache_dtype": "int4"}, "cache_dtype must be one of .*, got 'int4'"),
         ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
+        ({"transfer_dtype": "int4"}, "transfer_dtype must be one of .*, got 'int4'"),
+        (
+            {"cache_dtype": "int8", "transfer_dtype": "int8"},
+            "transfer_dtype must be auto for pages of int8, got 'int8'",
+        ),
     ],
 )
 def test_impossible_layouts(change: dict[str, Any], message: str) -> None:

@@ -237,6 +237,7 @@ def test_other_cuts_of_the_same_pages_are_compatible(changes: dict[str, int]) ->
         (relaid(head_dim=128), "head_dim 32 and head_dim 128"),
         (relaid(dtype="float16"), "dtype bfloat16 and dtype float16"),
         (relaid(cache_dtype="int8"), "cache_dtype auto and cache_dtype int8"),
+        (relaid(transfer_dtype="int8"), "transfer_dtype auto and transfer_dtype int8"),
     ],
 )
 def test_incompatible_field_is_named(theirs: EndpointHello, reason: str) -> None:

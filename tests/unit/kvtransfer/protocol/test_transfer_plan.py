@@ -4,6 +4,7 @@ import time
 from itertools import product
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -178,6 +179,24 @@ def test_groups_of_layers_together_move_all_layers(
     assert num_bytes == whole.num_units(num_tokens) * whole.unit_bytes
 
 
+@given(cuts(), cuts(), st.sampled_from(("int8", "fp8")))
+def test_codes_are_sent_for_the_runs_of_the_same_pages(
+    one: tuple[PageLayout, int], other: tuple[PageLayout, int], transfer_dtype: str
+) -> None:
+    plain = plan_transfer(one[0], other[0], one[1], other[1])
+    layouts = [msgspec.structs.replace(cut, transfer_dtype=transfer_dtype) for cut, _ in (one, other)]
+    coded = plan_transfer(layouts[0], layouts[1], one[1], other[1])
+    assert coded.run_bytes == plain.run_bytes == plain.sent_run_bytes
+    assert coded.row_bytes == plain.row_bytes and plain.as_stored() is plain
+    for side, plain_side in ((coded.source, plain.source), (coded.destination, plain.destination)):
+        assert np.array_equal(side.run_offset_R, plain_side.run_offset_R)
+    assert coded.unit_bytes * one[0].row_bytes == plain.unit_bytes * (one[0].head_dim + 2)
+    assert coded.sent_run_bytes * len(coded.source.run_offset_R) == coded.unit_bytes
+    stored = coded.as_stored()
+    assert (stored.unit_bytes, stored.sent_run_bytes) == (plain.unit_bytes, plain.run_bytes)
+    assert stored.sent_codes is None
+
+
 @pytest.mark.parametrize("layers", [(0, 3), (1, 1), (-1, 1), (2, 1)])
 def test_layers_that_do_not_exist_are_refused(layers: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="are out of range"):
@@ -221,7 +240,14 @@ def test_equal_layouts_move_whole_pages() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_layers", 3), ("num_kv_heads", 24), ("head_dim", 4), ("dtype", "bfloat16"), ("cache_dtype", "fp8")],
+    [
+        ("num_layers", 3),
+        ("num_kv_heads", 24),
+        ("head_dim", 4),
+        ("dtype", "bfloat16"),
+        ("cache_dtype", "fp8"),
+        ("transfer_dtype", "fp8"),
+    ],
 )
 def test_another_model_is_refused_by_the_field(field: str, value: int | str) -> None:
     with pytest.raises(ConfigError, match=f"{field} .* and {field} {value}"):

@@ -1,10 +1,12 @@
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import xxhash
 
+from baton.kernels.pages import copy_runs_reference
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks import digests
 from baton.kvtransfer.ranks.digests import (
@@ -14,7 +16,7 @@ from baton.kvtransfer.ranks.digests import (
     digest_units,
 )
 from baton.pages import PageLayout
-from tests.transfer_ends import local_rank, runs_of
+from tests.transfer_ends import as_received, local_rank, runs_of
 
 NUM_PAGES = 8
 
@@ -50,6 +52,31 @@ def test_both_ends_agree_however_their_pools_are_cut(
     damaged = int(runs.destination_offset_N[-1])
     received[damaged] ^= 1
     found = digest_units(received.data, runs.destination_offset_N, runs.run_bytes, num_units)
+    assert differing_units(expected, found) == (num_units - 1,)
+
+
+@pytest.mark.parametrize("transfer_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("cuts", [((1, 4), (1, 4)), ((2, 8), (4, 4)), ((4, 2), (2, 8))])
+def test_digests_of_codes_are_those_of_the_rows_that_they_stand_for(
+    transfer_dtype: str, cuts: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    layouts = [msgspec.structs.replace(layout(*cut), transfer_dtype=transfer_dtype) for cut in cuts]
+    plan = plan_transfer(layouts[0], layouts[1], 0, 0)
+    sent = torch.randn(NUM_PAGES, layouts[0].page_bytes // 4).view(torch.uint8)
+    received = torch.zeros(NUM_PAGES, layouts[1].page_bytes, dtype=torch.uint8)
+    num_units, pages = 4, ([3, 1, 4, 0], [2, 0, 5, 6])
+    runs = runs_of(plan, 0, num_units, *pages)
+    copied = (runs.source_offset_N, runs.destination_offset_N, runs.run_bytes)
+    copy_runs_reference(as_received(plan, sent.view(-1)), received.view(-1), *copied)
+
+    ends = [ShardDigests(UnitDigests(local_rank(pool)), b"k" * 32, 1) for pool in (sent, received)]
+    expected = ends[0].take_sent(plan, runs.source_offset_N, 0, num_units)
+    assert ends[1].take(plan, runs.destination_offset_N, 0, num_units) == expected
+    assert ends[0].take(plan, runs.source_offset_N, 0, num_units) != expected
+    parts = [plan.source.offsets(first, first + 2, pages[0]) for first in (0, 2)]
+    assert expected == b"".join(ends[0].take_sent(plan, parts[at // 2], at, at + 2) for at in (0, 2))
+    received.view(-1)[int(runs.destination_offset_N[-1])] ^= 1
+    found = ends[1].take(plan, runs.destination_offset_N, 0, num_units)
     assert differing_units(expected, found) == (num_units - 1,)
 
 

@@ -11,7 +11,7 @@ from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking, StagedParts, packing_of
 from baton.pages import PageLayout
 from tests.fake_cuda import DEVICE, FakeCuda
-from tests.transfer_ends import runs_of
+from tests.transfer_ends import as_received, runs_of
 
 DEVICES = [
     "cpu",
@@ -19,15 +19,21 @@ DEVICES = [
 ]
 
 
-def layout(tp_size: int, page_size: int) -> PageLayout:
+def layout(tp_size: int, page_size: int, transfer_dtype: str = "auto") -> PageLayout:
     return PageLayout(
-        tp_size=tp_size, page_size=page_size, num_layers=2, num_kv_heads=6, head_dim=8, dtype="bfloat16"
+        tp_size=tp_size,
+        page_size=page_size,
+        num_layers=2,
+        num_kv_heads=6,
+        head_dim=8,
+        dtype="bfloat16",
+        transfer_dtype=transfer_dtype,
     )
 
 
 def pool_of(cut: PageLayout, num_pages: int, device: str, fill: int | None = None) -> Tensor:
     shape = (num_pages, 2, 2, cut.heads_per_rank, cut.page_size, 8)
-    values = torch.randint(0, 2**15, shape, generator=torch.Generator().manual_seed(1))
+    values = torch.randint(0, 2**14, shape, generator=torch.Generator().manual_seed(1))  # finite
     content = values if fill is None else torch.full(shape, fill)
     return content.to(torch.int16).view(torch.bfloat16).to(device)
 
@@ -43,8 +49,11 @@ CUTS = pytest.mark.parametrize(
         (layout(1, 16), layout(1, 16), (0, 0)),
         (layout(2, 16), layout(3, 16), (1, 1)),
         (layout(1, 8), layout(2, 32), (0, 1)),
+        (layout(1, 16, "int8"), layout(1, 16, "int8"), (0, 0)),
+        (layout(2, 16, "fp8"), layout(3, 16, "fp8"), (1, 1)),
+        (layout(2, 32, "int8"), layout(1, 8, "int8"), (1, 0)),
     ],
-    ids=["equal", "overlapping heads", "tp and pages"],
+    ids=["equal", "overlapping heads", "tp and pages", "int8", "fp8 of heads", "int8, tp and pages"],
 )
 
 
@@ -59,10 +68,14 @@ def test_packed_runs_are_unpacked_where_the_plan_says(
     runs = runs_of(plan, 1, 8, *pages)
     expected = raw(destination).clone()
     copy_runs_reference(
-        raw(source), expected, runs.source_offset_N, runs.destination_offset_N, runs.run_bytes
+        as_received(plan, raw(source)),
+        expected,
+        runs.source_offset_N,
+        runs.destination_offset_N,
+        runs.run_bytes,
     )
     sender, receiver = packing_of(source), packing_of(destination)
-    staging = sender.staging(runs.num_bytes)
+    staging = sender.staging(7 * plan.unit_bytes)
     sender.note_written()
     sender.pack(plan, runs.source_offset_N, staging)
     sender.finish()
@@ -83,11 +96,11 @@ def test_parts_of_any_size_cross_host_memory(
     for first, stop in ((2, 4), (0, 2), (4, 8)):
         runs = runs_of(plan, first, stop, [5, 0, 11, 7, 2, 9, 1, 3], [6, 4, 10, 8, 0, 2, 3, 1])
         fetched = sender.fetch(plan, runs.source_offset_N)
-        assert fetched.device.type == "cpu" and len(fetched) == runs.num_bytes
-        receiver.room(runs.num_bytes).copy_(fetched)
+        assert fetched.device.type == "cpu" and len(fetched) == (stop - first) * plan.unit_bytes
+        receiver.room(len(fetched)).copy_(fetched)
         receiver.store(plan, runs.destination_offset_N)
         offsets = runs.source_offset_N, runs.destination_offset_N
-        copy_runs_reference(raw(source), expected, *offsets, runs.run_bytes)
+        copy_runs_reference(as_received(plan, raw(source)), expected, *offsets, runs.run_bytes)
     assert torch.equal(raw(destination), expected)
 
 
