@@ -181,6 +181,11 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 2 * self.num_layers * self.heads_per_rank * self.row_bytes
 
     @property
+    def sent_token_bytes(self) -> int:
+        """Bytes that a transfer moves for one token: keys and values of all layers, on all ranks together."""
+        return 2 * self.num_layers * self.num_kv_heads * self.sent_row_bytes
+
+    @property
     def page_bytes(self) -> int:
         return self.page_size * self.token_bytes
 

@@ -209,8 +209,7 @@ class PulledPrefixes(Generic[WaiterT]):
         if plan is None or not self._store.make_room(plan.num_pages):
             self._store.release(claim)
             return False
-        layout = link.hello.layout
-        num_bytes = plan.num_tokens * layout.token_bytes * layout.tp_size
+        num_bytes = plan.num_tokens * link.hello.layout.sent_token_bytes
         try:
             transfer = self._endpoint.pull(
                 link, plan.wanted, plan.num_units, prefix.owner, deadline_s=self.deadline_s(num_bytes)

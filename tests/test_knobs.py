@@ -25,6 +25,7 @@ KNOBS: dict[str, Any] = {
     "seed": 0,
     "cache.page_size": 16,
     "cache.kv_cache_dtype": "auto",
+    "cache.kv_transfer_dtype": "auto",
     "cache.kv_cache_memory_bytes": None,
     "cache.gpu_memory_utilization": 0.9,
     "cache.host_cache_memory_bytes": None,

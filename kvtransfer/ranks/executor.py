@@ -62,6 +62,9 @@ from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 from baton.rpc.connection import DROPPED, DroppedPeers, Post
 
 logger = logging.getLogger(__name__)
+CODES_COST: Final = (
+    16  # rows become codes and rows again in the time in which so many times the bytes are hashed
+)
 Emit: TypeAlias = Callable[[ShardEvent], None]
 
 
@@ -195,7 +198,7 @@ class SendShard:
         piece = Piece(transfer, order.first, order.stop)
         hashing, digests = self._tools.hashing, None
         if reach.is_bulk and hashing.may_inline and self._digests.are_taken:
-            digests = hashing.submit(piece.num_bytes, self._digest, piece)
+            digests = self._take_digests(piece)
         self._transports.push(piece, partial(self._written, piece, digests))
 
     def stop(self) -> None:
@@ -219,8 +222,7 @@ class SendShard:
         )
         if not outcome.is_done:
             return
-        num_bytes = piece.num_bytes if self._digests.are_taken else 0
-        taken = digests or self._tools.hashing.submit(num_bytes, self._digest, piece)
+        taken = digests or self._take_digests(piece)
         if taken.done():
             self._hashed(piece, taken)
         else:
@@ -238,6 +240,12 @@ class SendShard:
                 reason="" if error is None else f"the digest of a piece failed: {error!r}"[:MAX_REASON],
             )
         )
+
+    def _take_digests(self, piece: Piece) -> "Future[bytes]":
+        num_bytes = piece.num_bytes if self._digests.are_taken else 0
+        if self._plan.sent_codes is not None:
+            num_bytes *= CODES_COST
+        return self._tools.hashing.submit(num_bytes, self._digest, piece)
 
     def _digest(self, piece: Piece) -> bytes:
         offset_N = self._plan.source.offsets(piece.first, piece.stop, piece.transfer.source_pages)

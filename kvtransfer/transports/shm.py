@@ -136,7 +136,8 @@ class DirectSender(QueueSender, ABC):
     schema: bytes  # as of DirectListener
     part_bytes: int  # about as much is copied between two looks at the table
     num_threads: int
-    inline_bytes: int  # pieces of at most so many bytes are copied by the thread that pushes them
+    # Pieces of at most so many bytes are copied by the thread that pushes them, unless rows become codes.
+    inline_bytes: int
 
     def __init__(self, rank: LocalRank, address: str) -> None:
         """address: of the destination's listener."""
@@ -192,7 +193,8 @@ class DirectSender(QueueSender, ABC):
         transfer = piece.transfer
         if len(transfer.destination_generations) != len(transfer.destination_pages):
             raise ValueError("every destination page comes with its generation")
-        if piece.num_bytes > self.inline_bytes or not self._queue.is_idle:
+        is_short = piece.num_bytes <= self.inline_bytes and transfer.plan.sent_codes is None
+        if not is_short or not self._queue.is_idle:
             self._queue.push(piece, on_end)
             return
         self._queue.push(piece, on_end, wakes=False)

@@ -16,7 +16,7 @@ from baton.engine.engine import Engine, load_engine
 from baton.kernels.native import TORCH_DTYPES
 from baton.kernels.store_kv import decode_rows, encode_rows
 from baton.messages.workers import WorkerRole
-from baton.request import Request, SamplingParams
+from baton.request import Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
 from tests.cluster_threads import Cluster
 from tests.parity.models import MODEL, VOCAB_SIZE
@@ -26,16 +26,23 @@ from tests.parity.test_pulls import POLICY, config
 from tests.tiny_models import run_to_end, token_ids
 
 
-def rounding(name: str, transfer_dtype: str, *sizes: Any, **more: Any) -> Topology:
+def rounding(name: str, transfer_dtype: str, **sizes: Any) -> Topology:
     settings = {"cache": {"kv_transfer_dtype": transfer_dtype}}
-    return Topology(name, 1, 1, *sizes, prefill_settings=settings, decode_settings=settings, **more)
+    return Topology(name, prefill_settings=settings, decode_settings=settings, **sizes)
 
 
 TOPOLOGIES: Final = (
-    rounding("int8, tp 2 to 1, pages 16 to 64", "int8", 2, 1, 16, 64),
-    rounding("fp8, pp 2 to tp 2, tcp, pages 64 to 16", "fp8", 1, 2, 64, 16, "tcp", prefill_pp=2),
+    rounding("int8, tp 2 to 1, pages 16 to 64", "int8", prefill_tp=2, decode_page_size=64),
+    rounding(
+        "fp8, pp 2 to tp 2, tcp, pages 64 to 16",
+        "fp8",
+        prefill_pp=2,
+        decode_tp=2,
+        prefill_page_size=64,
+        transport="tcp",
+    ),
     pytest.param(
-        rounding("int8, tp 2 to pp 2, gloo", "int8", 2, 1, 16, 16, "gloo", decode_pp=2),
+        rounding("int8, tp 2 to pp 2, gloo", "int8", prefill_tp=2, decode_pp=2, transport="gloo"),
         marks=pytest.mark.slow,
     ),
 )
@@ -64,7 +71,7 @@ def requests() -> list[Request]:
 def alone_rounded(engine: Engine, request: Request, transfer_dtype: str) -> list[int | None]:
     """Return the tokens of an idle engine whose pages are rounded after the first token."""
     engine.add(request)
-    outputs = []
+    outputs: list[StepOutput] = []
     while not outputs:
         outputs += engine.step()
     pages, codes = engine.runner.pool.device, TORCH_DTYPES[transfer_dtype]

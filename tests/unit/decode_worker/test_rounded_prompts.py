@@ -9,7 +9,7 @@ from baton.engine.engine import Engine
 from baton.errors import ConfigError, TransferFailed
 from baton.kernels.native import TORCH_DTYPES
 from baton.kernels.store_kv import decode_rows, encode_rows
-from baton.request import Request
+from baton.request import Request, StepOutput
 from tests.tiny_models import run_to_end, tiny_config
 from tests.worker_pair import WorkerPair
 from tests.worker_pair_cases import (
@@ -39,7 +39,7 @@ def round_pages(engine: Engine, transfer_dtype: str) -> None:
 def answer_rounded(engine: Engine, request: Request, transfer_dtype: str) -> list[Said]:
     """The answer of one engine whose pages are rounded after the first token."""
     engine.add(request)
-    outputs = []
+    outputs: list[StepOutput] = []
     while not outputs:
         outputs += engine.step()
     round_pages(engine, transfer_dtype)

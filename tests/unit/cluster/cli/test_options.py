@@ -36,7 +36,8 @@ ENGINE_FLAGS = """
 --enable-expert-parallel --no-enable-expert-parallel
 --engine-seed --max-model-len --max-num-seqs --seed
 --max-num-batched-tokens --scheduler-policy --max-queue-delay-ms --preferred-batch-sizes --block-size
---page-size --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --gpu-memory-utilization
+--page-size --kv-cache-dtype --kv-transfer-dtype --kv-cache-memory --kv-cache-memory-bytes
+--gpu-memory-utilization
 --host-cache-memory --kv-disk-path --kv-disk-size
 --enable-prefix-caching --no-enable-prefix-caching --batch-invariant --no-batch-invariant --quantization
 --async-scheduling --no-async-scheduling --speculative-config --stream-priority
