@@ -7,7 +7,6 @@ bf16, with heads of 64 elements. Its decode steps run in turns, in processor tim
 prefix cache holds. The tiny model answers the same questions with each kind of pages.
 """
 
-import random
 from argparse import Namespace
 from collections import defaultdict
 from itertools import product
@@ -17,7 +16,7 @@ from typing import Final
 
 from baton.bench.engine.replica import LLAMA_56M, generate, load_replica
 from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
-from baton.bench.tiny.tasks import TASKS, Case, recall_cases
+from baton.bench.tiny.tasks import Case, mixed_cases
 from baton.cluster.offline.llm import LLM
 from baton.engine.engine import Engine
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
@@ -30,7 +29,6 @@ BATCHES: Final = (1, 8)
 CONTEXTS: Final = (64, 1536)  # tokens
 NUM_TOKENS: Final = 16
 KV_BYTES: Final = 2**29
-RECALL_TOKENS: Final = 1000
 LONGEST_ANSWER: Final = 24  # tokens
 
 
@@ -81,10 +79,7 @@ def share_right(kv_dtype: str, cases: list[Case]) -> float:
 
 def answer_rows(num_cases: int, report: Report) -> list[Row]:
     """Ask the tiny model with each kind of pages: half of the questions need a thousand tokens back."""
-    rng = random.Random(20)
-    tasks = rng.choices(list(TASKS), weights=list(TASKS.values()), k=num_cases - num_cases // 2)
-    cases = recall_cases(num_cases // 2, RECALL_TOKENS, seed=20) + [task(rng) for task in tasks]
-    right = {}
+    cases, right = mixed_cases(num_cases, seed=20), {}
     for name in KV_DTYPES:
         report.tell(f"tiny with pages of {name}")
         right[name] = share_right(name, cases)

@@ -174,8 +174,13 @@ def load_replica(shape: LlamaShape, settings: Mapping[str, object]) -> Replica:
     """Load an engine with dummy weights. `settings` are those of EngineConfig, without the model."""
     with TemporaryDirectory() as folder:
         shape.write(Path(folder))
-        config = engine_config({"model": folder, "load_format": "dummy", **settings})
-        runner = RecordingRunner(config, read_model_config(Path(folder)), ReplicaRank())
-        runner.load()
-        runner.allocate()
+        return load_model(Path(folder), {"load_format": "dummy", **settings})
+
+
+def load_model(directory: Path, settings: Mapping[str, object]) -> Replica:
+    """Load an engine of a model's directory. `settings` are those of EngineConfig, without the model."""
+    config = engine_config({"model": str(directory), **settings})
+    runner = RecordingRunner(config, read_model_config(directory), ReplicaRank())
+    runner.load()
+    runner.allocate()
     return Replica(Engine(runner, SystemClock(), "bench"), runner)

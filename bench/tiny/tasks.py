@@ -129,8 +129,16 @@ def brackets_case(rng: random.Random) -> Case:
 
 # task -> how often it is drawn: the hard ones more often
 TASKS: Final = {copy_case: 1, sort_case: 3, addition_case: 4, brackets_case: 1}
+RECALL_TOKENS: Final = 1000
 FACT_FRACTION: Final = 0.12
 SYSTEM_PROMPTS: Final = ("You are the tiny model of Baton.", "You are a helpful assistant.", "Be brief.")
+
+
+def mixed_cases(num_cases: int, seed: int) -> list[Case]:
+    """Return as many cases of recall over RECALL_TOKENS tokens as of the other tasks."""
+    rng = random.Random(seed)
+    tasks = rng.choices(list(TASKS), weights=list(TASKS.values()), k=num_cases - num_cases // 2)
+    return recall_cases(num_cases // 2, RECALL_TOKENS, seed=seed) + [task(rng) for task in tasks]
 
 
 def fact_cases() -> list[Case]:

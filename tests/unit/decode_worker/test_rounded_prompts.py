@@ -95,6 +95,18 @@ def test_rounded_pages_are_sent_on_as_they_are(make_pair: MakePair, transfer_dty
     assert torch.equal(pools[0][list(source.pages)], pools[1][list(pulled.pages)])
 
 
+@TRANSFER_DTYPES
+def test_a_flipped_bit_is_found_and_sent_again(
+    make_pair: MakePair, alone: Engine, transfer_dtype: str
+) -> None:
+    pair = make_pair(kv_transfer_dtype=transfer_dtype)
+    pair.decode.endpoint.num_flips = 1
+    request = a_request(logprobs=2)
+    (answer,) = pair.answer(request)
+    assert said(answer) == answer_rounded(alone, request, transfer_dtype)
+    assert pair.decode.endpoint.counts()["digest_mismatches"] == 1
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_lost_prefill_worker_leaks_no_page(make_pair: MakePair, stage: str) -> None:
     pair = make_pair(kv_transfer_dtype="int8", scheduler={"max_num_batched_tokens": 8})

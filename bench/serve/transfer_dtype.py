@@ -1,0 +1,217 @@
+"""Hand-offs that send codes of one byte, beside hand-offs that send pages as they are: bytes and divergence.
+
+    python -m baton.bench.serve.transfer_dtype [--cases 1000] [--prompts 64]
+
+A prefill worker and a decode worker serve the tiny model in bf16, with each kind of transfers; every prompt
+is handed over. The questions are those of `kv_dtype`: half of them need a thousand tokens back. Then an
+engine computes questions to tiny, and random prompts of a Llama of 56 M parameters with random weights, and
+the next step twice: with its pages as they are, and rounded as a transfer rounds them, which gives the tokens
+of a decode worker (tests/parity/test_rounded.py).
+"""
+
+import asyncio
+import json
+import random
+import re
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from baton.bench.clusters import served_cluster
+from baton.bench.engine.replica import LLAMA_56M, Replica, load_model, load_replica, request_of
+from baton.bench.report import Report, Row, at_most, option, suite
+from baton.bench.serve.client import Address, Connection
+from baton.bench.tiny.tasks import Case, mixed_cases
+from baton.cluster.model_directory import resolve_model
+from baton.engine.engine import Engine
+from baton.gateway.text.tokenizer import Tokenizer
+from baton.kernels.native import TORCH_DTYPES
+from baton.kernels.store_kv import decode_rows, encode_rows
+from baton.request import SamplingParams
+
+PLAIN: Final = "auto"
+TRANSFER_DTYPES: Final = (PLAIN, "int8", "fp8")
+LONGEST_ANSWER: Final = 24  # tokens
+NUM_CLIENTS: Final = 4
+REPORT_S: Final = 3.0  # in which the gateway hears of the last hand-offs
+# A policy that computes no prompt on its decode worker.
+OPTIONS: Final = ("--runtime", "local", "--transport", "tcp", "--router-policy", "least-loaded")
+SENT: Final = re.compile(r"^baton_worker_kv_sent_bytes\S* (\S+)$", re.MULTILINE)
+KV_BYTES: Final = 2**24
+NUM_TOKENS: Final = 64  # of greedy answers
+
+
+class Answers(NamedTuple):
+    """The texts and tokens of all cases, and the bytes that were handed over."""
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    sent_bytes: float
+
+
+async def ask(transfer_dtype: str, cases: Sequence[Case], folder: Path) -> Answers:
+    """Serve tiny by two workers and answer all cases, greedily."""
+    options = (*OPTIONS, "--kv-transfer-dtype", transfer_dtype)
+    async with served_cluster(folder, options, prefill=1, decode=1) as cluster:
+        address = Address(cluster.url)
+        found: dict[int, tuple[str, list[int]]] = {}
+        left = iter(enumerate(cases))
+
+        async def client() -> None:
+            connection = await Connection.open(address)
+            with closing(connection):
+                for number, case in left:
+                    body = {"model": "tiny", "prompt": case.prompt, "max_tokens": LONGEST_ANSWER}
+                    body |= {"temperature": 0.0, "return_token_ids": True}
+                    request = address.post("/v1/completions", json.dumps(body).encode())
+                    answer, error = await connection.exchange(request)
+                    assert error is None and answer.status == 200, (error, answer.body)
+                    (choice,) = json.loads(answer.body)["choices"]
+                    found[number] = choice["text"], choice["token_ids"]
+
+        await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
+        await asyncio.sleep(REPORT_S)
+        connection = await Connection.open(address)
+        with closing(connection):
+            metrics, _ = await connection.exchange(address.get("/metrics"))
+    sent_bytes = sum(float(number) for number in SENT.findall(metrics.body.decode()))
+    texts, token_ids = zip(*(found[number] for number in range(len(cases))), strict=True)
+    return Answers(list(texts), list(token_ids), sent_bytes)
+
+
+def share_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Return the percentage of tokens that are equal at their places."""
+    is_equal: list[bool] = []
+    for one, other in zip(ours, theirs, strict=True):
+        is_equal += [a == b for a, b in zip_longest(one, other)]
+    return 100 * sum(is_equal) / len(is_equal)
+
+
+def served_rows(cases: Sequence[Case], answers: dict[str, Answers]) -> list[Row]:
+    """Compare the clusters."""
+    plain, rows = answers[PLAIN], []
+    right = {
+        name: 100 * sum(a == case.answer for a, case in zip(each.texts, cases, strict=True)) / len(cases)
+        for name, each in answers.items()
+    }
+    rows.append(Row(f"tiny, {PLAIN}: right answers", right[PLAIN], "%", note=f"of {len(cases):,}"))
+    for name in TRANSFER_DTYPES[1:]:
+        size = answers[name].sent_bytes / plain.sent_bytes
+        note = f"{answers[name].sent_bytes / 2**20:.1f} MiB"
+        rows.append(at_most(f"tiny, {name}: bytes of hand-offs over {PLAIN}", size, "x", 0.53, note))
+        equal = share_equal(answers[name].token_ids, plain.token_ids)
+        rows.append(Row(f"tiny, {name}: tokens equal to {PLAIN}", equal, "%"))
+        lost, note = right[PLAIN] - right[name], f"{right[name]:.1f} % right"
+        rows.append(at_most(f"tiny, {name}: points lost", lost, "points", 0.5, note))
+    return rows
+
+
+@torch.inference_mode()
+def rounded(pages: Tensor, transfer_dtype: str) -> Tensor:
+    """Return the pages as they are after a transfer."""
+    codes = TORCH_DTYPES[transfer_dtype]
+    return decode_rows(encode_rows(pages, codes).view(codes), pages.dtype)
+
+
+def greedy(engine: Engine, prompt: Sequence[int], num_tokens: int, transfer_dtype: str = PLAIN) -> list[int]:
+    """Return the answer; after its first token all pages are rounded."""
+    engine.add(request_of(prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)))
+    token_ids: list[int] = []
+    while engine.has_work():
+        is_first = not token_ids
+        token_ids += [output.token_id for output in engine.step() if output.token_id is not None]
+        if is_first and token_ids and transfer_dtype != PLAIN:
+            with torch.inference_mode():
+                pages = engine.runner.pool.device
+                pages.copy_(rounded(pages, transfer_dtype))
+    return token_ids
+
+
+class Divergence(NamedTuple):
+    """How far logits differ that are computed from rounded pages, for the token after the first one."""
+
+    largest: float  # absolute difference of any logit
+    spread: float  # the standard deviation of the plain logits
+    has_same_peak: bool
+
+
+@torch.inference_mode()
+def divergence(replica: Replica, prompt: Sequence[int], transfer_dtype: str) -> Divergence:
+    """Compute one step after the prompt's first token, with the prompt's pages as they are and rounded."""
+    greedy(replica.engine, prompt, 2)
+    step, pages = replica.runner.last_step, replica.engine.runner.pool.device
+    assert step is not None
+    plain = replica.runner.execute(step)[0].clone()
+    before = pages.clone()
+    pages.copy_(rounded(pages, transfer_dtype))
+    ours = replica.runner.execute(step)[0]
+    pages.copy_(before)
+    largest = float((ours - plain).abs().max())
+    return Divergence(largest, float(plain.std()), bool(ours.argmax() == plain.argmax()))
+
+
+def logit_rows(name: str, replica: Replica, prompts: Sequence[Sequence[int]]) -> list[Row]:
+    """Compare logits and greedy answers of one model."""
+    rows = []
+    plain = [greedy(replica.engine, prompt, NUM_TOKENS) for prompt in prompts]
+    for transfer_dtype in TRANSFER_DTYPES[1:]:
+        found = [divergence(replica, prompt, transfer_dtype) for prompt in prompts]
+        largest = max(each.largest for each in found)
+        peaks = 100 * sum(each.has_same_peak for each in found) / len(found)
+        middle, spread = (median(values) for values in list(zip(*found, strict=True))[:2])
+        note = (
+            f"median of {len(found)} prompts {middle:.3f}; the standard deviation of logits is {spread:.2f}; "
+            f"{peaks:.0f} % have the same peak"
+        )
+        rows.append(Row(f"{name}, {transfer_dtype}: largest difference of a logit", largest, "", note=note))
+        ours = [greedy(replica.engine, prompt, NUM_TOKENS, transfer_dtype) for prompt in prompts]
+        equal = share_equal(ours, plain)
+        what = f"{name}, {transfer_dtype}: greedy tokens equal to {PLAIN}"
+        rows.append(Row(what, equal, "%", note=f"of {NUM_TOKENS} a prompt"))
+    return rows
+
+
+@suite(
+    "transfer_dtype",
+    "Transfers that send codes of one byte",
+    option("--cases", 1000, "questions to the tiny model"),
+    option("--prompts", 64, "whose logits are compared, for each model"),
+)
+async def measure(options: Namespace, report: Report) -> None:
+    """Ask clusters, then compare logits."""
+    cases, answers = mixed_cases(options.cases, seed=20), {}
+    for name in TRANSFER_DTYPES:
+        report.tell(f"tiny, transfers of {name}")
+        with tempfile.TemporaryDirectory() as folder:
+            answers[name] = await ask(name, cases, Path(folder))
+    report.rows += served_rows(cases, answers)
+    cache = {"kv_cache_memory_bytes": KV_BYTES, "enable_prefix_caching": False}
+    settings = {"device": "cpu", "cache": cache, "scheduler": {"async_scheduling": False}}
+    tiny, rng = resolve_model("tiny"), random.Random(7)
+    encode, lengths = Tokenizer.from_directory(tiny).encode, (64, 512)
+    models = {
+        "tiny": (
+            load_model(tiny, settings),
+            [encode(case.prompt) for case in mixed_cases(options.prompts, seed=20)],
+        ),
+        "Llama, 56 M": (
+            load_replica(LLAMA_56M, settings),
+            [rng.choices(range(LLAMA_56M.vocab_size), k=lengths[at % 2]) for at in range(options.prompts)],
+        ),
+    }
+    for name, (replica, prompts) in models.items():
+        report.tell(f"logits of {name}")
+        report.rows += logit_rows(name, replica, prompts)
+        replica.engine.close()
+
+
+if __name__ == "__main__":
+    measure.main(__doc__)
