@@ -32,7 +32,7 @@ def test_long_contexts_take_longer_than_their_tokens() -> None:
     assert machine.compute_s(1000, 20_000) > machine.compute_s(1000, 1000)
 
 
-class SharedLink(Machine):
+class SharedLink(Machine, frozen=True):
     """A hand-off takes a second, and as many times as long as there are others under way."""
 
     def handoff_s(self, num_tokens: int, num_streams: int = 1) -> float:
