@@ -14,6 +14,7 @@ milliseconds, and forked processes share that memory.
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -38,10 +39,13 @@ FORK: Final = b"f"
 MAX_PID_CHARS: Final = 16
 START_TIMEOUT_S: Final = 120.0  # importing torch takes a minute from a cold disk on a busy machine
 FORK_TIMEOUT_S: Final = 10.0
-SET_CHILD_SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER
+UNKNOWN_STATUS: Final = 255  # of a child that another part of the program has waited for, as asyncio has it
+SET_CHILD_SUBREAPER, GET_CHILD_SUBREAPER = 36, 37  # of prctl
 STDIN: Final = 0
 STDOUT: Final = 1
 THREADS: Final = "OMP_NUM_THREADS"
+
+logger = logging.getLogger(__name__)
 
 
 # In the process of the runtime.
@@ -71,13 +75,19 @@ class ForkedProcess:
     def _end(self, pidfd: int) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        try:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:
+            self.returncode = UNKNOWN_STATUS
         self.stdin.close()
         self._has_ended.set()
 
 
 class Template:
-    """The runtime's end of a template. `fork` starts the template, and starts it again after its death."""
+    """The runtime's end of a template. `fork` starts the template, and starts it again after its death.
+
+    A template that cannot start, or hangs, fails for good.
+    """
 
     def __init__(self, program: Sequence[str], *, limit: int) -> None:
         """program: a module and its arguments, see `main`. limit: bytes of a line of a worker's stdout."""
@@ -86,44 +96,59 @@ class Template:
         self._process: Process | None = None
         self._socket: socket.socket | None = None
         self._one_at_a_time = asyncio.Lock()
+        self._has_failed = self._is_closed = False
 
-    async def fork(self, environment: Mapping[str, str]) -> ForkedProcess:
-        """Start a worker with this environment. Raises OSError when the template cannot start, or hangs."""
+    async def fork(self, environment: Mapping[str, str]) -> ForkedProcess | None:
+        """Start a worker with this environment; None: the template has failed."""
         async with self._one_at_a_time:
+            if self._has_failed:
+                return None
             try:
                 if self._socket is not None:
                     with suppress(ConnectionError):  # the template was killed
                         return await self._fork(self._socket, environment)
                 return await self._fork(await self._start(), environment)
+            except OSError as error:
+                logger.warning("workers start as subprocesses, because their template fails: %s", error)
+                self._has_failed = True
+                await self._end()
+                return None
             except BaseException:
-                await self.close()
+                await self._end()
                 raise
 
     async def close(self) -> None:
-        """End the template; workers run on."""
+        """End the template for good; workers run on."""
+        self._is_closed = True
+        await self._end()
+
+    async def _end(self) -> None:
         process, self._process = self._process, None
+        connection, self._socket = self._socket, None
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if connection is not None:
+            connection.close()
 
     async def _start(self) -> socket.socket:
-        await self.close()
+        await self._end()
+        if self._is_closed:
+            raise ConnectionError("it has been closed")
         self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
+        connection = self._socket
+        connection.setblocking(False)
         environment = environment_of_template(len(os.sched_getaffinity(0)))
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=theirs.fileno(), process_group=0, env=environment
             )
         async with asyncio.timeout(START_TIMEOUT_S):
-            answer = await asyncio.get_running_loop().sock_recv(self._socket, len(READY))
+            answer = await asyncio.get_running_loop().sock_recv(connection, len(READY))
         if not answer:
             raise ConnectionError("it ended before it was ready")
-        return self._socket
+        return connection
 
     async def _fork(self, template: socket.socket, environment: Mapping[str, str]) -> ForkedProcess:
         loop, lines = asyncio.get_running_loop(), StreamReader(self._limit)
@@ -165,12 +190,13 @@ def _open_pipe(ends: ExitStack) -> tuple[FileIO, FileIO]:
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
     """Make the present process the parent of each descendant that loses its parent; Linux only."""
-    prctl = ctypes.CDLL(None).prctl
+    prctl, adopted = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(GET_CHILD_SUBREAPER, ctypes.byref(adopted), 0, 0, 0)
     prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
-        prctl(SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        prctl(SET_CHILD_SUBREAPER, adopted.value, 0, 0, 0)
 
 
 # In the template and in workers.

@@ -493,7 +493,9 @@ class RpcThread:
         self.call(partial(self._rpc_server.dial, address))
 
     def close(self) -> None:
-        """Send the unsent frames, end every connection and the thread."""
+        """Send the unsent frames, end every connection and the thread. Further calls do nothing."""
+        if self._is_closed:
+            return
         try:
             self._wait(self._rpc_server.close())
         finally:

@@ -182,7 +182,7 @@ class LocalRuntime:
         )
         process: Process | ForkedProcess | None = None
         if spec.kind is Kind.WORKER and self._forks_workers:
-            process = await self._fork(environment)
+            process = await self._template.fork(environment)
         if process is None:
             process = await self._start(environment)
         assert process.stdin is not None
@@ -193,15 +193,6 @@ class LocalRuntime:
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
         return local
-
-    async def _fork(self, environment: dict[str, str]) -> ForkedProcess | None:
-        """Fork a worker from the template; None: the template fails."""
-        try:
-            return await self._template.fork(environment)
-        except OSError as error:
-            logger.warning("workers start as subprocesses, because their template fails: %s", error)
-            self._forks_workers = False
-            return None
 
     async def _start(self, environment: dict[str, str]) -> Process:
         return await asyncio.create_subprocess_exec(

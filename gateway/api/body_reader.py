@@ -427,9 +427,9 @@ class _Helper:
         await self._kill()
 
     async def _do(self, job: ReadJob, data: bytes) -> ReadResult:
-        """Do the job; a second helper does it if the first one has died, perhaps of another cause."""
+        """Do the job. When a helper that has done others dies, a new one tries, too: it may have been killed."""
         for _ in range(2):
-            process = await self.start()
+            former, process = self._process, await self.start()
             assert process.stdin is not None and process.stdout is not None
             try:
                 async with asyncio.timeout(MAX_JOB_S):
@@ -443,6 +443,8 @@ class _Helper:
             except (OSError, EOFError, msgspec.MsgspecError) as error:
                 await self._kill()
                 logger.warning("a text helper failed: %r", error)
+                if process is not former:
+                    break
         raise Overloaded("a text helper failed", retry_after_s=RETRY_AFTER_S)
 
     async def _kill(self) -> None:

@@ -47,6 +47,12 @@ async def facts_of(process: Process | ForkedProcess) -> Facts:
     return msgspec.json.decode(await process.stdout.readline(), type=Facts)
 
 
+async def fork(template: Template) -> ForkedProcess:
+    process = await template.fork(ENVIRONMENT)
+    assert process is not None
+    return process
+
+
 async def end(process: Process | ForkedProcess, status: int = 0) -> int:
     """Have the process end with this status; return the status that the runtime sees."""
     assert process.stdin is not None
@@ -56,7 +62,7 @@ async def end(process: Process | ForkedProcess, status: int = 0) -> int:
 
 def test_forked_process_is_what_a_subprocess_is(runner: asyncio.Runner, template: Template) -> None:
     async def both() -> tuple[Facts, Facts]:
-        forked = await template.fork(ENVIRONMENT)
+        forked = await fork(template)
         subprocess = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", *PROGRAM), stdin=PIPE, stdout=PIPE, process_group=0, env=ENVIRONMENT
         )
@@ -75,7 +81,7 @@ def test_end_of_a_forked_process_is_reported_as_that_of_a_subprocess(
     runner: asyncio.Runner, template: Template
 ) -> None:
     async def statuses() -> list[int]:
-        first, second, third, fourth = [await template.fork(ENVIRONMENT) for _ in range(4)]
+        first, second, third, fourth = [await fork(template) for _ in range(4)]
         os.kill(second.pid, signal.SIGKILL)
         third.terminate()
         fourth.stdin.close()  # no other process has this end of the pipe
@@ -86,7 +92,7 @@ def test_end_of_a_forked_process_is_reported_as_that_of_a_subprocess(
 
 def test_forked_processes_draw_different_random_numbers(runner: asyncio.Runner, template: Template) -> None:
     async def drawn() -> list[float]:
-        processes = [await template.fork(ENVIRONMENT) for _ in range(2)]
+        processes = [await fork(template) for _ in range(2)]
         numbers = [(await facts_of(each)).random for each in processes]
         for each in processes:
             await end(each)
@@ -99,10 +105,10 @@ def test_killed_template_is_started_again_and_its_processes_live_on(
     runner: asyncio.Runner, template: Template
 ) -> None:
     async def after_kill() -> None:
-        before = await template.fork(ENVIRONMENT)
+        before = await fork(template)
         (killed,) = templates()
         killed.kill()
-        after = await template.fork(ENVIRONMENT)
+        after = await fork(template)
         assert templates() not in ([], [killed])
         assert (await facts_of(before)).parent == (await facts_of(after)).parent == os.getpid()
         assert [await end(before, 6), await end(after, 7)] == [6, 7]
@@ -110,16 +116,60 @@ def test_killed_template_is_started_again_and_its_processes_live_on(
     runner.run(after_kill())
 
 
-def test_template_that_hangs_is_killed(
-    runner: asyncio.Runner, template: Template, monkeypatch: pytest.MonkeyPatch
+def test_template_that_hangs_is_killed_and_not_started_again(
+    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def while_it_hangs() -> None:
-        await end(await template.fork(ENVIRONMENT))
-        (hanging,) = templates()
+        template, before = Template(PROGRAM, limit=2**20), templates()
+        await end(await fork(template))
+        (hanging,) = [each for each in templates() if each not in before]
         hanging.suspend()
         monkeypatch.setattr("baton.cluster.template.FORK_TIMEOUT_S", 0.1)
-        with pytest.raises(TimeoutError):
-            await template.fork(ENVIRONMENT)
+        assert await template.fork(ENVIRONMENT) is None
         assert not hanging.is_running()
+        assert await template.fork(ENVIRONMENT) is None
+        assert templates() == before
 
     runner.run(while_it_hangs())
+
+
+def test_template_that_cannot_start_is_tried_once_for_all_that_wait(
+    runner: asyncio.Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def at_once() -> list[ForkedProcess | None]:
+        template = Template(("no.such.module",), limit=2**20)
+        return await asyncio.gather(*(template.fork(ENVIRONMENT) for _ in range(3)))
+
+    assert runner.run(at_once()) == [None] * 3
+    assert [each.name for each in caplog.records].count("baton.cluster.template") == 1
+
+
+def test_template_that_is_closed_while_it_starts_does_not_start_again(runner: asyncio.Runner) -> None:
+    async def closed_early() -> ForkedProcess | None:
+        template, before = Template(PROGRAM, limit=2**20), template_children()
+        forking = asyncio.create_task(template.fork(ENVIRONMENT))
+        while template_children() == before:
+            await asyncio.sleep(0.01)
+        await template.close()
+        assert template_children() == before
+        return await forking
+
+    assert runner.run(closed_early()) is None
+
+
+def template_children() -> list[psutil.Process]:
+    """Return the children that are, or will be, templates."""
+    children = psutil.Process().children()
+    return [each for each in children if "baton.cluster.template" in each.cmdline()] + templates()
+
+
+def test_process_that_another_part_of_the_program_has_waited_for_has_ended(
+    runner: asyncio.Runner, template: Template
+) -> None:
+    async def status() -> int:
+        process = await fork(template)
+        process.terminate()
+        os.waitpid(process.pid, 0)
+        return await process.wait()
+
+    assert runner.run(status()) == 255
