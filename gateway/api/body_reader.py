@@ -427,7 +427,7 @@ class _Helper:
         await self._kill()
 
     async def _do(self, job: ReadJob, data: bytes) -> ReadResult:
-        """Do the job. When a helper that has done others dies, a new one tries, too: it may have been killed."""
+        """Do the job. If a helper that has done others dies, a new one tries: it may have been killed."""
         for _ in range(2):
             former, process = self._process, await self.start()
             assert process.stdin is not None and process.stdout is not None
