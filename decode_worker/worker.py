@@ -36,11 +36,11 @@ from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
 from baton.messages.control import (
-    AttemptFailed,
     Cancel,
     Dispatch,
     Failure,
     Prefilled,
+    PrefillFailed,
     Prepared,
     PullSource,
     TakeOver,
@@ -51,7 +51,7 @@ from baton.request import AttemptKey, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports, failure_of
 
-PrefillResult: TypeAlias = Prefilled | AttemptFailed
+PrefillResult: TypeAlias = Prefilled | PrefillFailed
 MAX_EARLY_S: Final = 10.0  # a Dispatch that is later than this comes over a link that is given up
 MAX_PREPARED_S: Final = 10.0  # likewise a TakeOver
 
@@ -263,7 +263,7 @@ class DecodeWorker(WorkerNode):
         match message:
             case Dispatch() if self._peer_registry.is_router(peer):
                 self._dispatch(message)
-            case Prefilled() | AttemptFailed():
+            case Prefilled() | PrefillFailed():
                 self._prefill_ended(peer, message)
             case Cancel():
                 self._cancel(peer, message)

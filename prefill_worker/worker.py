@@ -27,7 +27,7 @@ from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.kvtransfer.protocol.handoff import GrantedTransfer, HandoffOutcome, TransferEnded
 from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
-from baton.messages.control import AttemptFailed, Cancel, Failure, Prefill, Prefilled, with_arrival
+from baton.messages.control import Cancel, Failure, Prefill, Prefilled, PrefillFailed, with_arrival
 from baton.messages.workers import MAX_DESTINATIONS, Load
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage
 from baton.request import AttemptKey, FilledPages, FinishReason, StepOutput, TokenEvent
@@ -324,7 +324,7 @@ class PrefillWorker(WorkerNode):
         self._refuse(job.prefill, failure, reason)
 
     def _refuse(self, prefill: Prefill, failure: Failure, reason: str) -> None:
-        refused = AttemptFailed(
+        refused = PrefillFailed(
             request_id=prefill.request.request_id,
             attempt=prefill.request.attempt,
             failure=failure,

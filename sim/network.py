@@ -89,7 +89,7 @@ class Recorder:
                 return _token(event)
             case control.Started(attempts=attempts) | control.Ended(attempts=attempts):
                 return " ".join(_key(*attempt) for attempt in attempts)
-            case control.Rejected() | control.AttemptFailed():
+            case control.Rejected() | control.PrefillFailed() | control.AttemptFailed():
                 return f"{_key(message.request_id, message.attempt)} {message.reason}"
         request_id = getattr(message, "request_id", "")
         return _key(request_id, getattr(message, "attempt", 0)) if request_id else ""

@@ -25,6 +25,7 @@ AnyMessage: TypeAlias = (
     | control.Prefill
     | control.Tokens
     | control.Prefilled
+    | control.PrefillFailed
     | control.AttemptFailed
     | control.Prepared
     | control.TakeOver

@@ -270,11 +270,18 @@ class Failure(StrEnum):
     ERROR = "error"  # the request made a worker fail: replay it a few times at most
 
 
+class PrefillFailed(AttemptMessage, frozen=True):
+    """Prefill to decode worker: no first token will come."""
+
+    failure: Failure
+    reason: Reason
+
+
 class AttemptFailed(AttemptMessage, frozen=True):
     """Decode worker to gateway: no more tokens of this attempt will come.
 
-    Also prefill to decode worker: no first token will come. Also router to gateway, for a decode worker that
-    the router lost before the first token: the Dispatch may never have arrived.
+    Also router to gateway, for a decode worker that the router lost before the first token: the Dispatch may
+    never have arrived.
     """
 
     failure: Failure

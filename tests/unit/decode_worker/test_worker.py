@@ -15,6 +15,7 @@ from baton.messages.control import (
     Heartbeat,
     Hello,
     Prefilled,
+    PrefillFailed,
 )
 from baton.messages.operations import Drain, StatusQuery
 from baton.request import FinishReason, Request, TokenEvent
@@ -337,7 +338,7 @@ def test_first_token_from_another_process_is_ignored(make_pair: MakePair, alone:
     bring_to(pair, request, "computing")
     for message in (
         Prefilled(event=TokenEvent(request.request_id, 0, 0, 77)),
-        AttemptFailed(request_id=request.request_id, attempt=0, failure=Failure.ERROR, reason="a lie"),
+        PrefillFailed(request_id=request.request_id, attempt=0, failure=Failure.ERROR, reason="a lie"),
     ):
         pair.tell(pair.decode, GATEWAY, message)
     assert answer_of(pair, request) == answer_alone(alone, request)
@@ -347,7 +348,7 @@ def test_first_token_from_another_process_is_ignored(make_pair: MakePair, alone:
 def test_failure_of_the_prefill_worker_fails_the_attempt(make_pair: MakePair, failure: Failure) -> None:
     pair, request = make_pair(**SMALL_STEPS), a_request()
     bring_to(pair, request, "computing")
-    failed = AttemptFailed(request_id=request.request_id, attempt=0, failure=failure, reason="why")
+    failed = PrefillFailed(request_id=request.request_id, attempt=0, failure=failure, reason="why")
     pair.tell(pair.decode, pair.prefill.hello, failed)
     pair.turns_until(lambda: bool(pair.failures()))
     assert pair.failures() == [

@@ -12,7 +12,6 @@ from baton.errors import WireError
 from baton.kvtransfer.protocol.messages import Grant, Wrote
 from baton.messages.codec import AnyMessage
 from baton.messages.control import (
-    AttemptFailed,
     Cancel,
     Dispatch,
     Failure,
@@ -20,6 +19,7 @@ from baton.messages.control import (
     Members,
     Prefill,
     Prefilled,
+    PrefillFailed,
     Reachable,
 )
 from baton.messages.operations import Drain
@@ -50,7 +50,7 @@ def order(pair: WorkerPair, request: Request, transfer: bytes = b"t" * 16) -> No
 def refusals(pair: WorkerPair) -> list[tuple[Failure, str]]:
     """What it has said to the decode worker; those are held back."""
     said_ = [letter.message for letter in pair.post.held()]
-    return [(each.failure, each.reason) for each in said_ if isinstance(each, AttemptFailed)]
+    return [(each.failure, each.reason) for each in said_ if isinstance(each, PrefillFailed)]
 
 
 def test_prompt_is_computed_before_pages_are_granted(make_pair: MakePair, alone: Engine) -> None:
@@ -207,7 +207,7 @@ def test_attempt_may_be_ordered_twice(make_pair: MakePair) -> None:
 class TestRefusals:
     def test_while_it_drains(self, make_pair: MakePair) -> None:
         pair = make_pair()
-        pair.hold(AttemptFailed)
+        pair.hold(PrefillFailed)
         pair.tell(pair.prefill, ROUTER, Drain(worker=PREFILL))
         order(pair, a_request())
         assert refusals(pair) == [(Failure.BUSY, "the worker is about to end")]
@@ -215,7 +215,7 @@ class TestRefusals:
 
     def test_of_what_cannot_run(self, make_pair: MakePair) -> None:
         pair = make_pair()
-        pair.hold(AttemptFailed)
+        pair.hold(PrefillFailed)
         order(pair, a_request(prompt=(1,) * MAX_MODEL_LEN))
         ((failure, reason),) = refusals(pair)
         assert failure is Failure.INVALID and f"the model takes {MAX_MODEL_LEN}" in reason

@@ -100,6 +100,7 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         c.Prefill(request=request, gateway=ID, decode=OTHER_ID, transfer=rng.randbytes(16)),
         c.Tokens(events=(event, event)),
         c.Prefilled(event=event),
+        c.PrefillFailed(request_id=ID, attempt=0, failure=c.Failure.BUSY, reason="no room"),
         c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason="gone", worker=OTHER_ID),
         c.Cancel(request_id=ID, attempt=0),
         c.Prepared(request_id=ID, attempt=1),
