@@ -5,9 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from baton.errors import BatonError
 from baton.gateway.streams.request_stream import Sink
-from baton.gateway.streams.routers import AnswerT
 from baton.gateway.streams.timeline import RequestMarks
-from baton.messages.operations import Explain, FindRequests, Status
+from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Status
 from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Worker
 from baton.request import FinishReason, Request, TokenEvent
@@ -64,9 +63,10 @@ class ScriptedService:
     def decode_worker(self, request_id: str) -> str:
         return WORKER_ID if self.has_room and request_id in self.sinks else ""
 
-    async def ask(
-        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
-    ) -> list[AnswerT]:
+    async def explain(self, question: Explain, timeout_s: float) -> list[Decisions]:
+        return []
+
+    async def find_requests(self, query: FindRequests, timeout_s: float) -> list[FoundRequests]:
         return []
 
     def send_order(self, order: Sleep | Wake) -> None:

@@ -79,10 +79,10 @@ class Scale(Message, frozen=True):
     model: Name = ""  # of the workers; "": the model of a cluster that has one
 
 
-class Relayed(Message, frozen=True):
-    """A question or an order to several processes, or the answer of one of them, which repeats these fields.
+class Numbered(Message, frozen=True):
+    """A question or an order with a number, or an answer, which repeats these fields.
 
-    A router that relays it to every gateway fills in `asker` and `num_asked`.
+    A router that relays one to all gateways sets `asker` and `num_asked`.
     """
 
     question: Count = 0  # a number of the asker's
@@ -90,12 +90,12 @@ class Relayed(Message, frozen=True):
     num_asked: Count = 0  # processes
 
     @classmethod
-    def answer_to(cls, asked: "Relayed", **fields: Any) -> Self:
+    def answer_to(cls, asked: "Numbered", **fields: Any) -> Self:
         """Return the answer to a question or an order. fields: of this class."""
         return cls(question=asked.question, asker=asked.asker, num_asked=asked.num_asked, **fields)
 
 
-class Migrate(Relayed, frozen=True):
+class Migrate(Numbered, frozen=True):
     """Operator to router, router to every gateway: move running requests to other decode workers.
 
     The router puts ids for names of workers; a gateway answers with Migrated when all its moves have ended.
@@ -106,7 +106,7 @@ class Migrate(Relayed, frozen=True):
     to: Name = ""  # the decode worker to move them to; "": the router chooses
 
 
-class Migrated(Relayed, frozen=True):
+class Migrated(Numbered, frozen=True):
     """Gateway to router, router to the asker: the moves of one gateway."""
 
     num_moved: Count = 0
@@ -187,13 +187,13 @@ class Status(Message, frozen=True):
         return joined(router.queue for router in self.routers)
 
 
-class Explain(Relayed, frozen=True, kw_only=True):
+class Explain(Numbered, frozen=True, kw_only=True):
     """Operator or gateway to router: how was this request routed? The router answers with Decisions."""
 
     request_id: Id
 
 
-class Decisions(Relayed, frozen=True):
+class Decisions(Numbered, frozen=True):
     """The decisions about one request, one an attempt; none: the router does not know the request."""
 
     decisions: Annotated[tuple[Decision, ...], Meta(max_length=64)] = ()
@@ -202,7 +202,7 @@ class Decisions(Relayed, frozen=True):
 MAX_FOUND: Final = 100  # timelines in one message
 
 
-class FindRequests(Relayed, frozen=True):
+class FindRequests(Numbered, frozen=True):
     """Operator or gateway to router, router to every gateway: which ended requests do you have?"""
 
     request_id: Id | None = None  # this one; None: the latest or slowest ones
@@ -211,7 +211,7 @@ class FindRequests(Relayed, frozen=True):
     tenant: Name | None = None  # of this tenant alone
 
 
-class FoundRequests(Relayed, frozen=True):
+class FoundRequests(Numbered, frozen=True):
     """Gateway to router, router to the asker: the requests of one gateway."""
 
     timelines: Annotated[tuple[RequestTimeline, ...], Meta(max_length=MAX_FOUND)] = ()

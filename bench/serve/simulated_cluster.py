@@ -19,11 +19,18 @@ from baton.config.gateway import GatewayConfig
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.process import GatewayProcess
 from baton.gateway.streams.request_stream import Sink
-from baton.gateway.streams.routers import AnswerT
 from baton.gateway.streams.timeline import RequestMarks, WorkerMarks
 from baton.messages.bounds import short_id
 from baton.messages.control import Decision, Routed, Weighed
-from baton.messages.operations import Decisions, Explain, FindRequests, GatewayStatus, PlanSummary, Status
+from baton.messages.operations import (
+    Decisions,
+    Explain,
+    FindRequests,
+    FoundRequests,
+    GatewayStatus,
+    PlanSummary,
+    Status,
+)
 from baton.messages.orders import Sleep, Wake
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Address, Load, PrefillTimes, Worker, WorkerRole, WorkerStatus, WorkerTimes
@@ -283,11 +290,13 @@ class SimulatedCluster:
     def send_order(self, order: Sleep | Wake) -> None:
         """Do nothing: the workers of the picture never sleep."""
 
-    async def ask(
-        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
-    ) -> list[AnswerT]:
-        """Tell a decision among the first workers, for any request; no gateway has an ended request."""
-        request_id = question.request_id or ""
+    async def find_requests(self, query: FindRequests, timeout_s: float) -> list[FoundRequests]:
+        """Return nothing: no other gateway has an ended request."""
+        return []
+
+    async def explain(self, question: Explain, timeout_s: float) -> list[Decisions]:
+        """Tell a decision among the first workers, for any request."""
+        request_id = question.request_id
         prefill = [each for each in self.workers if each.role is WorkerRole.PREFILL][:3]
         pairs = [(decode, source) for decode in self._decoders[:2] for source in prefill]
         weighed = [
@@ -311,8 +320,7 @@ class SimulatedCluster:
             first_token_s=0.071,
             measured=msgspec.structs.replace(times, exposed_s=0.003),
         )
-        decisions = Decisions(decisions=(decision,))
-        return [decisions] if isinstance(decisions, answer) else []
+        return [Decisions(decisions=(decision,))]
 
 
 def _pages(active: int, cached: int, *, leased: int = 0, quarantined: int = 0) -> dict[str, int]:

@@ -27,7 +27,7 @@ from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
 from baton.messages.bounds import MAX_NAME_CHARS, Name
 from baton.messages.control import Decision
-from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests
+from baton.messages.operations import Explain, FindRequests
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
@@ -53,7 +53,7 @@ def add_admin_routes(app: FastAPI, service: Service, find: Find) -> None:
         bare_id = request_id.rpartition("-")[2]
         found: list[Decision] = []
         if _ID.fullmatch(bare_id):
-            answers = await service.ask(Explain(request_id=bare_id), Decisions, ANSWER_TIMEOUT_S)
+            answers = await service.explain(Explain(request_id=bare_id), ANSWER_TIMEOUT_S)
             if not answers:
                 raise ApiError(503, "the router does not answer", code="unavailable", retry_after_s=1.0)
             found = sorted(
@@ -108,7 +108,7 @@ def _read_query(params: Mapping[str, str]) -> FindRequests:
 async def _find(service: Service, find: Find, query: FindRequests) -> list[RequestTimeline]:
     """Return what this gateway and the others have, without those that do not answer in time."""
     found = {timeline.request_id: timeline for timeline in find(query)}
-    for answer in await service.ask(query, FoundRequests, OTHERS_TIMEOUT_S):
+    for answer in await service.find_requests(query, OTHERS_TIMEOUT_S):
         found.update((timeline.request_id, timeline) for timeline in answer.timelines)
     return list(found.values())
 

@@ -28,7 +28,6 @@ from baton.gateway.streams.request_stream import (
 )
 from baton.gateway.streams.routers import (
     SILENT_S,
-    AnswerT,
     AttemptReports,
     Questions,
     RouterWatch,
@@ -203,11 +202,13 @@ class Frontend:
         stream = self._streams.get(request_id)
         return stream.decode if stream is not None else ""
 
-    async def ask(
-        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
-    ) -> list[AnswerT]:
+    async def explain(self, question: Explain, timeout_s: float) -> list[Decisions]:
         """See Service."""
-        return await self._questions.ask(question, answer, timeout_s)
+        return await self._questions.explain(question, timeout_s)
+
+    async def find_requests(self, query: FindRequests, timeout_s: float) -> list[FoundRequests]:
+        """See Service."""
+        return await self._questions.find_requests(query, timeout_s)
 
     def send_order(self, order: Sleep | Wake) -> None:
         """See Service."""
@@ -240,6 +241,7 @@ class Frontend:
         if peer.hello.process is Kind.ROUTER:
             self._watch.left(peer)
             self._lose_router(peer.hello.id)
+            self._questions.lose(peer)
             self._close_workers(self._peer_registry.recount())
         else:
             self._report_connections()  # before anything is submitted again
@@ -405,7 +407,7 @@ class Frontend:
             case Status():
                 self._watch.answered(peer, message)
             case Decisions() | FoundRequests():
-                self._questions.take(message)
+                self._questions.take(peer, message)
             case FindRequests():
                 found = FoundRequests.answer_to(message, timelines=tuple(self.find(message)))
                 peer.send(found)

@@ -38,12 +38,11 @@ import msgspec
 
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WorkerLost
-from baton.gateway.streams.routers import AnswerT
 from baton.gateway.streams.timeline import RequestMarks
 from baton.messages.bounds import short_id
 from baton.messages.codec import fits_request
 from baton.messages.control import Routed
-from baton.messages.operations import Explain, FindRequests, Status
+from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Status
 from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, TokenEvent
@@ -149,10 +148,11 @@ class Service(Protocol):
     def decode_worker(self, request_id: str) -> str:
         """Return the worker that the request runs on now; "" for none."""
 
-    async def ask(
-        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
-    ) -> list[AnswerT]:
-        """Return the answers of all routers, or of all gateways, that come in time; none without a router."""
+    async def explain(self, question: Explain, timeout_s: float) -> list[Decisions]:
+        """Ask all routers how a request was routed. Returns the answers that come in time."""
+
+    async def find_requests(self, query: FindRequests, timeout_s: float) -> list[FoundRequests]:
+        """Ask all gateways for ended requests, through a router. Returns the answers that come in time."""
 
     def send_order(self, order: Sleep | Wake) -> None:
         """Send a numbered order to all routers, which pass it on to the model's workers.

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Final, TypeVar
@@ -123,38 +123,71 @@ class Questions:
     def __init__(self, peer_registry: PeerRegistry) -> None:
         self._peer_registry = peer_registry
         self._num_asked = 0
-        self._answers: dict[int, asyncio.Queue[Decisions | FoundRequests]] = {}  # by number of the question
+        self._open: dict[int, _Question] = {}  # by number
 
-    async def ask(
-        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
+    async def explain(self, question: Explain, timeout_s: float) -> list[Decisions]:
+        """Return the answers of all routers that come in time."""
+        return await self._ask(question, Decisions, self._peer_registry.routers, timeout_s)
+
+    async def find_requests(self, query: FindRequests, timeout_s: float) -> list[FoundRequests]:
+        """Return the answers of all gateways that come in time, through one router."""
+        router = self._peer_registry.router
+        return await self._ask(query, FoundRequests, [] if router is None else [router], timeout_s)
+
+    async def _ask(
+        self,
+        question: Explain | FindRequests,
+        answer: type[AnswerT],
+        routers: Sequence[Peer],
+        timeout_s: float,
     ) -> list[AnswerT]:
         """Return the answers that come in time; none without a router, or with MAX_ASKED questions open."""
-        routers = self._peer_registry.routers
-        if not routers or len(self._answers) >= MAX_ASKED:
+        if not routers or len(self._open) >= MAX_ASKED:
             return []
-        if isinstance(question, FindRequests):  # a router passes it on to all gateways
-            routers = [self._peer_registry.router or routers[0]]
-        self._num_asked += 1
-        question = replace(question, question=self._num_asked, num_asked=len(routers))
-        waiting = self._answers[question.question] = asyncio.Queue()
-        found, num_asked = list[Decisions | FoundRequests](), len(routers)
+        self._num_asked = number = self._num_asked + 1
+        asked = self._open[number] = _Question(routers)
         try:
             for router in routers:
-                router.send(question)
+                router.send(replace(question, question=number, num_asked=1))
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    while len(found) < num_asked:
-                        found.append(await waiting.get())
-                        num_asked = found[-1].num_asked
+                    await asked.has_ended.wait()
         finally:
-            del self._answers[question.question]
-        return [each for each in found if isinstance(each, answer)]
+            del self._open[number]
+        return [each for each in asked.answers if isinstance(each, answer)]
 
-    def take(self, answer: Decisions | FoundRequests) -> None:
+    def take(self, router: Peer, answer: Decisions | FoundRequests) -> None:
         """Take an answer; one that comes too late changes nothing."""
-        waiting = self._answers.get(answer.question)
-        if waiting is not None:
-            waiting.put_nowait(answer)
+        asked = self._open.get(answer.question)
+        if asked is not None:
+            asked.take(router, answer)
+
+    def lose(self, router: Peer) -> None:
+        """Expect no more answers of a router."""
+        for asked in self._open.values():
+            asked.lose(router)
+
+
+class _Question:
+    """A question that waits for answers, until each of its routers has given its last one or is lost."""
+
+    def __init__(self, routers: Iterable[Peer]) -> None:
+        self.answers: list[Decisions | FoundRequests] = []
+        self.has_ended = asyncio.Event()
+        self._num_answers = {router.hello.id: 0 for router in routers}  # of the routers that have more
+
+    def take(self, router: Peer, answer: Decisions | FoundRequests) -> None:
+        if router.hello.id not in self._num_answers:
+            return
+        self.answers.append(answer)
+        self._num_answers[router.hello.id] += 1
+        if self._num_answers[router.hello.id] >= answer.num_asked:
+            self.lose(router)
+
+    def lose(self, router: Peer) -> None:
+        self._num_answers.pop(router.hello.id, None)
+        if not self._num_answers:
+            self.has_ended.set()
 
 
 class SubmitWindow:

@@ -27,7 +27,6 @@ from baton.gateway.api.admin import (
 )
 from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.peer_gateways import PeerGateways
-from baton.gateway.streams.routers import AnswerT
 from baton.messages.bounds import Kind
 from baton.messages.control import Decision, Weighed
 from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests
@@ -59,12 +58,9 @@ class ToldDecisions(ScriptedService):
         super().__init__()
         self.decisions, self.asked = decisions, list[str]()
 
-    async def ask(
-        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
-    ) -> list[AnswerT]:
-        self.asked.append(question.request_id or "")
-        told = Decisions(decisions=self.decisions or ())
-        return [told] if self.decisions is not None and isinstance(told, answer) else []
+    async def explain(self, question: Explain, timeout_s: float) -> list[Decisions]:
+        self.asked.append(question.request_id)
+        return [] if self.decisions is None else [Decisions(decisions=self.decisions)]
 
     async def get(self, name: str) -> tuple[int, dict[str, Any]]:
         return await get(self, lambda query: (), f"/admin/decisions/{name}")
@@ -278,16 +274,13 @@ class TwoGateways(ScriptedService):
     def find(self, query: FindRequests) -> list[RequestTimeline]:
         return [each for each in self.own if query.request_id in (None, each.request_id)]
 
-    async def ask(
-        self, question: Explain | FindRequests, answer: type[AnswerT], timeout_s: float
-    ) -> list[AnswerT]:
-        assert isinstance(question, FindRequests)
-        self.queries.append(question)
-        told = [FoundRequests(timelines=tuple(self.find(question)))]  # a router asks this gateway, too
+    async def find_requests(self, query: FindRequests, timeout_s: float) -> list[FoundRequests]:
+        self.queries.append(query)
+        told = [FoundRequests(timelines=tuple(self.find(query)))]  # a router asks this gateway, too
         if self.others is not None:
-            of_id = [each for each in self.others if question.request_id in (None, each.request_id)]
+            of_id = [each for each in self.others if query.request_id in (None, each.request_id)]
             told.append(FoundRequests(timelines=tuple(of_id)))
-        return [each for each in told if isinstance(each, answer)]
+        return told
 
     async def get(self, path: str) -> tuple[int, dict[str, Any]]:
         return await get(self, self.find, path)

@@ -313,8 +313,8 @@ def a_decision(name: str, attempt: int = 0) -> Decision:
     )
 
 
-def asked(g: Gateway, name: str) -> asyncio.Task[list[Decisions]]:
-    return asyncio.create_task(g.frontend.ask(Explain(request_id=id_of(name)), Decisions, 0.2))
+def asked(g: Gateway, name: str, timeout_s: float = 0.2) -> asyncio.Task[list[Decisions]]:
+    return asyncio.create_task(g.frontend.explain(Explain(request_id=id_of(name)), timeout_s))
 
 
 @on_loop
@@ -345,12 +345,29 @@ async def test_answers_of_all_routers_are_awaited_and_a_lost_router_has_none() -
 @on_loop
 async def test_question_to_all_gateways_goes_through_one_router() -> None:
     g = gateway("d0")
-    task = asyncio.create_task(g.frontend.ask(FindRequests(), FoundRequests, 5.0))
+    task = asyncio.create_task(g.frontend.find_requests(FindRequests(), 5.0))
     await asyncio.sleep(0)
     query = g["router"].only(FindRequests)
     for _ in range(2):
         g["router"].say(FoundRequests(question=query.question, num_asked=2))
     assert len(await task) == 2
+
+
+@on_loop
+async def test_question_whose_routers_are_lost_ends_at_once_with_the_answers_so_far() -> None:
+    g = gateway("d0")
+    other, never_s = TestPeer.router(g.frontend, "other"), 600.0
+    explained = asked(g, "a", never_s)
+    found = asyncio.create_task(g.frontend.find_requests(FindRequests(), never_s))
+    await asyncio.sleep(0)
+    for router in (g["router"], other):
+        for query in router.take(FindRequests):  # one of them passes it on
+            router.say(FoundRequests(question=query.question, num_asked=2))
+    other.say(Decisions.answer_to(other.only(Explain)))
+    for router in (g["router"], other):
+        router.leave()
+    async with asyncio.timeout(5.0):
+        assert (len(await explained), len(await found)) == (1, 1)
 
 
 @on_loop
