@@ -77,7 +77,8 @@ class LiveFeed:
 
     async def take(self) -> None:
         """Take one reading: keep its point, and send its snapshot to the viewers."""
-        gateways, status = await self._exporter.gateways(), self._service.status or Status()
+        gateways = await self._exporter.gateways()
+        status = self._service.status or Status()
         reading = read(self._clock.now_s(), gateways, status)
         self._readings.append(reading)
         while len(self._readings) > 2 and self._readings[1].time_s <= reading.time_s - WINDOW_S:
@@ -86,7 +87,7 @@ class LiveFeed:
         point = window.point()
         self._keep(point)
         if self._num_viewers:
-            self._latest = _event("snapshot", window.snapshot(self._model, point))
+            self._latest = _event("snapshot", window.snapshot(self._model, point, gateways))
             await self._tell()
 
     def _keep(self, point: Point) -> None:

@@ -137,6 +137,16 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     left_out: dict[str, int] = {}  # for lack of room in the routers' status
 
 
+class GatewayCounts(NamedTuple):
+    """The counts of one gateway that points are made from."""
+
+    num_open: int
+    num_requests: int
+    num_tokens: int
+    ttft: FirstTokenTimes
+    itl: TokenTimes
+
+
 class WorkerCounts(NamedTuple):
     """The counts of one worker that rates are made from."""
 
@@ -149,18 +159,22 @@ class Reading(NamedTuple):
     """The counts at one moment that rates and percentiles are made from."""
 
     time_s: float
-    gateways: Mapping[str, Metrics]  # by name
+    gateways: Mapping[str, GatewayCounts]  # by name
     workers: Mapping[str, WorkerCounts]  # by id
     routed: Mapping[str, int]  # requests, by router
 
 
 def read(time_s: float, gateways: Iterable[Metrics], status: Status) -> Reading:
-    """Return a reading. gateways: those of the port; the counts that rates are made from are copied."""
+    """Return a reading. gateways: those of the port; their counts are copied."""
     return Reading(
         time_s,
         {
-            each.gateway: msgspec.structs.replace(
-                each, ttft=each.ttft.copy(), itl=each.itl.copy(), duration=each.duration.copy()
+            each.gateway: GatewayCounts(
+                each.num_open,
+                each.duration.num,
+                each.generated_tokens,
+                each.ttft.copy(),
+                each.itl.copy(),
             )
             for each in gateways
         },
@@ -203,8 +217,8 @@ class ReadingWindow:
             pages=dict(pages),
         )
 
-    def snapshot(self, model: str, point: Point) -> ClusterSnapshot:
-        """Return the snapshot at the later reading."""
+    def snapshot(self, model: str, point: Point, gateways: Sequence[Metrics]) -> ClusterSnapshot:
+        """Return the snapshot at the later reading. gateways: the counts that it was made from."""
         status = self._status
         queue = status.queue
         return ClusterSnapshot(
@@ -215,9 +229,9 @@ class ReadingWindow:
             oldest_wait_s=queue.oldest_wait_s,
             head_away_s=status.head_away_s,
             workers=list(map(self._worker, status.workers)),
-            tenants=list(_tenants(queue.tenants, self._after.gateways.values())),
+            tenants=list(_tenants(queue.tenants, gateways)),
             routers=list(map(self._router, status.routers)),
-            gateways=list(self._gateway_rows()),
+            gateways=list(self._gateway_rows(gateways)),
             plans=status.plans,
             left_out=status.left_out,
         )
@@ -231,15 +245,15 @@ class ReadingWindow:
         if before is None:
             return 0.0, 0.0
         return (
-            self._rate(before.duration.num, after.duration.num),
-            self._rate(before.generated_tokens, after.generated_tokens),
+            self._rate(before.num_requests, after.num_requests),
+            self._rate(before.num_tokens, after.num_tokens),
         )
 
     def _sent_bytes_per_s(self, worker: str) -> float:
         before = self._before.workers.get(worker)
         return 0.0 if before is None else self._rate(before.kv_bytes, self._after.workers[worker].kv_bytes)
 
-    def _quantiles(self, total: HistogramT, histogram_of: Callable[[Metrics], HistogramT]) -> Quantiles:
+    def _quantiles(self, total: HistogramT, histogram_of: Callable[[GatewayCounts], HistogramT]) -> Quantiles:
         """Return the percentiles of the values between the readings. total: empty."""
         for name, after in self._after.gateways.items():
             if (before := self._before.gateways.get(name)) is not None:
@@ -290,8 +304,9 @@ class ReadingWindow:
             counters=router.counters,
         )
 
-    def _gateway_rows(self) -> Iterator[GatewayRow]:
-        reported, here = {short_id(each.id): each for each in self._status.gateways}, self._after.gateways
+    def _gateway_rows(self, gateways: Sequence[Metrics]) -> Iterator[GatewayRow]:
+        reported = {short_id(each.id): each for each in self._status.gateways}
+        here = {each.gateway: each for each in gateways}
         for name in sorted({*reported, *here}):
             yield self._gateway(name, reported.get(name, GatewayStatus(id="0" * 32)), here.get(name))
 
@@ -323,7 +338,7 @@ class ReadingWindow:
         )
 
 
-def _tenants(statuses: Sequence[TenantStatus], gateways: Iterable[Metrics]) -> Iterator[TenantRow]:
+def _tenants(statuses: Sequence[TenantStatus], gateways: Sequence[Metrics]) -> Iterator[TenantRow]:
     """Yield the tenants that have a name: a cluster without a tenants file has none."""
     at_routers = {status.tenant: status for status in statuses}
     at_gateways: dict[str, list[TenantCounts]] = {}
