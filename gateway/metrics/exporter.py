@@ -39,11 +39,6 @@ class Scrape(NamedTuple):
     status: Status | None  # None: no router has answered
 
     @property
-    def known_status(self) -> Sequence[Status]:
-        """The status, or nothing."""
-        return () if self.status is None else (self.status,)
-
-    @property
     def workers(self) -> Sequence[WorkerStatus]:
         """The workers, as the routers reported them last."""
         return () if self.status is None else self.status.workers
@@ -113,8 +108,8 @@ def _router_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]
 
 
 def _queued_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]:
-    for status in scrape.known_status:
-        for tenant in status.queue.tenants[:MAX_TENANTS]:
+    if scrape.status is not None:
+        for tenant in scrape.status.queue.tenants[:MAX_TENANTS]:
             yield (tenant.tenant,), tenant
 
 
@@ -123,7 +118,7 @@ GATEWAYS: Final = Source[Metrics](
     ("gateway",), lambda scrape: [((each.gateway,), each) for each in scrape.gateways]
 )
 TENANTS: Final = Source[TenantCounts](("gateway", "tenant"), _tenant_rows)
-CLUSTER: Final = Source[Status]((), lambda scrape: [((), each) for each in scrape.known_status])
+CLUSTER: Final = Source[Status]((), lambda scrape: [] if scrape.status is None else [((), scrape.status)])
 WORKERS: Final = Source[WorkerStatus](
     ("worker", "role"),
     lambda scrape: [((each.worker.name, each.worker.role), each) for each in scrape.workers],
@@ -133,16 +128,18 @@ ROUTERS: Final = Source[RouterStatus](
 )
 # The queues of all routers together: sums, and the maximum of levels and waits. All are gauges, because they
 # drop when a router dies.
-QUEUE: Final = Source[QueueStatus]((), lambda scrape: [((), each.queue) for each in scrape.known_status])
+QUEUE: Final = Source[QueueStatus](
+    (), lambda scrape: [] if scrape.status is None else [((), scrape.status.queue)]
+)
 QUEUED_TENANTS: Final = Source[TenantStatus](("tenant",), _queued_tenant_rows)
 # Counts of each router since its start. When a router dies, its series ends and no other series decreases.
 # A tenant's share is its part of work_tokens. The tenant of a cluster without a tenants file has no name.
 ROUTER_TENANTS: Final = Source[TenantStatus](("router", "tenant"), _router_tenant_rows)
 MODEL: Final = Source[Sequence[WorkerStatus]](
     ("model_name",),
-    lambda scrape: [
-        ((name,), scrape.workers_of(name)) for _ in scrape.known_status for name in scrape.models
-    ],
+    lambda scrape: (
+        [] if scrape.status is None else [((name,), scrape.workers_of(name)) for name in scrape.models]
+    ),
 )
 
 VLLM: Final = "vllm:"
