@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -102,10 +102,19 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 class Progress:
-    """Shows on stderr what is measured: a live line on a terminal, else a line every TELL_EVERY_S."""
+    """Shows on stderr what is measured: a live line on a terminal, else a line every TELL_EVERY_S.
+
+    At the end of its context the live line is gone, also after an error.
+    """
 
     def __init__(self) -> None:
         self._begin_s = self._told_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def __call__(self, text: str, share: float | None = None) -> None:
         """Tell what is measured now. share: how much is done, from 0 to 1, where that is known."""
@@ -208,7 +217,6 @@ class Report:
         """Print the rows that have not been shown; write the files."""
         if self._num_shown < len(self.rows):
             self._show(self.title)
-        self.tell.clear()
         print(f"kept in {self.save()}", flush=True)
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
             print("no picture: pip install matplotlib", flush=True)
@@ -281,12 +289,10 @@ class Suite:
         """Measure, print and keep. Raises what `measure` raises."""
         print(", ".join(f"{key} {value}" for key, value in machine_description().items()), flush=True)
         report = Report(self.name, self.title, options.output)
-        try:
+        with report.tell:
             measuring = self.measure(options, report)
             if measuring is not None:
                 asyncio.run(measuring)
-        finally:
-            report.tell.clear()
         report.finish()
         return report
 

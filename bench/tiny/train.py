@@ -495,9 +495,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     trainer = Trainer(arguments.steps, arguments.seed, arguments.continue_from)
-    tell = Progress()
-    trainer.run(tell)
-    tell.clear()
+    with Progress() as tell:
+        trainer.run(tell)
     export(trainer.model, arguments.out)
 
 

@@ -59,9 +59,8 @@ def _calibrate(arguments: argparse.Namespace) -> None:
         raise ConfigError('MODEL: expected a directory, a repository or "tiny", got none')
     if arguments.seconds < 10 or arguments.neighbours < 0 or arguments.threads < 1:
         raise ConfigError("expected --seconds of 10 or more, --neighbours of 0, --threads of 1 or more")
-    tell = Progress()
-    model = calibrate(given.build(), arguments.seconds, arguments.neighbours, tell, arguments.threads)
-    tell.clear()
+    with Progress() as tell:
+        model = calibrate(given.build(), arguments.seconds, arguments.neighbours, tell, arguments.threads)
     model.save(arguments.out)
     output.show(*_model_lines(model), f"written to {arguments.out}")
 
