@@ -189,7 +189,7 @@ def _migrate(arguments: argparse.Namespace) -> None:
     output.write(f"{moved.num_moved} moved{left}\n")
 
 
-def _options(*adders: Callable[[Parser], None]) -> Callable[[Parser], None]:
+def _add_options(*adders: Callable[[Parser], None]) -> Callable[[Parser], None]:
     """Return a function that adds these options, and those that name the cluster."""
 
     def add(parser: Parser) -> None:
@@ -199,27 +199,27 @@ def _options(*adders: Callable[[Parser], None]) -> Callable[[Parser], None]:
     return add
 
 
-def _wait(seconds: float) -> Callable[[Parser], None]:
+def _add_wait(seconds: float) -> Callable[[Parser], None]:
     def add(parser: Parser) -> None:
-        help_ = f"seconds for the worker to serve again ({seconds:g})"
+        help_ = f"seconds to wait ({seconds:g})"
         parser.add_argument("--wait", type=float, default=seconds, metavar="S", help=help_)
 
     return add
 
 
-def _worker(parser: Parser) -> None:
+def _add_worker(parser: Parser) -> None:
     parser.add_argument("worker", metavar="WORKER", help="name or id, as `baton status` shows")
 
 
-def _role(parser: Parser) -> None:
+def _add_role(parser: Parser) -> None:
     parser.add_argument("role", metavar="ROLE", choices=[*WorkerRole], help="prefill or decode")
 
 
-def _force(parser: Parser) -> None:
+def _add_force(parser: Parser) -> None:
     parser.add_argument("--force", action="store_true", help="also when it is the last of its role")
 
 
-def _layout(parser: Parser) -> None:
+def _add_layout(parser: Parser) -> None:
     help_ = "prefill and decode workers, such as 2P3D"
     parser.add_argument("layout", metavar="LAYOUT", help=help_)
     parser.add_argument(
@@ -227,12 +227,12 @@ def _layout(parser: Parser) -> None:
     )
 
 
-def _model(parser: Parser) -> None:
+def _add_model(parser: Parser) -> None:
     help_ = "its name in the API; may be left out where there is one"
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=help_)
 
 
-def _level(parser: Parser) -> None:
+def _add_level(parser: Parser) -> None:
     parser.add_argument(
         "--level",
         type=int,
@@ -242,7 +242,7 @@ def _level(parser: Parser) -> None:
     )
 
 
-def _moves(parser: Parser) -> None:
+def _add_moves(parser: Parser) -> None:
     parser.add_argument(
         "request", metavar="REQUEST", nargs="?", default="", help="as `baton explain` takes it"
     )
@@ -260,7 +260,7 @@ drain = CliCommand(
 `baton undrain` calls it back; a worker of `baton worker` is started again by hand. The last worker of a role
 goes with --force only.
 """,
-    _options(_worker, _force),
+    _add_options(_add_worker, _add_force),
     _drain,
 )
 undrain = CliCommand(
@@ -269,7 +269,7 @@ undrain = CliCommand(
 A worker that still drains comes back when it has ended. The command returns when the worker serves, and fails
 after --wait seconds.
 """,
-    _options(_worker, _wait(600.0)),
+    _add_options(_add_worker, _add_wait(600.0)),
     _undrain,
 )
 restart = CliCommand(
@@ -278,7 +278,7 @@ restart = CliCommand(
 Its requests end first; after `drain_timeout_s` the others are replayed on other workers. The command returns
 when the new process serves, and fails after --wait seconds. A worker that was drained before is started.
 """,
-    _options(_worker, _wait(600.0)),
+    _add_options(_add_worker, _add_wait(600.0)),
     _restart,
 )
 flip = CliCommand(
@@ -288,7 +288,7 @@ The weights are not loaded again, and its cached pages stay. Its requests move t
 that cannot move are replayed after `drain_timeout_s`. The command returns when the worker serves in its new
 role, and fails after --wait seconds. The last worker of a role flips with --force only.
 """,
-    _options(_worker, _role, _force, _wait(120.0)),
+    _add_options(_add_worker, _add_role, _add_force, _add_wait(120.0)),
     _flip,
 )
 scale = CliCommand(
@@ -297,7 +297,7 @@ scale = CliCommand(
 Missing workers are started; on Ray an autoscaler is asked for nodes. Workers that are too many hand their
 requests over and end. The command returns when all workers are ready, and fails after --wait seconds.
 """,
-    _options(_layout, _wait(600.0)),
+    _add_options(_add_layout, _add_wait(600.0)),
     _scale,
 )
 migrate = CliCommand(
@@ -306,7 +306,7 @@ migrate = CliCommand(
 Its KV pages are copied while it goes on, then the other worker takes over with the next token: the client
 sees no replay. A request that cannot move stays where it is. The command returns when all have moved or stay.
 """,
-    _options(_moves),
+    _add_options(_add_moves),
     _migrate,
 )
 sleep = CliCommand(
@@ -316,7 +316,7 @@ Running requests end first; after `drain_timeout_s` the others are cut off. The 
 command returns when all workers of the model sleep. It fails after --wait seconds, and when the model is
 woken meanwhile.
 """,
-    _options(_model, _level, _wait(600.0)),
+    _add_options(_add_model, _add_level, _add_wait(600.0)),
     _sleep,
 )
 wake = CliCommand(
@@ -325,6 +325,6 @@ wake = CliCommand(
 The command returns when all workers of the model are ready. It fails after --wait seconds, and when the
 model is put to sleep meanwhile.
 """,
-    _options(_model, _wait(600.0)),
+    _add_options(_add_model, _add_wait(600.0)),
     _wake,
 )
