@@ -36,7 +36,8 @@ def set_up_logging(process: str = "", *, format: LogFormat | None = None, force:
     force: replace handlers that others, such as Ray, have installed. Raises ConfigError for a bad variable.
     """
     handler = logging.StreamHandler(sys.stderr)
-    is_json, text = (format or log_format()) == "json", f"{process} | {TEXT}" if process else TEXT
+    is_json = (format or log_format()) == "json"
+    text = f"{process} | {TEXT}" if process else TEXT
     handler.setFormatter(JsonLines(process) if is_json else logging.Formatter(text))
     logging.basicConfig(level=log_level(), handlers=[handler], force=force)
 

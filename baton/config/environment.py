@@ -95,7 +95,7 @@ def environment_of_child(
 def environment_of_template(num_threads: int) -> dict[str, str]:
     """Return the environment of a process that forks children with that many threads at the most.
 
-    OpenBLAS would start threads when it is loaded.
+    OpenBLAS gets one thread: it starts its threads when it is loaded.
     """
     return environment_of_child(num_threads=num_threads) | {"OPENBLAS_NUM_THREADS": "1"}
 

@@ -304,7 +304,7 @@ class RpcLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's transport has only the methods of one
         self._transport = transport
-        if self._rpc_server.is_closed:  # meanwhile
+        if self._rpc_server.is_closed:  # the server closed while this socket was accepted
             transport.abort()
             return
         self._rpc_server.opened(self)
@@ -471,7 +471,8 @@ class RpcThread:
     ) -> None:
         """post: hands calls to the node's thread. dropped: counts the peers that the server drops."""
         self.post = post
-        self._loop = uvloop.new_event_loop()  # asyncio's leaks a socket that comes while its server closes
+        # asyncio's loop leaks a socket accepted while its server closes.
+        self._loop = uvloop.new_event_loop()
         self._must_stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
         self._thread.start()

@@ -79,7 +79,8 @@ def share_right(kv_dtype: str, cases: list[Case]) -> float:
 
 def answer_rows(num_cases: int, report: Report) -> list[Row]:
     """Ask the tiny model with each kind of pages: half of the questions need a thousand tokens back."""
-    cases, right = mixed_cases(num_cases, seed=20), {}
+    cases = mixed_cases(num_cases, seed=20)
+    right = {}
     for name in KV_DTYPES:
         report.tell(f"tiny with pages of {name}")
         right[name] = share_right(name, cases)

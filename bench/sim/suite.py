@@ -12,7 +12,6 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from math import inf
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -101,6 +100,15 @@ def cases() -> list[Case]:
     ]
 
 
+class ServedAtOnce(NamedTuple):
+    """Requests that were sent at once, whose rate shows the capacity of a layout."""
+
+    layout: Layout
+    lengths: str
+    trace: Sequence[TraceRequest]
+    run: Run
+
+
 class Served(NamedTuple):
     """The requests of a case, and how they were answered."""
 
@@ -122,9 +130,9 @@ def measured(run: Run) -> dict[str, float]:
 
 async def serve_cases(
     cases: Sequence[Case], config: ServeConfig, seconds: float, tell: Progress
-) -> tuple[list[Served], list[Served]]:
+) -> tuple[list[ServedAtOnce], list[Served]]:
     """Serve the cases of one layout. Returns the runs that show its capacity, and the cases as served."""
-    at_once: dict[str, Served] = {}  # by the name of the lengths
+    at_once: dict[str, ServedAtOnce] = {}  # by the name of the lengths
     served = []
     async with serving(cases[0].layout, config) as serve:
         for seed, case in enumerate(cases, 1):
@@ -132,7 +140,7 @@ async def serve_cases(
                 tell(f"{case.layout.name}, {case.lengths}: capacity")
                 requests = all_at_once(synthetic(NUM_AT_ONCE, 1.0, LENGTHS[case.lengths], CAPACITY_SEED))
                 run = await serve(requests, Slo())
-                at_once[case.lengths] = Served(case._replace(load=inf), requests, run)
+                at_once[case.lengths] = ServedAtOnce(case.layout, case.lengths, requests, run)
             tell(f"{case.name}: serving")
             rate = case.load * at_once[case.lengths].run.requests_per_s
             trace = synthetic(rate, seconds, LENGTHS[case.lengths], seed)
@@ -186,12 +194,12 @@ def accuracy_rows(options: Namespace, config: ServeConfig, times: TimeModel, rep
     return rows
 
 
-def capacity_row(served: Served, times: TimeModel) -> Row:
+def capacity_row(served: ServedAtOnce, times: TimeModel) -> Row:
     """Return the row of a layout's capacity, with the rehearsed one."""
-    case, requests, run = served
-    predicted = capacity(case.layout, times, requests)
+    predicted = capacity(served.layout, times, served.trace)
     note = f"predicted {format_number(predicted)}"
-    return Row(f"{case.layout.name}, {case.lengths}: capacity", run.requests_per_s, "requests/s", note=note)
+    name = f"{served.layout.name}, {served.lengths}: capacity"
+    return Row(name, served.run.requests_per_s, "requests/s", note=note)
 
 
 def usual_times() -> TimeModel:
