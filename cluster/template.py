@@ -189,7 +189,10 @@ def _open_pipe(ends: ExitStack) -> tuple[FileIO, FileIO]:
 
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Make the present process the parent of each descendant that loses its parent; Linux only."""
+    """Make the present process the parent of each descendant that loses its parent; Linux only.
+
+    Ranks that are orphaned meanwhile become children, too, for which nobody waits.
+    """
     prctl, adopted = ctypes.CDLL(None).prctl, ctypes.c_int()
     prctl(GET_CHILD_SUBREAPER, ctypes.byref(adopted), 0, 0, 0)
     prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)

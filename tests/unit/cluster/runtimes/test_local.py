@@ -284,9 +284,10 @@ async def test_workers_are_subprocesses_when_the_template_does_not_start(
     runtime = LocalRuntime(KEY, command=MODULE)
     try:
         specs = [spec("serves"), spec("lives")]
-        await runtime.place(specs)
-        for process in [await runtime.spawn(each) for each in specs]:
-            await process.ready()
+        for _ in range(2):
+            await runtime.place(specs)  # a second time, as when workers are added
+            for process in [await runtime.spawn(each) for each in specs]:
+                await process.ready()
     finally:
         await runtime.close()
     assert caplog.text.count("their template fails: it ended before it was ready") == 1
