@@ -23,6 +23,7 @@ from baton.kernels.triton.codes import float_to_fp8, fp8_as_half, scaled_to_int8
 from baton.kernels.triton.kernel import jit, kernel, runs_triton, tl, triton
 
 SCALE_BYTES: Final = 2
+SMALLEST_SCALE: Final = 2.0**-126  # bf16 has fewer bits below
 LARGEST_CODE: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 ROW_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as `enum row_format` in csrc/kv_rows.h
 
@@ -160,7 +161,7 @@ def store_rows(
     half: int,  # D // 2
     ROW_FORMAT: tl.constexpr,
 ) -> None:
-    """Write keys, or values, as rows of a page. A row with an element that is not finite decodes to NaN."""
+    """Write keys, or values, as rows of a page; the codes are those of `encode_rows`."""
     if ROW_FORMAT > 0:
         IS_INT8: tl.constexpr = ROW_FORMAT == 1
         first_KD, second_KD = first_KD.to(tl.float32), second_KD.to(tl.float32)
@@ -170,11 +171,12 @@ def store_rows(
         largest_K1 = tl.max(tl.maximum(first_bits_KD, second_bits_KD), axis=1, keep_dims=True)
         is_finite_K1 = largest_K1 < 0x7F800000
         quotient_K1 = tl.div_rn(largest_K1.to(tl.float32, bitcast=True), 127.0 if IS_INT8 else 448.0)
-        scale_bits_K1 = (quotient_K1.to(tl.int32, bitcast=True) + 0x8000) >> 16  # bf16
-        scale_K1 = (scale_bits_K1 << 16).to(tl.float32, bitcast=True)
-        divisor_K1 = tl.where(scale_K1 > 0, scale_K1, float("inf"))
-        first_KD = tl.div_rn(tl.where(is_finite_K1, first_KD, 0.0), divisor_K1)
-        second_KD = tl.div_rn(tl.where(is_finite_K1, second_KD, 0.0), divisor_K1)
+        quotient_bits_K1 = quotient_K1.to(tl.int32, bitcast=True)
+        has_codes_K1 = is_finite_K1 & (quotient_bits_K1 >= 0x800000)  # SMALLEST_SCALE
+        scale_bits_K1 = tl.where(has_codes_K1, (quotient_bits_K1 + 0x8000) >> 16, 0)  # bf16
+        divisor_K1 = tl.where(has_codes_K1, (scale_bits_K1 << 16).to(tl.float32, bitcast=True), 1.0)
+        first_KD = tl.div_rn(tl.where(has_codes_K1, first_KD, 0.0), divisor_K1)
+        second_KD = tl.div_rn(tl.where(has_codes_K1, second_KD, 0.0), divisor_K1)
         if IS_INT8:
             first_KD, second_KD = scaled_to_int8(first_KD, 1.0), scaled_to_int8(second_KD, 1.0)
         else:
@@ -339,12 +341,14 @@ def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slo
 def encode_rows(heads: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., D] -> [..., D + SCALE_BYTES] uint8: codes of `dtype`, then their scale.
 
-    The largest element gets the largest code. So rows that were decoded have the same codes again, and the
-    same scale. A row with an element that is not finite decodes to NaN.
+    The largest element gets the largest code, so a row that was decoded in bf16 or fp32 is not rounded any
+    further. A row whose scale would be below SMALLEST_SCALE decodes to zeros, and one with an element that is
+    not finite to NaN.
     """
     heads = heads.float()
-    bits = (heads.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[dtype]).view(torch.int32)
-    scale = ((bits + 0x8000) >> 16 << 16).view(torch.float32)
+    quotient = heads.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[dtype]
+    scale = ((quotient.view(torch.int32) + 0x8000) >> 16 << 16).view(torch.float32)
+    scale = scale.where(quotient >= SMALLEST_SCALE, 0)
     scale = scale.where(heads.isfinite().all(dim=-1, keepdim=True), torch.nan)
     codes = (heads / scale).where(scale > 0, 0)
     codes = (codes.round() if dtype == torch.int8 else codes).to(dtype)

@@ -11,6 +11,7 @@
 enum row_format { PLAIN_ROWS, INT8_ROWS, FP8_ROWS };
 
 #define SCALE_BYTES 2
+#define SMALLEST_SCALE 0x1p-126f  // bf16 has fewer bits below
 
 typedef int8_t i8s __attribute__((vector_size(LANES)));
 
@@ -48,8 +49,8 @@ INLINE f32s row_lanes(const char *x, int64_t d, int64_t head_dim, int is_bf16) {
     return lanes;
 }
 
-// The largest element gets the largest code. So rows that were decoded have the same codes again, and the same
-// scale. A row with an element that is not finite decodes to NaN.
+// The largest element gets the largest code, so a row that was decoded in bf16 or fp32 is not rounded any further. A row
+// whose scale would be below SMALLEST_SCALE decodes to zeros, and one with an element that is not finite to NaN.
 INLINE bf16 scale_of(const char *x, int64_t head_dim, int is_bf16, enum row_format format) {
     i32s largest = {0};
     for (int64_t d = 0; d < head_dim; d += LANES) {
@@ -63,6 +64,7 @@ INLINE bf16 scale_of(const char *x, int64_t head_dim, int is_bf16, enum row_form
     float scale;
     memcpy(&scale, &most, sizeof scale);
     scale /= format == INT8_ROWS ? 127.0f : 448.0f;
+    if (scale < SMALLEST_SCALE) return 0;
     memcpy(&most, &scale, sizeof most);
     return (bf16)((most + 0x8000) >> 16);
 }
@@ -71,7 +73,10 @@ INLINE void encode_row(const char *x, int64_t head_dim, int is_bf16, enum row_fo
     bf16 stored = scale_of(x, head_dim, is_bf16, format);
     float scale = bf16_to_f32(stored);
     memcpy(row + head_dim, &stored, SCALE_BYTES);
-    if (!(scale > 0)) scale = INFINITY;  // all codes are 0
+    if (!(scale > 0)) {
+        memset(row, 0, head_dim);
+        return;
+    }
     for (int64_t d = 0; d < head_dim; d += LANES) {
         f32s values = row_lanes(x, d, head_dim, is_bf16) / splat(scale);
         i8s codes = low_bytes(format == INT8_ROWS ? to_int8(values) : to_fp8(values));
