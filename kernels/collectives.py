@@ -20,10 +20,12 @@ from torch import Tensor
 from baton.kernels import native
 
 SLOT_BYTES: Final = 2**20  # a rank has two
-SPIN: Final = timedelta(microseconds=100)  # for a rank that waits, as long as no other thread wants its core
-HEAD_BYTES: Final = 4096  # as in csrc/collectives.c, and so are these
+# A waiting rank spins this long at most, less when another thread needs its core.
+SPIN: Final = timedelta(microseconds=100)
+# This and the next two constants are those of csrc/collectives.c.
+BARRIER_BYTES: Final = 4096
 MAX_RANKS: Final = 64
-IS_OVER_OFFSET: Final = 192
+IS_ABORTED_OFFSET: Final = 192
 OUTCOMES: Final = ("", "another rank has ended or left", "another rank did not come in time")
 
 
@@ -40,7 +42,7 @@ def create_memory(name: str, size: int) -> int:
 
 
 def _num_bytes(size: int) -> int:
-    return HEAD_BYTES + 2 * size * SLOT_BYTES
+    return BARRIER_BYTES + 2 * size * SLOT_BYTES
 
 
 class SharedMemoryGroup:
@@ -125,7 +127,7 @@ def _check(x: Tensor) -> None:
 
 def _leave(memory: Tensor, watched: list[int]) -> None:
     """Tell the other ranks that this one calls no further collective."""
-    memory[IS_OVER_OFFSET] = 1
+    memory[IS_ABORTED_OFFSET] = 1
     for descriptor in watched:
         os.close(descriptor)
 

@@ -1,6 +1,6 @@
 // Collectives between ranks of one machine, through memory that all of them have mapped.
 //
-// The memory has a `struct meeting` and then two slots for each rank. A collective goes through its bytes in rounds
+// The memory has a `struct barrier` and then two slots for each rank. A collective goes through its bytes in rounds
 // of at most a slot:
 // 1. A rank copies its part of the round to its slot, and arrives.
 // 2. The last rank to arrive opens the round and wakes the ranks that sleep.
@@ -19,11 +19,11 @@
 #include "ops.h"
 
 #define MAX_RANKS 64
-#define HEAD_BYTES 4096  // of a meeting
+#define BARRIER_BYTES 4096
 #define GRAIN_BYTES 65536
-#define SPINS_TO_LOOK 16  // pauses between two looks at the clock, less than a microsecond
-#define AWAY_NS 10000      // between two looks: another thread had the core, and may want it again
-#define WATCH_NS 50000000  // between two looks whether other ranks live
+#define SPINS_PER_CLOCK_READ 16     // less than a microsecond
+#define PREEMPTED_NS 10000          // a longer time between clock reads: another thread had the core
+#define LIVENESS_CHECK_NS 50000000  // between checks whether other ranks live
 
 #if defined(__x86_64__)
 #define PAUSE() __builtin_ia32_pause()
@@ -32,14 +32,14 @@
 #endif
 
 // Zeros at first. Each of these words has a cache line of its own.
-struct meeting {
+struct barrier {
     _Alignas(64) _Atomic uint32_t num_arrived;  // in the next round
     _Alignas(64) _Atomic uint32_t round;        // the last one that is open
     _Alignas(64) _Atomic uint32_t num_sleeping;
-    _Alignas(64) _Atomic uint32_t is_over;      // a rank has left
+    _Alignas(64) _Atomic uint32_t is_aborted;   // a rank has left
 };
 
-enum outcome { DONE, LOST, LATE };
+enum outcome { DONE, PEER_LOST, TIMED_OUT };
 
 // A rank's view. As `_Group` in collectives.py.
 struct group {
@@ -50,10 +50,10 @@ struct group {
     int outcome;
 };
 
-static struct meeting *meeting_of(const struct group *g) { return (struct meeting *)g->memory; }
+static struct barrier *barrier_of(const struct group *g) { return (struct barrier *)g->memory; }
 
 static char *slot_of(const struct group *g, int64_t rank, uint32_t round) {
-    return g->memory + HEAD_BYTES + (2 * rank + (round & 1)) * g->slot_bytes;
+    return g->memory + BARRIER_BYTES + (2 * rank + (round & 1)) * g->slot_bytes;
 }
 
 static int64_t now_ns(void) {
@@ -65,41 +65,41 @@ static int64_t now_ns(void) {
 static int has_lost_a_rank(const struct group *g) {
     struct pollfd processes[MAX_RANKS];
     for (int64_t i = 0; i < g->num_processes; i++) processes[i] = (struct pollfd){g->processes[i], POLLIN, 0};
-    return atomic_load(&meeting_of(g)->is_over) || poll(processes, g->num_processes, 0) > 0;
+    return atomic_load(&barrier_of(g)->is_aborted) || poll(processes, g->num_processes, 0) > 0;
 }
 
 // Wait until another round than `last` is open: with a core for up to spin_ns while nobody else wants it, then asleep.
 static enum outcome wait_past(const struct group *g, uint32_t last) {
-    struct meeting *m = meeting_of(g);
+    struct barrier *b = barrier_of(g);
     const int64_t begin = now_ns();
     int64_t looked = begin;
-    for (int spin = 1; atomic_load(&m->round) == last; spin++) {
+    for (int spin = 1; atomic_load(&b->round) == last; spin++) {
         PAUSE();
-        if (spin % SPINS_TO_LOOK) continue;
+        if (spin % SPINS_PER_CLOCK_READ) continue;
         int64_t now = now_ns();
-        if (now - begin > g->spin_ns || now - looked > AWAY_NS) break;
+        if (now - begin > g->spin_ns || now - looked > PREEMPTED_NS) break;
         looked = now;
         sched_yield();  // a rank that is awaited may need this core
     }
-    while (atomic_load(&m->round) == last) {
-        const struct timespec watch = {0, WATCH_NS};
-        atomic_fetch_add(&m->num_sleeping, 1);
-        syscall(SYS_futex, &m->round, FUTEX_WAIT, last, &watch, NULL, 0);
-        atomic_fetch_sub(&m->num_sleeping, 1);
+    while (atomic_load(&b->round) == last) {
+        const struct timespec interval = {0, LIVENESS_CHECK_NS};
+        atomic_fetch_add(&b->num_sleeping, 1);
+        syscall(SYS_futex, &b->round, FUTEX_WAIT, last, &interval, NULL, 0);
+        atomic_fetch_sub(&b->num_sleeping, 1);
         int is_lost = has_lost_a_rank(g);
-        if (atomic_load(&m->round) != last) break;  // it arrived before it was lost
-        if (is_lost) return LOST;
-        if (now_ns() - begin > g->timeout_ns) return LATE;
+        if (atomic_load(&b->round) != last) break;  // it arrived before it was lost
+        if (is_lost) return PEER_LOST;
+        if (now_ns() - begin > g->timeout_ns) return TIMED_OUT;
     }
     return DONE;
 }
 
 static enum outcome arrive(const struct group *g, uint32_t round) {
-    struct meeting *m = meeting_of(g);
-    if (atomic_fetch_add(&m->num_arrived, 1) + 1 < g->size) return wait_past(g, round - 1);
-    atomic_store(&m->num_arrived, 0);
-    atomic_store(&m->round, round);
-    if (atomic_load(&m->num_sleeping)) syscall(SYS_futex, &m->round, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+    struct barrier *b = barrier_of(g);
+    if (atomic_fetch_add(&b->num_arrived, 1) + 1 < g->size) return wait_past(g, round - 1);
+    atomic_store(&b->num_arrived, 0);
+    atomic_store(&b->round, round);
+    if (atomic_load(&b->num_sleeping)) syscall(SYS_futex, &b->round, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
     return DONE;
 }
 
@@ -123,11 +123,11 @@ static void copy(const void *part, int64_t begin, int64_t end, int thread) {
 static void exchange(
     struct group *g, const char *x, int64_t num_bytes, int64_t num_writers, read_fn read, struct part *p) {
     int64_t begin = 0;
-    g->outcome = atomic_load(&meeting_of(g)->is_over) ? LOST : DONE;
+    g->outcome = atomic_load(&barrier_of(g)->is_aborted) ? PEER_LOST : DONE;
     if (g->outcome != DONE) return;
-    do {  // at least one round: all ranks meet even if there is nothing to exchange
+    do {  // at least one round: all ranks arrive even if there is nothing to exchange
         int64_t size = MIN(num_bytes - begin, g->slot_bytes);
-        uint32_t round = atomic_load(&meeting_of(g)->round) + 1;
+        uint32_t round = atomic_load(&barrier_of(g)->round) + 1;
         if (g->rank < num_writers) {
             struct part own = {.from = {x + begin}, .to = slot_of(g, g->rank, round)};
             parallel_for(size, GRAIN_BYTES, copy, &own);
