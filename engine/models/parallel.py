@@ -87,8 +87,8 @@ class StageGroup(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryGroup:
-    """A stage's ranks in a process group of torch."""
+class TorchGroup:
+    """A StageGroup over a torch process group (gloo or NCCL)."""
 
     group: Collectives
     size: int
@@ -133,7 +133,7 @@ class TensorParallel:
         with such a sum, so that one rank's report about the step holds for the pages of all ranks.
         """
         if self.group is not None:
-            with _lost_as(f"{self._name} lost a peer"):
+            with _as_worker_lost(f"{self._name} lost a peer"):
                 self.group.all_reduce(x if x.numel() else x.new_zeros(1))
         return x
 
@@ -141,13 +141,13 @@ class TensorParallel:
         """[T, N] of every rank side by side: [T, size * N]."""
         if self.group is None:
             return x_TN
-        with _lost_as(f"{self._name} lost a peer"):
+        with _as_worker_lost(f"{self._name} lost a peer"):
             return self.group.all_gather(x_TN)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's tensor, in place on the other ranks."""
         if self.group is not None:
-            with _lost_as(f"{self._name} lost a peer"):
+            with _as_worker_lost(f"{self._name} lost a peer"):
                 self.group.broadcast(x)
         return x
 
@@ -259,13 +259,13 @@ class ReplicaRank:
         connect = _nccl if device.type == "cuda" else _gloo
         among_stages: Collectives | None = None
         among_tp: StageGroup | None = None
-        with _lost_as(f"rank {index} of {size} did not meet the others"):
+        with _as_worker_lost(f"rank {index} of {size} did not meet the others"):
             commands = _gloo(PrefixStore("commands", store), index, size, JOIN_TIMEOUT)
             if tp_size > 1 and device.type == "cpu":
                 among_tp = share_memory(commands, index, size, tp_size)
             if tp_size > 1 and among_tp is None:
                 stage_store = PrefixStore(f"stage {stage}", store)
-                among_tp = LibraryGroup(connect(stage_store, tp_rank, tp_size, STEP_TIMEOUT), tp_size)
+                among_tp = TorchGroup(connect(stage_store, tp_rank, tp_size, STEP_TIMEOUT), tp_size)
             if pp_size > 1:
                 among_stages = connect(PrefixStore("stages", store), index, size, STEP_TIMEOUT)
         tp = TensorParallel(tp_rank, tp_size, among_tp)
@@ -286,7 +286,7 @@ class ReplicaRank:
         if self.commands is None:
             return value
         # The others may still be loading, each as much as this one has.
-        return _smallest(self.commands, value, self._name, LOAD_TIMEOUT)
+        return _all_reduce_min(self.commands, value, self._name, LOAD_TIMEOUT)
 
     def send_command(self, message: bytes) -> None:
         """From rank 0 to all others; no-op in a group of one.
@@ -328,7 +328,7 @@ class ReplicaRank:
 # Errors of collectives become WorkerLost here. who: the rank that loses a peer.
 
 
-def _smallest(group: Collectives, value: int, who: str, timeout: timedelta) -> int:
+def _all_reduce_min(group: Collectives, value: int, who: str, timeout: timedelta) -> int:
     least = torch.tensor([value])
     options = AllreduceOptions()
     options.reduceOp = ReduceOp(ReduceOp.MIN)
@@ -341,12 +341,12 @@ def _begin(
     operation: Callable[[list[Tensor], int, int], PendingCollective], tensor: Tensor, rank: int, who: str
 ) -> PendingCollective:
     """Begin to send the tensor to a rank, or to receive it."""
-    with _lost_as(f"{who} lost a peer"):
+    with _as_worker_lost(f"{who} lost a peer"):
         return operation([tensor], rank, 0)
 
 
 def _wait(work: PendingCollective, who: str, timeout: timedelta | None = None) -> None:
-    with _lost_as(f"{who} lost a peer"):
+    with _as_worker_lost(f"{who} lost a peer"):
         if timeout is None:
             work.wait()
         else:
@@ -354,7 +354,7 @@ def _wait(work: PendingCollective, who: str, timeout: timedelta | None = None) -
 
 
 @contextmanager
-def _lost_as(what: str) -> Iterator[None]:
+def _as_worker_lost(what: str) -> Iterator[None]:
     """Raise WorkerLost for a library's error; the library's message, about its sockets, goes to the log."""
     try:
         yield
@@ -382,7 +382,7 @@ def share_memory(commands: Collectives, index: int, size: int, tp_size: int) -> 
         ranks = [torch.empty_like(mine) for _ in range(size)]
         commands.allgather([ranks], [mine]).wait()
         group = map_memory(index - first, [each.tolist() for each in ranks[first : first + tp_size]])
-        return group if _smallest(commands, int(group is not None), f"rank {index}", JOIN_TIMEOUT) else None
+        return group if _all_reduce_min(commands, int(group is not None), f"rank {index}", JOIN_TIMEOUT) else None
 
 
 def map_memory(tp_rank: int, ranks: list[list[int]]) -> SharedMemoryGroup | None:

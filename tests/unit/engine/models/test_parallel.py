@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from baton.engine.models import parallel
-from baton.engine.models.parallel import LibraryGroup, ReplicaRank, TensorParallel
+from baton.engine.models.parallel import ReplicaRank, TensorParallel, TorchGroup
 from baton.errors import ConfigError, WorkerLost
 from baton.kernels.collectives import SharedMemoryGroup
 from tests.tensor_parallel_peer import CPU, DTYPES, Pair, values
@@ -86,7 +86,7 @@ def test_ranks_sum_through_gloo_when_one_of_them_cannot_map_the_memory(
         with monkeypatch.context() as patch:
             patch.setattr(parallel, name, replaced)
             ranks = joined(2)
-        assert all(isinstance(rank.tp.group, LibraryGroup) for rank in ranks)
+        assert all(isinstance(rank.tp.group, TorchGroup) for rank in ranks)
         inputs = [values(rank, 5, 7, dtype="float32") for rank in range(2)]
         assert all(torch.equal(got, inputs[0] + inputs[1]) for got in sums(ranks, inputs))
     assert "sum through gloo, slower" in caplog.text
