@@ -23,7 +23,7 @@ from torch import Tensor
 
 from baton.kernels import native
 from baton.kernels.gated import Activation, gated
-from baton.kernels.linear import LinearWeight, linear, multiply
+from baton.kernels.linear import LinearWeight, launch_linear, linear
 from baton.kernels.triton.kernel import kernel, runs_triton, tl, triton
 
 
@@ -486,7 +486,7 @@ def linear_experts_triton(
         out_RN = torch.empty((num_rows, width), dtype=x_TK.dtype, device=x_TK.device)
     if not out_RN.numel():
         return out_RN
-    return multiply(
+    return launch_linear(
         x_TK,
         weight,
         experts.bias_XN,

@@ -464,15 +464,15 @@ def linear_triton(
     out_TN = torch.empty((len(x_TK), width), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
     if not out_TN.numel():
         return out_TN
-    return multiply(x_TK, weight, bias_N, out_TN, weight.arrivals, num_splits=num_splits, gate=gate)
+    return launch_linear(x_TK, weight, bias_N, out_TN, weight.arrivals, num_splits=num_splits, gate=gate)
 
 
-def multiply(
+def launch_linear(
     x_TK: Tensor,
     weight: LinearWeight,
     bias_N: Tensor | None,
     out_RN: Tensor,
-    unread: Tensor,
+    placeholder: Tensor,
     *,
     num_splits: int = 1,
     gate: Activation | None = None,
@@ -481,35 +481,36 @@ def multiply(
 ) -> Tensor:
     """Launch `linear_kernel` and return `out_RN`, not empty, which gets the product.
 
-    unread: any int32 tensor, in place of those that are not given. starts_X1, row_of_R: of stacked experts,
-    see `linear_experts_triton`; their programs share no tile.
+    placeholder: any int32 tensor, in place of those that are not given. starts_X1, row_of_R: of stacked
+    experts, see `linear_experts_triton`; their programs share no tile.
     """
     num_rows, num_outputs, num_inputs = len(out_RN), weight.num_outputs, weight.num_inputs
     split_inputs = -(-num_inputs // num_splits)
     x_TK, x_scales_TG, tile = kernel_inputs(x_TK, weight, split_inputs)
     part_inputs, num_parts = part_sizes(split_inputs, weight.group or tile["BLOCK_K"])
     num_experts = 0 if starts_X1 is None else len(weight.data)
-    rows_of_tiles = num_rows // tile["BLOCK_M"] + (num_experts or num_rows % tile["BLOCK_M"] > 0)
-    num_tiles = rows_of_tiles * triton.cdiv(num_outputs, tile["BLOCK_N"])
-    units_a_tile, arrivals, partial = num_splits * num_parts, weight.arrivals, unread
+    block_m = tile["BLOCK_M"]
+    num_row_tiles = num_rows // block_m + num_experts if num_experts else triton.cdiv(num_rows, block_m)
+    num_tiles = num_row_tiles * triton.cdiv(num_outputs, tile["BLOCK_N"])
+    units_a_tile, arrivals, partial = num_splits * num_parts, weight.arrivals, placeholder
     is_shared = arrivals is not None and units_a_tile > 1 and num_tiles <= len(arrivals) and not num_experts
     if is_shared:
-        shape = (num_tiles, units_a_tile, tile["BLOCK_M"], tile["BLOCK_N"])
+        shape = (num_tiles, units_a_tile, block_m, tile["BLOCK_N"])
         partial = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
     num_units = num_tiles * units_a_tile if is_shared else num_tiles
-    # On a multiprocessor: one or two.
-    most_programs = NUM_MULTIPROCESSORS * (1 if tile["BLOCK_M"] == 128 and not num_experts else 2)
+    # Programs for each multiprocessor.
+    most_programs = NUM_MULTIPROCESSORS * (1 if block_m == 128 and not num_experts else 2)
     linear_kernel[(min(num_units, most_programs),)](
         x_TK,
         x_scales_TG,
         weight.data,
         weight.data if weight.vectors is None else weight.vectors,
-        unread if bias_N is None else bias_N,
-        unread if starts_X1 is None else starts_X1,
-        unread if row_of_R is None else row_of_R,
+        placeholder if bias_N is None else bias_N,
+        placeholder if starts_X1 is None else starts_X1,
+        placeholder if row_of_R is None else row_of_R,
         out_RN,
         partial,
-        unread if arrivals is None else arrivals,
+        placeholder if arrivals is None else arrivals,
         num_rows,
         num_outputs,
         num_inputs,
