@@ -90,7 +90,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     head_dim: int
     dtype: str
     cache_dtype: str = "auto"  # as `dtype`
-    transfer_dtype: str = "auto"  # as the pages
+    transfer_dtype: str = "auto"  # auto: transfers send the bytes of pages
     # The number of layers in each pipeline stage; empty: one stage has all layers. Rank r is in stage
     # r // tp_size.
     stage_layers: tuple[int, ...] = ()
@@ -149,8 +149,10 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def kv_dtype(self) -> str:
-        """Name of how a page stores keys and values of `dtype`. Equal tokens have equal pages only where it
-        is equal, and no more than nearly equal ones where transfers round them.
+        """Name of how pages store keys and values.
+
+        Equal tokens have equal pages only under an equal name; where transfers round, pages may differ by
+        that rounding.
         """
         if self.transfer_dtype != "auto":
             return f"{self.dtype} sent as {self.transfer_dtype}"

@@ -1,12 +1,13 @@
 """Hand-offs that send codes of one byte, beside hand-offs that send pages as they are: bytes and divergence.
 
-    python -m baton.bench.serve.transfer_dtype [--cases 1000] [--prompts 64]
+    python -m baton.bench.serve.transfer_dtype
 
 A prefill worker and a decode worker serve the tiny model in bf16, with each kind of transfers; every prompt
-is handed over. The questions are those of `kv_dtype`: half of them need a thousand tokens back. Then an
-engine computes questions to tiny, and random prompts of a Llama of 56 M parameters with random weights, and
-the next step twice: with its pages as they are, and rounded as a transfer rounds them, which gives the tokens
-of a decode worker (tests/parity/test_rounded.py).
+is handed over. The questions are those of `kv_dtype`: half of them need a thousand tokens back.
+
+Then one engine computes prompts of `tiny`, and of a Llama of 56 M random parameters. Its next step runs
+twice: on exact pages, and on pages rounded as a transfer rounds them. The second gives the decode worker's
+tokens (tests/parity/test_rounded.py).
 """
 
 import asyncio

@@ -62,9 +62,7 @@ from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 from baton.rpc.connection import DROPPED, DroppedPeers, Post
 
 logger = logging.getLogger(__name__)
-CODES_COST: Final = (
-    16  # rows become codes and rows again in the time in which so many times the bytes are hashed
-)
+CODES_COST: Final = 16  # encoding and decoding a byte takes as long as hashing 16
 Emit: TypeAlias = Callable[[ShardEvent], None]
 
 

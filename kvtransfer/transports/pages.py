@@ -215,9 +215,7 @@ class PagePacking(Protocol):
         """Let later packs see the pages that the caller's thread, or its current stream, has written."""
 
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
-        """Put what the plan sends of the pool's runs into staging, one run after the other; done after
-        `finish` of the lane.
-        """
+        """Write what the plan sends for the runs into staging, run by run. Complete after `finish(lane)`."""
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None: ...
 
@@ -415,7 +413,7 @@ class StagedParts:
         return self._host[:num_bytes]
 
     def fetch(self, plan: TransferPlan, offset_N: Offsets) -> Tensor:
-        """What is sent of the runs, one after the other, in host memory that is valid until the next call."""
+        """Return the packed runs in host memory, valid until the next call."""
         host = self.room(len(offset_N) * plan.sent_run_bytes)
         staging = self._staging[: len(host)]
         self._packing.pack(plan, offset_N, staging)
