@@ -382,7 +382,8 @@ def share_memory(commands: Collectives, index: int, size: int, tp_size: int) -> 
         ranks = [torch.empty_like(mine) for _ in range(size)]
         commands.allgather([ranks], [mine]).wait()
         group = map_memory(index - first, [each.tolist() for each in ranks[first : first + tp_size]])
-        return group if _all_reduce_min(commands, int(group is not None), f"rank {index}", JOIN_TIMEOUT) else None
+        all_mapped = _all_reduce_min(commands, int(group is not None), f"rank {index}", JOIN_TIMEOUT)
+        return group if all_mapped else None
 
 
 def map_memory(tp_rank: int, ranks: list[list[int]]) -> SharedMemoryGroup | None:
