@@ -362,6 +362,11 @@ def decode_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return (rows[..., :head_dim].float() * scale.float()).to(dtype)
 
 
+def round_rows(rows: Tensor, codes: torch.dtype) -> Tensor:
+    """[..., D] -> the same shape and dtype: the rows as they are after `encode_rows` and `decode_rows`."""
+    return decode_rows(encode_rows(rows, codes).view(codes), rows.dtype)
+
+
 def row_format(kv_pages: Tensor, dtype: torch.dtype, head_dim: int) -> int:
     """The `enum row_format` of csrc/kv_rows.h of pages that take heads of `dtype` and `head_dim`.
 

@@ -15,6 +15,7 @@ from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import read_model_config
 from baton.kernels.native import TORCH_DTYPES
+from baton.kernels.store_kv import round_rows
 from baton.request import Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
 
@@ -84,6 +85,18 @@ def run_to_end(engine: Engine) -> list[StepOutput]:
     while engine.has_work():
         outputs += engine.step()
     return outputs
+
+
+@torch.inference_mode()
+def run_rounded(engine: Engine, request: Request, transfer_dtype: str) -> list[StepOutput]:
+    """The outputs of an idle engine whose pages are rounded, as a transfer would, after the first token."""
+    engine.add(request)
+    outputs: list[StepOutput] = []
+    while not outputs:
+        outputs += engine.step()
+    pages = engine.runner.pool.device
+    pages.copy_(round_rows(pages, TORCH_DTYPES[transfer_dtype]))
+    return outputs + run_to_end(engine)
 
 
 def generate(engine: Engine, prompt: list[int], **sampling: Any) -> list[StepOutput]:

@@ -24,7 +24,6 @@ from statistics import median
 from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from baton.bench.clusters import served_cluster
 from baton.bench.engine.replica import LLAMA_56M, Replica, load_model, load_replica, request_of
@@ -35,7 +34,7 @@ from baton.cluster.model_directory import resolve_model
 from baton.engine.engine import Engine
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.kernels.native import TORCH_DTYPES
-from baton.kernels.store_kv import decode_rows, encode_rows
+from baton.kernels.store_kv import round_rows
 from baton.request import SamplingParams
 
 PLAIN: Final = "auto"
@@ -115,13 +114,6 @@ def served_rows(cases: Sequence[Case], answers: dict[str, Answers]) -> list[Row]
     return rows
 
 
-@torch.inference_mode()
-def rounded(pages: Tensor, transfer_dtype: str) -> Tensor:
-    """Return the pages as they are after a transfer."""
-    codes = TORCH_DTYPES[transfer_dtype]
-    return decode_rows(encode_rows(pages, codes).view(codes), pages.dtype)
-
-
 def greedy(engine: Engine, prompt: Sequence[int], num_tokens: int, transfer_dtype: str = PLAIN) -> list[int]:
     """Return the answer; after its first token all pages are rounded."""
     engine.add(request_of(prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)))
@@ -132,16 +124,16 @@ def greedy(engine: Engine, prompt: Sequence[int], num_tokens: int, transfer_dtyp
         if is_first and token_ids and transfer_dtype != PLAIN:
             with torch.inference_mode():
                 pages = engine.runner.pool.device
-                pages.copy_(rounded(pages, transfer_dtype))
+                pages.copy_(round_rows(pages, TORCH_DTYPES[transfer_dtype]))
     return token_ids
 
 
 class Divergence(NamedTuple):
     """How far logits differ that are computed from rounded pages, for the token after the first one."""
 
-    largest: float  # absolute difference of any logit
-    spread: float  # the standard deviation of the plain logits
-    has_same_peak: bool
+    max_abs_diff: float  # of any logit
+    std: float  # of the plain logits
+    same_argmax: bool
 
 
 @torch.inference_mode()
@@ -152,11 +144,11 @@ def divergence(replica: Replica, prompt: Sequence[int], transfer_dtype: str) -> 
     assert step is not None
     plain = replica.runner.execute(step)[0].clone()
     before = pages.clone()
-    pages.copy_(rounded(pages, transfer_dtype))
+    pages.copy_(round_rows(pages, TORCH_DTYPES[transfer_dtype]))
     ours = replica.runner.execute(step)[0]
     pages.copy_(before)
-    largest = float((ours - plain).abs().max())
-    return Divergence(largest, float(plain.std()), bool(ours.argmax() == plain.argmax()))
+    max_abs_diff = float((ours - plain).abs().max())
+    return Divergence(max_abs_diff, float(plain.std()), bool(ours.argmax() == plain.argmax()))
 
 
 def logit_rows(name: str, replica: Replica, prompts: Sequence[Sequence[int]]) -> list[Row]:
@@ -165,14 +157,15 @@ def logit_rows(name: str, replica: Replica, prompts: Sequence[Sequence[int]]) ->
     plain = [greedy(replica.engine, prompt, NUM_TOKENS) for prompt in prompts]
     for transfer_dtype in TRANSFER_DTYPES[1:]:
         found = [divergence(replica, prompt, transfer_dtype) for prompt in prompts]
-        largest = max(each.largest for each in found)
-        peaks = 100 * sum(each.has_same_peak for each in found) / len(found)
-        middle, spread = (median(values) for values in list(zip(*found, strict=True))[:2])
+        max_abs_diff = max(each.max_abs_diff for each in found)
+        same_argmax = 100 * sum(each.same_argmax for each in found) / len(found)
+        middle, std = median(each.max_abs_diff for each in found), median(each.std for each in found)
         note = (
-            f"median of {len(found)} prompts {middle:.3f}; the standard deviation of logits is {spread:.2f}; "
-            f"{peaks:.0f} % have the same peak"
+            f"median of {len(found)} prompts {middle:.3f}; the standard deviation of logits is {std:.2f}; "
+            f"{same_argmax:.0f} % have the same top token"
         )
-        rows.append(Row(f"{name}, {transfer_dtype}: largest difference of a logit", largest, "", note=note))
+        what = f"{name}, {transfer_dtype}: largest difference of a logit"
+        rows.append(Row(what, max_abs_diff, "", note=note))
         ours = [greedy(replica.engine, prompt, NUM_TOKENS, transfer_dtype) for prompt in prompts]
         equal = share_equal(ours, plain)
         what = f"{name}, {transfer_dtype}: greedy tokens equal to {PLAIN}"

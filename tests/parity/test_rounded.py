@@ -10,20 +10,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import torch
 
-from baton.engine.engine import Engine, load_engine
-from baton.kernels.native import TORCH_DTYPES
-from baton.kernels.store_kv import decode_rows, encode_rows
+from baton.engine.engine import load_engine
 from baton.messages.workers import WorkerRole
-from baton.request import Request, SamplingParams, StepOutput
+from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.cluster_threads import Cluster
 from tests.parity.models import MODEL, VOCAB_SIZE
 from tests.parity.scripted_policy import WORDS, Words
 from tests.parity.test_cluster import Topology, alone
 from tests.parity.test_pulls import POLICY, config
-from tests.tiny_models import run_to_end, token_ids
+from tests.tiny_models import run_rounded, token_ids
 
 
 def rounding(name: str, transfer_dtype: str, **sizes: Any) -> Topology:
@@ -67,18 +64,6 @@ def requests() -> list[Request]:
     ]
 
 
-@torch.inference_mode()
-def alone_rounded(engine: Engine, request: Request, transfer_dtype: str) -> list[int | None]:
-    """Return the tokens of an idle engine whose pages are rounded after the first token."""
-    engine.add(request)
-    outputs: list[StepOutput] = []
-    while not outputs:
-        outputs += engine.step()
-    pages, codes = engine.runner.pool.device, TORCH_DTYPES[transfer_dtype]
-    pages.copy_(decode_rows(encode_rows(pages, codes).view(codes), pages.dtype))
-    return token_ids(outputs + run_to_end(engine))
-
-
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: topology.name)
 def test_cluster_gives_the_tokens_of_one_engine_that_rounds_prompts(
     topology: Topology, words: dict[str, Words], model_directory: Callable[..., Path]
@@ -88,7 +73,7 @@ def test_cluster_gives_the_tokens_of_one_engine_that_rounds_prompts(
     oracle = load_engine(config(directory, 16, enable_prefix_caching=False))
     prefill, decode = topology.engines(directory)
     asked = requests()
-    expected = [alone_rounded(oracle, request, transfer_dtype) for request in asked]
+    expected = [token_ids(run_rounded(oracle, request, transfer_dtype)) for request in asked]
     assert expected != [alone(oracle, request) for request in asked]
     oracle.close()
     with Cluster(prefill, decode, transport=topology.transport, policy=POLICY) as cluster:

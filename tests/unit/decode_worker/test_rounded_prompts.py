@@ -7,10 +7,8 @@ import torch
 
 from baton.engine.engine import Engine
 from baton.errors import ConfigError, TransferFailed
-from baton.kernels.native import TORCH_DTYPES
-from baton.kernels.store_kv import decode_rows, encode_rows
-from baton.request import Request, StepOutput
-from tests.tiny_models import run_to_end, tiny_config
+from baton.request import Request
+from tests.tiny_models import run_rounded, tiny_config
 from tests.worker_pair import WorkerPair
 from tests.worker_pair_cases import (
     PROMPT,
@@ -29,21 +27,9 @@ from tests.worker_pair_cases import (
 TRANSFER_DTYPES = pytest.mark.parametrize("transfer_dtype", ["int8", "fp8"])
 
 
-@torch.inference_mode()
-def round_pages(engine: Engine, transfer_dtype: str) -> None:
-    """Round every page of the engine as a transfer would."""
-    pages, codes = engine.runner.pool.device, TORCH_DTYPES[transfer_dtype]
-    pages.copy_(decode_rows(encode_rows(pages, codes).view(codes), pages.dtype))
-
-
 def answer_rounded(engine: Engine, request: Request, transfer_dtype: str) -> list[Said]:
     """The answer of one engine whose pages are rounded after the first token."""
-    engine.add(request)
-    outputs: list[StepOutput] = []
-    while not outputs:
-        outputs += engine.step()
-    round_pages(engine, transfer_dtype)
-    return [Said.of(output) for output in (*outputs, *run_to_end(engine))]
+    return [Said.of(output) for output in run_rounded(engine, request, transfer_dtype)]
 
 
 def sent_bytes(pair: WorkerPair) -> int:
