@@ -112,7 +112,7 @@ class Pieces:
         self._stopping: dict[bytes, Call] = {}  # transfer -> called when none of its pieces is going
 
     @property
-    def num_going(self) -> int:
+    def num_transfers(self) -> int:
         """The number of pieces under way."""
         return len(self._going)
 
@@ -132,7 +132,7 @@ class Pieces:
             self._later(lambda: self._fail(piece, "broken"))
         else:
             move = self._check if is_direct else self._read
-            moves_s = self._network.moves_s(piece.num_tokens, self.num_going)
+            moves_s = self._network.moves_s(piece.num_tokens, self.num_transfers)
             self._later(lambda: move(source, target, piece), moves_s)
 
     def stop(self, transfer: bytes, on_stopped: Call) -> None:
@@ -580,7 +580,7 @@ class SimEndpoint(PageEndpoint):
     def has_writers(self) -> bool:
         """True while bytes may be written here or by this process."""
         ranks = (rank for rank in self.ranks if not rank.is_dead)
-        return any(rank.registrations.num_open() or rank.pieces.num_going for rank in ranks)
+        return any(rank.registrations.num_open() or rank.pieces.num_transfers for rank in ranks)
 
     def counts(self) -> dict[str, int]:
         """See PageEndpoint."""

@@ -341,10 +341,10 @@ class Network:
         """Draw the time between a writer's check and its write: a thread may be held up there."""
         return random.choice(NAPS_S) + self.delay_s()
 
-    def moves_s(self, num_tokens: int, num_going: int) -> float:
+    def moves_s(self, num_tokens: int, num_transfers: int) -> float:
         """Return how long the pages of so many tokens take, beside the delay of a body.
 
-        num_going: pieces of their source that are under way, this one included.
+        num_transfers: pieces of their source that are under way, this one included.
         """
         return 0.0
 

@@ -364,9 +364,9 @@ def measure_transfers(
             source.send(destination, sizes[-1])
         while not samples or time.perf_counter() < until_s:
             for num_tokens in sizes:
-                for num_streams in STREAMS:
-                    for taken_s in source.send_together(destination, num_tokens, num_streams):
-                        samples.append(TransferSample(num_tokens * token_bytes, num_streams, taken_s))
+                for num_transfers in STREAMS:
+                    for taken_s in source.send_together(destination, num_tokens, num_transfers):
+                        samples.append(TransferSample(num_tokens * token_bytes, num_transfers, taken_s))
     return samples
 
 

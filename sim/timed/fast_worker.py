@@ -130,7 +130,7 @@ class FastWorker:
         self.busy_s = 0.0
         self.bit = 0  # at the light router
         self.attempts: dict[AttemptKey, None] = {}  # dispatched here and not ended
-        self._num_sending = 0  # hand-offs under way
+        self._num_transfers = 0  # under way
         self._budget = budget
         self._share = FairShare()
         self._jobs: list[tuple[float, int, PromptJob]] = []  # by the tenants' virtual clocks
@@ -395,7 +395,7 @@ class FastWorker:
                 return
 
     def _pages_left(self, job: PromptJob) -> None:
-        self._num_sending -= 1
+        self._num_transfers -= 1
         if not self.is_stepping:
             self._hand_over(job)
         else:
@@ -432,11 +432,11 @@ class FastWorker:
     def _send(self, job: PromptJob) -> None:
         """Have the last pages of a computed prompt leave."""
         exposed_s = self._handoff_s(job)
-        self._num_sending += 1
+        self._num_transfers += 1
         self.cluster.at(self.cluster.events.now_s + exposed_s, partial(self._pages_left, job))
 
     def _handoff_s(self, job: PromptJob) -> float:
-        return self.times.handoff_s(round(job.num_last * self.cluster.scale), self._num_sending + 1)
+        return self.times.handoff_s(round(job.num_last * self.cluster.scale), self._num_transfers + 1)
 
     def _keep(self, request: Request) -> None:
         """Keep the request's pages and tell the router."""

@@ -60,9 +60,9 @@ class SteadyNetwork(Network):
         """See Network."""
         return 0.0
 
-    def moves_s(self, num_tokens: int, num_going: int) -> float:
+    def moves_s(self, num_tokens: int, num_transfers: int) -> float:
         """See Network."""
-        return self._times.handoff_s(num_tokens, num_going)
+        return self._times.handoff_s(num_tokens, num_transfers)
 
 
 class TimedContext(SimContext):

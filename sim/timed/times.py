@@ -63,7 +63,7 @@ class TransferSample(NamedTuple):
     """A measured transfer of pages."""
 
     num_bytes: int
-    num_streams: int  # transfers under way at once, itself included
+    num_transfers: int  # transfers under way at once, itself included
     seconds: float
 
 
@@ -79,14 +79,14 @@ class WorkTimes(Protocol):
         """Seconds of a step."""
         ...
 
-    def transfer_s(self, num_bytes: int, num_streams: int = 1) -> float:
+    def transfer_s(self, num_bytes: int, num_transfers: int = 1) -> float:
         """Seconds of a transfer, with so many under way."""
         ...
 
-    def handoff_s(self, num_tokens: int, num_streams: int = 1) -> float:
+    def handoff_s(self, num_tokens: int, num_transfers: int = 1) -> float:
         """Seconds until a sequence can go on elsewhere, once a last chunk of so many tokens is computed.
 
-        num_streams: hand-offs of the worker that are under way, this one included.
+        num_transfers: transfers of the worker under way, this one included.
         """
         ...
 
@@ -124,11 +124,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         """Return the time of a step that computes `num_new` tokens of a prompt of `num_tokens` so far."""
         return self.step_s(StepWork(0, 0, num_new, num_new * (num_tokens - num_new / 2)))
 
-    def transfer_s(self, num_bytes: int, num_streams: int = 1) -> float:
+    def transfer_s(self, num_bytes: int, num_transfers: int = 1) -> float:
         """See WorkTimes."""
-        return self.transfer_base_s + num_bytes * num_streams / self.transfer_bytes_per_s
+        return self.transfer_base_s + num_bytes * num_transfers / self.transfer_bytes_per_s
 
-    def handoff_s(self, num_tokens: int, num_streams: int = 1) -> float:
+    def handoff_s(self, num_tokens: int, num_transfers: int = 1) -> float:
         """See WorkTimes."""
         return self.exposed_s
 
@@ -377,18 +377,18 @@ class FittedTimes:
                 validity.count(name.removeprefix("num_"), value, most, seconds)
         return seconds
 
-    def transfer_s(self, num_bytes: int, num_streams: int = 1) -> float:
+    def transfer_s(self, num_bytes: int, num_transfers: int = 1) -> float:
         """See WorkTimes."""
         transfer = self._transfer
-        streams = transfer.streams[min(num_streams, len(transfer.streams)) - 1]
+        streams = transfer.streams[min(num_transfers, len(transfer.streams)) - 1]
         seconds = self._scale * streams * (transfer.fixed_s + transfer.curve.at(num_bytes))
         self.validity.count("bytes of a transfer", num_bytes, transfer.most_bytes, seconds)
         return seconds
 
-    def handoff_s(self, num_tokens: int, num_streams: int = 1) -> float:
+    def handoff_s(self, num_tokens: int, num_transfers: int = 1) -> float:
         """See WorkTimes."""
         num_bytes = num_tokens * self.kv_token_bytes
-        return self._scale * self._handoff_s + self.transfer_s(num_bytes, num_streams)
+        return self._scale * self._handoff_s + self.transfer_s(num_bytes, num_transfers)
 
 
 # Fits.
@@ -421,7 +421,7 @@ def fit_transfers(samples: Iterable[TransferSample]) -> TransferModel:
     """Fit the times of transfers; of several at once, the multiple of the time of one."""
     by_kind: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for sample in samples:
-        by_kind[sample.num_streams, sample.num_bytes].append(sample.seconds)
+        by_kind[sample.num_transfers, sample.num_bytes].append(sample.seconds)
     means = _means(by_kind)
     alone = [_Shape((num_bytes,), mean_s) for (num, num_bytes), mean_s in means.items() if num == 1]
     fixed_s, curves, ratios = _fit(alone, ("bytes",))

@@ -35,8 +35,8 @@ def test_long_contexts_take_longer_than_their_tokens() -> None:
 class SharedLink(Machine, frozen=True):
     """A hand-off takes a second, and as many times as long as there are others under way."""
 
-    def handoff_s(self, num_tokens: int, num_streams: int = 1) -> float:
-        return float(num_streams)
+    def handoff_s(self, num_tokens: int, num_transfers: int = 1) -> float:
+        return float(num_transfers)
 
 
 def test_handoffs_at_once_take_longer() -> None:
