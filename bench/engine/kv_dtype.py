@@ -42,7 +42,7 @@ def decode_rate(engine: Engine, batch: int, context: int) -> float:
 def page_rows(engines: dict[str, Engine]) -> list[Row]:
     """Compare the bytes of pages and of hand-offs."""
     layouts = {name: engine.runner.layout for name, engine in engines.items()}
-    units = {name: plan_transfer(layout, layout, 0, 0).unit_bytes for name, layout in layouts.items()}
+    units = {name: plan_transfer(layout, layout, 0, 0).sent_unit_bytes for name, layout in layouts.items()}
     rows = []
     for name, layout in layouts.items():
         rows.append(Row(f"{name}: tokens a GiB", 2**30 // layout.token_bytes, "tokens"))

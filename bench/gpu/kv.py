@@ -141,7 +141,7 @@ def scatter(session: Session) -> Iterator[Row]:
 
 
 def _packing_row(session: Session, verb: str, pool: Tensor, plan: TransferPlan, num_units: int) -> Row:
-    packing, num_bytes = packing_of(pool), num_units * plan.unit_bytes
+    packing, num_bytes = packing_of(pool), num_units * plan.sent_unit_bytes
     side = plan.source if verb == "gather" else plan.destination
     pages = random.Random(num_units).sample(range(len(pool)), len(pool))
     # Every call has pages and staging of its own: data that fits into a cache is measured from the cache.

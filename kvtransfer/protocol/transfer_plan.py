@@ -99,22 +99,22 @@ class TransferPlan:
     """
 
     unit_tokens: int
-    unit_bytes: int  # moved for each unit
-    run_bytes: int  # in the pages of either side
+    # In the pages of either side.
+    unit_bytes: int
+    run_bytes: int
     row_bytes: int
     source: TransferSide = field(repr=False)
     destination: TransferSide = field(repr=False)
-    sent_run_bytes: int  # moved for each run
+    # On the wire.
+    sent_unit_bytes: int
+    sent_run_bytes: int
     sent_codes: SentCodes | None = None  # None: pages are sent as they are
 
     def as_stored(self) -> "TransferPlan":
         """Return the plan that moves the bytes of pages as they are."""
         if self.sent_codes is None:
             return self
-        num_runs = len(self.source.run_offset_R)
-        return replace(
-            self, unit_bytes=num_runs * self.run_bytes, sent_run_bytes=self.run_bytes, sent_codes=None
-        )
+        return replace(self, sent_unit_bytes=self.unit_bytes, sent_run_bytes=self.run_bytes, sent_codes=None)
 
     def num_units(self, num_tokens: int) -> int:
         """Return the number of units that hold `num_tokens` tokens. A partly filled last unit moves whole."""
@@ -174,8 +174,9 @@ def plan_transfer(
         sent_codes = SentCodes(source.head_dim, source.dtype, source.transfer_dtype)
     return TransferPlan(
         unit_tokens=unit_tokens,
-        unit_bytes=num_rows * source.sent_row_bytes,
+        unit_bytes=num_rows * source.row_bytes,
         run_bytes=run_bytes,
+        sent_unit_bytes=num_rows * source.sent_row_bytes,
         sent_run_bytes=rows_per_run * source.sent_row_bytes,
         sent_codes=sent_codes,
         row_bytes=_common_divisor(run_bytes, sides),

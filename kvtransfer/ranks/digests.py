@@ -76,14 +76,14 @@ class UnitDigests:
 
     def _take_chunks(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int) -> bytes:
         offset_UR = offset_N.reshape(num_units, -1)
-        units_per_chunk = max(1, CHUNK_BYTES // plan.unit_bytes)
+        units_per_chunk = max(1, CHUNK_BYTES // plan.sent_unit_bytes)
         chunks = range(0, num_units, units_per_chunk)
         return b"".join(
             self._take_chunk(plan, offset_UR[first : first + units_per_chunk], seed) for first in chunks
         )
 
     def _take_chunk(self, plan: TransferPlan, offset_UR: Offsets, seed: int) -> bytes:
-        unit_bytes = plan.as_stored().unit_bytes
+        unit_bytes = plan.unit_bytes
         unit_offset_U = np.arange(len(offset_UR), dtype=np.int64) * unit_bytes
         with self._lock:
             fetched = self._parts.fetch(plan, offset_UR.reshape(-1))

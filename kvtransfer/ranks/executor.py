@@ -130,7 +130,7 @@ class ReceiveShard:
 
     def hash(self, first: int, stop: int) -> None:
         """Hash units [first, stop), which are written."""
-        num_bytes = (stop - first) * self._plan.unit_bytes if self._digests.are_taken else 0
+        num_bytes = (stop - first) * self._plan.sent_unit_bytes if self._digests.are_taken else 0
         self._hashes.append(self._tools.hashing.submit(num_bytes, self._take_digests, first, stop))
 
     def verify(self, expected: bytes) -> None:

@@ -150,7 +150,7 @@ class Piece(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        return (self.stop - self.first) * self.transfer.plan.unit_bytes
+        return (self.stop - self.first) * self.transfer.plan.sent_unit_bytes
 
 
 class Spans(msgspec.Struct, frozen=True):
@@ -324,7 +324,7 @@ class Part:
         self.transfer = piece.transfer
         self.first = first
         self.stop = stop
-        self.num_bytes = (stop - first) * piece.transfer.plan.unit_bytes
+        self.num_bytes = (stop - first) * piece.transfer.plan.sent_unit_bytes
 
 
 class TransferQueue:

@@ -169,7 +169,7 @@ PAYLOAD_TAG: Final = 2
 
 def part_bytes(plan: TransferPlan, wanted: int) -> int:
     """The size of parts: `wanted`, less where large units leave less room in a message."""
-    return min(wanted, max(1, MAX_PART_BYTES - plan.unit_bytes))
+    return min(wanted, max(1, MAX_PART_BYTES - plan.sent_unit_bytes))
 
 
 def payload_bytes(plan: TransferPlan, wanted: int) -> int:
@@ -177,9 +177,9 @@ def payload_bytes(plan: TransferPlan, wanted: int) -> int:
 
     TransferFailed when a unit is too large for a message. Equal at both ends.
     """
-    num_bytes = part_bytes(plan, wanted) + plan.unit_bytes
+    num_bytes = part_bytes(plan, wanted) + plan.sent_unit_bytes
     if num_bytes > MAX_PART_BYTES:
-        raise TransferFailed(f"a unit of {plan.unit_bytes} bytes is too large for one message")
+        raise TransferFailed(f"a unit of {plan.sent_unit_bytes} bytes is too large for one message")
     return num_bytes
 
 

@@ -146,11 +146,11 @@ class ReceiveRegistrations:
                 self._counts["stale_pieces"] += 1
                 return None
             is_within = 0 <= first < stop <= registration.num_units
-            if not is_within or num_bytes != (stop - first) * registration.plan.unit_bytes:
+            if not is_within or num_bytes != (stop - first) * registration.plan.sent_unit_bytes:
                 self._counts["malformed_pieces"] += 1
                 raise WireError(
                     f"units [{first}, {stop}) of {registration.num_units} in {num_bytes} bytes, "
-                    f"a unit has {registration.plan.unit_bytes}",
+                    f"a unit has {registration.plan.sent_unit_bytes}",
                     reason="piece",
                 )
             state.num_inside += 1
@@ -164,7 +164,7 @@ class ReceiveRegistrations:
             if is_whole:
                 num_units = writing.stop - writing.first
                 self._counts["landed_pieces"] += 1
-                self._counts["landed_bytes"] += num_units * writing.registration.plan.unit_bytes
+                self._counts["landed_bytes"] += num_units * writing.registration.plan.sent_unit_bytes
             else:
                 self._counts["broken_pieces"] += 1
             callbacks = self._settle(state)

@@ -141,7 +141,7 @@ def test_the_bytes_are_exactly_those_of_the_plan(
     for first, stop in ((0, 1), (10, 24), (1, 9), (5, 5)):
         write(grant, source.pages.cpu(), expected, first, stop)
         moved = source.outcome(source.push(plain(grant), first, stop))
-        assert (moved.is_done, moved.num_bytes) == (True, (stop - first) * grant.plan.unit_bytes), moved
+        assert (moved.is_done, moved.num_bytes) == (True, (stop - first) * grant.plan.sent_unit_bytes), moved
     assert lasting_peer.call("digest") == digest(expected)
     source.close()
 

@@ -80,7 +80,7 @@ class PairListener:
     """A listener of gloo that has no room: a request without a fault gets as far as that."""
 
     def __init__(self) -> None:
-        pages = torch.zeros(NUM_PAGES, PLAN.unit_bytes, dtype=torch.uint8)
+        pages = torch.zeros(NUM_PAGES, PLAN.sent_unit_bytes, dtype=torch.uint8)
         rank = local_rank(pages, layout=LAYOUT)
         self.dropped = rank.dropped
         self.listener = GroupListener(GlooTransport(), rank)

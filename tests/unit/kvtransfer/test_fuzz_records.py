@@ -73,11 +73,11 @@ GRANTED = sorted(page for registration in OPEN for page in registration.pages)
 NOT_GRANTED = [page for page in range(NUM_PAGES) if page not in GRANTED]
 TARGETS = [
     *(
-        Target(registration.id, registration.epoch, registration.num_units, WHOLE.unit_bytes)
+        Target(registration.id, registration.epoch, registration.num_units, WHOLE.sent_unit_bytes)
         for registration in OPEN * 3
     ),
-    Target(ENDED.id, ENDED.epoch, ENDED.num_units, WHOLE.unit_bytes),
-    Target(b"?" * 16, 1, 2, WHOLE.unit_bytes),
+    Target(ENDED.id, ENDED.epoch, ENDED.num_units, WHOLE.sent_unit_bytes),
+    Target(b"?" * 16, 1, 2, WHOLE.sent_unit_bytes),
 ]
 KINDS = {"seal", "header", "length", "piece"}
 

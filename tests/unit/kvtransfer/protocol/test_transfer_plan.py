@@ -190,10 +190,10 @@ def test_codes_are_sent_for_the_runs_of_the_same_pages(
     assert coded.row_bytes == plain.row_bytes and plain.as_stored() is plain
     for side, plain_side in ((coded.source, plain.source), (coded.destination, plain.destination)):
         assert np.array_equal(side.run_offset_R, plain_side.run_offset_R)
-    assert coded.unit_bytes * one[0].row_bytes == plain.unit_bytes * (one[0].head_dim + 2)
-    assert coded.sent_run_bytes * len(coded.source.run_offset_R) == coded.unit_bytes
+    assert coded.sent_unit_bytes * one[0].row_bytes == plain.sent_unit_bytes * (one[0].head_dim + 2)
+    assert coded.sent_run_bytes * len(coded.source.run_offset_R) == coded.sent_unit_bytes
     stored = coded.as_stored()
-    assert (stored.unit_bytes, stored.sent_run_bytes) == (plain.unit_bytes, plain.run_bytes)
+    assert (stored.sent_unit_bytes, stored.sent_run_bytes) == (plain.unit_bytes, plain.run_bytes)
     assert stored.sent_codes is None
 
 

@@ -75,7 +75,7 @@ def test_packed_runs_are_unpacked_where_the_plan_says(
         runs.run_bytes,
     )
     sender, receiver = packing_of(source), packing_of(destination)
-    staging = sender.staging(7 * plan.unit_bytes)
+    staging = sender.staging(7 * plan.sent_unit_bytes)
     sender.note_written()
     sender.pack(plan, runs.source_offset_N, staging)
     sender.finish()
@@ -96,7 +96,7 @@ def test_parts_of_any_size_cross_host_memory(
     for first, stop in ((2, 4), (0, 2), (4, 8)):
         runs = runs_of(plan, first, stop, [5, 0, 11, 7, 2, 9, 1, 3], [6, 4, 10, 8, 0, 2, 3, 1])
         fetched = sender.fetch(plan, runs.source_offset_N)
-        assert fetched.device.type == "cpu" and len(fetched) == (stop - first) * plan.unit_bytes
+        assert fetched.device.type == "cpu" and len(fetched) == (stop - first) * plan.sent_unit_bytes
         receiver.room(len(fetched)).copy_(fetched)
         receiver.store(plan, runs.destination_offset_N)
         offsets = runs.source_offset_N, runs.destination_offset_N

@@ -14,7 +14,7 @@ from baton.pages import PageLayout
 
 LAYOUT = PageLayout(tp_size=1, page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
-UNIT = PLAN.unit_bytes
+UNIT = PLAN.sent_unit_bytes
 ID, OTHER = b"a" * 16, b"b" * 16
 WRITER = b"w" * 16
 

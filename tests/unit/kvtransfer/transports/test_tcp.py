@@ -77,7 +77,7 @@ class BadDestination:
 
 
 def receive_part(stream: socket.socket) -> None:
-    stream.recv(2 * PLAN.unit_bytes, socket.MSG_WAITALL)
+    stream.recv(2 * PLAN.sent_unit_bytes, socket.MSG_WAITALL)
 
 
 def answer_noise(stream: socket.socket, _: bytes) -> None:
@@ -207,7 +207,7 @@ def test_closing_ends_an_open_that_waits(source: LocalRank) -> None:
 
 SMALL = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 SMALL_PLAN = plan_transfer(SMALL, SMALL, 0, 0)
-UNIT = SMALL_PLAN.unit_bytes
+UNIT = SMALL_PLAN.sent_unit_bytes
 ID = b"a" * 16
 STRICT = TcpSettings(connect_s=1.0, stall_s=1.5, part_s=10.0)
 

@@ -116,16 +116,18 @@ def num_pairs() -> int:
 def test_message_has_room_for_a_part_of_any_units(unit_mib: int) -> None:
     layout = msgspec.structs.replace(LAYOUT, num_layers=4 * unit_mib)
     plan = plan_transfer(layout, layout, 0, 0)
-    assert plan.unit_bytes == unit_mib * 2**20
+    assert plan.sent_unit_bytes == unit_mib * 2**20
     for transport in [each for each in TRANSPORTS.values() if isinstance(each, GroupTransport)]:
         size, room = (count(plan, transport.part_bytes) for count in (part_bytes, payload_bytes))
-        assert size + plan.unit_bytes == room <= MAX_PART_BYTES
-        assert (size == transport.part_bytes) == (transport.part_bytes + plan.unit_bytes <= MAX_PART_BYTES)
+        assert size + plan.sent_unit_bytes == room <= MAX_PART_BYTES
+        assert (size == transport.part_bytes) == (
+            transport.part_bytes + plan.sent_unit_bytes <= MAX_PART_BYTES
+        )
         queue = TransferQueue(size, 1, SystemClock())
         for num_units in (1, 2, 5, 31, 64, 100):
             queue.push(piece_of(plan, tuple(range(num_units))), lambda outcome: None)
         sizes = [part.num_bytes for part in iter(partial(queue.take, wait=False), None)]
-        assert max(sizes) <= room and sum(sizes) == 203 * plan.unit_bytes
+        assert max(sizes) <= room and sum(sizes) == 203 * plan.sent_unit_bytes
 
 
 def test_long_piece_goes_in_a_few_large_messages(destination: Destination, sender: GroupSender) -> None:

@@ -20,7 +20,7 @@ from tests.transfer_ends import piece_of
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
-UNIT = PLAN.unit_bytes
+UNIT = PLAN.sent_unit_bytes
 
 
 class Bench:
