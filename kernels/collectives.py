@@ -26,7 +26,11 @@ SPIN: Final = timedelta(microseconds=100)
 BARRIER_BYTES: Final = 4096
 MAX_RANKS: Final = 64
 IS_ABORTED_OFFSET: Final = 192
-OUTCOMES: Final = ("", "another rank has ended or left", "another rank did not come in time")
+OUTCOMES: Final = (
+    "this rank has left",
+    "another rank has ended or left",
+    "another rank did not come in time",
+)
 
 
 def create_memory(name: str, size: int) -> int:
@@ -64,7 +68,7 @@ class SharedMemoryGroup:
             raise ValueError(f"rank {rank} of {size}: up to {MAX_RANKS} ranks share memory")
         memory = torch.frombuffer(mmap.mmap(descriptor, _num_bytes(size)), dtype=torch.uint8)
         watched: list[int] = []
-        self._leave = weakref.finalize(self, _leave, memory, watched)
+        self._leave = weakref.finalize(self, _leave, os.getpid(), memory, watched)
         self._memory = memory  # mapped for as long as a thread may be in a collective
         watched += map(os.pidfd_open, processes)
         self._watched = (ctypes.c_int * len(watched))(*watched)
@@ -125,8 +129,10 @@ def _check(x: Tensor) -> None:
         raise ValueError(f"expected a contiguous tensor of a CPU, got strides {x.stride()} on {x.device}")
 
 
-def _leave(memory: Tensor, watched: list[int]) -> None:
-    """Tell the other ranks that this one calls no further collective."""
+def _leave(process: int, memory: Tensor, watched: list[int]) -> None:
+    """Tell the other ranks that this one calls no further collective. A forked child is no rank."""
+    if os.getpid() != process:
+        return
     memory[IS_ABORTED_OFFSET] = 1
     for descriptor in watched:
         os.close(descriptor)

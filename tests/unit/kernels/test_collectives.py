@@ -213,6 +213,16 @@ def test_rank_is_told_that_the_group_of_another_was_dropped() -> None:
             waiting.result(SOON_S)
 
 
+def test_forked_child_that_drops_the_group_does_not_end_it() -> None:
+    with closing(Ranks(2)) as ranks:
+        if not (child := os.fork()):
+            ranks.groups.clear()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        sums = ranks.run(SharedMemoryGroup.all_reduce, [torch.ones(3), torch.ones(3)])
+        assert [each.tolist() for each in sums] == [[2.0] * 3] * 2
+
+
 def test_waiting_rank_sleeps() -> None:
     with closing(Ranks(2)) as made:
         first, second = made.groups
