@@ -60,21 +60,24 @@ class UnitDigests:
         if self._memory is None:
             self._parts.room(CHUNK_BYTES)  # allocated now: later the pool may leave no memory
 
-    def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
-        """As `digest_units`, of the pages as they are. The units must not be written meanwhile."""
-        stored = plan.as_stored()
-        if self._memory is not None or not len(offset_N):
+    def take(
+        self,
+        plan: TransferPlan,
+        offset_N: Offsets,
+        num_units: int,
+        seed: int = 0,
+        *,
+        of_destination: bool = False,
+    ) -> bytes:
+        """As `digest_units`, of the pages at `offset_N`. The units must not be written meanwhile.
+
+        of_destination: of these pages as they will be at the destination, where a transfer rounds them.
+        """
+        if not of_destination:
+            plan = plan.as_stored()
+        if not len(offset_N) or (self._memory is not None and plan.sent_codes is None):
             content = memoryview(b"") if self._memory is None else self._memory.view()
-            return digest_units(content, offset_N, stored.run_bytes, num_units, seed)
-        return self._take_chunks(stored, offset_N, num_units, seed)
-
-    def take_sent(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
-        """As `take`, of the pages at the destination. offset_N: of the source's runs."""
-        if plan.sent_codes is None or not len(offset_N):
-            return self.take(plan, offset_N, num_units, seed)
-        return self._take_chunks(plan, offset_N, num_units, seed)
-
-    def _take_chunks(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int) -> bytes:
+            return digest_units(content, offset_N, plan.run_bytes, num_units, seed)
         offset_UR = offset_N.reshape(num_units, -1)
         units_per_chunk = max(1, CHUNK_BYTES // plan.sent_unit_bytes)
         chunks = range(0, num_units, units_per_chunk)
@@ -107,25 +110,16 @@ class ShardDigests:
         self._key = blake2b(shard.to_bytes(8, "big"), key=key, digest_size=32, person=_SHARD).digest()
         self._seed = int.from_bytes(blake2b(key=self._key, digest_size=8, person=_SEED).digest(), "big")
 
-    def take(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:
-        """Return the masked digests of units [first, stop). offset_N: the offsets of their runs."""
-        return self._masked(self._units.take, plan, offset_N, first, stop)
-
-    def take_sent(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:
-        """As `take`, of the destination's pages. offset_N: the offsets of the source's runs."""
-        return self._masked(self._units.take_sent, plan, offset_N, first, stop)
-
-    def _masked(
-        self,
-        take: Callable[[TransferPlan, Offsets, int, int], bytes],
-        plan: TransferPlan,
-        offset_N: Offsets,
-        first: int,
-        stop: int,
+    def take(
+        self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int, *, of_destination: bool = False
     ) -> bytes:
+        """Return the masked digests of units [first, stop). offset_N: the offsets of their runs.
+
+        of_destination: see `UnitDigests.take`.
+        """
         if not self.are_taken:
             return bytes((stop - first) * DIGEST_BYTES)
-        digests = take(plan, offset_N, stop - first, self._seed)
+        digests = self._units.take(plan, offset_N, stop - first, self._seed, of_destination=of_destination)
         return (_words(digests) ^ _words(self._mask(first, stop))).tobytes()
 
     def _mask(self, first: int, stop: int) -> bytes:

@@ -247,7 +247,7 @@ class SendShard:
 
     def _digest(self, piece: Piece) -> bytes:
         offset_N = self._plan.source.offsets(piece.first, piece.stop, piece.transfer.source_pages)
-        return self._digests.take_sent(self._plan, offset_N, piece.first, piece.stop)
+        return self._digests.take(self._plan, offset_N, piece.first, piece.stop, of_destination=True)
 
 
 SHORTEST_SLEEP_S: Final = 2e-5  # the first between two checks of the marks; each further one is twice as long

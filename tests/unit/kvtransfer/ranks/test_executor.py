@@ -228,7 +228,7 @@ def test_forgotten_shards_leave_nothing(destination: Rank, sources: list[Rank]) 
 def test_failed_digest_is_reported(
     destination: Rank, sources: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def take(*_: object) -> bytes:
+    def take(*_: object, **__: object) -> bytes:
         raise MemoryError("no room for the digests")
 
     source = sources[0]
