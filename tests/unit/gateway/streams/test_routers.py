@@ -356,7 +356,8 @@ async def test_question_to_all_gateways_goes_through_one_router() -> None:
 @on_loop
 async def test_question_whose_routers_are_lost_ends_at_once_with_the_answers_so_far() -> None:
     g = gateway("d0")
-    other, never_s = TestPeer.router(g.frontend, "other"), 600.0
+    other = TestPeer.router(g.frontend, "other")
+    never_s = 600.0
     explained = asked(g, "a", never_s)
     found = asyncio.create_task(g.frontend.find_requests(FindRequests(), never_s))
     await asyncio.sleep(0)
