@@ -302,5 +302,10 @@ def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.T
         process.run(given, ring, stop, tell_and_watch if given.kind is Kind.GATEWAY else tell)
 
 
+def main() -> int:
+    """Run the process that stdin describes; return its exit status. A template calls it, too."""
+    return process.main(run)
+
+
 if __name__ == "__main__":
-    sys.exit(process.main(run))
+    sys.exit(main())
