@@ -10,7 +10,7 @@ import torch
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process inherits or is given."""
+    """The facts that a process reports about itself: ids, arguments, environment, descriptors."""
 
     pid: int
     parent: int

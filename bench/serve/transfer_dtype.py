@@ -129,7 +129,7 @@ def greedy(engine: Engine, prompt: Sequence[int], num_tokens: int, transfer_dtyp
 
 
 class Divergence(NamedTuple):
-    """How far logits differ that are computed from rounded pages, for the token after the first one."""
+    """The differences that rounded pages make to the logits of an answer's second token."""
 
     max_abs_diff: float  # of any logit
     std: float  # of the plain logits

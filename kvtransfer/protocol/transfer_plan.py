@@ -88,6 +88,13 @@ class SentCodes(NamedTuple):
     dtype: str
     codes: str
 
+    @classmethod
+    def of(cls, layout: PageLayout) -> "SentCodes | None":
+        """Return the codes of a layout's transfers; None: pages are sent as they are."""
+        if layout.transfer_dtype == "auto":
+            return None
+        return cls(layout.head_dim, layout.dtype, layout.transfer_dtype)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
@@ -169,16 +176,13 @@ def plan_transfer(
     num_runs = len(sides[0].run_offset_R)
     rows_per_run = num_rows // num_runs if num_runs else 0
     run_bytes = rows_per_run * source.row_bytes
-    sent_codes = None
-    if source.transfer_dtype != "auto":
-        sent_codes = SentCodes(source.head_dim, source.dtype, source.transfer_dtype)
     return TransferPlan(
         unit_tokens=unit_tokens,
         unit_bytes=num_rows * source.row_bytes,
         run_bytes=run_bytes,
         sent_unit_bytes=num_rows * source.sent_row_bytes,
         sent_run_bytes=rows_per_run * source.sent_row_bytes,
-        sent_codes=sent_codes,
+        sent_codes=SentCodes.of(source),
         row_bytes=_common_divisor(run_bytes, sides),
         source=sides[0],
         destination=sides[1],

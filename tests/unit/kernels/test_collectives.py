@@ -73,7 +73,7 @@ def ranks() -> Iterator[dict[int, Ranks]]:
 
 
 def values(rank: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Of very different sizes, so that sums depend on their order."""
+    """Return elements of very different sizes: their sum depends on the order of the additions."""
     generator = torch.Generator().manual_seed(rank)
     exponents = torch.randint(-8, 9, shape, generator=generator)
     return (torch.randn(shape, generator=generator) * 2.0**exponents).to(dtype)
