@@ -1,6 +1,7 @@
 """Timelines of requests through real processes, under load and with a killed decode worker."""
 
 import asyncio
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -14,11 +15,14 @@ from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
 from baton.request import SamplingParams
+from baton.rpc.peers import Peer
 from tests.cluster_threads import wait_for
 from tests.node_peers import a_request
 from tests.process_cluster import ProcessCluster
 
 LOAD_S = 6.0  # a dozen pings each way
+LONGEST_LOAD_S = 30.0  # other processes of the machine may delay every ping of some seconds
+BAR_S = 100e-6
 KILLS_A_DECODE_WORKER = 3  # a seed
 
 
@@ -72,6 +76,12 @@ def answer(cluster: ProcessCluster, name: str) -> None:
     wait_for(lambda: running.has_ended)
 
 
+def error_s(peer: Peer | None) -> float:
+    """Return the error of the measured offset of a process on this machine, whose true offset is 0."""
+    assert peer is not None
+    return math.inf if peer.clock_offset is None else abs(peer.clock_offset.offset_s)
+
+
 def test_clocks_of_all_processes_under_load_are_known_within_100_us() -> None:
     """The processes of one machine share its monotonic clock, so every true offset is 0."""
     config = ServeConfig(
@@ -86,11 +96,10 @@ def test_clocks_of_all_processes_under_load_are_known_within_100_us() -> None:
     with ProcessCluster(config) as cluster:
         registry = cluster.frontend._peer_registry
         peers = [registry.router, *map(registry.peer, registry.connected())]
-        until_s, number = time.monotonic() + LOAD_S, 0
-        while time.monotonic() < until_s:
+        assert len(peers) == 3
+        began_s, number, errors_s = time.monotonic(), 0, [math.inf]
+        while (loaded_s := time.monotonic() - began_s) < LOAD_S or max(errors_s) > BAR_S:
+            assert loaded_s < LONGEST_LOAD_S, errors_s
             number += 1
             answer(cluster, f"r{number}")
-        offsets = [peer.clock_offset for peer in peers if peer is not None]
-        assert len(offsets) == 3
-        found_us = [1e6 * offset.offset_s for offset in offsets if offset is not None]
-        assert len(found_us) == 3 and max(map(abs, found_us)) <= 100, found_us
+            errors_s = [error_s(peer) for peer in peers]
