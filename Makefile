@@ -11,8 +11,8 @@
 #              planner that adds and removes a worker
 # make sim     3,500 simulated clusters with faults, in virtual time
 # make soak    half an hour of mixed load on a cluster on Ray, a fault every ten seconds
-# make kernels-3.6  every GPU kernel compiled on Triton 3.6.0, the one of torch 2.11. make test compiles there the
-#              kernels at one shape in bf16, the rounds of sampling, and what tests look for in attention loops
+# make kernels every GPU kernel compiled in every dtype, on the pinned Triton and on 3.6.0, the one of torch 2.11.
+#              make test compiles those in bf16, and on 3.6.0 one shape of them
 # make frameworks  LangChain, instructor, pydantic-ai, LiteLLM and openai against tiny, in a virtual environment that is
 #              installed once (half a gigabyte). make test runs the openai client there if it is installed
 # make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs, 1,300
@@ -37,10 +37,11 @@ SOAK_MINUTES ?= 30
 SOAK_SEED ?= 1
 # A second Triton in a folder of its own; PYTHONPATH puts it before the one of the virtual environment.
 TRITON_36 ?= $(VENV)/triton-3.6.0
-KERNELS_36 := PYTHONPATH=$(abspath $(TRITON_36)) $(BIN)/python -m pytest tests/kernels/test_aot.py
+KERNELS := $(BIN)/python -m pytest --numprocesses 2 tests/kernels/test_aot.py
+KERNELS_36 := PYTHONPATH=$(abspath $(TRITON_36)) $(KERNELS)
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all help setup redis serve test bench parity faults sim soak fuzz frameworks kernels-3.6 check format api clean
+.PHONY: all help setup redis serve test bench parity faults sim soak fuzz frameworks kernels check format api clean
 
 all: check test
 
@@ -72,7 +73,7 @@ test: setup redis
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) tests/kernels/interpreted
 	@$(MAKE) --no-print-directory -o setup $(TRITON_36)/.installed || \
 		echo "note: Triton 3.6.0 cannot be installed; its part of the tests is skipped"
-	@! test -e $(TRITON_36)/.installed || $(KERNELS_36) --numprocesses 2 \
+	@! test -e $(TRITON_36)/.installed || $(KERNELS_36) \
 		-k "not test_kernel_compiles or 128-bfloat16 or sample-select-both or sample-draw-both"
 
 $(TRITON_36)/.installed:
@@ -80,8 +81,9 @@ $(TRITON_36)/.installed:
 	PYTHONPATH=$(abspath $(TRITON_36)) $(BIN)/python -c "import triton; assert triton.__version__ == '3.6.0'"
 	touch $@
 
-kernels-3.6: setup $(TRITON_36)/.installed
-	$(KERNELS_36) --numprocesses 2
+kernels: setup $(TRITON_36)/.installed
+	$(KERNELS) -m "slow or not slow"
+	$(KERNELS_36) -m "slow or not slow"
 
 bench: setup
 	$(BIN)/python -m baton.bench.engine.scheduler

@@ -44,7 +44,14 @@ def compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     return compile_for_hopper(launch)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def marks_of(name: str) -> Sequence[pytest.MarkDecorator]:
+    """The kernels of other dtypes than bf16 have the same source, and compile in `make kernels`."""
+    return [pytest.mark.slow] if re.search(r"-(float16|float32)$", name) else []
+
+
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(each, id=each.name, marks=marks_of(each.name)) for each in SCENARIOS]
+)
 def test_kernel_compiles_for_hopper(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = record(scenario, monkeypatch)
     assert launches
@@ -140,7 +147,7 @@ def assert_loads_ahead(made: Compiled) -> None:
     assert buffers and min(buffers) >= 2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "names",
     [
