@@ -5,6 +5,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -93,6 +94,7 @@ MAY_READ_ENVIRONMENT: Final = {"baton/config/environment.py"}
 MAY_READ_ENVIRONMENT_FOLDERS: Final = {"bench", "tests"}
 
 
+@cache
 def modules() -> list[Path]:
     """Every Python file of ours by its real path, relative to the root."""
     folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name in MAY_IMPORT]
@@ -154,7 +156,7 @@ def _environment_offence(path: Path, node: ast.AST) -> str | None:
         return None
     names = {"environ", "environb", "getenv", "putenv"}
     if isinstance(node, ast.Attribute):
-        reads = node.attr in names and ast.unparse(node.value) == "os"
+        reads = node.attr in names and isinstance(node.value, ast.Name) and node.value.id == "os"
     elif isinstance(node, ast.ImportFrom):
         reads = node.module == "os" and not names.isdisjoint(alias.name for alias in node.names)
     else:
