@@ -45,8 +45,8 @@ def compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 
 def marks_of(name: str) -> Sequence[pytest.MarkDecorator]:
-    """The kernels of other dtypes than bf16 have the same source, and compile in `make kernels`."""
-    return [pytest.mark.slow] if re.search(r"-(float16|float32)$", name) else []
+    """`make kernels` compiles other dtypes than bf16, and attention at head sizes like those of `make test`."""
+    return [pytest.mark.slow] if re.search(r"-(float16|float32|(64|96|256)-bfloat16)$", name) else []
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def values_of(report: Report) -> list[tuple[str, float | None]]:
     return [(row.name, row.value) for row in report.rows]
 
 
+@pytest.mark.slow
 def test_every_stage_runs_at_toy_size() -> None:
     session, rows = Session(CPU, TOY), list[Row]()
     with torch.no_grad():
@@ -273,6 +274,7 @@ def python_with_vllm(folder: Path, *, reverses: bool) -> str:
     return str(python)
 
 
+@pytest.mark.slow
 def test_another_interpreter_answers_with_our_weights(tmp_path: Path) -> None:
     session = Session(CPU, TOY, rival_python=python_with_vllm(tmp_path, reverses=False))
     with torch.no_grad():

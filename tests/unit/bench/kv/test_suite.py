@@ -60,15 +60,12 @@ def run(folder: Path, *words: str) -> dict[str, Row]:
     return {row["name"]: Row(**row) for row in json.loads(path.read_text())["rows"]}
 
 
-@pytest.mark.parametrize("also", [(), pytest.param(("gloo",), marks=pytest.mark.slow)], ids=str)
-def test_sweep_has_every_transport_limit_and_rival(
-    also: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_sweep_has_every_transport_limit_and_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "LIMIT_BYTES", LITTLE)
     told = command("import sys; print('{\"write\": ' + sys.argv[1] + '}')", "{num_pages}")
     sizes = ("--sizes", "100", "512", "--stream-tokens")
-    into = ("--also", *also) if also else ("--into-page-sizes",)  # without others: two processes less
-    rows = run(tmp_path, *sizes, "--rival", f"tcp:other={told}", *into)
+    rows = run(tmp_path, *sizes, "--rival", f"tcp:other={told}", "--also", "gloo")
     page_bytes = PageLayout(
         tp_size=1, page_size=16, num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16"
     ).page_bytes
@@ -76,13 +73,12 @@ def test_sweep_has_every_transport_limit_and_rival(
     for transport in ("shm", "tcp"):
         for name in ("100 tokens", "512 tokens"):
             assert rows[f"{transport}: {name}"].value
-        if also:
-            assert rows[f"tiny, {transport}: pages of 16 into 8"].note == f"{8 * 64 * 2:,} bytes a run"
-    for transport in also:
-        assert rows[f"{transport}: 512 tokens"].value and rows[f"{transport}: 512 tokens"].met is None
+        assert rows[f"tiny, {transport}: pages of 16 into 8"].note == f"{8 * 64 * 2:,} bytes a run"
+    assert rows["gloo: 512 tokens"].value and rows["gloo: 512 tokens"].met is None
     assert {f"limit: {name}" for name in LIMITS} <= set(rows)
 
 
+@pytest.mark.slow
 def test_streamed_prompt_has_a_share_and_a_gain() -> None:
     exposed, gain, by_layers = suite.stream_rows(600, "shm", 1, lambda text: None)
     assert (exposed.limit, gain.limit, by_layers.limit) == ("<= 3", ">= 3", None)
