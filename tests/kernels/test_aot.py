@@ -45,7 +45,7 @@ def compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 
 def marks_of(name: str) -> Sequence[pytest.MarkDecorator]:
-    """`make kernels` compiles other dtypes than bf16, and attention at head sizes like those of `make test`."""
+    """`make kernels` compiles dtypes other than bf16, and attention at further head sizes."""
     return [pytest.mark.slow] if re.search(r"-(float16|float32|(64|96|256)-bfloat16)$", name) else []
 
 
