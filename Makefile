@@ -41,6 +41,9 @@ KERNELS := $(BIN)/python -m pytest --numprocesses 2 tests/kernels/test_aot.py
 KERNELS_36 := PYTHONPATH=$(abspath $(TRITON_36)) $(KERNELS)
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
+# The tests start hundreds of processes. Without cached bytecode each would compile Baton anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: all help setup redis serve test bench parity faults sim soak fuzz frameworks kernels check format api clean
 
 all: check test
