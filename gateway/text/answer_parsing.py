@@ -20,10 +20,9 @@ from baton.gateway.text.answer_grammar import AnswerGrammar, AskedCalls, CallFor
 from baton.gateway.text.answer_reader import (
     AnswerParsing,
     AnswerReader,
-    Parts,
     ReaderOptions,
     ReasoningState,
-    Steps,
+    ReasoningTags,
 )
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, HarmonyReader, parser_of_template
 from baton.request import MAX_FRAME_CHARS
@@ -88,68 +87,6 @@ def reasoning_of_template(template: str) -> str | None:
     return next((name for name, parser in REASONING_PARSERS.items() if parser.is_of(template)), None)
 
 
-class ReasoningReader(AnswerReader):
-    """Splits reasoning between tags off the beginning of an answer; white space around it is dropped."""
-
-    def __init__(self, parser: ReasoningParser, state: ReasoningState) -> None:
-        super().__init__()
-        self._parser = parser
-        self._state = state
-        self.is_reasoning = state is ReasoningState.WITHIN
-
-    def _read(self) -> Steps[None]:
-        if self._state is ReasoningState.AFTER:
-            return
-        self._keep()
-        yield from self._take_space()
-        has_begun = yield from self._take(self._parser.begin)
-        if not has_begun and self._state is ReasoningState.BEFORE:
-            self._go_back()
-            return
-        self._go_on()
-        self.is_reasoning = True
-        yield from self._take_space()
-        yield from self._pass_until(self._parser.end, self._reason)
-        yield from self._take_space()
-        yield from self._take(self._parser.end)
-        self.is_reasoning = False
-        yield from self._take_space()
-
-
-class ChainedReader:
-    """Splits reasoning off first, and reads the rest by another reader."""
-
-    def __init__(self, first: AnswerReader, second: AnswerReader) -> None:
-        self._first = first
-        self._second = second
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that have begun."""
-        return self._second.num_calls
-
-    @property
-    def is_reasoning(self) -> bool:
-        """The text so far ends within reasoning."""
-        return self._first.is_reasoning
-
-    def push(self, text: str) -> Parts:
-        """See AnswerReader."""
-        parts = self._first.push(text)
-        rest = self._second.push(parts.text)
-        return Parts(rest.text, parts.reasoning + rest.reasoning, rest.calls)
-
-    def finish(self) -> Parts:
-        """See AnswerReader."""
-        parts = self._first.finish()
-        begun, rest = self._second.push(parts.text), self._second.finish()
-        return Parts(
-            begun.text + rest.text,
-            parts.reasoning + begun.reasoning + rest.reasoning,
-            begun.calls + rest.calls,
-        )
-
-
 class ModelParsers(msgspec.Struct, frozen=True, kw_only=True):
     """The names of a model's parsers; None: the model calls no tools that Baton reads, or does not reason."""
 
@@ -175,27 +112,29 @@ def _check(setting: str, name: str | None, known: Sequence[str] | Mapping[str, o
         raise ConfigError(f"gateway.{setting}: {name!r} is not known; known are {', '.join(known)}")
 
 
-def choice_reader(parsing: AnswerParsing, digests: Iterator[str]) -> AnswerReader | ChainedReader | None:
+def choice_reader(parsing: AnswerParsing, digests: Iterator[str]) -> AnswerReader | None:
     """Return the reader of a choice; None when all of the text is shown.
 
     digests: the sources of the ids of calls, each hexadecimal and of 24 characters or more.
     """
-    if parsing.tool_call_parser is None and parsing.reasoning_parser is None:
-        return None
     parser = TOOL_CALL_PARSERS.get(parsing.tool_call_parser or "")
-    named = parser or TOOL_CALL_PARSERS["hermes"]
+    reasoning = REASONING_PARSERS.get(parsing.reasoning_parser or "")
+    if parser is None and reasoning is None:
+        return None
+    named, tags, state = parser or TOOL_CALL_PARSERS["hermes"], None, parsing.reasoning_state
+    is_harmony = bool(HARMONY & {parsing.tool_call_parser, parsing.reasoning_parser})
+    if reasoning is not None and not is_harmony and state is not ReasoningState.AFTER:
+        has_begun = state is ReasoningState.WITHIN
+        tags = ReasoningTags(begin=reasoning.begin, end=reasoning.end, has_begun=has_begun)
     options = ReaderOptions(
+        reasoning=tags,
         is_parallel=parsing.is_parallel,
         new_id=lambda: named.id_prefix + next(digests)[: named.num_id_chars],
         text_arguments={name: frozenset(keys) for name, keys in parsing.text_arguments.items()},
     )
-    if HARMONY & {parsing.tool_call_parser, parsing.reasoning_parser}:
+    if is_harmony:
         return HarmonyReader(options)
-    calls = None if parser is None else parser.reader(options)
-    if parsing.reasoning_parser is None or parsing.reasoning_state is ReasoningState.AFTER:
-        return calls
-    reasoning = ReasoningReader(REASONING_PARSERS[parsing.reasoning_parser], parsing.reasoning_state)
-    return reasoning if calls is None else ChainedReader(reasoning, calls)
+    return AnswerReader(options) if parser is None else parser.reader(options)
 
 
 def frame_of(

@@ -11,7 +11,6 @@ to be no call is shown.
 
 import re
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from enum import StrEnum
 from typing import Final, TypeAlias, TypeVar
@@ -52,21 +51,30 @@ class Parts(msgspec.Struct):
     calls: list[ToolCallDelta] = []
 
 
-class ReaderOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of an AnswerReader."""
-
-    is_parallel: bool = True  # False: calls after the first are dropped
-    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
-    # By tool: the arguments that are text, for forms that write text without quotes.
-    text_arguments: Mapping[str, frozenset[str]] = {}
-
-
 class ReasoningState(StrEnum):
     """The place at which an answer begins."""
 
     WITHIN = "within"  # the prompt has begun the reasoning, or the model always reasons
     BEFORE = "before"  # the model may reason
     AFTER = "after"  # the prompt has ended the reasoning
+
+
+class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
+    """The tags around the reasoning with which an answer may begin."""
+
+    begin: str
+    end: str
+    has_begun: bool  # the answer begins within reasoning
+
+
+class ReaderOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of an AnswerReader."""
+
+    reasoning: ReasoningTags | None = None  # None: the answer has no reasoning between tags
+    is_parallel: bool = True  # False: calls after the first are dropped
+    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
+    # By tool: the arguments that are text, for forms that write text without quotes.
+    text_arguments: Mapping[str, frozenset[str]] = {}
 
 
 class AnswerParsing(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,8 +95,10 @@ def overlap(text: str, stop: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
-class AnswerReader(ABC):
-    """Reads the text of one choice. A subclass has `_read`, which waits and takes text by the helpers below.
+class AnswerReader:
+    """Reads the text of one choice: reasoning between tags, and then what `_read` of a subclass finds.
+
+    `_read` waits for text and takes text by the helpers below. White space around reasoning is dropped.
 
     _text    |-- dropped at the next push --|-- [kept, at) may be read again --|-- [at, end) unread --|
     """
@@ -96,7 +106,8 @@ class AnswerReader(ABC):
     def __init__(self, options: ReaderOptions | None = None) -> None:
         self.options = options or ReaderOptions()
         self.num_calls = 0
-        self.is_reasoning = False  # the text so far ends within reasoning
+        tags = self.options.reasoning
+        self.is_reasoning = tags is not None and tags.has_begun  # the text so far ends within reasoning
         self._parts = Parts()
         self._text = ""
         self._at = 0
@@ -120,17 +131,35 @@ class AnswerReader(ABC):
         self._has_ended = True
         return self.push("")
 
-    @abstractmethod
     def _read(self) -> Steps[None]:
         """Read the answer, or its beginning: text after that is shown as it is."""
+        yield from ()
 
     def _run(self) -> Steps[None]:
+        if self.options.reasoning is not None:
+            yield from self._read_reasoning(self.options.reasoning)
         yield from self._read()
         while True:
             self._show(self._text[self._at :])
             self._at = len(self._text)
             if not (yield from self._more()):
                 return
+
+    def _read_reasoning(self, tags: ReasoningTags) -> Steps[None]:
+        self._keep()
+        yield from self._take_space()
+        has_tag = yield from self._take(tags.begin)
+        if not has_tag and not tags.has_begun:
+            self._go_back()
+            return
+        self._go_on()
+        self.is_reasoning = True
+        yield from self._take_space()
+        yield from self._pass_until(tags.end, self._reason)
+        yield from self._take_space()
+        yield from self._take(tags.end)
+        self.is_reasoning = False
+        yield from self._take_space()
 
     def _more(self) -> Steps[bool]:
         """Wait for more text. False: the text has ended."""
@@ -191,6 +220,27 @@ class AnswerReader(ABC):
                 take(self._text[self._at :])
                 self._at = len(self._text)
                 return False
+
+    def _take_until(
+        self, mark: re.Pattern[str], first: str, longest: int, take: Callable[[str], None]
+    ) -> Steps[str]:
+        """Take the text up to a mark and return the mark, which stays unread; "": the text has ended.
+
+        first: the characters that a mark may begin with. longest: the most characters of a mark.
+        """
+        while True:
+            found = mark.search(self._text, self._at)
+            tail = range(max(self._at, len(self._text) - longest + 1), len(self._text))
+            held = next((at for at in tail if self._text[at] in first), len(self._text))
+            end = held if found is None else found.start()
+            take(self._text[self._at : end])
+            self._at = end
+            if found is not None:
+                return found[0]
+            if not (yield from self._more()):
+                take(self._text[self._at :])
+                self._at = len(self._text)
+                return ""
 
     def _take(self, literal: str) -> Steps[bool]:
         """Take the literal if it comes next."""

@@ -29,23 +29,41 @@ HERMES_BEGIN: Final = "<tool_call>"
 HERMES_END: Final = "</tool_call>"
 
 
-class HermesReader(AnswerReader):
-    """Reads calls between tags. White space before a call, and between calls, is dropped."""
+class TaggedReader(AnswerReader):
+    """Reads calls of JSON between tags. White space before a call, and between calls, is dropped."""
+
+    begin = HERMES_BEGIN
+    end = HERMES_END
+    separator: str | None = None  # between calls of the same tags; None: there is one call
 
     def _read(self) -> Steps[None]:
-        while (yield from self._pass_until(HERMES_BEGIN, self._show)):
-            if (yield from self._after_tag(HERMES_BEGIN, self._call)):
-                yield from self._take_after_space(HERMES_END)
+        while (yield from self._pass_until(self.begin, self._show)):
+            if (yield from self._after_tag(self.begin, self._calls)) and self.end:
+                yield from self._take_after_space(self.end)
+
+    def _calls(self) -> Steps[bool]:
+        """Take the calls after a tag. False: there is none, and a part of the text was taken."""
+        if not (yield from self._call()):
+            return False
+        while self.separator is not None:
+            self._keep()
+            yield from self._take_space()
+            has_more = yield from self._take(self.separator)
+            yield from self._take_space()
+            if not has_more or not (yield from self._call()):
+                self._go_back()
+                break
+        return True
 
     def _call(self) -> Steps[bool]:
         return (yield from self._json_call())
 
 
 PARAMETER_KEY: Final = re.compile(r"[^>\n]{0,256}")
-TEXT_PARAMETER_END: Final = re.compile(r"\n?</parameter>")
+PARAMETER_END: Final = re.compile(r"\n?</parameter>")
 
 
-class Qwen3CoderReader(HermesReader):
+class Qwen3CoderReader(TaggedReader):
     """Reads calls with arguments between tags. A tool's schema tells whether one is text or JSON."""
 
     def _call(self) -> Steps[bool]:
@@ -85,19 +103,10 @@ class Qwen3CoderReader(HermesReader):
         return is_whole
 
     def _value(self, take: Callable[[str], None]) -> Steps[bool]:
-        """Take the text up to the end of the parameter, and the line break before its tag. False: cut off."""
-        while True:
-            rest = self._text[self._at :]
-            found = TEXT_PARAMETER_END.search(rest)
-            end = found.start() if found else max(0, len(rest) - len("\n</parameter>") + 1)
-            take(rest[:end])
-            self._at += end if found is None else found.end()
-            if found is not None:
-                return True
-            if not (yield from self._more()):
-                take(self._text[self._at :])
-                self._at = len(self._text)
-                return False
+        """Take a value, the line break after it and the end of its parameter. False: it is cut off."""
+        end = yield from self._take_until(PARAMETER_END, "\n<", len("\n</parameter>"), take)
+        self._at += len(end)
+        return bool(end)
 
 
 def _escaped(text: str) -> str:
@@ -146,32 +155,21 @@ class LlamaReader(AnswerReader):
 MISTRAL_BEGIN: Final = "[TOOL_CALLS]"
 
 
-class MistralReader(AnswerReader):
+class MistralReader(TaggedReader):
     """Reads calls in a list of JSON, or, in newer models, each after its name."""
 
-    def _read(self) -> Steps[None]:
-        while (yield from self._pass_until(MISTRAL_BEGIN, self._show)):
-            yield from self._after_tag(MISTRAL_BEGIN, self._calls)
+    begin = MISTRAL_BEGIN
+    end = ""
+    separator = ","
 
     def _calls(self) -> Steps[bool]:
-        is_list = yield from self._take("[")
-        return (yield from self._list() if is_list else self._named())
-
-    def _list(self) -> Steps[bool]:
+        if not (yield from self._take("[")):
+            return (yield from self._named())
         yield from self._take_space()
-        if not (yield from self._json_call()):
+        if not (yield from super()._calls()):
             return False
-        while True:
-            self._go_on()
-            yield from self._take_space()
-            if not (yield from self._take(",")):
-                yield from self._take("]")
-                return True
-            self._keep()
-            yield from self._take_space()
-            if not (yield from self._json_call()):
-                self._go_back()
-                return True
+        yield from self._take_after_space("]")
+        return True
 
     def _named(self) -> Steps[bool]:
         name = yield from self._take_name()
@@ -191,20 +189,12 @@ DEEPSEEK_CALL_END: Final = "<｜tool▁call▁end｜>"
 DEEPSEEK_SEPARATOR: Final = "<｜tool▁sep｜>"
 
 
-class DeepSeekReader(AnswerReader):
+class DeepSeekReader(TaggedReader):
     """Reads a list of calls, of V3 and R1 (the arguments in a fence) or of V3.1 (without one)."""
 
-    def _read(self) -> Steps[None]:
-        while (yield from self._pass_until(DEEPSEEK_BEGIN, self._show)):
-            has_call = yield from self._after_tag(DEEPSEEK_BEGIN, self._call)
-            if not has_call:
-                continue
-            while has_call:
-                self._keep()
-                yield from self._take_space()
-                has_call = yield from self._call()
-            self._go_back()
-            yield from self._take_after_space(DEEPSEEK_END)
+    begin = DEEPSEEK_BEGIN
+    end = DEEPSEEK_END
+    separator = ""
 
     def _call(self) -> Steps[bool]:
         if not (yield from self._take(DEEPSEEK_CALL)):
@@ -374,7 +364,7 @@ class PythonicReader(AnswerReader):
 
 CHANNEL: Final = "<|channel|>"
 MESSAGE: Final = "<|message|>"
-HEADER_MARKS: Final = re.compile(r"<\|(?:start|channel|constrain|message|end|return|call)\|>")
+HEADER_MARK: Final = re.compile(r"<\|(?:start|channel|constrain|message|end|return|call)\|>")
 MESSAGE_ENDS: Final = ("<|end|>", "<|return|>", "<|call|>")
 RECIPIENT: Final = re.compile(r"to=(?:functions\.)?([a-zA-Z0-9_.-]+)")
 MAX_HEADER_CHARS: Final = 512
@@ -425,22 +415,9 @@ class HarmonyReader(AnswerReader):
             begun = self._at
 
     def _body(self, take: Callable[[str], None]) -> Steps[None]:
-        """Take a message up to its end, or to the header of the next one."""
-        while True:
-            rest = self._text[self._at :]
-            found = HEADER_MARKS.search(rest)
-            mark = rest.rfind("<", max(0, len(rest) - len("<|constrain|>")))
-            end = found.start() if found else (mark if mark >= 0 else len(rest))
-            take(rest[:end])
-            self._at += end
-            if found is not None:
-                if found[0] in MESSAGE_ENDS:
-                    self._at += len(found[0])
-                return
-            if not (yield from self._more()):
-                take(self._text[self._at :])
-                self._at = len(self._text)
-                return
+        """Take a message and its end; the header of the next message stays."""
+        mark = yield from self._take_until(HEADER_MARK, "<", len("<|constrain|>"), take)
+        self._at += len(mark) if mark in MESSAGE_ENDS else 0
 
 
 def _may_be_header(text: str) -> bool:
@@ -511,7 +488,7 @@ TOOL_CALL_PARSERS: Final[dict[str, ToolCallParser]] = {
         is_of=_has(HERMES_BEGIN, "<function="),
     ),
     "hermes": ToolCallParser(
-        reader=HermesReader,
+        reader=TaggedReader,
         form=CallForm(
             before='<tool_call>\n{{"name": "{name}", "arguments": ',
             after=f"}}\n{HERMES_END}",
