@@ -87,7 +87,7 @@ class LiveFeed:
         point = window.point()
         self._keep(point)
         if self._num_viewers:
-            self._latest = _event("snapshot", window.snapshot(self._model, point, gateways))
+            self._latest = _event("snapshot", window.snapshot(self._model, point))
             await self._tell()
 
     def _keep(self, point: Point) -> None:

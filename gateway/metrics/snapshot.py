@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 import baton
 from baton.gateway.metrics.metrics import MAX_TENANTS, FirstTokenTimes, Metrics, TenantCounts, TokenTimes
@@ -137,51 +138,26 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     left_out: dict[str, int] = {}  # for lack of room in the routers' status
 
 
-class GatewayCounts(NamedTuple):
-    """The counts of one gateway that points are made from."""
-
-    num_open: int
-    num_requests: int
-    num_tokens: int
-    ttft: FirstTokenTimes
-    itl: TokenTimes
-
-
-class WorkerCounts(NamedTuple):
-    """The counts of one worker that rates are made from."""
-
-    num_tokens: int
-    kv_bytes: int
-    kv_bytes_to: Mapping[str, int]
-
-
 class Reading(NamedTuple):
     """The counts at one moment that rates and percentiles are made from."""
 
     time_s: float
-    gateways: Mapping[str, GatewayCounts]  # by name
-    workers: Mapping[str, WorkerCounts]  # by id
+    gateways: Mapping[str, Metrics]  # by name
+    workers: Mapping[str, Load]  # by id
     routed: Mapping[str, int]  # requests, by router
 
 
 def read(time_s: float, gateways: Iterable[Metrics], status: Status) -> Reading:
-    """Return a reading. gateways: those of the port; their counts are copied."""
+    """Return a reading. gateways: those of the port, which go on to count."""
     return Reading(
         time_s,
         {
-            each.gateway: GatewayCounts(
-                each.num_open,
-                each.duration.num,
-                each.generated_tokens,
-                each.ttft.copy(),
-                each.itl.copy(),
+            each.gateway: replace(
+                each, duration=each.duration.copy(), ttft=each.ttft.copy(), itl=each.itl.copy()
             )
             for each in gateways
         },
-        {
-            each.worker.id: WorkerCounts(each.load.num_tokens, each.load.kv_bytes, each.load.kv_bytes_to)
-            for each in status.workers
-        },
+        {each.worker.id: each.load for each in status.workers},
         {each.id: each.routing.num for each in status.routers},
     )
 
@@ -217,8 +193,8 @@ class ReadingWindow:
             pages=dict(pages),
         )
 
-    def snapshot(self, model: str, point: Point, gateways: Sequence[Metrics]) -> ClusterSnapshot:
-        """Return the snapshot at the later reading. gateways: the counts that it was made from."""
+    def snapshot(self, model: str, point: Point) -> ClusterSnapshot:
+        """Return the snapshot at the later reading."""
         status = self._status
         queue = status.queue
         return ClusterSnapshot(
@@ -229,9 +205,9 @@ class ReadingWindow:
             oldest_wait_s=queue.oldest_wait_s,
             head_away_s=status.head_away_s,
             workers=list(map(self._worker, status.workers)),
-            tenants=list(_tenants(queue.tenants, gateways)),
+            tenants=list(_tenants(queue.tenants, self._after.gateways.values())),
             routers=list(map(self._router, status.routers)),
-            gateways=list(self._gateway_rows(gateways)),
+            gateways=list(self._gateway_rows()),
             plans=status.plans,
             left_out=status.left_out,
         )
@@ -245,15 +221,15 @@ class ReadingWindow:
         if before is None:
             return 0.0, 0.0
         return (
-            self._rate(before.num_requests, after.num_requests),
-            self._rate(before.num_tokens, after.num_tokens),
+            self._rate(before.duration.num, after.duration.num),
+            self._rate(before.generated_tokens, after.generated_tokens),
         )
 
     def _sent_bytes_per_s(self, worker: str) -> float:
         before = self._before.workers.get(worker)
         return 0.0 if before is None else self._rate(before.kv_bytes, self._after.workers[worker].kv_bytes)
 
-    def _quantiles(self, total: HistogramT, histogram_of: Callable[[GatewayCounts], HistogramT]) -> Quantiles:
+    def _quantiles(self, total: HistogramT, histogram_of: Callable[[Metrics], HistogramT]) -> Quantiles:
         """Return the percentiles of the values between the readings. total: empty."""
         for name, after in self._after.gateways.items():
             if (before := self._before.gateways.get(name)) is not None:
@@ -279,7 +255,7 @@ class ReadingWindow:
             **{name: getattr(load, name) for name in LOAD_FIELDS},
         )
 
-    def _sent_to(self, before: WorkerCounts, after: Load) -> dict[str, float]:
+    def _sent_to(self, before: Load, after: Load) -> dict[str, float]:
         rates = {
             worker: self._rate(before.kv_bytes_to.get(worker, 0), num_bytes)
             for worker, num_bytes in after.kv_bytes_to.items()
@@ -304,14 +280,13 @@ class ReadingWindow:
             counters=router.counters,
         )
 
-    def _gateway_rows(self, gateways: Sequence[Metrics]) -> Iterator[GatewayRow]:
+    def _gateway_rows(self) -> Iterator[GatewayRow]:
         reported = {short_id(each.id): each for each in self._status.gateways}
-        here = {each.gateway: each for each in gateways}
-        for name in sorted({*reported, *here}):
-            yield self._gateway(name, reported.get(name, GatewayStatus(id="0" * 32)), here.get(name))
+        for name in sorted({*reported, *self._after.gateways}):
+            yield self._gateway(name, reported.get(name, GatewayStatus(id="0" * 32)))
 
-    def _gateway(self, name: str, status: GatewayStatus, counts: Metrics | None) -> GatewayRow:
-        address = status.address
+    def _gateway(self, name: str, status: GatewayStatus) -> GatewayRow:
+        address, counts = status.address, self._after.gateways.get(name)
         row = GatewayRow(
             name=name,
             node=status.node,
@@ -323,7 +298,7 @@ class ReadingWindow:
         if counts is None:
             return row
         requests_per_s, tokens_per_s = self._gateway_rates(name)
-        return msgspec.structs.replace(
+        return replace(
             row,
             is_here=True,
             num_open=counts.num_open,
@@ -338,7 +313,7 @@ class ReadingWindow:
         )
 
 
-def _tenants(statuses: Sequence[TenantStatus], gateways: Sequence[Metrics]) -> Iterator[TenantRow]:
+def _tenants(statuses: Sequence[TenantStatus], gateways: Iterable[Metrics]) -> Iterator[TenantRow]:
     """Yield the tenants that have a name: a cluster without a tenants file has none."""
     at_routers = {status.tenant: status for status in statuses}
     at_gateways: dict[str, list[TenantCounts]] = {}

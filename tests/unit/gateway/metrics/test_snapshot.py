@@ -51,7 +51,7 @@ def change(
 
 def snapshot(gateways: list[Metrics], new: Status, old: Status | None = None) -> ClusterSnapshot:
     found = change(gateways, gateways, old=old or new, new=new)
-    return found.snapshot("tiny", found.point(), gateways)
+    return found.snapshot("tiny", found.point())
 
 
 def test_rates_are_over_the_time_between_the_readings() -> None:
