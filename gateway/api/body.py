@@ -227,6 +227,12 @@ class SamplingKeys(FormKeys, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # pages are shared under it
 
 
+def sampling_fields(body: SamplingKeys) -> dict[str, Any]:
+    """Return the fields of SamplingKeys that a body of any kind gives."""
+    fields = {name: getattr(body, name) for name in SamplingKeys.__struct_fields__}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 class Body(SamplingKeys, frozen=True, kw_only=True):
     """Fields that chats and completions share."""
 
@@ -397,6 +403,32 @@ def check_depth(data: bytes, what: str, limit: int = MAX_DEPTH) -> None:
                 raise InvalidRequest(f"{what} is nested more than {limit} deep")
         elif first in b"]}":
             depth -= 1
+
+
+def text_of(item: Mapping[str, object], key: str, name: str) -> str:
+    """Return the text of a key. name: of the item in the body, for the ApiError of another value."""
+    text = item.get(key)
+    if not isinstance(text, str):
+        raise invalid(f"{name}.{key}: expected text", param=f"{name}.{key}")
+    return text
+
+
+def text_content(content: object, name: str, keys: Mapping[str, str]) -> str | list[dict[str, object]]:
+    """Return text, or parts with text, in the form of chats. Raises ApiError for parts of another type.
+
+    keys: type of a part -> the key of its text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(f"{name}: expected text or a list of parts", param=name)
+    parts = list[dict[str, object]]()
+    for index, part in enumerate(content):
+        where, kind = f"{name}[{index}]", str(part.get("type") if isinstance(part, Mapping) else part)
+        if not isinstance(part, Mapping) or kind not in keys:
+            raise unsupported(f"{where}.type = {kind[:40]!r}", param=f"{where}.type")
+        parts.append({"type": "text", "text": text_of(part, keys[kind], where)})
+    return parts
 
 
 def list_prompts(prompt: object) -> list[GivenPrompt]:

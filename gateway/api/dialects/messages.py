@@ -14,7 +14,7 @@ are refused by name, and so is every unknown key, as Anthropic does. `cache_cont
 found by their content here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
@@ -30,6 +30,9 @@ from baton.gateway.api.body import (
     StopString,
     TemplateKwargs,
     Unsupported,
+    sampling_fields,
+    text_content,
+    text_of,
 )
 from baton.gateway.api.errors import ApiError, invalid, unsupported
 
@@ -45,6 +48,7 @@ KEYS: Final = {
     r"(tools\[\d+\])\.function\.parameters\b": r"\1.input_schema",
     r"(tools\[\d+\])\.function\b": r"\1",
 }
+TEXT_KEYS: Final = {"text": "text"}  # type of a block -> the key of its text
 TOOL_KEYS: Final = frozenset({"type", "name", "description", "input_schema", "strict"})
 # Keys of a tool that change no answer here: hints about caching and about the pace of a stream.
 TOOL_HINTS: Final = frozenset({"cache_control", "eager_input_streaming"})
@@ -143,10 +147,10 @@ def as_chat(body: PromptBody, *, has_thinking_switch: bool, has_reasoning: bool)
     """
     messages: list[Json] = []
     if body.system is not None:
-        messages.append({"role": "system", "content": _texts(body.system, "system")})
+        messages.append({"role": "system", "content": text_content(body.system, "system", TEXT_KEYS)})
     for index, message in enumerate(body.messages):
         _add(messages, message, f"messages[{index}]")
-    fields: dict[str, Any] = {name: getattr(body, name) for name in SamplingKeys.__struct_fields__}
+    fields = sampling_fields(body)
     config, choice = body.output_config or OutputConfig(), body.tool_choice
     kwargs = dict(body.chat_template_kwargs or {})
     kwargs.update(
@@ -157,7 +161,7 @@ def as_chat(body: PromptBody, *, has_thinking_switch: bool, has_reasoning: bool)
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     continues = messages[-1]["role"] == "assistant"
     chat: dict[str, Any] = {
-        **{name: value for name, value in fields.items() if value is not None},
+        **fields,
         "model": body.model,
         "messages": messages,
         "tools": None if body.tools is None else [_tool(tool, i) for i, tool in enumerate(body.tools)],
@@ -240,9 +244,9 @@ def _add(messages: list[Json], message: Json, name: str) -> None:
     for index, block in enumerate(content):
         where, kind = f"{name}.content[{index}]", block.get("type")
         if kind == "text":
-            texts.append({"type": "text", "text": _text(block, "text", where)})
+            texts.append({"type": "text", "text": text_of(block, "text", where)})
         elif kind == "thinking" and role == "assistant":
-            thoughts.append(_text(block, "thinking", where))
+            thoughts.append(text_of(block, "thinking", where))
         elif kind == "tool_use" and role == "assistant":
             calls.append(_call(block, where))
         elif kind == "tool_result" and role == "user":
@@ -260,42 +264,19 @@ def _add(messages: list[Json], message: Json, name: str) -> None:
     messages.append(added | ({"tool_calls": calls} if calls else {}))
 
 
-def _text(block: Mapping[str, object], key: str, name: str) -> str:
-    text = block.get(key)
-    if not isinstance(text, str):
-        raise invalid(f"{name}.{key}: expected text", param=f"{name}.{key}")
-    return text
-
-
 def _call(block: Mapping[str, object], name: str) -> Json:
     if not isinstance(block.get("input"), Mapping):
         raise invalid(f"{name}.input: expected a JSON object", param=f"{name}.input")
-    function = {"name": _text(block, "name", name), "arguments": msgspec.json.encode(block["input"]).decode()}
-    return {"id": _text(block, "id", name), "type": "function", "function": function}
+    function = {
+        "name": text_of(block, "name", name),
+        "arguments": msgspec.json.encode(block["input"]).decode(),
+    }
+    return {"id": text_of(block, "id", name), "type": "function", "function": function}
 
 
 def _result(block: Mapping[str, object], name: str) -> Json:
-    content = _texts(block.get("content") or "", f"{name}.content")
+    content = text_content(block.get("content") or "", f"{name}.content", TEXT_KEYS)
     if block.get("is_error"):  # chat templates have no place for it
-        content = [{"type": "text", "text": "Error:"}, *_as_parts(content)]
-    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", name), "content": content}
-
-
-def _as_parts(content: object) -> Sequence[object]:
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
-def _texts(content: object, name: str) -> object:
-    """Return text, or text blocks as the parts of a chat's message. Raises ApiError for other blocks."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(f"{name}: expected text or a list of text blocks", param=name)
-    parts: list[Json] = []
-    for index, block in enumerate(content):
-        where = f"{name}[{index}]"
-        if not isinstance(block, Mapping) or block.get("type") != "text":
-            kind = block.get("type") if isinstance(block, Mapping) else block
-            raise unsupported(f"{where}.type = {str(kind)[:40]!r}", param=f"{where}.type")
-        parts.append({"type": "text", "text": _text(block, "text", where)})
-    return parts
+        texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        content = [{"type": "text", "text": "Error:"}, *texts]
+    return {"role": "tool", "tool_call_id": text_of(block, "tool_use_id", name), "content": content}

@@ -27,6 +27,9 @@ from baton.gateway.api.body import (
     SamplingKeys,
     TemplateKwargs,
     Unsupported,
+    sampling_fields,
+    text_content,
+    text_of,
 )
 from baton.gateway.api.dialects.response_store import AskedResponse
 from baton.gateway.api.errors import invalid, unsupported
@@ -36,7 +39,8 @@ Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 
-TEXT_PARTS: Final = ("input_text", "output_text", "text")
+# Type of a part -> the key of its text.
+TEXT_KEYS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 ROLES: Final = {"developer": "system", **{role: role for role in ("system", "user", "assistant")}}
 MAX_ID_CHARS: Final = 256
 # Patterns of a chat's keys, as errors name them -> the keys here.
@@ -127,14 +131,14 @@ def as_chat(body: ResponsesBody, history: bytes, *, may_store: bool) -> tuple[Ch
         raise invalid("input: there is no message", param="input")
     if len(messages) > MAX_MESSAGES:
         raise invalid(f"input: at most {MAX_MESSAGES} messages, got {len(messages)}", param="input")
-    fields: dict[str, Any] = {name: getattr(body, name) for name in SamplingKeys.__struct_fields__}
+    fields = sampling_fields(body)
     if body.text is not None and body.text.format is not None and body.text.format.type != "text":
-        if fields["response_format"] is not None:
+        if "response_format" in fields:
             raise invalid("response_format: the body has a text.format already", param="response_format")
         fields["response_format"] = _response_format(body.text.format)
     reasoning = body.reasoning or Reasoning()
     chat = {
-        **{name: value for name, value in fields.items() if value is not None},
+        **fields,
         "model": body.model,
         "stream": body.stream,
         "messages": messages,
@@ -238,7 +242,8 @@ def _add_message(messages: list[Item], item: Item, name: str) -> None:
     role = ROLES.get(str(item.get("role")))
     if role is None:
         raise invalid(f"{name}.role: expected one of {', '.join(ROLES)}", param=f"{name}.role")
-    messages.append({"role": role, "content": _texts(item.get("content"), f"{name}.content")})
+    content = text_content(item.get("content"), f"{name}.content", TEXT_KEYS)
+    messages.append({"role": role, "content": content})
 
 
 def _add_reasoning(messages: list[Item], item: Item, name: str) -> None:
@@ -252,19 +257,15 @@ def _add_reasoning(messages: list[Item], item: Item, name: str) -> None:
 
 
 def _add_call(messages: list[Item], item: Item, name: str) -> None:
-    for key in ("call_id", "name", "arguments"):
-        if not isinstance(item.get(key), str):
-            raise invalid(f"{name}.{key}: expected text", param=f"{name}.{key}")
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    call = {"id": item["call_id"], "type": "function", "function": function}
+    function = {key: text_of(item, key, name) for key in ("name", "arguments")}
+    call = {"id": text_of(item, "call_id", name), "type": "function", "function": function}
     messages.append({"role": "assistant", "tool_calls": [call]})
 
 
 def _add_output(messages: list[Item], item: Item, name: str) -> None:
-    if not isinstance(item.get("call_id"), str):
-        raise invalid(f"{name}.call_id: expected text", param=f"{name}.call_id")
-    content = _texts(item.get("output"), f"{name}.output")
-    messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+    call_id = text_of(item, "call_id", name)
+    content = text_content(item.get("output"), f"{name}.output", TEXT_KEYS)
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
 
 _ADDERS: Final[Mapping[str, Callable[[list[Item], Item, str], None]]] = {
@@ -273,24 +274,6 @@ _ADDERS: Final[Mapping[str, Callable[[list[Item], Item, str], None]]] = {
     "function_call": _add_call,
     "function_call_output": _add_output,
 }
-
-
-def _texts(content: object, name: str) -> object:
-    """Return the content of a message in the form of chats. Raises ApiError for parts that are no text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(f"{name}: expected text or a list of parts", param=name)
-    parts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        key = "refusal" if kind == "refusal" else "text"
-        if not isinstance(part, Mapping) or kind not in (*TEXT_PARTS, "refusal"):
-            raise unsupported(f"{name}[{index}].type = {str(kind)[:40]!r}", param=f"{name}[{index}].type")
-        if not isinstance(part.get(key), str):
-            raise invalid(f"{name}[{index}].{key}: expected text", param=f"{name}[{index}].{key}")
-        parts.append({"type": "text", "text": part[key]})
-    return parts
 
 
 def _joined(messages: Sequence[Item]) -> list[Item]:
