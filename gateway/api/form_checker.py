@@ -5,12 +5,13 @@ Each form is therefore compiled in a process of its own:
 
 1. `FormChecker.check` knows the forms of a tenant that were checked lately, and lets a tenant check one new
    form at a time: a tenant with hostile forms waits for itself alone.
-2. The gateway writes a `CheckJob` to the form server, a process that has the library loaded.
+2. The gateway makes a pair of sockets for the job, passes one of them to the form server, a process that has
+   the library loaded, and writes the form to the other one.
 3. The form server forks a child for the job. The child compiles the form within limits of processor time and
-   memory, and writes what it found to a pipe.
-4. The form server answers with a `Checked`, in the order in which children end.
+   memory, and writes BEGUN, then DONE and what it found, to the socket.
 
-The form server is this module run as a program. It ends at the end of its input, the end of the gateway.
+The form server is this module run as a program. It ends with the socket that it gets jobs from, which the
+gateway holds.
 """
 
 import asyncio
@@ -18,15 +19,14 @@ import contextlib
 import logging
 import os
 import resource
-import selectors
 import signal
+import socket
 import sys
 import time
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections import Counter, OrderedDict
 from hashlib import blake2b
-from itertools import count
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -35,7 +35,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.gateway.metrics.metrics import CheckTimes
 from baton.json_schema.patterns import byte_tokenizer
 from baton.request import StructuredOutputs
-from baton.rpc.process import LENGTH_BYTES, frame, lower_priority
+from baton.rpc.process import lower_priority
 from baton.structured_output import check_form
 
 MAX_CHECKED: Final = 256  # forms that are remembered for each tenant
@@ -46,28 +46,11 @@ MAX_MEMORY_BYTES: Final = 2**30
 MAX_WAIT_S: Final = 10.0
 MAX_CHILDREN: Final = 16
 RETRY_AFTER_S: Final = 1.0
-DONE: Final = b"."  # before the error message of a child, which is empty for a form that can be honoured
+BEGUN: Final = b"."  # a child has the job
+DONE: Final = b":"  # before the error message of a child, which is empty for a form that can be honoured
 TOO_MUCH: Final = f"it takes more than {1000 * MAX_CPU_S:.0f} ms, or too much memory, to compile"
 
 logger = logging.getLogger(__name__)
-
-
-class CheckJob(msgspec.Struct, frozen=True):
-    """A form for the form server to check."""
-
-    number: int
-    form: StructuredOutputs
-
-
-class Checked(msgspec.Struct, frozen=True):
-    """The answer to a job; `error` is None for a form that can be honoured."""
-
-    number: int
-    error: str | None
-
-
-_JOBS: Final = msgspec.msgpack.Decoder(CheckJob)
-_RESULTS: Final = msgspec.msgpack.Decoder(Checked)
 
 
 class FormChecker:
@@ -77,11 +60,8 @@ class FormChecker:
         # Checks by outcome: "known" (checked before), "accepted", "refused", "too_long", "failed".
         self.outcomes: Counter[str] = Counter()
         self.times = CheckTimes()  # seconds of the checks that were not known
-        self._process: Process | None = None
+        self._server: _Server | None = None
         self._starting = asyncio.Lock()
-        self._reading: asyncio.Task[None] | None = None
-        self._numbers = count()
-        self._waiting: dict[int, asyncio.Future[str | None]] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of tenants that wait
         self._at_once = asyncio.Semaphore(MAX_CHILDREN)
         self._checked: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # digests of forms
@@ -110,52 +90,52 @@ class FormChecker:
         """Kill the form server; checks under way fail. May be called twice."""
         async with self._starting:
             self._is_closed = True
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        if self._reading is not None:
-            await self._reading
+            await self._end(self._server)
 
     async def _ask(self, form: StructuredOutputs) -> str | None:
-        process, number = await self._started(), next(self._numbers)
-        answered: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answered
+        """Return why a form cannot be honoured, or None. Raises Overloaded when the server fails."""
+        server = await self._started()
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
-            assert process.stdin is not None
-            process.stdin.write(frame(CheckJob(number, form)))
+            with theirs:
+                socket.send_fds(server.jobs, [b"."], [theirs.fileno()])
+            writer.write(msgspec.msgpack.encode(form))
+            writer.write_eof()
             async with asyncio.timeout(MAX_WAIT_S):
-                return await answered
-        except (OSError, TimeoutError) as error:
-            logger.warning("the form server failed: %r", error)
+                begun, is_done, error = (await reader.read()).partition(DONE)
+            if not begun:
+                raise ConnectionResetError("the form server has ended")
+        except OSError as failure:
+            logger.warning("the form server failed: %r", failure)
+            if not isinstance(failure, TimeoutError):
+                await self._end(server)
             raise Overloaded("a form could not be checked", retry_after_s=RETRY_AFTER_S) from None
         finally:
-            del self._waiting[number]
+            writer.transport.abort()
+        return (error.decode() or None) if is_done else TOO_MUCH
 
-    async def _started(self) -> Process:
+    async def _started(self) -> "_Server":
         async with self._starting:
             if self._is_closed:
                 raise Overloaded("the gateway is being stopped", retry_after_s=RETRY_AFTER_S)
-            if self._process is None:
-                command = (sys.executable, "-m", "baton.gateway.api.form_checker")
-                self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
-                self._reading = asyncio.create_task(self._read(self._process))
-            return self._process
+            if self._server is None:
+                ours, theirs = socket.socketpair()
+                ours.setblocking(False)
+                with theirs:
+                    command = (sys.executable, "-m", "baton.gateway.api.form_checker")
+                    process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno())
+                self._server = _Server(process, ours)
+            return self._server
 
-    async def _read(self, process: Process) -> None:
-        assert process.stdout is not None
-        with contextlib.suppress(EOFError, OSError):
-            while head := await process.stdout.readexactly(LENGTH_BYTES):
-                checked = _RESULTS.decode(await process.stdout.readexactly(int.from_bytes(head, "big")))
-                answered = self._waiting.get(checked.number)
-                if answered is not None and not answered.done():
-                    answered.set_result(checked.error)
-        self._process = None
-        for answered in self._waiting.values():
-            if not answered.done():
-                answered.set_exception(ConnectionResetError("the form server has ended"))
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    async def _end(self, server: "_Server | None") -> None:
+        """End a form server; the next check starts another one."""
+        if server is not None:
+            self._server = None if self._server is server else self._server
+            server.jobs.close()
+            with contextlib.suppress(ProcessLookupError):
+                server.process.kill()
+            await server.process.wait()
 
     def _remember(self, tenant: str, digest: bytes) -> None:
         forms = self._checked.setdefault(tenant, OrderedDict())
@@ -167,70 +147,38 @@ class FormChecker:
             self._checked.popitem(last=False)
 
 
+class _Server(NamedTuple):
+    process: Process
+    jobs: socket.socket  # takes a byte with the socket of each job
+
+
 # The form server.
 
 
-class FormServer:
-    """Forks a child for each job. Single-threaded, so that a fork is safe."""
-
-    def __init__(self, jobs: int, results: int) -> None:
-        """The descriptors that jobs are read from and results are written to."""
-        self._jobs = jobs
-        self._results = results
-        self._sources = selectors.DefaultSelector()
-        self._unread = bytearray()
-
-    def run(self) -> None:
-        """Serve until the end of the jobs."""
-        self._sources.register(self._jobs, selectors.EVENT_READ, None)
-        while self._jobs in {key.fd for key in self._sources.get_map().values()}:
-            for key, _ in self._sources.select():
-                if key.data is None:
-                    self._read_jobs()
-                else:
-                    self._answer(key.fd, *key.data)
-
-    def _read_jobs(self) -> None:
-        data = os.read(self._jobs, 2**20)
-        if not data:
-            self._sources.unregister(self._jobs)
-        self._unread += data
-        while (end := LENGTH_BYTES + int.from_bytes(self._unread[:LENGTH_BYTES], "big")) <= len(self._unread):
-            job = _JOBS.decode(self._unread[LENGTH_BYTES:end])
-            del self._unread[:end]
-            self._fork(job)
-
-    def _fork(self, job: CheckJob) -> None:
-        readable, writable = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _check_and_exit(job.form, writable)
-        os.close(writable)
-        self._sources.register(readable, selectors.EVENT_READ, (job.number, pid))
-
-    def _answer(self, readable: int, number: int, pid: int) -> None:
-        """A child has written its answer, or has ended without one."""
-        self._sources.unregister(readable)
-        with open(readable, "rb") as pipe:
-            found = pipe.read()
-        os.waitpid(pid, 0)
-        error = found[1:].decode() if found else TOO_MUCH
-        os.write(self._results, frame(Checked(number, error or None)))
+def serve(jobs: socket.socket) -> None:
+    """Fork a child for each socket that comes, until the end of the jobs. Single-threaded: a fork is safe."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel keeps no children that have ended
+    while received := socket.recv_fds(jobs, 1, 1)[1]:
+        if os.fork() == 0:
+            jobs.close()
+            _check_and_exit(socket.socket(fileno=received[0]))
+        os.close(received[0])
 
 
-def _check_and_exit(form: StructuredOutputs, writable: int) -> NoReturn:
+def _check_and_exit(job: socket.socket) -> NoReturn:
+    job.sendall(BEGUN)
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # of processor time; the signal ends the process
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library's last words
     error = ""
     try:
-        check_form(form)
+        check_form(msgspec.msgpack.decode(job.makefile("rb").read(), type=StructuredOutputs))
     except InvalidRequest as refused:
         error = str(refused)
     except BaseException:
         os._exit(1)
-    os.write(writable, DONE + error.encode("utf-8", "backslashreplace"))
+    job.sendall(DONE + error.encode("utf-8", "backslashreplace"))
     os._exit(0)
 
 
@@ -238,4 +186,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the gateway ends this one
     lower_priority()
     byte_tokenizer()  # children inherit it
-    FormServer(sys.stdin.fileno(), sys.stdout.fileno()).run()
+    serve(socket.socket(fileno=sys.stdin.fileno()))
