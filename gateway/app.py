@@ -155,7 +155,7 @@ async def _never(request: Request) -> Response:
 def _add_health(app: FastAPI, models: ServedModels, canaries: Sequence[Canary]) -> None:
     @app.get("/ping")
     async def ping() -> Response:
-        """Answer while this process runs, whatever workers do."""
+        """Answer while this process runs, with or without workers."""
         return Response(b"{}", media_type=JSON)
 
     @app.get("/health")

@@ -229,7 +229,7 @@ def _within_descriptors(config: GatewayConfig) -> GatewayConfig:
 
 
 async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
-    """Wait a moment for a router and workers: behind a shared port other gateways can answer meanwhile."""
+    """Wait READY_S at most for a router and workers; until then other gateways of a shared port answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(READY_S):
             while frontend.why_not_ready and not stopping.is_set():

@@ -214,7 +214,7 @@ class Setting(NamedTuple):
         return of_type.get(kind, "NAME")
 
     def help(self) -> str:
-        """The setting's comment and its default. Reads the source of the struct."""
+        """Return the setting's comment and its default. Reads the source of the struct."""
         default = self.field.default
         is_shown = default not in (None, msgspec.NODEFAULT, (), "") and not isinstance(default, Mapping)
         comment = comments(self.owner).get(self.field.name, "")

@@ -18,7 +18,7 @@ UNLIMITED: Final = 10_000  # columns of a line that no terminal shows: a program
 
 
 def check() -> None:
-    """ConfigError: standard output is closed. Commands call this before work that takes long."""
+    """Raise ConfigError if standard output is closed. Commands call this before work that takes long."""
     if sys.stdout is None:
         raise ConfigError("standard output is closed: there is nowhere to write the answer")
 

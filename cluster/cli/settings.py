@@ -91,7 +91,7 @@ class Settings(Generic[StructT]):
 
     def in_words_of_origin(self, message: str) -> str:
         """Replace the key at the start of an error message by the origin of the key's value."""
-        # A struct's own checks know its last names alone: `cache.page_size` of `engine.cache.page_size`.
+        # The checks of a struct know only the last names: `cache.page_size` of `engine.cache.page_size`.
         key, colon, rest = message.partition(":")
         for known, given in self.given.items():
             if known == key or known.endswith(f".{key}"):
@@ -135,7 +135,7 @@ def variable(key: str) -> str:
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError for an unknown variable with a name like a known one.
+    """Raise ConfigError for an unknown variable with a name like a known one.
 
     Variables of all commands are known, since a variable may be meant for another command.
     """

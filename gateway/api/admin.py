@@ -350,14 +350,14 @@ class ServedAdapters:
         await self._change(name, adapter)
 
     async def unload(self, asked: UnloadAdapter) -> None:
-        """Serve an adapter no more; its running requests go on. Raises ApiError 404."""
+        """Stop serving an adapter; its running requests continue. Raises ApiError 404."""
         if asked.lora_name not in self._served:
             message = f"The lora adapter '{asked.lora_name}' cannot be found."
             raise ApiError(404, message, code="not_found", param="lora_name")
         await self._change(asked.lora_name, None)
 
     def _check_free(self, asked: LoadAdapter) -> None:
-        """ApiError unless the name may be given to an adapter."""
+        """Raise ApiError unless the name is free for an adapter."""
         name = asked.lora_name
         if name == self._model or (name in self._served and not asked.load_inplace):
             raise invalid(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
@@ -384,7 +384,7 @@ class ServedAdapters:
             self._served[change.name] = NamedAdapter(change.name, change.adapter, change.at_ns // 10**9)
 
     def _list(self) -> AdapterChanges:
-        """The latest changes; forget adapters that were unloaded long ago."""
+        """Return the latest changes, without those of adapters that were unloaded long ago."""
         oldest_ns = time.time_ns() - UNLOADED_NS
         self._latest = {
             name: each
@@ -409,7 +409,7 @@ def add_adapter_routes(app: FastAPI, adapters: ServedAdapters) -> None:
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(request: HttpRequest) -> PlainTextResponse:
-        """Serve a LoRA adapter no more."""
+        """Stop serving a LoRA adapter."""
         asked = _read_body(await request.body(), UnloadAdapter)
         await adapters.unload(asked)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")

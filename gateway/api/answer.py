@@ -205,7 +205,7 @@ class Answer:
             raise
 
     def cancel(self) -> None:
-        """End the answer; the listener is told nothing more."""
+        """End the answer. The listener hears nothing more."""
         self.is_over = True
         self.listener = None
         self._unopened.clear()
@@ -240,7 +240,7 @@ class Answer:
     def _open_others(self, first: "AnswerChoice") -> None:
         sticky_worker = self.service.decode_worker(first.request_id)
         others = self.choices[first.index + 1 : first.index + self.call.num_choices]
-        is_opening = bool(self._unopened)  # a later turn goes on
+        is_opening = bool(self._unopened)  # a later turn continues
         self._unopened.extend((choice, sticky_worker) for choice in others)
         if not is_opening:
             self._open_next()
@@ -325,7 +325,7 @@ class AnswerChoice:
         return self._text.stop_reason
 
     def tokens(self, events: Sequence[TokenEvent]) -> None:
-        """See Sink. An error ends this answer alone: the caller has tokens of other requests as well."""
+        """See Sink. An error ends only this answer: the caller has tokens of other requests too."""
         if not self.is_running:
             return
         try:

@@ -90,7 +90,7 @@ class StreamProgress:
     """
 
     def __init__(self, point: ResumePoint, form: AnswerFormat, seal: Callable[[ResumePoint], bytes]) -> None:
-        """point: the beginning of the stream, or the event after which it goes on."""
+        """point: the beginning of the stream, or the event after which it resumes."""
         self.shown = [msgspec.structs.replace(shown) for shown in point.choices]
         self.has_shown_usage = point.has_shown_usage
         self._point = point
@@ -327,7 +327,7 @@ class AnswerStream:
             self._put_choice(choice)
             if self._num_put_bytes > MAX_TURN_BYTES:
                 self._flush(writer)
-                if not writer.lags:  # else `on_writable` goes on
+                if not writer.lags:  # else `on_writable` continues
                     self._write_soon()
                 return
         if self._answer.is_over:

@@ -163,7 +163,7 @@ class FormKeys(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def _forms(self) -> Iterator[tuple[str, dict[str, object]]]:
-        """Each key that asks for a form, with the fields of `StructuredOutputs`."""
+        """Yield each key that asks for a form, with the fields of `StructuredOutputs`."""
         wanted = self.response_format
         if wanted is not None and wanted.type != "text":
             yield "response_format", _of_response_format(wanted)
@@ -190,7 +190,7 @@ def _of_response_format(wanted: ResponseFormat) -> dict[str, object]:
 
 
 def _text(value: object) -> str | None:
-    """JSON as text; text stays as it is."""
+    """Return text unchanged, and any other value as JSON."""
     return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
@@ -258,7 +258,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None  # vLLM's: the answer goes on with the last message
+    continue_final_message: bool | None = None  # vLLM's: the answer continues the last message
     chat_template_kwargs: TemplateKwargs | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: list[dict[str, object]] | None = None
@@ -369,7 +369,7 @@ def _decoded(data: bytes, kind: type[AnyBody]) -> AnyBody:
 
 
 def raw_fields(data: bytes) -> dict[str, msgspec.Raw]:
-    """Return the values of a JSON object as they stand, by key; none for data that is no JSON object."""
+    """Return the undecoded values of a JSON object by key; nothing for data that is no JSON object."""
     try:
         return _KEYS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -274,7 +274,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
         return self._current_view().max_model_len
 
     def _current_view(self) -> ModelView:
-        """Return the view of the model's workers, made anew when the list of workers is another object.
+        """Return the view of the model's workers; it is made again for another list of workers.
 
         Each call asks several times, and there may be a thousand workers.
         """
@@ -458,7 +458,7 @@ class _Helper:
 
 
 def serve_jobs(reader: PromptReader, jobs: BinaryIO, results: BinaryIO) -> None:
-    """Read the bodies of `jobs` until it ends; a failure ends one job alone."""
+    """Read the bodies of `jobs` until their end; a failure ends only its own job."""
     while len(head := jobs.read(LENGTH_BYTES)) == LENGTH_BYTES:
         job = _JOBS.decode(jobs.read(int.from_bytes(head, "big")))
         results.write(frame(_read(reader, job, jobs.read(job.num_bytes))))

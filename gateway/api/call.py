@@ -74,7 +74,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     has_usage: bool = False  # in a last chunk of the stream
     has_running_usage: bool = False  # in every chunk
     is_resumable: bool = False  # the events of the stream have ids
-    resumed: ResumePoint | None = None  # the event after which the stream goes on
+    resumed: ResumePoint | None = None  # the event after which the stream resumes
     has_echo: bool = False
     num_prompt_logprobs: int | None = None  # likeliest tokens to show at each token of the prompt
     hides_tokens: bool = False  # max_tokens was 0: only the prompt is asked about
@@ -153,7 +153,7 @@ _NOT_OF_THE_ANSWER: Final = frozenset(
     {"prompts", "priority", "sla", "scheduling_key", "tenant", "resumed", "cache_salt"}
     | {"arrival_s", "received_s", "tokenised_s", "trace"}
 )
-# Fields that SamplingParams takes as they stand in the body; `make_call` converts the others.
+# `make_call` converts these fields of a body; SamplingParams takes the others unchanged.
 _CONVERTED: Final = {
     "n",
     "seed",

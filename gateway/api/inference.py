@@ -244,7 +244,7 @@ class Inference:
         return model.read_policy(tenant, is_strict=self._config.strict, may_store=may_store)
 
     async def _history(self, data: bytes, tenant: str) -> bytes:
-        """Return the conversation that the body of a response goes on with. Raises ApiError 404."""
+        """Return the conversation that the body of a response continues. Raises ApiError 404."""
         previous = decode_text(raw_fields(data).get("previous_response_id"))
         if previous is None:
             return b""

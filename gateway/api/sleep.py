@@ -82,7 +82,7 @@ async def _repeat_order(model: ServedModel, asked: Sleep | Wake) -> None:
     loop = asyncio.get_running_loop()
     ask_s = look_s = began_s = loop.time()
     if former is not None and type(former) is not type(order):
-        look_s += ASK_EVERY_S  # workers may begin to follow that order, and have not said so
+        look_s += ASK_EVERY_S  # workers may follow that order without having reported it
     try:
         while (now_s := loop.time()) < look_s or not _have_followed(model, opened):
             if is_superseded(order, model.orders):

@@ -188,7 +188,7 @@ class AuthMiddleware:
         is_operators = path in OPERATORS_PATHS or path.startswith(OPERATORS_FOLDERS)
         on_operator_port = scope["server"] == (OPERATOR_HOST, self._operator_port)
         if not need_keys or on_operator_port:
-            # The operators' port is for programs of this machine alone.
+            # The operators' port is only for programs of this machine.
             check_site(scope, () if on_operator_port else self._allowed_origins)
         if path in PUBLIC_PATHS or (is_operators and on_operator_port):
             return None

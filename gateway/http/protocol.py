@@ -93,7 +93,7 @@ class ResponseWriter(Protocol):
 
 
 def check_content_type(given: str | None) -> None:
-    """Raise ApiError 400 for a body that is said not to be JSON. None: the client says nothing."""
+    """Raise ApiError 400 for a Content-Type other than JSON. None: the client sent none."""
     kind = (given or JSON.decode()).partition(";")[0].strip().lower()
     if kind != JSON.decode():
         message = f"Content-Type: expected {JSON.decode()}, got {kind[:80]!r}"
@@ -401,7 +401,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return True
 
     def _uses_the_reserve(self) -> bool:
-        """The last tenth of the connections is reserved for RESERVED_PATHS."""
+        """Return whether this request takes one of the last connections, which are for RESERVED_PATHS."""
         most = self._settings.max_connections
         return len(self.connections) > most - most // 10 and self.url not in RESERVED_PATHS
 
@@ -496,7 +496,7 @@ class ResponseBody:
         extensions.clear()
 
     def leave(self) -> None:
-        """Take note that the client has left, or is no longer listened to."""
+        """Note that the client has left, or is no longer listened to."""
         if not self._cycle.response_complete:
             self._cycle.disconnected = True
             self._cycle.message_event.set()

@@ -44,7 +44,7 @@ class Scrape(NamedTuple):
         return () if self.status is None else self.status.workers
 
     def workers_of(self, model: str) -> Sequence[WorkerStatus]:
-        """The workers of a model; all of them where there is one model."""
+        """Return the workers of a model; all workers where there is one model."""
         is_one = len(self.models) == 1
         return [each for each in self.workers if is_one or each.worker.model == model]
 

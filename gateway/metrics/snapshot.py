@@ -135,7 +135,7 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     routers: list[RouterRow]
     gateways: list[GatewayRow]
     plans: tuple[PlanSummary, ...] = ()  # of the planner, the latest first
-    left_out: dict[str, int] = {}  # for lack of room in the routers' status
+    left_out: dict[str, int] = {}  # because the routers' status had no room
 
 
 class Reading(NamedTuple):

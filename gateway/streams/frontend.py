@@ -335,7 +335,7 @@ class Frontend:
             stream.marks.attempts[-1].first_token_s = stream.heard_s
         try:
             stream.sink.tokens(due)
-        except Exception:  # a bug of this one reader: the other requests of the message go on
+        except Exception:  # a bug of this reader: the other requests of the message continue
             logger.exception("request %s: its sink failed, it is cancelled", stream.request_id)
             self.cancel(stream.request_id)
             return
@@ -517,12 +517,12 @@ class Frontend:
                 self._end_if_due(stream, now_s)
 
     def _is_queued(self, stream: RequestStream, now_s: float) -> bool:
-        """A router that answers has the request: a long queue is no lack of workers."""
+        """Return whether a router that answers holds the request in its queue, which may be long."""
         heard_s = max(stream.heard_s, self._watch.heard_s(stream.router))
         return stream.state is StreamState.SUBMITTED and now_s - heard_s <= self._limits.max_silence_s
 
     def _is_behind_others(self, stream: RequestStream, now_s: float) -> bool:
-        """The request may still wait at a worker that goes on with earlier ones."""
+        """Return whether its worker may still be busy with earlier requests."""
         if stream.has_started or now_s - stream.heard_s > MAX_AHEAD * self._limits.max_silence_s:
             return False
         heard_s = self._heard_s.get(stream.decode, -math.inf)
@@ -531,7 +531,10 @@ class Frontend:
     # Attempts.
 
     def _submit_waiting(self, tenant: str | None = None) -> None:
-        """Submit waiting streams that are due, of each tenant until it is full. tenant: of this one alone."""
+        """Submit the waiting streams that are due, of each tenant until its window is full.
+
+        tenant: submit only its streams.
+        """
         now_s = self._clock.now_s()
         for name in list(self._waiting) if tenant is None else (tenant,):
             for stream in list(self._waiting.get(name, {}).values()):
@@ -586,7 +589,7 @@ class Frontend:
         )
         try:
             router.send(submit)
-        except WireError as error:  # this request alone: others must go on
+        except WireError as error:  # only this request fails
             self._fail(stream, InvalidRequest(f"the request can't be sent on: {error}"))
             return
         self._window.submitted(router.hello.id, request)

@@ -1,4 +1,4 @@
-"""Migrations: a running stream goes on at another decode worker, without a replay.
+"""Migrations: a running stream moves to another decode worker, without a replay.
 
 1. An operator orders a move, or a decode worker drains. At most MAX_MIGRATIONS streams move at once.
 2. The stream's next attempt is submitted as a `Migration`, while the present attempt runs on. The router
@@ -164,7 +164,7 @@ class Migrations:
         self._ended(stream, migration)
 
     def give_up(self, stream: RequestStream, reason: str) -> None:
-        """End the migration of a stream, if it has one; its present attempt goes on."""
+        """End the migration of a stream, if it has one; its present attempt continues."""
         migration, stream.migration = stream.migration, None
         if migration is None:
             return
@@ -196,7 +196,7 @@ class Migrations:
                 self.give_up(stream, "its router is gone")
 
     def _leave(self, draining: Collection[str], now_s: float) -> None:
-        """Want the streams of draining workers to move, while another decode worker takes work."""
+        """Queue moves of the streams at draining workers, if another decode worker takes work."""
         decoders = self._peer_registry.of_role(WorkerRole.DECODE)
         if not any(each in draining for each in decoders) or all(each in draining for each in decoders):
             return
@@ -221,7 +221,7 @@ class Migrations:
                 self._begin(stream, wanted.moves)
 
     def _begin(self, stream: RequestStream, moves: OrderedMoves | None) -> None:
-        """Submit the next attempt of a stream beside the present one."""
+        """Submit the next attempt of a stream while the present one runs."""
         router = self._peer_registry.router_for(stream.request.tenant)
         request = stream.request_of(stream.last_attempt + 1)
         to = moves.order.to if moves is not None else ""

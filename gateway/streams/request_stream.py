@@ -136,14 +136,14 @@ class Service(Protocol):
     """The cluster as the HTTP side sees it. `Frontend` is one, and in tests a single engine is."""
 
     def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> RequestMarks:
-        """Begin a request of one choice, and return its marks, which the service goes on to write.
+        """Begin a request of one choice, and return its marks, which the service keeps writing.
 
         sticky_worker: the decode worker that has the prompt already. Raises Overloaded when too many are
         open, and keeps nothing of the request then.
         """
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its sink is told nothing more. An unknown or ended request is no error."""
+        """End a request; its sink hears nothing more. An unknown or ended request is no error."""
 
     def decode_worker(self, request_id: str) -> str:
         """Return the worker that the request runs on now; "" for none."""
@@ -327,7 +327,7 @@ class RequestStream:
         return due
 
     def is_known(self, event: TokenEvent) -> bool:
-        """A token that came again is the same as before."""
+        """Return whether a token that came again is the same as before."""
         return event.token_id is None or self.log[event.index] == event.token_id
 
     def submitted(self, router: str, now_s: float) -> None:
@@ -380,7 +380,7 @@ class RequestStream:
         self.early.clear()
 
     def needs(self, worker: str) -> bool:
-        """The loss of this worker can lose tokens of the present attempt."""
+        """Return whether the loss of this worker can lose tokens of the present attempt."""
         return self.decode == worker or (self.prefill == worker and not self.has_started)
 
     def avoid_worker(self, worker: str) -> None:
@@ -417,14 +417,14 @@ class RequestStream:
                 nodes[node] = lost_s
 
     def is_too_late(self, now_s: float) -> bool:
-        """The deadline has passed without a token; other choices follow the deadline of the first one."""
+        """Return whether the deadline has passed without a token; it holds for the first choice."""
         deadline_ms = self.request.sla.deadline_ms
         if deadline_ms is None or self.log or self.request.choice:
             return False
         return now_s - self.request.arrival_s > deadline_ms / 1000
 
     def waits_too_long(self, limits: ReplayLimits, now_s: float) -> bool:
-        """The request has been without any worker for longer than it may be."""
+        """Return whether the request has been without a worker for longer than the limit."""
         return now_s - self.unserved_since_s > self._max_wait_s(limits)
 
     def why_not_again(

@@ -30,7 +30,7 @@ from baton.rpc.peers import Peer, PeerRegistry
 SILENT_S: Final = 3.0
 MAX_ASKED: Final = 64  # questions at once
 MAX_UNANSWERED_TOKENS: Final = 3_072
-TOKENS_PER_SUBMIT: Final = 1024  # beside the prompt's: a router takes as long for an empty prompt
+TOKENS_PER_SUBMIT: Final = 1024  # added to the prompt's: routing takes a router as long as so many tokens
 ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT", Decisions, FoundRequests)
 ACTIVE_S: Final = 60.0  # since a tenant's last Submit
@@ -55,7 +55,7 @@ class RouterWatch:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since any router said anything, whether one is connected or not."""
+        """Seconds since the last message of any router, also while none is connected."""
         return self._clock.now_s() - self._any_heard_s
 
     @property
@@ -92,7 +92,7 @@ class RouterWatch:
         self._num_transferred = counts
 
     def heard(self, router: Peer) -> None:
-        """Take note that a router has said something."""
+        """Note a message of a router."""
         self._heard_s[router.hello.id] = self._any_heard_s = self._clock.now_s()
 
     def heard_s(self, router: str) -> float:
@@ -251,11 +251,11 @@ class AttemptReports:
         self._ended: dict[str, list[tuple[AttemptKey, int]]] = {}  # by router; with the tokens answered
 
     def started(self, router: str, key: AttemptKey) -> None:
-        """The first token of an attempt has come. router: that was asked for it."""
+        """Note the first token of an attempt. router: the one that dispatched it."""
         self._started.setdefault(router, []).append(key)
 
     def ended(self, router: str, key: AttemptKey, num_answered: int) -> None:
-        """An attempt has ended, with so many tokens of its own."""
+        """Note the end of an attempt, and how many tokens it gave."""
         self._ended.setdefault(router, []).append((key, num_answered))
 
     def flush(self) -> None:

@@ -25,7 +25,7 @@ from baton.rpc.peer_clock import ClockOffset
 
 FINISHED: Final = "finished"
 CANCELLED: Final = "cancelled"  # by the client, or at a stop string
-MIGRATED: Final = "migrated"  # to the next attempt's worker, which goes on
+MIGRATED: Final = "migrated"  # to the worker of the next attempt
 
 
 class WorkerMarks(NamedTuple):
@@ -228,7 +228,7 @@ def _add_decode(parts: PartList, worker: WorkerMarks, last_token_s: float) -> No
 
 
 def _seconds(seconds: float) -> float:
-    """The seconds, within the bounds of messages: a timeline ends after a day."""
+    """Return the seconds within the bounds of messages: a timeline ends after a day."""
     return min(max(0.0, seconds), MAX_SECONDS)
 
 

@@ -129,7 +129,7 @@ def load(text: str) -> Any:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Raise ConfigError when aliases make a small file stand for a huge or an endless one."""
+    """Raise ConfigError when aliases expand a small file to a huge or an endless one."""
     num_values: dict[int, int] = {}  # of each node with all that is in it; 0 while it is being counted
 
     def count(node: yaml.Node) -> int:
@@ -363,7 +363,7 @@ def _start(node: Any) -> int:
 
 
 def _end(node: Any) -> int:
-    """Return the end of a node; for a block YAML says only where the next thing begins."""
+    """Return the end of a node; PyYAML ends a block only where the next node begins."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)

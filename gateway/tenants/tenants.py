@@ -50,7 +50,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     is_admin: bool = False
 
     def may_use(self, model: str) -> bool:
-        """The tenant's policy allows the model."""
+        """Return whether the tenant's policy allows the model."""
         return self.policy.models is None or model in self.policy.models
 
 

@@ -67,11 +67,11 @@ class AskedCalls(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[CallableTool]
     is_required: bool
     is_parallel: bool
-    is_limited: bool = False  # the model is told of further tools, which it may not call
+    is_limited: bool = False  # the prompt describes further tools, which may not be called
 
     @property
     def is_constrained(self) -> bool:
-        """The model alone would not keep what was asked for."""
+        """A grammar must enforce what the request asks for."""
         return self.is_required or self.is_limited or any(tool.schema is not None for tool in self.tools)
 
 
@@ -184,7 +184,7 @@ class AnswerGrammar:
         return " ".join(parts) or '""'
 
     def _bare_value(self, name: str, of_value: Any, schema: Mapping[str, Any], tool: CallableTool) -> str:
-        """A value and the end of its parameter; text stands without quotes."""
+        """Return an expression of a value and the end of its parameter; text has no quotes."""
         end = "\n</parameter>\n"
         if not is_text(of_value):
             return f"{self.json(_within(of_value, schema))} {self.text(end)}"
@@ -204,7 +204,7 @@ class AnswerGrammar:
     def _python(
         self, properties: Mapping[str, Any], required: Collection[str], schema: Mapping[str, Any]
     ) -> str:
-        """`name=value` in the order of the schema, with commas: a rule for each rest of the list."""
+        """Return an expression of `name=value, ...`, in order: a rule for each rest of the list."""
         names, first = [*properties], len(self._rules)
         needed = [number for number, name in enumerate(names) if name in required]
         last_needed = max(needed, default=-1)
@@ -257,7 +257,7 @@ def text_arguments(parameters: Mapping[str, Any] | None) -> frozenset[str]:
 
 
 def is_text(schema: Any) -> bool:
-    """The schema allows text and nothing else."""
+    """Return whether the schema allows only text."""
     if not isinstance(schema, dict):
         return False
     if "type" in schema:

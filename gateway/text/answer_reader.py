@@ -193,7 +193,7 @@ class AnswerReader:
     # Positions.
 
     def _keep(self) -> None:
-        """The text from here on may be read again, by `_go_back`."""
+        """Let `_go_back` return to this place in the text."""
         self._kept = self._at
 
     def _go_back(self) -> None:

@@ -63,7 +63,7 @@ class _NamedTemplate(msgspec.Struct, frozen=True):
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True):
-    """The keys of `tokenizer_config.json` that Baton uses; the file has dozens for training alone."""
+    """The keys of `tokenizer_config.json` that Baton uses; the file has dozens that only training uses."""
 
     bos_token: str | _AddedToken | None = None
     eos_token: str | _AddedToken | None = None

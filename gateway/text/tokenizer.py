@@ -63,7 +63,7 @@ class WindowDetokenizer:
         is_whole = not text.endswith(INCOMPLETE)
         if is_whole or len(self._window) - self._num_settled >= MAX_PENDING:
             return self._settle(text)
-        # All of the trailing run may change: a byte decoder shows the whole run as broken while a byte lacks.
+        # All of the trailing run may change: a byte decoder shows it as broken until its last byte.
         num_certain = max(self._num_sent, len(text.rstrip(INCOMPLETE)))
         part = text[self._num_sent : num_certain]
         self._num_sent = num_certain
@@ -140,7 +140,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
-        """As `find`. Raises ModelError when there is no tokenizer, too."""
+        """Return the result of `find`. Raises ModelError also when there is no tokenizer."""
         tokenizer = cls.find(directory)
         if tokenizer is None:
             path = directory / TOKENIZER_FILE
@@ -164,7 +164,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """The tokens beside the vocabulary's own, such as the tags of a chat template, by their text."""
+        """Text -> id of the tokens that were added to the vocabulary, such as tags of a chat template."""
         return {token.content: number for number, token in self._inner.get_added_tokens_decoder().items()}
 
     @property
@@ -210,7 +210,7 @@ class Tokenizer:
             return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token alone; a byte-level token may be a part of a character."""
+        """Return the bytes of one token; a byte-level token may be a part of a character."""
         if self._bytes_of_tokens is not None:
             return self._bytes_of_tokens[False][token_id]
         return self.decode([token_id], skip_special_tokens=False).encode("utf-8", "replace")

@@ -110,7 +110,7 @@ class Qwen3CoderReader(TaggedReader):
 
 
 def _escaped(text: str) -> str:
-    """Return text as it stands within a string of JSON."""
+    """Return text escaped for a string of JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -131,7 +131,7 @@ PYTHON_TAG: Final = "<|python_tag|>"  # may precede calls
 
 
 class LlamaReader(AnswerReader):
-    """Reads an answer that begins with calls, or is text. White space or semicolons stand between calls."""
+    """Reads an answer that begins with calls, or is text. White space or semicolons separate calls."""
 
     def _read(self) -> Steps[None]:
         self._keep()

@@ -60,11 +60,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: Verdict  # error: `baton serve` would fail, or would be unsafe
     what: str
-    mend: str = ""  # the way to mend it
+    mend: str = ""  # the remedy
 
     @property
     def text(self) -> str:
-        """The line for the user, and a second one with the way to mend it."""
+        """The line for the user, and a second one with the remedy."""
         return f"{MARKS[self.verdict]} {self.what}" + (f"\n        -> {self.mend}" if self.mend else "")
 
 

@@ -618,7 +618,7 @@ def _loaded(client: HttpClient, route: str) -> dict[str, Any] | None:
 def _run(arguments: argparse.Namespace) -> None:
     output.check()
     client = HttpClient(url_of(arguments), timeout_s=SILENCE_S)
-    client.ask("GET", "/load").read()  # a wrong address or key is told before the screen is taken
+    client.ask("GET", "/load").read()  # reports a wrong address or key before the screen opens
     TopApp(client).run()
 
 

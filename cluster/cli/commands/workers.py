@@ -273,7 +273,7 @@ after --wait seconds.
     _undrain,
 )
 restart = CliCommand(
-    """Drain a worker and start it again, so that it loads its model and its settings anew.
+    """Drain a worker and start it again, so that it loads its model and its settings again.
 
 Its requests end first; after `drain_timeout_s` the others are replayed on other workers. The command returns
 when the new process serves, and fails after --wait seconds. A worker that was drained before is started.

@@ -84,7 +84,7 @@ class ResponseStore:
         self._shelves: dict[str, _Shelf] = {}  # none is empty
 
     def put(self, tenant: str, id: str, stored: StoredResponse) -> bool:
-        """Keep a response. Returns False, and keeps nothing, when it alone is above the tenant's bound."""
+        """Keep a response. Returns False, and keeps nothing, if the response exceeds the tenant's bound."""
         if not self.is_on or stored.num_bytes > self.max_bytes:
             return False
         shelf = self._shelves.setdefault(tenant, _Shelf())

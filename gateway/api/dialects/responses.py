@@ -114,7 +114,7 @@ class ResponsesBody(SamplingKeys, frozen=True, kw_only=True):
 
 
 def as_chat(body: ResponsesBody, history: bytes, *, may_store: bool) -> tuple[ChatBody, AskedResponse]:
-    """Return the chat that a body asks for, and what the response has beside the answer.
+    """Return the chat that a body asks for, and the other fields of the response.
 
     history: JSON, the items of the conversation before this turn. may_store: responses are stored at all.
     Raises ApiError that names the key.
@@ -216,7 +216,7 @@ def _tool_choice(choice: object, *, has_tools: bool) -> object:
 
 
 def _allowed_tools(choice: Mapping[str, Any]) -> object:
-    """The tools of a choice in the form of chats, where it has the form of responses."""
+    """Return the allowed tools in the form of chats; a choice may have that form already."""
     if "allowed_tools" in choice:
         return choice["allowed_tools"]
     tools = choice.get("tools")

@@ -278,7 +278,7 @@ class ResponsesFormat(TypedFormat):
         return response
 
     def _keep(self, response: Json) -> None:
-        """Store a response that is to be stored; one above the tenant's bound says that it is not."""
+        """Store the response if the call asks for it; `store` is False if it exceeds the tenant's bound."""
         asked = self._call.response
         if asked is None or not asked.is_stored:
             return
@@ -401,7 +401,7 @@ class MessageFormat(TypedFormat):
         return "tool_use" if choice.num_tool_calls else "end_turn"
 
     def _usage(self, *, num_output: int) -> Json:
-        """Anthropic's count of the input has no cached tokens."""
+        """Return the usage; Anthropic does not count cached tokens as input."""
         num_prompt, _, num_cached, _ = self._answer.usage
         return {
             "input_tokens": num_prompt - num_cached,
