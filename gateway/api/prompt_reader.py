@@ -289,7 +289,7 @@ class PromptReader:
             reasoning_parser=reasoning,
             reasoning_state=state,
             is_parallel=choice.is_parallel,
-            is_named=choice.mode == "named",
+            is_named=choice.is_named,
             # The tags of calls are special tokens in some vocabularies.
             keeps_special_tokens=calls is not None or not self._special_tokens.isdisjoint(tags),
             text_arguments=choice.text_arguments() if has_tagged_arguments(calls) else {},
@@ -298,7 +298,7 @@ class PromptReader:
     def _framed(self, asked: AskedForm | None, choice: ToolChoice, state: ReasoningState) -> AskedForm | None:
         """Return the form of the whole answer: reasoning, calls of tools, and the form that was asked for."""
         calls = choice.calls()
-        key = "tool_choice" if choice.mode != "auto" else "tools"
+        key = "tool_choice" if choice.is_required else "tools"
         if asked is not None and calls is not None and calls.is_required:
             message = f"{asked.key}: {key} asks for calls, and an answer of calls has no other form"
             raise invalid(message, param=asked.key)

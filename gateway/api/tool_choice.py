@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from baton.errors import InvalidRequest
 from baton.gateway.api.body import check_depth
-from baton.gateway.api.errors import invalid, unsupported
+from baton.gateway.api.errors import ApiError, invalid, unsupported
 from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, arguments_schema, text_arguments
 
 MAX_TOOLS: Final = 128
@@ -54,11 +54,11 @@ class _Allowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The tools of a body and which of them an answer may, or must, call."""
 
-    tools: list[Tool]  # for the chat template; none: the model is told of no tools
+    tools: list[Tool]  # for the chat template; none: the prompt describes no tools
     functions: list[Function] = []
-    mode: Literal["auto", "required", "named"] = "auto"
-    name: str = ""  # of the function, when it is named
-    allowed: frozenset[str] | None = None  # names of the functions that may be called; None: all of them
+    names: frozenset[str] | None = None  # of the functions that may be called; None: all of them
+    is_required: bool = False  # the answer calls one at least
+    is_named: bool = False  # the answer calls the one function that the body names
     is_parallel: bool = True
 
     def calls(self) -> AskedCalls | None:
@@ -70,24 +70,21 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
             return None
         asked = []
         for index, function in enumerate(self.functions):
-            if self.mode == "named" and function.name != self.name:
-                continue
-            if self.allowed is not None and function.name not in self.allowed:
+            if self.names is not None and function.name not in self.names:
                 continue
             key = f"tools[{index}].function.parameters"
-            is_kept = self.mode != "auto" or function.strict
+            is_kept = self.is_required or function.strict
             try:
                 schema = arguments_schema(function.parameters, key) if is_kept else None
             except InvalidRequest as error:
                 raise invalid(str(error), param=key) from None
             asked.append(CallableTool(name=function.name, schema=schema, key=key))
-            if self.mode == "named":
+            if self.is_named:
                 break
-        is_required, is_parallel = self.mode != "auto", self.is_parallel and self.mode != "named"
         return AskedCalls(
             tools=asked,
-            is_required=is_required,
-            is_parallel=is_parallel,
+            is_required=self.is_required,
+            is_parallel=self.is_parallel,
             is_limited=len(asked) < len(self.functions),
         )
 
@@ -113,44 +110,44 @@ def read_tool_choice(
     functions = [_read(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if tool_choice == "none":
         return NO_TOOLS
-    is_parallel = parallel_tool_calls is not False
-    if tool_choice in (None, "auto", "required"):
-        mode: Literal["auto", "required"] = "required" if tool_choice == "required" else "auto"
-        return ToolChoice(tools=[*tools], functions=functions, mode=mode, is_parallel=is_parallel)
-    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
-        return _allowed(tools, functions, tool_choice, is_parallel=is_parallel)
-    name = _named(tool_choice)
-    if name not in {function.name for function in functions}:
-        raise invalid(f"tool_choice: {name[:64]!r} is not among the tools", param="tool_choice")
-    return ToolChoice(tools=[*tools], functions=functions, mode="named", name=name, is_parallel=False)
-
-
-def _allowed(
-    tools: Sequence[Tool], functions: list[Function], tool_choice: object, *, is_parallel: bool
-) -> ToolChoice:
-    """Describe all tools to the model, so that the prompt stays in the prefix cache; some may be called."""
-    try:
-        asked = msgspec.convert(tool_choice, _Allowed).allowed_tools
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        raise invalid(f"tool_choice{path.rstrip('`')}: {message}", param="tool_choice") from None
-    allowed = frozenset(each.function.name for each in asked.tools)
-    if unknown := sorted(allowed - {function.name for function in functions}):
+    names, is_required, is_named = _chosen(tool_choice)
+    if unknown := sorted((names or set()) - {function.name for function in functions}):
         raise invalid(f"tool_choice: {unknown[0][:64]!r} is not among the tools", param="tool_choice")
     return ToolChoice(
-        tools=[*tools], functions=functions, mode=asked.mode, allowed=allowed, is_parallel=is_parallel
+        tools=[*tools],
+        functions=functions,
+        names=names,
+        is_required=is_required,
+        is_named=is_named,
+        is_parallel=parallel_tool_calls is not False and not is_named,
     )
 
 
-def _named(tool_choice: object) -> str:
-    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "custom":
+def _chosen(tool_choice: object) -> tuple[frozenset[str] | None, bool, bool]:
+    """Return the names of a choice, None for all tools; whether it requires a call; whether it names a tool.
+
+    With allowed tools the prompt still describes all tools, so that it stays in the prefix cache.
+    """
+    if tool_choice in (None, "auto", "required"):
+        return None, tool_choice == "required", False
+    kind = tool_choice.get("type") if isinstance(tool_choice, Mapping) else None
+    if kind == "custom":
         raise unsupported("a tool_choice of type custom", param="tool_choice")
     try:
-        return msgspec.convert(tool_choice, _Named).function.name
-    except msgspec.ValidationError:
+        if kind == "allowed_tools":
+            allowed = msgspec.convert(tool_choice, _Allowed).allowed_tools
+            return frozenset(each.function.name for each in allowed.tools), allowed.mode == "required", False
+        return frozenset({msgspec.convert(tool_choice, _Named).function.name}), True, True
+    except msgspec.ValidationError as error:
+        if kind == "allowed_tools":
+            raise _misplaced(error, "tool_choice") from None
         forms = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
-        message = f"tool_choice: expected {forms}"
-        raise invalid(message, param="tool_choice") from None
+        raise invalid(f"tool_choice: expected {forms}", param="tool_choice") from None
+
+
+def _misplaced(error: msgspec.ValidationError, name: str) -> ApiError:
+    message, _, path = str(error).partition(" - at `$")
+    return invalid(f"{name}{path.rstrip('`')}: {message}", param=name)
 
 
 def _read(tool: Tool, name: str) -> Function:
@@ -163,5 +160,4 @@ def _read(tool: Tool, name: str) -> Function:
     except InvalidRequest as error:
         raise invalid(str(error), param=name) from None
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        raise invalid(f"{name}{path.rstrip('`')}: {message}", param=name) from None
+        raise _misplaced(error, name) from None
