@@ -73,9 +73,19 @@ class Column(NamedTuple):
 
     name: str
     width: int
-    show: Callable[[Row], Cell]
-    order: Callable[[Row], Any] | None = None  # None: by what is shown
+    value: Callable[[Row], Any]
+    show: Callable[[Any], Cell] = str  # of a value
+    order: Callable[[Row], Any] | None = None  # None: by the value
     is_number: bool = True
+
+    def cell(self, row: Row) -> Cell:
+        """Return what the column shows of a row."""
+        return self.show(self.value(row))
+
+    def key(self, row: Row) -> Any:
+        """Return the key that rows are sorted by; decode-2 comes before decode-10."""
+        key = self.value(row) if self.order is None else self.order(row)
+        return output.natural(key) if isinstance(key, str) else -1 if key is None else key
 
 
 class ListKind(NamedTuple):
@@ -86,8 +96,12 @@ class ListKind(NamedTuple):
     key: Callable[[Row], str]
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "-"
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
 
 
 def seconds(value: float | None) -> str:
@@ -124,7 +138,11 @@ def _slowest_part(row: RequestSummary) -> str:
     if not row.seconds:
         return "-"
     name = max(row.seconds, key=lambda part: row.seconds[part])
-    return f"{name} {_share(row.seconds[name], row.total_s)}"
+    return f"{name} {_percent(_share(row.seconds[name], row.total_s))}"
+
+
+def _in_time(row: TenantRow) -> float | None:
+    return _share(row.status.num_met, row.status.num_met + row.status.num_missed)
 
 
 def _state(row: WorkerRow) -> str:
@@ -134,19 +152,19 @@ def _state(row: WorkerRow) -> str:
 WORKERS: Final = ListKind(
     "workers",
     (
-        Column("name", 16, lambda row: row.name, lambda row: output.natural(row.name), is_number=False),
+        Column("name", 16, lambda row: row.name, is_number=False),
         Column("role", 8, lambda row: row.role, is_number=False),
         Column("node", 14, lambda row: row.node or "-", is_number=False),
         Column("state", 7, _state, is_number=False),
-        Column("run", 5, lambda row: str(row.num_running), lambda row: row.num_running),
-        Column("wait", 5, lambda row: str(row.num_waiting), lambda row: row.num_waiting),
-        Column("tok/s", 7, lambda row: count(row.tokens_per_s), lambda row: row.tokens_per_s),
-        Column("KV pages", BAR_WIDTH, _pages, in_use, is_number=False),
-        Column("use", 5, lambda row: f"{in_use(row):.0%}", in_use),
-        Column("hits", 5, lambda row: _share(row.prefix_hits_tokens, row.prefix_queries_tokens)),
-        Column("in", 4, lambda row: str(row.num_incoming), lambda row: row.num_incoming),
-        Column("out", 4, lambda row: str(row.num_outgoing), lambda row: row.num_outgoing),
-        Column("MB/s", 7, lambda row: f"{row.sent_bytes_per_s / 1e6:.1f}", lambda row: row.sent_bytes_per_s),
+        Column("run", 5, lambda row: row.num_running),
+        Column("wait", 5, lambda row: row.num_waiting),
+        Column("tok/s", 7, lambda row: row.tokens_per_s, count),
+        Column("KV pages", BAR_WIDTH, lambda row: row, _pages, in_use, is_number=False),
+        Column("use", 5, in_use, _percent),
+        Column("hits", 5, lambda row: _share(row.prefix_hits_tokens, row.prefix_queries_tokens), _percent),
+        Column("in", 4, lambda row: row.num_incoming),
+        Column("out", 4, lambda row: row.num_outgoing),
+        Column("MB/s", 7, lambda row: row.sent_bytes_per_s / 1e6, "{:.1f}".format),
     ),
     lambda row: str(row.id),
 )
@@ -154,20 +172,14 @@ TENANTS: Final = ListKind(
     "tenants",
     (
         Column("name", 24, lambda row: row.status.tenant, is_number=False),
-        Column("weight", 7, lambda row: f"{row.status.weight:g}", lambda row: row.status.weight),
-        Column("active", 7, lambda row: str(row.status.num_active), lambda row: row.status.num_active),
-        Column("queued", 7, lambda row: str(row.status.num_queued), lambda row: row.status.num_queued),
-        Column(
-            "oldest", 8, lambda row: seconds(row.status.oldest_wait_s), lambda row: row.status.oldest_wait_s
-        ),
-        Column("work", 8, lambda row: count(row.status.work_tokens), lambda row: row.status.work_tokens),
-        Column(
-            "in time",
-            8,
-            lambda row: _share(row.status.num_met, row.status.num_met + row.status.num_missed),
-        ),
-        Column("refused", 8, lambda row: count(sum(row.status.refused.values()))),
-        Column("calls", 8, lambda row: count(sum(row.counts.calls.values()))),
+        Column("weight", 7, lambda row: row.status.weight, "{:g}".format),
+        Column("active", 7, lambda row: row.status.num_active),
+        Column("queued", 7, lambda row: row.status.num_queued),
+        Column("oldest", 8, lambda row: row.status.oldest_wait_s, seconds),
+        Column("work", 8, lambda row: row.status.work_tokens, count),
+        Column("in time", 8, _in_time, _percent),
+        Column("refused", 8, lambda row: sum(row.status.refused.values()), count),
+        Column("calls", 8, lambda row: sum(row.counts.calls.values()), count),
     ),
     lambda row: str(row.status.tenant),
 )
@@ -177,12 +189,12 @@ REQUESTS: Final = ListKind(
         Column("request", 33, lambda row: row.request_id, is_number=False),
         Column("tenant", 12, lambda row: row.tenant or "-", is_number=False),
         Column("outcome", 9, lambda row: row.outcome, is_number=False),
-        Column("time", 8, lambda row: seconds(row.total_s), lambda row: row.total_s),
-        Column("first", 8, lambda row: seconds(row.first_token_s), lambda row: row.first_token_s or 0.0),
+        Column("time", 8, lambda row: row.total_s, seconds),
+        Column("first", 8, lambda row: row.first_token_s, seconds),
         Column("most time in", 24, _slowest_part, is_number=False),
-        Column("prompt", 7, lambda row: str(row.num_prompt_tokens), lambda row: row.num_prompt_tokens),
-        Column("tokens", 7, lambda row: str(row.num_tokens), lambda row: row.num_tokens),
-        Column("attempts", 8, lambda row: str(row.num_attempts), lambda row: row.num_attempts),
+        Column("prompt", 7, lambda row: row.num_prompt_tokens),
+        Column("tokens", 7, lambda row: row.num_tokens),
+        Column("attempts", 8, lambda row: row.num_attempts),
     ),
     lambda row: str(row.request_id),
 )
@@ -239,9 +251,8 @@ class Listing(ScrollView, can_focus=True):
         key = self.chosen_key
         self._all = rows
         column, is_descending = self._sorting.get(self.kind.name, (0, False))
-        order = self.kind.columns[column].order or (lambda row: str(self.kind.columns[column].show(row)))
         found = [row for row in rows if self.filter in self._text(row)] if self.filter else list(rows)
-        self.rows = sorted(found, key=order, reverse=is_descending)
+        self.rows = sorted(found, key=self.kind.columns[column].key, reverse=is_descending)
         keys = [self.kind.key(row) for row in self.rows]
         self.cursor = keys.index(key) if key in keys else min(self.cursor, max(0, len(keys) - 1))
         width = sum(column.width + 1 for column in self.kind.columns)
@@ -254,7 +265,7 @@ class Listing(ScrollView, can_focus=True):
         self.update_rows(self._all)
 
     def _text(self, row: Row) -> str:
-        return " ".join(str(column.show(row)) for column in self.kind.columns).lower()
+        return " ".join(str(column.cell(row)) for column in self.kind.columns).lower()
 
     def render_line(self, y: int) -> Strip:
         """Return one line of the screen, counted from the top of the widget."""
@@ -272,7 +283,7 @@ class Listing(ScrollView, can_focus=True):
             return Strip.blank(self.size.width, self.rich_style)
         is_current = index == self.cursor and self.has_focus
         style = self.rich_style + Style(reverse=is_current)
-        return self._strip([column.show(self.rows[index]) for column in self.kind.columns], style)
+        return self._strip([column.cell(self.rows[index]) for column in self.kind.columns], style)
 
     def _strip(self, cells: Sequence[Cell], style: Style) -> Strip:
         segments = []
@@ -535,7 +546,7 @@ class TopApp(App[None]):
             return
         row = self.listing.rows[self.listing.cursor]
         parts = _worker_parts(row, names) if isinstance(row, WorkerRow) else _tenant_parts(row)
-        self.push_screen(DetailsScreen(str(self.listing.kind.columns[0].show(row)), Group(*parts)))
+        self.push_screen(DetailsScreen(str(self.listing.kind.columns[0].cell(row)), Group(*parts)))
 
 
 def events(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bytes]]:

@@ -16,7 +16,8 @@ pytest.importorskip("textual", reason="textual is not installed")
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from baton.cluster.cli.commands.top import REQUESTS, TopApp
+from baton.cluster.cli.commands.top import REQUESTS, WORKERS, TopApp
+from baton.gateway.metrics.snapshot import WorkerRow
 
 TIMEOUT_S = 30.0
 SIZE = (130, 30)
@@ -172,3 +173,16 @@ def test_lost_gateway_is_said(portal: BlockingPortal) -> None:
             await until(pilot, lambda: "the connection is lost" in str(state.content))
 
         drive(f"http://{address.host}:{address.port}", act)
+
+
+def test_shares_are_sorted_as_numbers_and_names_by_their_numbers() -> None:
+    columns = {column.name: column for column in WORKERS.columns}
+    rows = [
+        WorkerRow(id="0", name="decode-10", role="decode", prefix_queries_tokens=100, prefix_hits_tokens=9),
+        WorkerRow(id="1", name="decode-9", role="decode", prefix_queries_tokens=100, prefix_hits_tokens=100),
+        WorkerRow(id="2", name="decode-1", role="decode"),
+    ]
+    by_hits = sorted(rows, key=columns["hits"].key)
+    assert [columns["hits"].cell(row) for row in by_hits] == ["-", "9%", "100%"]
+    by_name = sorted(rows, key=columns["name"].key)
+    assert [row.name for row in by_name] == ["decode-1", "decode-9", "decode-10"]
