@@ -17,6 +17,7 @@ A stream writes its body past ASGI, from callbacks, through the `ResponseWriter`
 """
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -62,6 +63,10 @@ TOO_SLOW: Final = ApiError(408, "the request did not arrive in time", code="requ
 TOO_MANY: Final = ApiError(
     503, "too many connections are open", code="overloaded", retry_after_s=RETRY_AFTER_S
 )
+# The header that offers a protocol other than WebSockets: Java's HttpClient offers HTTP/2 (h2c). The parser
+# drops the body of a request with an Upgrade. IGNORED has the same length; a body of JSON has no such line.
+OTHER_PROTOCOL: Final = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)", re.IGNORECASE)
+IGNORED: Final = b"\r\nignored:"
 MAX_HEADERS: Final = 64
 MAX_PIPELINED: Final = 16  # unanswered requests of a connection
 MAX_HEADER_BYTES: Final = 32 * 2**10
@@ -280,6 +285,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._in_header:
             self._num_raw_bytes += len(data)
+        if b"pgrade:" in data:  # a quick look, before the expression
+            data = OTHER_PROTOCOL.sub(IGNORED, data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:

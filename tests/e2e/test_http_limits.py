@@ -97,6 +97,17 @@ def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
     assert status(first) == 200 and b"HTTP/1.1 400" in second
 
 
+def test_request_that_offers_http_2_is_answered_by_http_1(served: Served) -> None:
+    """Java's HttpClient offers HTTP/2 with its first request, which may have a body."""
+    offer = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAEAAEAAAAIAAAAA")
+    with served.connect() as client:
+        for request in (post(BODY, *offer), post(BODY, *offer)[: -len(BODY)]):
+            client.sendall(request)
+            client.sendall(b"" if request.endswith(BODY) else BODY)
+            answer = read_response(client)
+            assert status(answer) == 200 and b"HTTP/1.1 101" not in answer
+
+
 def test_more_pipelined_requests_than_allowed_end_the_connection(served: Served) -> None:
     refused = served.gateway.metrics.refused
     before = refused["too_many_pipelined"]
