@@ -166,20 +166,21 @@ def serve(jobs: socket.socket) -> None:
 
 
 def _check_and_exit(job: socket.socket) -> NoReturn:
-    job.sendall(BEGUN)
-    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # of processor time; the signal ends the process
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library's last words
-    error = ""
+    """Do a job in a child, which ends in any case: the gateway sees how far it came."""
     try:
-        check_form(msgspec.msgpack.decode(job.makefile("rb").read(), type=StructuredOutputs))
-    except InvalidRequest as refused:
-        error = str(refused)
-    except BaseException:
-        os._exit(1)
-    job.sendall(DONE + error.encode("utf-8", "backslashreplace"))
-    os._exit(0)
+        job.sendall(BEGUN)
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # of processor time; the signal ends the process
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library's last words
+        error = ""
+        try:
+            check_form(msgspec.msgpack.decode(job.makefile("rb").read(), type=StructuredOutputs))
+        except InvalidRequest as refused:
+            error = str(refused)
+        job.sendall(DONE + error.encode("utf-8", "backslashreplace"))
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":
