@@ -168,3 +168,22 @@ async def test_caller_that_leaves_disturbs_no_other() -> None:
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         await checker.check("", StructuredOutputs(regex="c"))
+
+
+@on_loop
+async def test_caller_that_leaves_before_its_check_begins_disturbs_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = children()
+    async with checking() as checker:
+        await checker.check("", StructuredOutputs(regex="a"))
+        (server,) = children() - before
+        server.suspend()
+        leaving = asyncio.create_task(checker.check("", StructuredOutputs(regex="b")))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        server.resume()
+        await checker.check("", StructuredOutputs(regex="c"))
+        assert children() - before == {server}
+    assert capfd.readouterr().err == ""
