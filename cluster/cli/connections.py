@@ -8,7 +8,7 @@ import asyncio
 import http.client
 import json
 from argparse import ArgumentTypeError
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
@@ -155,6 +155,16 @@ class HttpClient:
             kind = InvalidRequest if answer.status < 500 else WorkerLost
             raise kind(_message(answer.read(1 << 16)) or f"the API at {where} answers {answer.status}")
         return answer
+
+
+def events(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the data of each server-sent event. Raises OSError and HTTPException."""
+    name = ""
+    for line in answer:
+        if line.startswith(b"event:"):
+            name = line[6:].strip().decode()
+        elif line.startswith(b"data:"):
+            yield name, line[5:].strip()
 
 
 def _message(body: bytes) -> str:

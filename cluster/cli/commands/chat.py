@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from baton.cluster.cli import output
-from baton.cluster.cli.connections import HttpClient, add_url_options, url_of
+from baton.cluster.cli.connections import HttpClient, add_url_options, events, url_of
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.errors import ConfigError, WorkerLost
 
 Message: TypeAlias = dict[str, str]
 PROMPT: Final = "> "
-DONE: Final = "[DONE]"
+DONE: Final = b"[DONE]"
 
 
 def _add_options(parser: Parser) -> None:
@@ -85,13 +85,10 @@ class ApiClient:
         """
         body = {"model": model, "messages": list(messages), "stream": True, **settings}
         answer = self._http.ask("POST", "/v1/chat/completions", json.dumps(body).encode())
-        for line in answer:
-            event = line.decode().strip().removeprefix("data:").strip()
-            if event == DONE:
+        for _, data in events(answer):
+            if data == DONE:
                 return
-            if not event or event.startswith(":"):
-                continue
-            chunk = json.loads(event)
+            chunk = json.loads(data)
             if "error" in chunk:
                 raise WorkerLost(chunk["error"]["message"])
             for choice in chunk.get("choices", ()):

@@ -35,7 +35,7 @@ from textual.worker import Worker, get_current_worker
 
 from baton.cluster.cli import output
 from baton.cluster.cli.commands.explain import parts_of, waterfall
-from baton.cluster.cli.connections import HttpClient, add_url_options, url_of
+from baton.cluster.cli.connections import HttpClient, add_url_options, events, url_of
 from baton.cluster.cli.options import CliCommand
 from baton.errors import BatonError
 from baton.gateway.metrics.snapshot import ClusterSnapshot, Point, TenantRow, WorkerRow
@@ -547,16 +547,6 @@ class TopApp(App[None]):
         row = self.listing.rows[self.listing.cursor]
         parts = _worker_parts(row, names) if isinstance(row, WorkerRow) else _tenant_parts(row)
         self.push_screen(DetailsScreen(str(self.listing.kind.columns[0].cell(row)), Group(*parts)))
-
-
-def events(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the data of each server-sent event. Raises OSError and HTTPException."""
-    name = ""
-    for line in answer:
-        if line.startswith(b"event: "):
-            name = line[7:].strip().decode()
-        elif line.startswith(b"data: "):
-            yield name, line[6:]
 
 
 def _tiles(snapshot: ClusterSnapshot) -> Text:
