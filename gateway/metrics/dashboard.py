@@ -55,9 +55,8 @@ class LiveFeed:
         self._readings: deque[Reading] = deque()  # of the last WINDOW_S, and one before
         self._num_viewers = 0
         self._is_closed = False
-        self._next = asyncio.Condition()
         self._latest = b""  # the last snapshot as an event
-        self._num_snapshots = 0
+        self._next = asyncio.Event()  # the next one is there; another Event follows
         self._wanted = asyncio.Event()  # a viewer has come
 
     @property
@@ -87,18 +86,16 @@ class LiveFeed:
         point = window.point()
         self._keep(point)
         if self._num_viewers:
-            self._latest = _event("snapshot", window.snapshot(self._model, point))
-            await self._tell()
+            self._tell(_event("snapshot", window.snapshot(self._model, point)))
 
     def _keep(self, point: Point) -> None:
         self._points.append(point)
         while self._points[0].time_s < point.time_s - HISTORY_S:
             self._points.popleft()
 
-    async def _tell(self) -> None:
-        self._num_snapshots += 1
-        async with self._next:
-            self._next.notify_all()
+    def _tell(self, event: bytes) -> None:
+        told, self._latest, self._next = self._next, event, asyncio.Event()
+        told.set()
 
     def admit(self) -> AsyncIterator[bytes]:
         """Return the events of a new viewer. Raises ApiError 503 when there are too many."""
@@ -114,20 +111,15 @@ class LiveFeed:
                 self._wanted.set()
             yield _event("history", list(self._points))
             while not self._is_closed:
-                yield await self._snapshot_after(self._num_snapshots)
+                await self._next.wait()
+                yield self._latest
         finally:
             self._num_viewers -= 1
-
-    async def _snapshot_after(self, num_seen: int) -> bytes:
-        async with self._next:
-            await self._next.wait_for(lambda: self._num_snapshots > num_seen)
-        return self._latest
 
     async def close(self) -> None:
         """End the streams of all viewers. May be called twice."""
         self._is_closed = True
-        self._latest = b": draining\n\n"
-        await self._tell()
+        self._tell(b": draining\n\n")
 
 
 def _event(name: str, value: object) -> bytes:
