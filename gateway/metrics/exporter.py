@@ -501,7 +501,7 @@ METRICS: Final[list[Metric[Any]]] = [
     gauge(
         "vllm:lora_requests_info",
         CLUSTER,
-        "No adapters are served.",
+        "For clients that expect vLLM's metric. The adapters of requests are not exported.",
         lambda _: {("0", "", ""): 1},
         "max_lora",
         "waiting_lora_adapters",
