@@ -6,31 +6,70 @@ Shapes: T rows, N columns.
 """
 
 import ctypes
+import logging
 import mmap
 import os
+import secrets
 import stat
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Final
+from typing import BinaryIO, Final
 
 import torch
 from torch import Tensor
 
 from baton.kernels import native
 
+logger = logging.getLogger(__name__)
 SLOT_BYTES: Final = 2**20  # a rank has two
 # A waiting rank spins this long at most, less when another thread needs its core.
 SPIN: Final = timedelta(microseconds=100)
 # This and the next two constants are those of csrc/collectives.c.
 BARRIER_BYTES: Final = 4096
 MAX_RANKS: Final = 64
+MEMORY_NAME: Final = "baton-ranks-"  # before a random number
 IS_ABORTED_OFFSET: Final = 192
 OUTCOMES: Final = (
     "this rank has left",
     "another rank has ended or left",
     "another rank did not come in time",
 )
+
+
+def share_memory(
+    rank: int, size: int, gather: Callable[[list[int]], list[list[int]]], timeout: timedelta
+) -> "SharedMemoryGroup | None":
+    """Form a group with the other ranks, which all make this call; None on all when one cannot join.
+
+    Rank 0 creates the memory, and the others open it through rank 0's process. gather: exchanges a list of
+    numbers with the other ranks and returns the lists of all ranks, in order. timeout: of each collective.
+    """
+    if size > MAX_RANKS:
+        return None
+    descriptor, token = -1, secrets.randbits(62)
+    group: SharedMemoryGroup | None = None
+    with ExitStack() as exchange:
+        if rank == 0:
+            with _logging_failure():
+                descriptor = create_memory(f"{MEMORY_NAME}{token}", size)
+                exchange.callback(os.close, descriptor)
+        members = gather([os.getpid(), descriptor, token])
+        process, descriptor, token = members[0]
+        others = {process for process, _, _ in members} - {os.getpid()}
+        with _logging_failure(), open_memory(process, descriptor, f"{MEMORY_NAME}{token}") as memory:
+            group = SharedMemoryGroup(memory.fileno(), rank, size, sorted(others), timeout)
+        has_all = all(has_joined for (has_joined,) in gather([group is not None]))
+    return group if has_all else None
+
+
+@contextmanager
+def _logging_failure() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, AttributeError) as error:  # AttributeError: no memfd_create or pidfd_open in this Python
+        logger.warning("ranks of this machine cannot share memory: %s", error)
 
 
 def create_memory(name: str, size: int) -> int:
@@ -43,6 +82,14 @@ def create_memory(name: str, size: int) -> int:
     os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
     os.ftruncate(descriptor, _num_bytes(size))
     return descriptor
+
+
+def open_memory(process: int, descriptor: int, name: str) -> BinaryIO:
+    """Open memory that a process of this user has created under this name. OSError when it has none."""
+    path = f"/proc/{process}/fd/{descriptor}"
+    if not os.readlink(path).startswith(f"/memfd:{name} "):
+        raise FileNotFoundError(f"{path} is other memory")
+    return open(path, "r+b", buffering=0)
 
 
 def _num_bytes(size: int) -> int:
@@ -64,6 +111,8 @@ class SharedMemoryGroup:
 
         processes: ids of the other ranks' processes, and of no others. OSError when a process has ended.
         """
+        if native.library() is None:
+            raise OSError("the C kernels are not built")
         if not 0 <= rank < size <= MAX_RANKS:
             raise ValueError(f"rank {rank} of {size}: up to {MAX_RANKS} ranks share memory")
         memory = torch.frombuffer(mmap.mmap(descriptor, _num_bytes(size)), dtype=torch.uint8)

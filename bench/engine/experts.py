@@ -3,22 +3,19 @@
     python -m baton.bench.engine.experts [--rounds 5]
 
 A Qwen3-MoE with dummy weights in bf16: 8 layers of 16 experts, 4 of them for a token. Each rank has one
-thread. Ranks exchange tensors in shared memory, and for comparison through gloo. Batches of 1 and 32 are
-decoded in turns, in elapsed time and in the processor time of all ranks. For the elapsed time every rank
-needs a core of its own.
+thread. Batches of 1 and 32 are decoded in turns, in elapsed time and in the processor time of all ranks. For
+the elapsed time every rank needs a core of its own.
 """
 
 import json
 from argparse import Namespace
 from collections import defaultdict
-from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, Final, NamedTuple
-from unittest.mock import patch
 
 import psutil
 
@@ -26,7 +23,6 @@ from baton.bench.engine.replica import request_of
 from baton.bench.report import Report, Row, at_most, in_turns, option, suite
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
-from baton.engine.models import parallel
 from baton.kernels import native
 from baton.request import SamplingParams
 from baton.rpc import process
@@ -37,10 +33,8 @@ NUM_TOKENS: Final = 48
 PROMPT_TOKENS: Final = 8
 KV_BYTES: Final = 2**27
 SPLIT, WHOLE, ALONE = "two ranks, experts split", "two ranks, whole experts", "one rank"
-GLOO: Final = "two ranks, experts split, through gloo"
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     ALONE: {},
-    GLOO: {"tensor_parallel_size": NUM_RANKS},
     SPLIT: {"tensor_parallel_size": NUM_RANKS},
     WHOLE: {"tensor_parallel_size": NUM_RANKS, "enable_expert_parallel": True},
 }
@@ -83,13 +77,11 @@ class Decoded(NamedTuple):
     answers: list[list[int]]  # of each request
 
 
-def load(settings: dict[str, object], *, through_gloo: bool) -> Ranks:
-    """Load an engine. through_gloo: its ranks get no shared memory."""
+def load(settings: dict[str, object]) -> Ranks:
+    """Load an engine."""
     here = psutil.Process()
     before = set(here.children())
-    no_memory = patch.object(parallel, "create_memory", side_effect=OSError("measured without"))
-    with no_memory if through_gloo else nullcontext():
-        engine = load_engine(engine_config(settings))
+    engine = load_engine(engine_config(settings))
     return Ranks(engine, (here, *(each for each in here.children() if each not in before)))
 
 
@@ -123,10 +115,7 @@ def measure(options: Namespace, report: Report) -> None:
         (Path(folder) / "config.json").write_text(json.dumps(KEYS))
         base = {"model": folder, "device": "cpu", "load_format": "dummy"}
         cache = {"kv_cache_memory_bytes": KV_BYTES}
-        engines = {
-            name: load({**base, "cache": cache, **settings}, through_gloo=name == GLOO)
-            for name, settings in SETTINGS.items()
-        }
+        engines = {name: load({**base, "cache": cache, **settings}) for name, settings in SETTINGS.items()}
     runs: defaultdict[tuple[str, int], list[Decoded]] = defaultdict(list)
     with process.freeze_gc():
         for turn in range(options.rounds + 1):  # the first is no part of the figures

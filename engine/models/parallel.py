@@ -11,13 +11,12 @@ gives the commands.
 """
 
 import logging
-import os
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Final, NamedTuple, Protocol, cast
 
 import torch
@@ -33,8 +32,7 @@ from torch._C._distributed_c10d import (
 from torch.nn import functional
 
 from baton.errors import ConfigError, WorkerLost
-from baton.kernels import native
-from baton.kernels.collectives import MAX_RANKS, SharedMemoryGroup, create_memory
+from baton.kernels.collectives import share_memory
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +41,6 @@ STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a 
 HEAD_BYTES: Final = 8192  # of a command's first message; a longer command has a second one
 LOAD_TIMEOUT: Final = timedelta(minutes=10)  # between the first and the last rank to have loaded its part
 IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps a lost rank shows by its closed connection alone
-
-NO_MEMORY: Final = "tensor-parallel ranks share no memory and sum through gloo, slower: %s"
-MEMORY_NAME: Final = "baton-ranks-"  # of shared memory, before a random number
 
 
 class PendingCollective(Protocol):
@@ -262,7 +257,12 @@ class ReplicaRank:
         with _as_worker_lost(f"rank {index} of {size} did not meet the others"):
             commands = _gloo(PrefixStore("commands", store), index, size, JOIN_TIMEOUT)
             if tp_size > 1 and device.type == "cpu":
-                among_tp = share_memory(commands, index, size, tp_size)
+                members = range(index - tp_rank, index - tp_rank + tp_size)
+                among_tp = share_memory(
+                    tp_rank, tp_size, partial(_gather, commands, size, members), STEP_TIMEOUT
+                )
+                if among_tp is None:
+                    logger.warning("tensor-parallel ranks share no memory and sum through gloo, slower")
             if tp_size > 1 and among_tp is None:
                 stage_store = PrefixStore(f"stage {stage}", store)
                 among_tp = TorchGroup(connect(stage_store, tp_rank, tp_size, STEP_TIMEOUT), tp_size)
@@ -285,8 +285,11 @@ class ReplicaRank:
         """The least of the ranks' values, on every rank."""
         if self.commands is None:
             return value
-        # The others may still be loading, each as much as this one has.
-        return _all_reduce_min(self.commands, value, self._name, LOAD_TIMEOUT)
+        least, options = torch.tensor([value]), AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.MIN)
+        options.timeout = LOAD_TIMEOUT  # the others may still be loading, each as much as this one has
+        _wait(self.commands.allreduce([least], options), self._name)
+        return int(least)
 
     def send_command(self, message: bytes) -> None:
         """From rank 0 to all others; no-op in a group of one.
@@ -328,15 +331,6 @@ class ReplicaRank:
 # Errors of collectives become WorkerLost here. who: the rank that loses a peer.
 
 
-def _all_reduce_min(group: Collectives, value: int, who: str, timeout: timedelta) -> int:
-    least = torch.tensor([value])
-    options = AllreduceOptions()
-    options.reduceOp = ReduceOp(ReduceOp.MIN)
-    options.timeout = timeout
-    _wait(group.allreduce([least], options), who)
-    return int(least)
-
-
 def _begin(
     operation: Callable[[list[Tensor], int, int], PendingCollective], tensor: Tensor, rank: int, who: str
 ) -> PendingCollective:
@@ -363,47 +357,12 @@ def _as_worker_lost(what: str) -> Iterator[None]:
         raise WorkerLost(what) from error
 
 
-def share_memory(commands: Collectives, index: int, size: int, tp_size: int) -> SharedMemoryGroup | None:
-    """The stage of rank `index` in shared memory; None on all `size` ranks when one of them cannot map it.
-
-    The memory has no name. The first rank of a stage creates it, and the others open it through that rank's
-    process, as only processes of the same user may. It is gone with its last rank.
-    """
-    first, token = index - index % tp_size, secrets.randbits(62)
-    with ExitStack() as stack:
-        memory = -1
-        if index == first:
-            try:
-                memory = create_memory(f"{MEMORY_NAME}{token}", tp_size)
-                stack.callback(os.close, memory)
-            except OSError as error:
-                logger.warning(NO_MEMORY, error)
-        mine = torch.tensor([os.getpid(), memory, token])
-        ranks = [torch.empty_like(mine) for _ in range(size)]
-        commands.allgather([ranks], [mine]).wait()
-        group = map_memory(index - first, [each.tolist() for each in ranks[first : first + tp_size]])
-        all_mapped = _all_reduce_min(commands, int(group is not None), f"rank {index}", JOIN_TIMEOUT)
-        return group if all_mapped else None
-
-
-def map_memory(tp_rank: int, ranks: list[list[int]]) -> SharedMemoryGroup | None:
-    """Map the memory that the first rank has open; None where that fails.
-
-    ranks: process, descriptor and token of each rank of the stage.
-    """
-    process, descriptor, token = ranks[0]
-    path = f"/proc/{process}/fd/{descriptor}"
-    others = {rank[0] for rank in ranks} - {os.getpid()}
-    if native.library() is None or descriptor < 0 or len(ranks) > MAX_RANKS:
-        return None
-    try:
-        if not os.readlink(path).startswith(f"/memfd:{MEMORY_NAME}{token} "):
-            raise FileNotFoundError(f"{path} is other memory")
-        with open(path, "r+b", buffering=0) as memory:
-            return SharedMemoryGroup(memory.fileno(), tp_rank, len(ranks), sorted(others), STEP_TIMEOUT)
-    except OSError as error:
-        logger.warning(NO_MEMORY, error)
-        return None
+def _gather(group: Collectives, size: int, members: range, numbers: list[int]) -> list[list[int]]:
+    """The numbers of these members of a group of `size` ranks."""
+    mine = torch.tensor(numbers)
+    ranks = [torch.empty_like(mine) for _ in range(size)]
+    group.allgather([ranks], [mine]).wait()
+    return [ranks[member].tolist() for member in members]
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives:

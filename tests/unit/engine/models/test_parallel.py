@@ -1,3 +1,5 @@
+import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +13,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 from baton.engine.models import parallel
 from baton.engine.models.parallel import ReplicaRank, TensorParallel, TorchGroup
 from baton.errors import ConfigError, WorkerLost
+from baton.kernels import collectives
 from baton.kernels.collectives import SharedMemoryGroup
 from tests.tensor_parallel_peer import CPU, DTYPES, Pair, values
 
@@ -70,26 +73,43 @@ def test_sum_over_four_ranks_does_not_depend_on_the_rows_beside_it() -> None:
     assert all(torch.equal(a[0], w[0]) for a, w in zip(alone, whole, strict=True))
 
 
+def assert_ranks_sum_through_gloo() -> None:
+    ranks, inputs = joined(2), [values(rank, 5, 7, dtype="float32") for rank in range(2)]
+    assert all(isinstance(rank.tp.group, TorchGroup) for rank in ranks)
+    assert all(torch.equal(got, inputs[0] + inputs[1]) for got in sums(ranks, inputs))
+
+
 def test_ranks_sum_through_gloo_when_one_of_them_cannot_map_the_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also when the first rank has none."""
+    class OneRank(SharedMemoryGroup):
+        def __init__(
+            self, descriptor: int, rank: int, size: int, processes: Sequence[int], timeout: timedelta
+        ) -> None:
+            if rank == 1:
+                raise OSError("no memory")
+            super().__init__(descriptor, rank, size, processes, timeout)
 
-    def create_memory(name: str, size: int) -> int:
+    monkeypatch.setattr(collectives, "SharedMemoryGroup", OneRank)
+    assert_ranks_sum_through_gloo()
+    assert "no memory" in caplog.text and "sum through gloo, slower" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "pidfd_open"])
+def test_ranks_sum_through_gloo_where_python_lacks_a_call_of_linux(
+    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(os, call)
+    assert_ranks_sum_through_gloo()
+    assert call in caplog.text
+
+
+def test_ranks_sum_through_gloo_when_the_first_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memfd_create(name: str, flags: int) -> int:
         raise OSError("no memory")
 
-    def map_memory(tp_rank: int, ranks: list[list[int]]) -> SharedMemoryGroup | None:
-        return None if tp_rank == 1 else mapped(tp_rank, ranks)
-
-    mapped = parallel.map_memory
-    for name, replaced in (("map_memory", map_memory), ("create_memory", create_memory)):
-        with monkeypatch.context() as patch:
-            patch.setattr(parallel, name, replaced)
-            ranks = joined(2)
-        assert all(isinstance(rank.tp.group, TorchGroup) for rank in ranks)
-        inputs = [values(rank, 5, 7, dtype="float32") for rank in range(2)]
-        assert all(torch.equal(got, inputs[0] + inputs[1]) for got in sums(ranks, inputs))
-    assert "sum through gloo, slower" in caplog.text
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    assert_ranks_sum_through_gloo()
 
 
 def test_ranks_agree_on_the_smallest(pair: Pair, tiny_model: Path) -> None:
