@@ -385,7 +385,7 @@ class FastWorker:
         while True:
             opened, self._opened, self._granted = self._opened, self._granted, []
             for job in opened:
-                self._send(job)
+                self._send(job, self._handoff_s(job))
             verified, self._verified = self._verified, self._stopped
             self._stopped, self._arrived = self._arrived, []
             for request in verified:
@@ -416,9 +416,7 @@ class FastWorker:
         """Hand a computed prompt to its decode worker."""
         cluster, request = self.cluster, job.request
         is_remote = job.decode != self.worker.id
-        exposed_s = 0.0
-        if is_remote:
-            exposed_s = self._handoff_s(job)
+        exposed_s = self._handoff_s(job) if is_remote else 0.0
         self._keep(request)
         self._report(job, exposed_s, is_remote)
         cluster.first_token(job)
@@ -427,11 +425,10 @@ class FastWorker:
         elif job.granted_s > self._begun_s:
             self._granted.append(job)
         else:
-            self._send(job)
+            self._send(job, exposed_s)
 
-    def _send(self, job: PromptJob) -> None:
-        """Have the last pages of a computed prompt leave."""
-        exposed_s = self._handoff_s(job)
+    def _send(self, job: PromptJob, exposed_s: float) -> None:
+        """Have the last pages of a computed prompt leave, within these seconds."""
         self._num_transfers += 1
         self.cluster.at(self.cluster.events.now_s + exposed_s, partial(self._pages_left, job))
 
