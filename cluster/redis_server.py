@@ -13,13 +13,13 @@ import fcntl
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from asyncio.subprocess import DEVNULL
 from pathlib import Path
 from typing import Final, Self
 
 from baton.clock import Clock, SystemClock
+from baton.cluster.end_with_parent import ending_with_this_process
 from baton.cluster.supervisor import BackOff
 from baton.errors import ConfigError
 
@@ -30,12 +30,6 @@ PROGRAMS: Final = ("redis-server", "valkey-server")
 PREFIX: Final = "baton-redis-"
 NEW_PREFIX: Final = "baton-new-redis-"
 LOCK: Final = "lock"
-WRAPPER: Final = (
-    sys.executable,
-    "-I",
-    "-S",
-    str(Path(__file__).with_name("end_with_parent.py")),
-)
 
 logger = logging.getLogger(__name__)
 
@@ -133,10 +127,12 @@ class RedisServer:
         socket.unlink(missing_ok=True)
         # fmt: off
         self._process = await asyncio.create_subprocess_exec(
-            *WRAPPER, str(os.getpid()), program, "--port", "0", "--unixsocket", str(socket),
-            "--unixsocketperm", "700", "--save", "", "--appendonly", "no", "--dir", self._folder,
-            "--maxmemory", str(self._max_memory_bytes), "--maxmemory-policy", "noeviction",
-            "--daemonize", "no", "--logfile", "redis.log",
+            *ending_with_this_process((
+                program, "--port", "0", "--unixsocket", str(socket),
+                "--unixsocketperm", "700", "--save", "", "--appendonly", "no", "--dir", self._folder,
+                "--maxmemory", str(self._max_memory_bytes), "--maxmemory-policy", "noeviction",
+                "--daemonize", "no", "--logfile", "redis.log",
+            )),
             stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, process_group=0,
         )
         # fmt: on

@@ -8,8 +8,9 @@ milliseconds, and forked processes share that memory.
 3. For each worker the runtime sends two descriptors, the worker's stdin and stdout. The template forks a
    child, which forks the worker and ends. The runtime adopts the orphan: it waits for the worker as for a
    subprocess, and workers outlive the template.
-4. The worker takes its environment from the first line of its stdin, and runs the program of a subprocess.
-5. The template ends at the end of its stdin, which is the end of the runtime.
+4. The worker, once it is an orphan, writes its id to its stdout. It takes its environment from the first line
+   of its stdin, and runs the program of a subprocess.
+5. The template ends with the runtime, also in the middle of an import.
 """
 
 import asyncio
@@ -30,13 +31,13 @@ from typing import Final, NoReturn
 import msgspec
 from setproctitle import setproctitle
 
+from baton.cluster.end_with_parent import ending_with_this_process
 from baton.config.environment import environment_of_template, replace_environment
 from baton.errors import ORPHANED
 from baton.rpc.process import frozen_imports
 
 READY: Final = b"r"
 FORK: Final = b"f"
-MAX_PID_CHARS: Final = 16
 START_TIMEOUT_S: Final = 120.0  # importing torch takes a minute from a cold disk on a busy machine
 FORK_TIMEOUT_S: Final = 10.0
 UNKNOWN_STATUS: Final = 255  # of a child that another part of the program has waited for, as asyncio has it
@@ -129,6 +130,7 @@ class Template:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            _reap_group(process.pid)
         if connection is not None:
             connection.close()
 
@@ -142,7 +144,10 @@ class Template:
         environment = environment_of_template(len(os.sched_getaffinity(0)))
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=theirs.fileno(), process_group=0, env=environment
+                *ending_with_this_process(self._command),
+                stdin=theirs.fileno(),
+                process_group=0,
+                env=environment,
             )
         async with asyncio.timeout(START_TIMEOUT_S):
             answer = await asyncio.get_running_loop().sock_recv(connection, len(READY))
@@ -159,26 +164,28 @@ class Template:
             failing.callback(writer.abort)  # a worker that was forked after all ends when its stdin does
             reader, _ = await loop.connect_read_pipe(lambda: StreamReaderProtocol(lines), out)
             failing.callback(reader.close)
-            pid = await self._pid_of_fork(template, stdin.fileno(), stdout.fileno())
-            process = ForkedProcess(pid, writer, lines)
+            with _adopting_orphans():
+                socket.send_fds(template, [FORK], [stdin.fileno(), stdout.fileno()])
+                stdout.close()  # the worker, or the template, has the only one, and closes it when it ends
+                async with asyncio.timeout(FORK_TIMEOUT_S):
+                    pid = await lines.readline()
+            if not pid:
+                raise ConnectionError("it has ended")
+            # Raises ChildProcessError when the worker was not adopted.
+            os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            process = ForkedProcess(int(pid), writer, lines)
             failing.pop_all()
         stdin.close()
-        stdout.close()
         variables = [(os.fsencode(name), os.fsencode(value)) for name, value in environment.items()]
         writer.write(msgspec.json.encode(variables) + b"\n")
         return process
 
-    async def _pid_of_fork(self, template: socket.socket, stdin: int, stdout: int) -> int:
-        with _adopting_orphans():
-            socket.send_fds(template, [FORK], [stdin, stdout])
-            async with asyncio.timeout(FORK_TIMEOUT_S):
-                answer = await asyncio.get_running_loop().sock_recv(template, MAX_PID_CHARS)
-        if not answer:
-            raise ConnectionError("it has ended")
-        pid = int(answer)
-        # Raises ChildProcessError when the worker was not adopted.
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return pid
+
+def _reap_group(group: int) -> None:
+    """Wait for the dead children of this process group: a template that is killed in a fork leaves one."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            continue
 
 
 def _open_pipe(ends: ExitStack) -> tuple[FileIO, FileIO]:
@@ -233,34 +240,32 @@ def _fork_on_request(runtime: socket.socket) -> None:
         request, descriptors, _, _ = socket.recv_fds(runtime, len(FORK), 2)
         if not request:
             os._exit(0)
-        pid = _fork_orphan()
-        if not pid:
+        if _fork_orphan():
             runtime.detach()
             _become_subprocess(*descriptors)
             return
         for descriptor in descriptors:
             os.close(descriptor)
-        runtime.sendall(str(pid).encode())
 
 
-def _fork_orphan() -> int:
-    """Fork a process whose parent has ended. Return its id, and 0 in that process."""
-    reader, writer = os.pipe()
-    with open(reader, "rb") as told, open(writer, "wb", 0) as tell:
-        if child := os.fork():
-            tell.close()
-            os.waitpid(child, 0)
-            return int(told.read())
-        if pid := os.fork():
-            tell.write(str(pid).encode())
-            os._exit(0)
-        return 0
+def _fork_orphan() -> bool:
+    """Fork a process whose parent has ended. Return True in that process."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return False
+    parent = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == parent:
+        os.sched_yield()
+    return True
 
 
 def _become_subprocess(stdin: int, stdout: int) -> None:
     """Give the present process what it would have as a subprocess of the runtime."""
     setproctitle("baton worker")
     os.setpgid(0, 0)
+    os.write(stdout, b"%d\n" % os.getpid())
     for given, wanted in ((stdin, STDIN), (stdout, STDOUT)):
         os.dup2(given, wanted)
         os.close(given)

@@ -4,9 +4,14 @@ import os
 import random
 import signal
 import sys
+from functools import partial
+from typing import Final
 
 import msgspec
 import torch
+
+DIES: Final = "die at a fork"
+HANGS: Final = "hang"
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +47,17 @@ def facts() -> Facts:
         uses_gpu=torch.cuda.is_initialized(),
         random=random.random(),
     )
+
+
+def end_at_fork(template: int) -> None:
+    if os.getpid() == template:
+        os.kill(template, signal.SIGKILL)
+
+
+if DIES in sys.argv:  # in the template, which imports this module
+    os.register_at_fork(after_in_parent=partial(end_at_fork, os.getpid()))
+if HANGS in sys.argv:
+    signal.pause()
 
 
 def main() -> int:

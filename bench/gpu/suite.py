@@ -31,6 +31,7 @@ from baton.bench.gpu.kernels import (
 from baton.bench.gpu.session import FULL, TOY, Figures, Session
 from baton.bench.machine import gpu_state
 from baton.bench.report import Plot, Report, Row, option, suite
+from baton.cluster.end_with_parent import ending_with_this_process
 from baton.errors import ConfigError
 from baton.kernels.triton.kernel import TileKind, TunedDtype, TunedTile, write_tuned
 
@@ -39,7 +40,6 @@ START_S: Final = 60.0  # time for a process to import torch and compile kernels
 TOY_LIMIT_S: Final = 300.0
 LOG_LINES: Final = 40  # of a failed stage's log, in the JSON
 SANITIZER: Final = "compute-sanitizer"
-END_WITH_PARENT: Final = str(Path(__file__).resolve().parents[2] / "cluster" / "end_with_parent.py")
 
 
 SizeName: TypeAlias = Literal["full", "half", "toy"]
@@ -199,10 +199,10 @@ class StageRunner:
 
     def _run(self, stage: Stage, began: StageBegan, left_s: float) -> bool:
         append(self.path, began)
-        command = [sys.executable, END_WITH_PARENT, str(os.getpid())]
-        command += [shutil.which(began.tool) or began.tool] if began.tool else []
+        tool = [shutil.which(began.tool) or began.tool] if began.tool else []
         order = StageOrder(stage.function, str(self.path), began.size, self._device, self._rival_python)
-        command += [sys.executable, "-m", "baton.bench.gpu.suite", msgspec.json.encode(order).decode()]
+        program = [sys.executable, "-m", "baton.bench.gpu.suite", msgspec.json.encode(order).decode()]
+        command = ending_with_this_process([*tool, *program])
         began_s, limit_s = monotonic(), stage.limit_s(began.size)
         with self.log(stage).open("a") as log:
             print(f"$ {' '.join(command)}", file=log, flush=True)

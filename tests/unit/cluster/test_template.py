@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator
 from typing import Final
@@ -14,10 +16,16 @@ import pytest
 
 from baton.cluster.template import ForkedProcess, Template
 from baton.config.environment import environment_of_child
-from tests.forked_program import Facts
+from tests.forked_program import DIES, HANGS, Facts
 
 PROGRAM: Final = ("tests.forked_program", "an argument")
 CHILD: Final = environment_of_child(num_threads=1, gpus=("7",), mps_priority=1)
+RUNTIME: Final = """
+import asyncio, sys
+from baton.cluster.template import Template
+
+asyncio.run(Template(sys.argv[1:], limit=1).fork({}))
+"""
 ENVIRONMENT: Final = CHILD | {"OMP_NUM_THREADS": "1", "NO_TEXT": "\udcff\n"}
 
 
@@ -63,12 +71,12 @@ async def end(process: Process | ForkedProcess, status: int = 0) -> int:
 def test_forked_process_is_what_a_subprocess_is(runner: asyncio.Runner, template: Template) -> None:
     async def both() -> tuple[Facts, Facts]:
         forked = await fork(template)
-        subprocess = await asyncio.create_subprocess_exec(
+        plain = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", *PROGRAM), stdin=PIPE, stdout=PIPE, process_group=0, env=ENVIRONMENT
         )
-        facts = await facts_of(forked), await facts_of(subprocess)
+        facts = await facts_of(forked), await facts_of(plain)
         assert facts[0].pid == forked.pid
-        assert await end(forked) == await end(subprocess) == 0
+        assert await end(forked) == await end(plain) == 0
         return facts
 
     facts, expected = runner.run(both())
@@ -114,6 +122,31 @@ def test_killed_template_is_started_again_and_its_processes_live_on(
         assert [await end(before, 6), await end(after, 7)] == [6, 7]
 
     runner.run(after_kill())
+
+
+def test_template_that_dies_in_a_fork_leaves_no_zombie(runner: asyncio.Runner) -> None:
+    async def two_deaths() -> list[int]:
+        template = Template((PROGRAM[0], DIES), limit=2**20)
+        processes = [await fork(template) for _ in range(2)]
+        assert len({(await facts_of(each)).pid for each in processes}) == 2
+        statuses = [await end(each, 8) for each in processes]
+        await template.close()
+        return statuses
+
+    before = psutil.Process().children()
+    assert runner.run(two_deaths()) == [8, 8]
+    assert psutil.Process().children() == before
+
+
+def test_template_that_hangs_in_an_import_ends_with_the_runtime() -> None:
+    runtime = subprocess.Popen([sys.executable, "-c", RUNTIME, PROGRAM[0], HANGS])
+    templates: list[psutil.Process] = []
+    while not templates or "end_with_parent.py" in " ".join(templates[0].cmdline()):
+        time.sleep(0.01)
+        templates = psutil.Process(runtime.pid).children()
+    runtime.kill()
+    runtime.wait()
+    assert psutil.wait_procs(templates, 20)[1] == []
 
 
 def test_template_that_hangs_is_killed_and_not_started_again(
