@@ -4,16 +4,13 @@
 length from one area of CPU memory to another. It releases Python's lock and does not use the thread pool of
 the other kernels, so moving pages and computing do not delay each other.
 
-`encode_pages`, `encode_runs` and their inverses do the same for transfers that carry codes: they turn rows,
-the keys or values of one token and head, into codes and a scale (kernels/store_kv.py), and back.
-
-Shapes: P pages of a pool, N pages or runs moved, R rows of a page, D elements of a row.
+Shapes: P pages of a pool, N pages or runs moved.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -21,14 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.store_kv import (
-    ROW_FORMATS,
-    SCALE_BYTES,
-    decode_rows,
-    encode_rows,
-    row_elements,
-    store_rows,
-)
 from baton.kernels.triton.kernel import kernel, tl, triton
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -119,12 +108,8 @@ def _check(
     """The number of pages to copy. Raises ValueError for sides that do not fit each other."""
     sides = ((source, source_ids_N), (destination, destination_ids_N))
     for ids in (source_ids_N, destination_ids_N):
-        if ids is None:
-            continue
-        if ids.dim() != 1 or ids.dtype != torch.int64 or not ids.is_contiguous():
-            raise ValueError(f"page ids must be contiguous int64 [N], got {ids.dtype} {tuple(ids.shape)}")
-        if ids.device != source.device:
-            raise ValueError(f"page ids must be on {source.device} like the source, got {ids.device}")
+        if ids is not None:
+            check_page_ids(ids, source.device)
     num_pages, num_written = (len(pages if ids is None else ids) for pages, ids in sides)
     if num_pages != num_written:
         raise ValueError(f"{num_pages} pages cannot go to {num_written}")
@@ -136,6 +121,14 @@ def _check(
     if source.is_cuda != destination.is_cuda:
         raise ValueError(f"pages cannot go from {source.device} to {destination.device}")
     return num_pages
+
+
+def check_page_ids(ids_N: Tensor, device: torch.device) -> None:
+    """Raise ValueError for ids that a kernel on this device cannot read."""
+    if ids_N.dim() != 1 or ids_N.dtype != torch.int64 or not ids_N.is_contiguous():
+        raise ValueError(f"page ids must be contiguous int64 [N], got {ids_N.dtype} {tuple(ids_N.shape)}")
+    if ids_N.device != device:
+        raise ValueError(f"page ids must be on {device} like the pages, got {ids_N.device}")
 
 
 def _as_words(*pages: Tensor) -> tuple[Tensor, ...]:
@@ -191,14 +184,12 @@ def copy_runs(
     keep_in_cache: the written bytes are read again next. Otherwise they bypass the cache, which is faster by
     a third and more when neither side is in the cache yet.
     """
-    source_start, source_bytes = _area(source)
-    destination_start, destination_bytes = _area(destination)
     if len(source_offset_N) != len(destination_offset_N):
         raise ValueError(
             f"every run has two offsets, got {len(source_offset_N)} and {len(destination_offset_N)}"
         )
-    _check_runs("source", source_offset_N, run_bytes, source_bytes)
-    _check_runs("destination", destination_offset_N, run_bytes, destination_bytes)
+    source_start = check_runs("source", source, source_offset_N, run_bytes)
+    destination_start = check_runs("destination", destination, destination_offset_N, run_bytes)
     if len(source_offset_N) == 0 or run_bytes == 0:
         return
     if native.library() is None:
@@ -228,6 +219,41 @@ def copy_runs_reference(
         destination[end : end + run_bytes] = source[begin : begin + run_bytes]
 
 
+def pack_runs(pool: Tensor | Memory, offset_N: Offsets, run_bytes: int, packed: Tensor) -> None:
+    """Copy runs of a pool into `packed`, one after another. The copy stays in the cache.
+
+    packed: uint8 [bytes], with room for N runs. Otherwise as `copy_runs`.
+    """
+    copy_runs(pool, packed, offset_N, _packed_offsets(offset_N, run_bytes), run_bytes, keep_in_cache=True)
+
+
+def unpack_runs(pool: Tensor | Memory, offset_N: Offsets, run_bytes: int, packed: Tensor) -> None:
+    """Copy the runs in `packed` into a pool: the inverse of `pack_runs`."""
+    copy_runs(packed, pool, _packed_offsets(offset_N, run_bytes), offset_N, run_bytes)
+
+
+def _packed_offsets(offset_N: Offsets, run_bytes: int) -> Offsets:
+    return np.arange(len(offset_N), dtype=np.int64) * run_bytes
+
+
+def check_runs(side: str, memory: Tensor | Memory, offset_N: Offsets, run_bytes: int) -> int:
+    """Return the address of the memory. Raises ValueError for runs that are not within the memory."""
+    if offset_N.dtype != np.int64 or offset_N.ndim != 1 or not offset_N.flags.c_contiguous:
+        raise ValueError(
+            f"{side} offsets must be contiguous int64 [N], got {offset_N.dtype} {offset_N.shape}"
+        )
+    if run_bytes < 0:
+        raise ValueError(f"a run has at least 0 bytes, got {run_bytes}")
+    address, num_bytes = _area(memory)
+    # One look finds both ends: as unsigned numbers negative ones are larger than any area.
+    if len(offset_N) and int(offset_N.view(np.uint64).max()) + run_bytes > num_bytes:
+        lowest, highest = int(offset_N.min()), int(offset_N.max())
+        raise ValueError(
+            f"{side} runs of {run_bytes} bytes at {lowest} to {highest} are not within {num_bytes} bytes"
+        )
+    return address
+
+
 def _area(memory: Tensor | Memory) -> tuple[int, int]:
     if not isinstance(memory, Tensor):
         return memory.address, memory.num_bytes
@@ -236,245 +262,9 @@ def _area(memory: Tensor | Memory) -> tuple[int, int]:
     return memory.data_ptr(), memory.numel() * memory.itemsize
 
 
-def _check_runs(side: str, offset_N: Offsets, run_bytes: int, num_bytes: int) -> None:
-    if offset_N.dtype != np.int64 or offset_N.ndim != 1 or not offset_N.flags.c_contiguous:
-        raise ValueError(
-            f"{side} offsets must be contiguous int64 [N], got {offset_N.dtype} {offset_N.shape}"
-        )
-    if run_bytes < 0:
-        raise ValueError(f"a run has at least 0 bytes, got {run_bytes}")
-    if len(offset_N) == 0:
-        return
-    # One look finds both ends: as unsigned numbers negative ones are larger than any area.
-    if int(offset_N.view(np.uint64).max()) + run_bytes > num_bytes:
-        lowest, highest = int(offset_N.min()), int(offset_N.max())
-        raise ValueError(
-            f"{side} runs of {run_bytes} bytes at {lowest} to {highest} are not within {num_bytes} bytes"
-        )
-
-
 def _bytes(memory: Tensor | Memory) -> Tensor:
     """A uint8 tensor [bytes] over the same memory."""
     if isinstance(memory, Tensor):
         return memory.view(-1).view(torch.uint8)
     mapped = (ctypes.c_char * memory.num_bytes).from_address(memory.address)
     return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-# Rows as codes.
-
-
-class CodedRows(NamedTuple):
-    """Rows of `head_dim` elements of `dtype`, and the type of their codes: int8 or float8_e4m3fn."""
-
-    head_dim: int
-    dtype: torch.dtype
-    codes: torch.dtype
-
-    @property
-    def plain_bytes(self) -> int:
-        """Bytes of a row in a page."""
-        return self.head_dim * self.dtype.itemsize
-
-    @property
-    def coded_bytes(self) -> int:
-        """Bytes of a row's codes and their scale."""
-        return self.head_dim + SCALE_BYTES
-
-
-def encode_runs(
-    pool: Tensor | Memory, offset_N: Offsets, run_bytes: int, rows: CodedRows, packed: Tensor
-) -> None:
-    """Turn runs of a pool in CPU memory into codes, one row after another.
-
-    packed: uint8 [bytes], contiguous, with room for exactly the codes of N runs of whole rows. Otherwise as
-    `copy_runs`.
-    """
-    num_rows = _check_coded(pool, offset_N, run_bytes, rows, packed)
-    if not native.handles(rows.dtype):
-        plain = torch.empty(len(offset_N) * run_bytes, dtype=torch.uint8)
-        copy_runs_reference(_bytes(pool), plain, offset_N, _packed_offsets(offset_N, run_bytes), run_bytes)
-        packed.copy_(encode_rows(plain.view(rows.dtype).view(-1, rows.head_dim), rows.codes).view(-1))
-        return
-    native.function("baton_encode_runs", "ppnnniip")(
-        _area(pool)[0],
-        offset_N.ctypes.data,
-        len(offset_N),
-        num_rows,
-        rows.head_dim,
-        int(rows.dtype == torch.bfloat16),
-        ROW_FORMATS[rows.codes],
-        packed.data_ptr(),
-    )
-
-
-def decode_runs(
-    packed: Tensor, rows: CodedRows, pool: Tensor | Memory, offset_N: Offsets, run_bytes: int
-) -> None:
-    """Write the rows that `packed` stands for into runs of a pool: the inverse of `encode_runs`."""
-    num_rows = _check_coded(pool, offset_N, run_bytes, rows, packed)
-    if not native.handles(rows.dtype):
-        coded = packed.view(rows.codes).view(-1, rows.coded_bytes)
-        plain = decode_rows(coded, rows.dtype).view(-1).view(torch.uint8)
-        copy_runs_reference(plain, _bytes(pool), _packed_offsets(offset_N, run_bytes), offset_N, run_bytes)
-        return
-    native.function("baton_decode_runs", "pppnnnii")(
-        packed.data_ptr(),
-        _area(pool)[0],
-        offset_N.ctypes.data,
-        len(offset_N),
-        num_rows,
-        rows.head_dim,
-        int(rows.dtype == torch.bfloat16),
-        ROW_FORMATS[rows.codes],
-    )
-
-
-def encode_pages(pages: Tensor, ids_N: Tensor, packed: Tensor, codes: torch.dtype) -> None:
-    """`packed[n]` = the rows of `pages[ids_N[n]]` as codes of type `codes`.
-
-    pages: [P, R, D], contiguous, D even. ids_N: int64 in [0, P); the caller guarantees the range. packed:
-    uint8 [N, R, D + SCALE_BYTES], contiguous. All on one device.
-    """
-    _check_coded_pages(pages, ids_N, packed, codes)
-    if pages.is_cuda:
-        encode_pages_triton(pages, ids_N, packed, codes)
-    else:
-        packed.copy_(encode_rows(pages[ids_N], codes))
-
-
-def decode_pages(packed: Tensor, codes: torch.dtype, pages: Tensor, ids_N: Tensor) -> None:
-    """Write the rows that `packed` stands for into `pages`: the inverse of `encode_pages`.
-
-    The ids are distinct; the caller guarantees that.
-    """
-    _check_coded_pages(pages, ids_N, packed, codes)
-    if pages.is_cuda:
-        decode_pages_triton(packed, codes, pages, ids_N)
-    else:
-        pages[ids_N] = decode_rows(packed.view(codes), pages.dtype)
-
-
-BLOCK_ROWS: Final = 16  # that one program encodes or decodes
-
-
-@kernel()
-def encode_pages_kernel(
-    pages_ptr: tl.tensor,  # [P, R, D]
-    ids_ptr: tl.tensor,  # [N] int64
-    packed_ptr: tl.tensor,  # [N, R, D + SCALE_BYTES] int8
-    num_rows: int,  # R
-    half: int,  # D // 2
-    ROW_FORMAT: tl.constexpr,  # as of row_format in store_kv.py
-    BLOCK_K: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,  # >= D // 2
-) -> None:
-    """One program encodes one block of rows of one page. Suffix K: rows."""
-    entry = tl.program_id(0).to(tl.int64)  # int64, like the ids: offsets of whole pools pass 2^31
-    row_K1 = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
-    dim_D = tl.arange(0, BLOCK_HALF)
-    inside_K1 = row_K1 < num_rows
-    inside_KD = inside_K1 & (dim_D < half)[None, :]
-    page = tl.load(ids_ptr + entry)
-    from_ptr_KD = pages_ptr + (page * num_rows + row_K1) * 2 * half + dim_D[None, :]
-    first_KD = tl.load(from_ptr_KD, mask=inside_KD, other=0.0)
-    second_KD = tl.load(from_ptr_KD + half, mask=inside_KD, other=0.0)
-    to_ptr_K1 = packed_ptr + (entry * num_rows + row_K1) * (2 * half + 2)
-    store_rows(to_ptr_K1, first_KD, second_KD, dim_D, inside_K1, inside_KD, half, ROW_FORMAT)
-
-
-def encode_pages_triton(pages: Tensor, ids_N: Tensor, packed: Tensor, codes: torch.dtype) -> None:
-    """`encode_pages` on a GPU."""
-    _, num_rows, head_dim = pages.shape
-    if len(ids_N) == 0 or num_rows == 0:
-        return
-    encode_pages_kernel[(len(ids_N), triton.cdiv(num_rows, BLOCK_ROWS))](
-        pages,
-        ids_N,
-        packed.view(torch.int8),
-        num_rows,
-        head_dim // 2,
-        ROW_FORMAT=ROW_FORMATS[codes],
-        BLOCK_K=BLOCK_ROWS,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-    )
-
-
-@kernel()
-def decode_pages_kernel(
-    packed_ptr: tl.tensor,  # [N, R, D + SCALE_BYTES] int8
-    pages_ptr: tl.tensor,  # [P, R, D]
-    ids_ptr: tl.tensor,  # [N] int64
-    num_rows: int,  # R
-    half: int,  # D // 2
-    ROW_FORMAT: tl.constexpr,  # as of row_format in store_kv.py
-    BLOCK_K: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,  # >= D // 2
-) -> None:
-    """One program decodes one block of rows of one page. Suffix K: rows."""
-    entry = tl.program_id(0).to(tl.int64)
-    row_K1 = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
-    dim_D = tl.arange(0, BLOCK_HALF)
-    inside_K1 = row_K1 < num_rows
-    inside_KD = inside_K1 & (dim_D < half)[None, :]
-    from_ptr_K1 = packed_ptr + (entry * num_rows + row_K1) * (2 * half + 2)
-    scale_ptr_K1 = (from_ptr_K1 + 2 * half).to(tl.pointer_type(tl.bfloat16))
-    scale_K1 = tl.load(scale_ptr_K1, mask=inside_K1, other=0.0)
-    from_ptr_KD = from_ptr_K1 + dim_D[None, :]
-    first_KD = row_elements(tl.load(from_ptr_KD, mask=inside_KD, other=0), scale_K1, ROW_FORMAT)
-    second_KD = row_elements(tl.load(from_ptr_KD + half, mask=inside_KD, other=0), scale_K1, ROW_FORMAT)
-    page = tl.load(ids_ptr + entry)
-    to_ptr_KD = pages_ptr + (page * num_rows + row_K1) * 2 * half + dim_D[None, :]
-    dtype = pages_ptr.dtype.element_ty
-    tl.store(to_ptr_KD, first_KD.to(dtype), mask=inside_KD)
-    tl.store(to_ptr_KD + half, second_KD.to(dtype), mask=inside_KD)
-
-
-def decode_pages_triton(packed: Tensor, codes: torch.dtype, pages: Tensor, ids_N: Tensor) -> None:
-    """`decode_pages` on a GPU."""
-    _, num_rows, head_dim = pages.shape
-    if len(ids_N) == 0 or num_rows == 0:
-        return
-    decode_pages_kernel[(len(ids_N), triton.cdiv(num_rows, BLOCK_ROWS))](
-        packed.view(torch.int8),
-        pages,
-        ids_N,
-        num_rows,
-        head_dim // 2,
-        ROW_FORMAT=ROW_FORMATS[codes],
-        BLOCK_K=BLOCK_ROWS,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-    )
-
-
-def _check_coded(
-    pool: Tensor | Memory, offset_N: Offsets, run_bytes: int, rows: CodedRows, packed: Tensor
-) -> int:
-    """The number of rows of a run. ValueError for runs outside the pool and for codes of other runs."""
-    _check_runs("pool", offset_N, run_bytes, _area(pool)[1])
-    num_rows, rest = divmod(run_bytes, rows.plain_bytes)
-    num_bytes = len(offset_N) * num_rows * rows.coded_bytes
-    if rest or _area(packed)[1] != num_bytes or packed.dtype != torch.uint8:
-        found = f"{packed.dtype} {tuple(packed.shape)}"
-        raise ValueError(
-            f"{len(offset_N)} runs of {run_bytes} bytes, in rows of {rows.plain_bytes}, have codes of "
-            f"{num_bytes} bytes, got {found}"
-        )
-    return num_rows
-
-
-def _check_coded_pages(pages: Tensor, ids_N: Tensor, packed: Tensor, codes: torch.dtype) -> None:
-    if pages.dim() != 3 or not pages.is_contiguous() or pages.shape[2] % 2 or codes not in ROW_FORMATS:
-        raise ValueError(f"pages must be contiguous [P, R, D], D even, got {tuple(pages.shape)} as {codes}")
-    if ids_N.dim() != 1 or ids_N.dtype != torch.int64 or not ids_N.is_contiguous():
-        raise ValueError(f"page ids must be contiguous int64 [N], got {ids_N.dtype} {tuple(ids_N.shape)}")
-    expected = (len(ids_N), pages.shape[1], pages.shape[2] + SCALE_BYTES)
-    if packed.shape != expected or packed.dtype != torch.uint8 or not packed.is_contiguous():
-        found = f"{packed.dtype} {tuple(packed.shape)}"
-        raise ValueError(f"codes must be contiguous uint8 {expected}, got {found}")
-    if not pages.device == ids_N.device == packed.device:
-        raise ValueError(f"ids and codes must be on {pages.device} like the pages")
-
-
-def _packed_offsets(offset_N: Offsets, run_bytes: int) -> Offsets:
-    return np.arange(len(offset_N), dtype=np.int64) * run_bytes

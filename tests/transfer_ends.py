@@ -18,9 +18,10 @@ from torch import Tensor
 
 from baton.clock import Clock
 from baton.errors import TransferFailed
+from baton.kernels.pages import Offsets
 from baton.kernels.store_kv import decode_rows, encode_rows
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
-from baton.kvtransfer.protocol.transfer_plan import Offsets, Pages, TransferPlan, plan_transfer
+from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, plan_transfer
 from baton.kvtransfer.transports.base import (
     LocalRank,
     OutgoingTransfer,
@@ -29,7 +30,7 @@ from baton.kvtransfer.transports.base import (
     Sender,
     TransportListener,
 )
-from baton.kvtransfer.transports.pages import PagePacking, SharedPool, coded_rows
+from baton.kvtransfer.transports.pages import PagePacking, SharedPool
 from baton.kvtransfer.transports.rank_pair import (
     GlooChannel,
     PairGroup,
@@ -426,7 +427,7 @@ def as_received(plan: TransferPlan, rows: Tensor) -> Tensor:
     """The bytes that arrive in the place of these bytes of whole rows."""
     if plan.sent_codes is None:
         return rows
-    head_dim, dtype, codes = coded_rows(plan.sent_codes)
+    head_dim, dtype, codes = plan.sent_codes
     coded = encode_rows(rows.clone().view(dtype).view(-1, head_dim), codes).view(codes)
     return decode_rows(coded, dtype).view(-1).view(torch.uint8)
 

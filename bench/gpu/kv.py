@@ -18,8 +18,8 @@ from baton.bench.gpu.session import Session, require_equal
 from baton.bench.kv.ends import Ends, moving_s
 from baton.bench.machine import Call, seconds_per_call, synchronize, wall_seconds
 from baton.bench.report import Row, format_number
-from baton.kernels.pages import copy_pages
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan, plan_transfer
+from baton.kernels.pages import Offsets, copy_pages
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking, packing_of
 from baton.pages import PageLayout
 
@@ -169,7 +169,7 @@ def _call(verb: str, packing: PagePacking, plan: TransferPlan, offset_N: Offsets
     if not isinstance(packing, DevicePages):
         return partial(packing.pack if verb == "gather" else packing.unpack, plan, offset_N, part)
     rows = packing.rows(plan, offset_N)
-    content, staging = packing.content.view(-1, plan.row_bytes), part.view(-1, plan.row_bytes)
+    content, staging = packing.of_rows(plan), part.view(-1, plan.row_bytes)
     if verb == "gather":
         return partial(copy_pages, content, rows, staging, None)
     return partial(copy_pages, staging, None, content, rows)

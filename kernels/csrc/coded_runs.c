@@ -31,8 +31,8 @@ EXPORT void baton_encode_runs(
 }
 
 EXPORT void baton_decode_runs(
-    const char *packed, char *pool, const int64_t *offsets, int64_t num_runs, int64_t num_rows, int64_t head_dim,
-    int is_bf16, int format) {
+    char *pool, const int64_t *offsets, int64_t num_runs, int64_t num_rows, int64_t head_dim, int is_bf16,
+    int format, const char *packed) {
     const int64_t row_bytes = row_bytes_of(head_dim, is_bf16, PLAIN_ROWS);
     for (int64_t run = 0; run < num_runs; run++) {
         char *row = pool + offsets[run];

@@ -25,13 +25,14 @@ from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from baton.errors import ConfigError
+from baton.kernels.coded_runs import CodedRows
+from baton.kernels.native import TORCH_DTYPES
+from baton.kernels.pages import Offsets
 from baton.pages import PageLayout
 
-Offsets: TypeAlias = NDArray[np.int64]
-Pages: TypeAlias = Sequence[int] | NDArray[np.int64]  # page ids of one side, in token order
+Pages: TypeAlias = Sequence[int] | Offsets  # page ids of one side, in token order
 
 MAX_DEFAULT_GROUPS: Final = 4
 MIN_GROUP_BYTES: Final = 256 << 10  # of one page; smaller groups cost more than the overlap saves
@@ -81,21 +82,6 @@ class TransferSide:
         return offsets
 
 
-class SentCodes(NamedTuple):
-    """The codes by which a transfer sends rows: `head_dim` elements of `dtype` as codes of type `codes`."""
-
-    head_dim: int
-    dtype: str
-    codes: str
-
-    @classmethod
-    def of(cls, layout: PageLayout) -> "SentCodes | None":
-        """Return the codes of a layout's transfers; None: pages are sent as they are."""
-        if layout.transfer_dtype == "auto":
-            return None
-        return cls(layout.head_dim, layout.dtype, layout.transfer_dtype)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
     """The placement of all bytes that one source rank sends to one destination rank, for any pages.
@@ -115,7 +101,7 @@ class TransferPlan:
     # On the wire.
     sent_unit_bytes: int
     sent_run_bytes: int
-    sent_codes: SentCodes | None = None  # None: pages are sent as they are
+    sent_codes: CodedRows | None = None  # None: pages are sent as they are
 
     def as_stored(self) -> "TransferPlan":
         """Return the plan that moves the bytes of pages as they are."""
@@ -182,11 +168,18 @@ def plan_transfer(
         run_bytes=run_bytes,
         sent_unit_bytes=num_rows * source.sent_row_bytes,
         sent_run_bytes=rows_per_run * source.sent_row_bytes,
-        sent_codes=SentCodes.of(source),
+        sent_codes=sent_codes(source),
         row_bytes=_common_divisor(run_bytes, sides),
         source=sides[0],
         destination=sides[1],
     )
+
+
+def sent_codes(layout: PageLayout) -> CodedRows | None:
+    """Return the codes by which transfers of this layout send rows; None: pages are sent as they are."""
+    if layout.transfer_dtype == "auto":
+        return None
+    return CodedRows(layout.head_dim, TORCH_DTYPES[layout.dtype], TORCH_DTYPES[layout.transfer_dtype])
 
 
 def peers_of(layout: PageLayout, other: PageLayout, rank: int) -> list[int]:

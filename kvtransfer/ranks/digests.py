@@ -33,11 +33,12 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from baton.kernels.pages import decode_runs
+from baton.kernels.coded_runs import decode_runs
+from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES, NO_DIGESTS
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank
-from baton.kvtransfer.transports.pages import StagedParts, coded_rows
+from baton.kvtransfer.transports.pages import StagedParts
 
 CHUNK_BYTES: Final = 16 * 2**20  # hashed in a millisecond, the longest wait for the staging memory
 
@@ -60,21 +61,11 @@ class UnitDigests:
         if self._memory is None:
             self._parts.room(CHUNK_BYTES)  # allocated now: later the pool may leave no memory
 
-    def take(
-        self,
-        plan: TransferPlan,
-        offset_N: Offsets,
-        num_units: int,
-        seed: int = 0,
-        *,
-        of_destination: bool = False,
-    ) -> bytes:
+    def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
         """As `digest_units`, of the pages at `offset_N`. The units must not be written meanwhile.
 
-        of_destination: of these pages as they will be at the destination, where a transfer rounds them.
+        Where the plan sends codes: of the rows that the codes of these pages stand for.
         """
-        if not of_destination:
-            plan = plan.as_stored()
         if not len(offset_N) or (self._memory is not None and plan.sent_codes is None):
             content = memoryview(b"") if self._memory is None else self._memory.view()
             return digest_units(content, offset_N, plan.run_bytes, num_units, seed)
@@ -93,7 +84,7 @@ class UnitDigests:
             if plan.sent_codes is not None:
                 codes, fetched = fetched, torch.empty(len(offset_UR) * unit_bytes, dtype=torch.uint8)
                 run_offset_N = np.arange(offset_UR.size, dtype=np.int64) * plan.run_bytes
-                decode_runs(codes, coded_rows(plan.sent_codes), fetched, run_offset_N, plan.run_bytes)
+                decode_runs(fetched, run_offset_N, plan.run_bytes, plan.sent_codes, codes)
             return digest_units(fetched.numpy().data, unit_offset_U, unit_bytes, len(offset_UR), seed)
 
 
@@ -110,16 +101,11 @@ class ShardDigests:
         self._key = blake2b(shard.to_bytes(8, "big"), key=key, digest_size=32, person=_SHARD).digest()
         self._seed = int.from_bytes(blake2b(key=self._key, digest_size=8, person=_SEED).digest(), "big")
 
-    def take(
-        self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int, *, of_destination: bool = False
-    ) -> bytes:
-        """Return the masked digests of units [first, stop). offset_N: the offsets of their runs.
-
-        of_destination: see `UnitDigests.take`.
-        """
+    def take(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:
+        """Return the masked digests of units [first, stop). offset_N: the offsets of their runs."""
         if not self.are_taken:
             return bytes((stop - first) * DIGEST_BYTES)
-        digests = self._units.take(plan, offset_N, stop - first, self._seed, of_destination=of_destination)
+        digests = self._units.take(plan, offset_N, stop - first, self._seed)
         return (_words(digests) ^ _words(self._mask(first, stop))).tobytes()
 
     def _mask(self, first: int, stop: int) -> bytes:

@@ -150,7 +150,7 @@ class ReceiveShard:
 
     def _take_digests(self, first: int, stop: int) -> None:
         offset_N = self._plan.destination.offsets(first, stop, self._order.pages)
-        digests = self._digests.take(self._plan, offset_N, first, stop)
+        digests = self._digests.take(self._plan.as_stored(), offset_N, first, stop)
         self._found[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
 
     def _emit_later(self, event: ShardEvent) -> None:
@@ -247,7 +247,7 @@ class SendShard:
 
     def _digest(self, piece: Piece) -> bytes:
         offset_N = self._plan.source.offsets(piece.first, piece.stop, piece.transfer.source_pages)
-        return self._digests.take(self._plan, offset_N, piece.first, piece.stop, of_destination=True)
+        return self._digests.take(self._plan, offset_N, piece.first, piece.stop)
 
 
 SHORTEST_SLEEP_S: Final = 2e-5  # the first between two checks of the marks; each further one is twice as long

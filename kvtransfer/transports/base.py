@@ -39,7 +39,7 @@ from torch import Tensor
 from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
-from baton.kvtransfer.protocol.transfer_plan import TransferPlan
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan, sent_codes
 from baton.kvtransfer.transports.pages import PageGenerations, PageMemory, PagePacking, SharedPool, packing_of
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.pages import PageLayout
@@ -87,6 +87,7 @@ class LocalRank:
         self.device: Literal["cpu", "cuda"] = "cuda" if pool.is_cuda else "cpu"
         self.memory = None if pool.is_cuda else PageMemory.of(pool)
         self.layout = layout
+        self.sends_codes = sent_codes(layout) is not None
         self.rank = rank
         self.host = host
         self.key = key

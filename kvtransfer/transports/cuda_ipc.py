@@ -16,12 +16,12 @@ from msgspec import Meta
 from torch import Tensor
 
 from baton.errors import TransferFailed, WireError
-from baton.kernels.pages import copy_pages
+from baton.kernels.pages import Offsets, copy_pages
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank
 from baton.kvtransfer.transports.listener import decode_greeting
-from baton.kvtransfer.transports.pages import DevicePages, unpack_rows
+from baton.kvtransfer.transports.pages import DevicePages
 from baton.kvtransfer.transports.shm import DirectListener, DirectSender
 from baton.messages.bounds import schema_hash
 
@@ -134,37 +134,22 @@ class CudaIpcSender(DirectSender):
     part_bytes = 2**29  # copied in a quarter of a millisecond, longer than a thread needs to prepare one
     num_threads = 2  # one prepares a part while the other's is copied
     inline_bytes = -1  # none: the thread that pushes would wait for the step that computes the pages
-    _pages: Tensor | None = None  # the destination's
 
-    def map_pages(self, message: bytes, descriptors: list[int]) -> int:
-        self._pages = open_offer(message, self._rank.pool.device.index)
-        return len(self._pages)
+    def map_pages(self, message: bytes, descriptors: list[int]) -> DevicePages:
+        assert isinstance(self._packing, DevicePages)
+        return DevicePages(open_offer(message, self._rank.pool.device.index), self._packing.streams)
 
     def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
-        packing, row_bytes = self._packing, plan.row_bytes
-        assert self._pages is not None and isinstance(packing, DevicePages)
-        if int(destination_offset_N.max()) + plan.run_bytes > self._pages.numel():
-            raise ValueError(f"the destination's pool has {len(self._pages)} pages")
-        with torch.cuda.stream(packing.streams[0]):
-            packing.wait_for_writers()
-            if plan.sent_codes is not None:  # no wire, but the pages must not depend on the transport
-                staging = torch.empty(
-                    len(source_offset_N) * plan.sent_run_bytes, dtype=torch.uint8, device=self._pages.device
-                )
-                packing.pack(plan, source_offset_N, staging)
-                unpack_rows(plan, staging, self._pages.view(-1), packing.rows(plan, destination_offset_N))
-                packing.finish()
-                return
+        source, destination = self._packing, self._pages
+        assert isinstance(source, DevicePages) and isinstance(destination, DevicePages)
+        with torch.cuda.stream(source.streams[0]):
+            source.wait_for_writers()
             copy_pages(
-                packing.content.view(-1, row_bytes),
-                packing.rows(plan, source_offset_N),
-                self._pages.view(-1, row_bytes),
-                packing.rows(plan, destination_offset_N),
+                source.of_rows(plan),
+                source.rows(plan, source_offset_N),
+                destination.of_rows(plan),
+                destination.rows(plan, destination_offset_N),
             )
-        packing.finish()
-
-    def unmap_pages(self) -> None:
-        self._pages = None
 
 
 def _uuid(device: int) -> str:

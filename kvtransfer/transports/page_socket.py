@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from baton.clock import Clock
 from baton.errors import ConfigError, PeerGone, TransferFailed
-from baton.kvtransfer.protocol.transfer_plan import Offsets
+from baton.kernels.pages import Offsets
 from baton.rpc.connection import keep_alive
 
 IOV_MAX: Final = 1024  # places in one call, of Linux's limits.h

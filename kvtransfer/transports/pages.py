@@ -24,17 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.errors import ConfigError, TransferFailed
-from baton.kernels.native import TORCH_DTYPES, huge_zeros
-from baton.kernels.pages import (
-    CodedRows,
-    copy_pages,
-    copy_runs,
-    decode_pages,
-    decode_runs,
-    encode_pages,
-    encode_runs,
-)
-from baton.kvtransfer.protocol.transfer_plan import Offsets, SentCodes, TransferPlan
+from baton.kernels.coded_runs import CodedRows, decode_pages, decode_runs, encode_pages, encode_runs
+from baton.kernels.native import huge_zeros
+from baton.kernels.pages import Offsets, copy_pages, pack_runs, unpack_runs
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 
 REVOKED: Final = 0  # no page that was ever handed out has generation 0
 _WORD_BYTES: Final = 4
@@ -238,7 +231,9 @@ def packing_of(pool: Tensor | PageMemory, num_lanes: int = 1, stream_priority: i
         return HostPages(pool)
     if not pool.is_contiguous() or pool.dim() < 2:
         raise ValueError(f"a pool is contiguous [num_pages, ...], got {tuple(pool.shape)}")
-    return DevicePages(pool, num_lanes, stream_priority) if pool.is_cuda else HostPages(PageMemory.of(pool))
+    if pool.device.type == "cpu":
+        return HostPages(PageMemory.of(pool))
+    return DevicePages(pool, [torch.cuda.Stream(pool.device, stream_priority) for _ in range(num_lanes)])
 
 
 class HostPages:
@@ -247,7 +242,7 @@ class HostPages:
     num_lanes = 1
 
     def __init__(self, memory: PageMemory) -> None:
-        self._memory = memory
+        self.memory = memory
         self.num_pages = memory.num_pages
 
     def staging(self, num_bytes: int) -> Tensor:
@@ -260,21 +255,18 @@ class HostPages:
         """A CPU's writes are visible at once."""
 
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
-        if plan.sent_codes is not None:
-            packed = staging[: len(offset_N) * plan.sent_run_bytes]
-            encode_runs(self._memory, offset_N, plan.run_bytes, coded_rows(plan.sent_codes), packed)
-            return
-        packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
-        # The packed bytes are sent at once: they stay in the cache.
-        copy_runs(self._memory, staging, offset_N, packed_N, plan.run_bytes, keep_in_cache=True)
+        packed = staging[: len(offset_N) * plan.sent_run_bytes]
+        if plan.sent_codes is None:
+            pack_runs(self.memory, offset_N, plan.run_bytes, packed)
+        else:
+            encode_runs(self.memory, offset_N, plan.run_bytes, plan.sent_codes, packed)
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
-        if plan.sent_codes is not None:
-            packed = staging[: len(offset_N) * plan.sent_run_bytes]
-            decode_runs(packed, coded_rows(plan.sent_codes), self._memory, offset_N, plan.run_bytes)
-            return
-        packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
-        copy_runs(staging, self._memory, packed_N, offset_N, plan.run_bytes)
+        packed = staging[: len(offset_N) * plan.sent_run_bytes]
+        if plan.sent_codes is None:
+            unpack_runs(self.memory, offset_N, plan.run_bytes, packed)
+        else:
+            decode_runs(self.memory, offset_N, plan.run_bytes, plan.sent_codes, packed)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
@@ -286,41 +278,42 @@ class HostPages:
 class DevicePages:
     """`PagePacking` of a pool on a GPU, as a table of rows that all runs consist of."""
 
-    def __init__(self, pool: Tensor, num_lanes: int = 1, stream_priority: int = 0) -> None:
-        self.pool = pool
+    def __init__(self, pool: Tensor, streams: Sequence[torch.cuda.Stream]) -> None:
+        """streams: of each lane. Another pool that this GPU can write may have the same."""
         self.num_pages = len(pool)
-        self.num_lanes = num_lanes
-        # The stream of each lane.
-        self.streams = [torch.cuda.Stream(pool.device, stream_priority) for _ in range(num_lanes)]
-        self.content = pool.view(-1).view(torch.uint8)
+        self.num_lanes = len(streams)
+        self.streams = streams
+        self._content = pool.view(-1).view(torch.uint8)
         self._written: deque[torch.cuda.Event] = deque()
         self._ordering = threading.Lock()
 
     def staging(self, num_bytes: int) -> Tensor:
         # The allocator reuses the memory on this stream alone. Other lanes have ended before memory is freed.
         with torch.cuda.stream(self.streams[0]):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.pool.device)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._content.device)
 
     def host_staging(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def note_written(self) -> None:
-        self._written.append(torch.cuda.current_stream(self.pool.device).record_event())
+        self._written.append(torch.cuda.current_stream(self._content.device).record_event())
 
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
-        row_bytes, codes = plan.row_bytes, plan.sent_codes
         with torch.cuda.stream(self.streams[lane]):
             self.wait_for_writers()
             rows = self.rows(plan, offset_N)
-            if codes is None:
-                copy_pages(self.content.view(-1, row_bytes), rows, staging.view(-1, row_bytes), None)
+            if plan.sent_codes is None:
+                copy_pages(self.of_rows(plan), rows, staging.view(-1, plan.row_bytes), None)
             else:
-                pages, packed = _as_rows(self.content, staging, row_bytes, coded_rows(codes))
-                encode_pages(pages, rows, packed, TORCH_DTYPES[codes.codes])
+                encode_pages(*self._coded_rows(plan, plan.sent_codes, rows, staging))
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
         with torch.cuda.stream(self.streams[lane]):
-            unpack_rows(plan, staging, self.content, self.rows(plan, offset_N))
+            rows = self.rows(plan, offset_N)
+            if plan.sent_codes is None:
+                copy_pages(staging.view(-1, plan.row_bytes), None, self.of_rows(plan), rows)
+            else:
+                decode_pages(*self._coded_rows(plan, plan.sent_codes, rows, staging))
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         with torch.cuda.stream(self.streams[0]):
@@ -343,38 +336,27 @@ class DevicePages:
                 for stream in self.streams:
                     stream.wait_event(written)
 
+    def of_rows(self, plan: TransferPlan) -> Tensor:
+        """The pool as a table of rows of `plan.row_bytes` bytes."""
+        return self._content.view(-1, plan.row_bytes)
+
     def rows(self, plan: TransferPlan, offset_N: Offsets) -> Tensor:
-        """int64 on the device: the numbers of the rows of `plan.row_bytes` bytes that make up the runs."""
+        """int64 on the device: the rows of `of_rows` that make up the runs. ValueError for rows outside."""
+        if len(offset_N) and int(offset_N.max()) + plan.run_bytes > len(self._content):
+            raise ValueError(f"runs are not within a pool of {self.num_pages} pages")
         first = offset_N // plan.row_bytes
         rows_of_run = np.arange(plan.run_bytes // plan.row_bytes, dtype=np.int64)
         rows = torch.from_numpy(np.add.outer(first, rows_of_run).reshape(-1))
         # Pinned, or the copy would wait for the stream; the allocator keeps it until the stream has read it.
-        return rows.pin_memory().to(self.pool.device, non_blocking=True)
+        return rows.pin_memory().to(self._content.device, non_blocking=True)
 
-
-def unpack_rows(plan: TransferPlan, staging: Tensor, content: Tensor, rows: Tensor) -> None:
-    """Put what staging holds into rows of `plan.row_bytes` bytes of a pool on the same GPU.
-
-    content: the pool, uint8 [bytes]. rows: as of `DevicePages.rows`.
-    """
-    row_bytes, codes = plan.row_bytes, plan.sent_codes
-    if codes is None:
-        copy_pages(staging.view(-1, row_bytes), None, content.view(-1, row_bytes), rows)
-    else:
-        pages, packed = _as_rows(content, staging, row_bytes, coded_rows(codes))
-        decode_pages(packed, TORCH_DTYPES[codes.codes], pages, rows)
-
-
-def coded_rows(codes: SentCodes) -> CodedRows:
-    """The same codes, as the kernels name them."""
-    return CodedRows(codes.head_dim, TORCH_DTYPES[codes.dtype], TORCH_DTYPES[codes.codes])
-
-
-def _as_rows(content: Tensor, staging: Tensor, row_bytes: int, rows: CodedRows) -> tuple[Tensor, Tensor]:
-    """A pool and staging memory, as `encode_pages` takes them."""
-    num_rows = row_bytes // rows.plain_bytes
-    pages = content.view(rows.dtype).view(-1, num_rows, rows.head_dim)
-    return pages, staging.view(-1, num_rows, rows.coded_bytes)
+    def _coded_rows(
+        self, plan: TransferPlan, codes: CodedRows, rows: Tensor, staging: Tensor
+    ) -> tuple[Tensor, Tensor, torch.dtype, Tensor]:
+        """The arguments of `encode_pages`: a page there is a row of `of_rows`."""
+        num_rows = plan.row_bytes // codes.plain_bytes
+        pages = self._content.view(codes.dtype).view(-1, num_rows, codes.head_dim)
+        return pages, rows, codes.codes, staging.view(-1, num_rows, codes.coded_bytes)
 
 
 def poll(has_ended: Callable[[], bool], timeout_s: float) -> bool:

@@ -22,7 +22,8 @@ from typing import Final
 import msgspec
 
 from baton.errors import TransferFailed, WireError
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+from baton.kernels.pages import Offsets
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 
 NUM_REMEMBERED: Final = 4096  # ended transfers; late pieces of these count as stale, not as unknown
 

@@ -31,20 +31,19 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Meta
 
 from baton.errors import BatonError, TransferFailed, WireError
-from baton.kernels.pages import copy_runs
+from baton.kernels.pages import Offsets, copy_runs
 from baton.kvtransfer.protocol.messages import ID_BYTES, PeerRank, RankListenerAddresses
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender
 from baton.kvtransfer.transports.listener import (
     Listener,
     decode_greeting,
     listen_on_host,
 )
-from baton.kvtransfer.transports.pages import HostPages, PeerGenerations, PeerPages, as_words
+from baton.kvtransfer.transports.pages import HostPages, PagePacking, PeerGenerations, PeerPages, as_words
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.messages.bounds import schema_hash
 from baton.rpc.auth import Role
@@ -148,19 +147,16 @@ class DirectSender(QueueSender, ABC):
             for _ in range(self.num_threads)
         ]
         self._connecting: socket.socket | None = None
+        self._pages: PagePacking | None = None  # the destination's
         self._generations: PeerGenerations | None = None
 
     @abstractmethod
-    def map_pages(self, message: bytes, descriptors: list[int]) -> int:
-        """Map the pool of the listener's offer; the number of its pages. The caller closes descriptors."""
+    def map_pages(self, message: bytes, descriptors: list[int]) -> PagePacking:
+        """Map the pool of the listener's offer, for writing. The caller closes the descriptors."""
 
     @abstractmethod
     def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
-        """Copy runs, and return when they are there. ValueError when they are not within the pools."""
-
-    @abstractmethod
-    def unmap_pages(self) -> None:
-        """Undo `map_pages`, if it was called."""
+        """Copy runs; complete after `finish` of the packing. ValueError for runs outside the pools."""
 
     def open(self) -> None:
         try:
@@ -186,14 +182,13 @@ class DirectSender(QueueSender, ABC):
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-        self.unmap_pages()
-        self._generations = None
+        self._pages = self._generations = None
 
     def _enqueue(self, piece: Piece, on_end: OnEnd) -> None:
         transfer = piece.transfer
         if len(transfer.destination_generations) != len(transfer.destination_pages):
             raise ValueError("every destination page comes with its generation")
-        is_short = piece.num_bytes <= self.inline_bytes and transfer.plan.sent_codes is None
+        is_short = piece.num_bytes <= self.inline_bytes and not self._rank.sends_codes
         if not is_short or not self._queue.is_idle:
             self._queue.push(piece, on_end)
             return
@@ -212,9 +207,9 @@ class DirectSender(QueueSender, ABC):
             try:
                 if not descriptors:
                     raise WireError("a pool comes with the table of its generations", reason="pool")
-                num_pages = self.map_pages(message, descriptors[:-1])
-                check_size(descriptors[-1], num_pages * _WORD_BYTES)
-                self._generations = PeerGenerations(descriptors[-1], num_pages)
+                self._pages = self.map_pages(message, descriptors[:-1])
+                check_size(descriptors[-1], self._pages.num_pages * _WORD_BYTES)
+                self._generations = PeerGenerations(descriptors[-1], self._pages.num_pages)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -241,7 +236,7 @@ class DirectSender(QueueSender, ABC):
             gather_s = clock.now_s() - begun_s
             is_granted = self._generations.match(pages, words)
             if is_granted:
-                self.copy(transfer.plan, source_offset_N, destination_offset_N)
+                self._move(transfer.plan, source_offset_N, destination_offset_N)
                 is_granted = self._generations.match(pages, words)
         except (ValueError, IndexError) as error:  # granted pages are not in the destination's pool
             is_granted, reason = False, str(error)
@@ -253,6 +248,17 @@ class DirectSender(QueueSender, ABC):
             self._queue.finish(part, 1, gather_s)
         else:
             self._queue.fail(part, reason)
+
+    def _move(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
+        """Move runs into the destination's pages, and return when they are there."""
+        if not self._rank.sends_codes:
+            self.copy(plan, source_offset_N, destination_offset_N)
+        else:  # no wire, but the pages must not depend on the transport
+            assert self._pages is not None
+            staging = self._packing.staging(len(source_offset_N) * plan.sent_run_bytes)
+            self._packing.pack(plan, source_offset_N, staging)
+            self._pages.unpack(plan, destination_offset_N, staging)
+        self._packing.finish()
 
 
 def check_size(descriptor: int, num_bytes: int) -> None:
@@ -306,28 +312,22 @@ class ShmSender(DirectSender):
     part_bytes = 8 * 2**20  # copied in half a millisecond
     num_threads = 1
     inline_bytes = 2**21  # copied in 0.15 ms, less than it takes to wake a thread
-    _pages: PeerPages | None = None
+    _mapped: PeerPages | None = None
 
-    def map_pages(self, message: bytes, descriptors: list[int]) -> int:
+    def map_pages(self, message: bytes, descriptors: list[int]) -> HostPages:
         offer = decode_greeting(message, PoolOffer, "pool")
         if len(descriptors) != 1:
             raise WireError(f"pages come with 1 descriptor, got {len(descriptors)}", reason="pool")
         check_size(descriptors[0], offer.num_pages * offer.page_bytes)
-        self._pages = PeerPages(descriptors[0], offer.num_pages, offer.page_bytes)
-        return offer.num_pages
+        self._mapped = PeerPages(descriptors[0], offer.num_pages, offer.page_bytes)
+        return HostPages(self._mapped.memory)
 
     def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
-        assert self._pages is not None and self._rank.memory is not None
-        if plan.sent_codes is not None:  # no wire, but the pages must not depend on the transport
-            staging = torch.empty(len(source_offset_N) * plan.sent_run_bytes, dtype=torch.uint8)
-            self._packing.pack(plan, source_offset_N, staging)
-            HostPages(self._pages.memory).unpack(plan, destination_offset_N, staging)
-            return
-        copy_runs(
-            self._rank.memory, self._pages.memory, source_offset_N, destination_offset_N, plan.run_bytes
-        )
+        assert self._mapped is not None and self._rank.memory is not None
+        destination = self._mapped.memory
+        copy_runs(self._rank.memory, destination, source_offset_N, destination_offset_N, plan.run_bytes)
 
-    def unmap_pages(self) -> None:
-        if self._pages is not None:
-            self._pages.close()
-            self._pages = None
+    def close(self) -> None:
+        super().close()
+        if self._mapped is not None:
+            self._mapped.close()

@@ -31,8 +31,9 @@ import numpy as np
 
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, PeerGone, TransferFailed, WireError
+from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender, TransferQueue
 from baton.kvtransfer.transports.listener import Listener, listen, port_of
 from baton.kvtransfer.transports.page_socket import Buffer, MemoryRuns, PageSocket, Stopped, tune, unpace
@@ -92,26 +93,26 @@ class StreamPages:
 
     def __init__(self, rank: LocalRank, packing: PagePacking) -> None:
         """packing: of the rank; all streams of a sender or receiver share it."""
-        self._memory = rank.memory
+        self._memory = None if rank.sends_codes else rank.memory  # None: by way of host memory
         self._parts = StagedParts(packing)
 
     def outgoing(self, plan: TransferPlan, offset_N: Offsets, head: Buffer) -> MemoryRuns:
         """The head, then the runs' bytes; valid until the next call."""
-        if self._memory is not None and plan.sent_codes is None:
+        if self._memory is not None:
             return MemoryRuns.of_runs(self._memory.address, offset_N, plan.run_bytes, head)
         host = self._parts.fetch(plan, offset_N)
         return MemoryRuns.of_runs(host.data_ptr(), _START, len(host), head)
 
     def incoming(self, plan: TransferPlan, offset_N: Offsets) -> MemoryRuns:
         """The memory into which the runs' bytes are to be received."""
-        if self._memory is not None and plan.sent_codes is None:
+        if self._memory is not None:
             return MemoryRuns.of_runs(self._memory.address, offset_N, plan.run_bytes)
         host = self._parts.room(len(offset_N) * plan.sent_run_bytes)
         return MemoryRuns.of_runs(host.data_ptr(), _START, len(host))
 
     def received(self, plan: TransferPlan, offset_N: Offsets) -> None:
         """All of them were received: they are in the pages on return."""
-        if self._memory is None or plan.sent_codes is not None:
+        if self._memory is None:
             self._parts.store(plan, offset_N)
 
 

@@ -11,15 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.kernels.coded_runs import decode_pages_triton, encode_pages_triton
 from baton.kernels.experts import ExpertWeights, Mixture, experts_reference, experts_triton
 from baton.kernels.gated import GELU_TANH, SILU, Activation, clamped_swiglu, gated_reference, gated_triton
 from baton.kernels.linear import LinearWeight
-from baton.kernels.pages import (
-    copy_pages_reference,
-    copy_pages_triton,
-    decode_pages_triton,
-    encode_pages_triton,
-)
+from baton.kernels.pages import copy_pages_reference, copy_pages_triton
 from baton.kernels.rms_norm import (
     rms_norm_reference,
     rms_norm_triton,
@@ -169,7 +165,7 @@ def coded_pages_outcome(
     ids = torch.tensor([3, 0, 1], dtype=torch.int64, device=device)
     expected = encode_rows(pages[ids], codes)
     packed = torch.zeros_like(expected)
-    encode_pages_triton(pages, ids, packed, codes)
+    encode_pages_triton(pages, ids, codes, packed)
     return Outcome(packed, expected, exact=True)
 
 
@@ -182,7 +178,7 @@ def decoded_pages_outcome(
     kernel = normal(5, num_rows, head_dim, dtype=dtype, device=device)
     reference, ids = kernel.clone(), torch.tensor([3, 0, 1], dtype=torch.int64, device=device)
     reference[ids] = decode_rows(packed.view(codes), dtype)
-    decode_pages_triton(packed, codes, kernel, ids)
+    decode_pages_triton(kernel, ids, codes, packed)
     return Outcome(kernel, reference, exact=dtype is torch.float32 or device.type == "cuda")
 
 

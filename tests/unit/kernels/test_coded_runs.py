@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.kernels.pages import CodedRows, decode_pages, decode_runs, encode_pages, encode_runs
+from baton.kernels.coded_runs import CodedRows, decode_pages, decode_runs, encode_pages, encode_runs
 from baton.kernels.store_kv import decode_rows, encode_rows
 from tests.kernels.outcomes import DTYPES, normal
 
@@ -41,7 +41,7 @@ def test_runs_have_the_codes_of_their_rows_and_become_what_these_stand_for(
     got = pool.new_full(pool.shape, -1.0)
     expected = got.clone()
     expected[numbers[:4]] = decode_rows(encode_rows(pool[numbers[:4]], codes).view(codes), dtype)
-    decode_runs(packed, rows, got, offset_N, run_bytes)
+    decode_runs(got, offset_N, run_bytes, rows, packed)
     assert torch.equal(bytes_of(got), bytes_of(expected))
 
 
@@ -50,10 +50,10 @@ def test_runs_have_the_codes_of_their_rows_and_become_what_these_stand_for(
 def test_pages_have_the_same_codes_as_their_runs(codes: torch.dtype, dtype: torch.dtype) -> None:
     pages, ids = normal(5, 6, 8, dtype=dtype, device=CPU), torch.tensor([4, 0, 3])
     packed = torch.zeros(3, 6, 10, dtype=torch.uint8)
-    encode_pages(pages, ids, packed, codes)
+    encode_pages(pages, ids, codes, packed)
     assert torch.equal(packed, encode_rows(pages[ids], codes))
     got = torch.zeros_like(pages)
-    decode_pages(packed, codes, got, 4 - ids)
+    decode_pages(got, 4 - ids, codes, packed)
     assert torch.equal(got[4 - ids], decode_rows(packed.view(codes), dtype)) and not got[[2, 3]].any()
 
 
@@ -77,16 +77,16 @@ def test_runs_and_codes_that_do_not_fit_are_refused(
     with pytest.raises(ValueError, match=complaint):
         encode_runs(pool, offset_N, run_bytes, ROWS, packed)
     with pytest.raises(ValueError, match=complaint):
-        decode_runs(packed, ROWS, pool, offset_N, run_bytes)
+        decode_runs(pool, offset_N, run_bytes, ROWS, packed)
 
 
 def test_pages_and_codes_that_do_not_fit_are_refused() -> None:
     pages, ids, packed = torch.zeros(5, 6, 8), torch.tensor([1, 2]), torch.zeros(2, 6, 10, dtype=torch.uint8)
     for complaint, arguments in {
-        r"D even, got \(5, 6, 7\)": (torch.zeros(5, 6, 7), ids, packed, torch.int8),
-        "as torch.int16": (pages, ids, packed, torch.int16),
-        "page ids must be": (pages, ids.int(), packed, torch.int8),
-        r"uint8 \(2, 6, 10\), got": (pages, ids, packed[:1], torch.int8),
+        r"D even, got \(5, 6, 7\)": (torch.zeros(5, 6, 7), ids, torch.int8, packed),
+        "as torch.int16": (pages, ids, torch.int16, packed),
+        "page ids must be": (pages, ids.int(), torch.int8, packed),
+        r"uint8 \(2, 6, 10\), got": (pages, ids, torch.int8, packed[:1]),
     }.items():
         with pytest.raises(ValueError, match=complaint):
             encode_pages(*arguments)

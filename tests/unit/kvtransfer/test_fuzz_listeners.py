@@ -235,11 +235,11 @@ def judge_offers(descriptor: int, seed: int, num_offers: int) -> None:
         sender = ShmSender(rank, "nowhere")
         descriptors = rng.choice(([descriptor], [descriptor], [descriptor], [], [descriptor] * 2))
         try:
-            num_pages = sender.map_pages(damaged(rng, OFFER), descriptors)
+            num_pages = sender.map_pages(damaged(rng, OFFER), descriptors).num_pages
         except WireError:
             continue
         finally:
-            sender.unmap_pages()
+            sender.close()
         assert num_pages > 0 and NUM_PAGES * PAGE_BYTES % num_pages == 0
         num_taken += 1
     assert 0 < num_taken < num_offers

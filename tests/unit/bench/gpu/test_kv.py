@@ -8,7 +8,8 @@ import torch
 from baton.bench.gpu import kv
 from baton.bench.gpu.kv import Moved
 from baton.bench.gpu.session import FULL, TOY, Session, WrongResult
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+from baton.kernels.pages import Offsets
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.pages import HostPages
 
 TOY_SESSION = Session(torch.device("cpu"), TOY)

@@ -70,14 +70,15 @@ def test_digests_of_codes_are_those_of_the_rows_that_they_stand_for(
     copy_runs_reference(as_received(plan, sent.view(-1)), received.view(-1), *copied)
 
     ends = [ShardDigests(UnitDigests(local_rank(pool)), b"k" * 32, 1) for pool in (sent, received)]
-    expected = ends[0].take(plan, runs.source_offset_N, 0, num_units, of_destination=True)
-    assert ends[1].take(plan, runs.destination_offset_N, 0, num_units) == expected
-    assert ends[0].take(plan, runs.source_offset_N, 0, num_units) != expected
+    expected = ends[0].take(plan, runs.source_offset_N, 0, num_units)
+    stored = plan.as_stored()
+    assert ends[1].take(stored, runs.destination_offset_N, 0, num_units) == expected
+    assert ends[0].take(stored, runs.source_offset_N, 0, num_units) != expected
     parts = [plan.source.offsets(first, first + 2, pages[0]) for first in (0, 2)]
-    taken = (ends[0].take(plan, parts[at // 2], at, at + 2, of_destination=True) for at in (0, 2))
+    taken = (ends[0].take(plan, parts[at // 2], at, at + 2) for at in (0, 2))
     assert expected == b"".join(taken)
     received.view(-1)[int(runs.destination_offset_N[-1])] ^= 1
-    found = ends[1].take(plan, runs.destination_offset_N, 0, num_units)
+    found = ends[1].take(stored, runs.destination_offset_N, 0, num_units)
     assert differing_units(expected, found) == (num_units - 1,)
 
 

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan, plan_transfer
+from baton.kernels.pages import Offsets
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.transports.base import LocalRank, OutgoingTransfer, Piece
 from baton.kvtransfer.transports.shm import ShmSender
 from baton.pages import PageLayout
@@ -27,7 +28,7 @@ class TwoThreads(ShmSender):
     def __init__(self, rank: LocalRank, address: str, num_threads: int) -> None:
         super().__init__(rank, address)
         self.gate = threading.Event()
-        self._inline_bytes = -1
+        self.inline_bytes = -1
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(num_threads)]
 
     def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:

@@ -126,7 +126,8 @@ def test_each_lane_waits_for_writers_and_is_waited_for_alone(cuda: FakeCuda) -> 
     cut = layout(1, 16)
     plan = plan_transfer(cut, cut, 0, 0)
     pool = torch.arange(8 * cut.page_bytes, device=DEVICE).view(8, -1).to(torch.uint8)
-    packing = DevicePages(pool, 2, stream_priority=-1)
+    packing = packing_of(pool, 2, stream_priority=-1)
+    assert isinstance(packing, DevicePages)
     staging = [packing.staging(2 * cut.page_bytes) for _ in range(2)]
     lanes = [id(stream) for stream in packing.streams]
     assert [stream.priority for stream in cuda.streams] == [-1, -1]

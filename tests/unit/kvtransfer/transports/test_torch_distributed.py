@@ -20,8 +20,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from baton.clock import SystemClock
 from baton.errors import TransferFailed
+from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.messages import PeerRank
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan, plan_transfer
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.transports import torch_distributed
 from baton.kvtransfer.transports.base import LocalRank, Piece, TransferQueue
 from baton.kvtransfer.transports.pages import DevicePages, HostPages, PageMemory, PagePacking
