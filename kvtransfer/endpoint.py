@@ -40,7 +40,7 @@ import contextlib
 import secrets
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -75,6 +75,7 @@ from baton.kvtransfer.protocol.messages import (
     EndpointHello,
     Grant,
     PullRequest,
+    RankListenerAddresses,
     TransferRequest,
     WantedPage,
 )
@@ -84,13 +85,12 @@ from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     Command,
     ForgetShard,
-    RankSettings,
     Route,
     ShardEvent,
     ShardVerified,
 )
 from baton.kvtransfer.ranks.ranks import RankAgents, Ranks
-from baton.kvtransfer.transports.base import AUTO
+from baton.kvtransfer.transports.base import AUTO, RankSettings
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.kvtransfer.transports.registry import transport_set
@@ -129,13 +129,17 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """Return the key or keys that prove links to other replicas."""
         return self.key if isinstance(self.key, bytes) else LinkKeys(self.key, PAGES)
 
-    def hello(self, incarnation: bytes) -> EndpointHello:
-        """Return the first message over each link of the process with this incarnation."""
+    def hello(self, incarnation: bytes, listeners: tuple[RankListenerAddresses, ...] = ()) -> EndpointHello:
+        """Return the first message over each link of the process with this incarnation.
+
+        listeners: of each rank.
+        """
         return EndpointHello(
             protocol=PROTOCOL,
             incarnation=incarnation,
             fingerprint=self.fingerprint,
             layout=self.layout,
+            listeners=listeners,
             has_digests=self.has_digests,
         )
 
@@ -238,12 +242,7 @@ class PageEndpoint(ABC):
 
         Of several pairs of ranks with a peer, the transports of rank 0 count, and of these a fallback.
         """
-        workers, found = links.ids(), dict[str, PairTransport]()
-        for incarnation, transport, best in self._in_use():
-            worker = members.get(workers.get(incarnation, ""))
-            if worker is not None and (worker.name not in found or transport != best):
-                found[worker.name] = PairTransport(worker.name, transport, best)
-        return tuple(sorted(found.values(), key=lambda pair: not pair.has_fallen_back)[:MAX_PAIRS])
+        return ()
 
     @abstractmethod
     def _make_posted_calls(self) -> None:
@@ -252,10 +251,6 @@ class PageEndpoint(ABC):
     @abstractmethod
     def _link_to(self, incarnation: bytes) -> Link | None:
         """Return an open link to the process of this incarnation, or None."""
-
-    def _in_use(self) -> Iterator[tuple[bytes, str, str]]:
-        """Yield the peer's incarnation, the open transport and the first choice of pairs of ranks."""
-        return iter(())
 
     @property
     def num_open(self) -> int:
@@ -611,8 +606,7 @@ class KvEndpoint(PageEndpoint):
             self._peers = Peers(
                 (settings.host, settings.port),
                 settings.secret,
-                settings.hello(incarnation),
-                ranks.listeners,
+                settings.hello(incarnation, ranks.listeners),
                 transports,
                 inbox,
                 self._received,
@@ -651,11 +645,14 @@ class KvEndpoint(PageEndpoint):
         """
         return super().counts() | self._ranks.counts()
 
-    def _in_use(self) -> Iterator[tuple[bytes, str, str]]:
-        incarnations = self._peers.incarnations()
-        for link, transport, best in self._ranks.in_use():
-            if link in incarnations:
-                yield incarnations[link], transport, best
+    def pairs(self, links: KvLinks, members: Mapping[str, Worker]) -> tuple[PairTransport, ...]:
+        incarnations, workers = self._peers.incarnations(), links.ids()
+        found: dict[str, PairTransport] = {}
+        for link, transport, best in self._here.in_use():
+            worker = members.get(workers.get(incarnations.get(link, b""), ""))
+            if worker is not None and (worker.name not in found or transport != best):
+                found[worker.name] = PairTransport(worker.name, transport, best)
+        return tuple(sorted(found.values(), key=lambda pair: not pair.has_fallen_back)[:MAX_PAIRS])
 
     def link(self, address: tuple[str, int]) -> Link:
         """Connect to another endpoint; any thread may call. A link serves many transfers, in both directions.

@@ -3,9 +3,9 @@
 The life of a link:
 
 1. Each end proves that it has the key of page links and that it runs the same build as the other
-   (baton/rpc/connection.py). Each then sends EndpointHello and, if the two replicas are compatible, the
-   addresses of its ranks' listeners. Replicas of the same model are compatible, also with different tp_size
-   or page_size. Otherwise both ends close the link and report the reason, before any page moves.
+   (baton/rpc/connection.py). Each then sends EndpointHello. Replicas of the same model are compatible, also
+   with different tp_size or page_size. Otherwise both ends close the link and report the reason, before any
+   page moves.
 2. The link carries messages about transfers in both directions.
 3. The link ends when the peer breaks a rule, closes the connection or dies. `on_lost` is called once, after
    all messages that arrived before. Links to other peers stay open.
@@ -18,11 +18,11 @@ import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import count
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, TransferFailed, WireError
-from baton.kvtransfer.protocol.messages import AnyMessage, EndpointHello, ListenerAddresses, decode, encode
+from baton.kvtransfer.protocol.messages import AnyMessage, EndpointHello, decode, encode
 from baton.kvtransfer.protocol.transfer_plan import check_same_model, shards_of
 from baton.kvtransfer.transports.base import TransportSet
 from baton.kvtransfer.transports.listener import Listener, listen
@@ -50,15 +50,10 @@ def incompatibility(ours: EndpointHello, theirs: EndpointHello) -> str | None:
         return str(error)
     if ours.incarnation == theirs.incarnation:
         return "the peer is this process itself"
-    return None
-
-
-def listener_mismatch(hello: EndpointHello, listeners: ListenerAddresses) -> str | None:
-    """Return why these cannot be the listeners of the peer's ranks; None when each rank has its own."""
-    num_ranks = hello.layout.num_ranks
-    if len(listeners.ranks) != num_ranks:
-        return f"{len(listeners.ranks)} ranks listen, expected {num_ranks}"
-    if len({rank.incarnation for rank in listeners.ranks}) != num_ranks:
+    num_ranks = theirs.layout.num_ranks
+    if len(theirs.listeners) != num_ranks:
+        return f"{len(theirs.listeners)} ranks listen, expected {num_ranks}"
+    if len({rank.incarnation for rank in theirs.listeners}) != num_ranks:
         return "two ranks are one process"
     return None
 
@@ -70,17 +65,11 @@ class Link:
     """One authenticated connection between two endpoints. It reads nothing before `start`."""
 
     def __init__(
-        self,
-        connection: Connection,
-        host: str,
-        hello: EndpointHello,
-        listeners: ListenerAddresses,
-        link_timeout_s: float,
+        self, connection: Connection, host: str, hello: EndpointHello, link_timeout_s: float
     ) -> None:
-        """host, hello, listeners: of the peer."""
+        """host, hello: of the peer."""
         self.host = host
         self.hello = hello
-        self.listeners = listeners
         self.number = 0  # the link's id within this endpoint, which sets it
         self.is_lost = False
         self._digest_root = hmac.digest(connection.session_key, b"baton kv digests 1", "sha256")
@@ -117,7 +106,6 @@ class Peers:
         address: tuple[str, int],
         key: LinkSecret,
         hello: EndpointHello,
-        listeners: ListenerAddresses,
         transports: TransportSet,
         post: Post,
         on_message: Callable[[Link, AnyMessage], None],
@@ -127,10 +115,9 @@ class Peers:
         dropped: DroppedPeers,
         link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
-        """address: host and port to listen on. hello, listeners, transports: of this endpoint."""
+        """address: host and port to listen on. hello, transports: of this endpoint."""
         self._key = key
         self._hello = hello
-        self._listeners = listeners
         self._transports = transports
         self._post = post
         self._on_message = on_message
@@ -208,12 +195,13 @@ class Peers:
         try:
             connection.handshake()
             connection.send(encode(self._hello))
-            hello = _receive(connection, EndpointHello)
-            _drop_if(connection, incompatibility(self._hello, hello))
-            connection.send(encode(self._listeners))
-            listeners = _receive(connection, ListenerAddresses)
-            _drop_if(connection, listener_mismatch(hello, listeners))
-            return Link(connection, host, hello, listeners, self._link_timeout_s)
+            hello = decode(connection.recv(HANDSHAKE_TIMEOUT_S))
+            if not isinstance(hello, EndpointHello):
+                unexpected = f"{type(hello).__name__} came instead of EndpointHello"
+                raise connection.drop(WireError(unexpected, reason="order"))
+            if (complaint := incompatibility(self._hello, hello)) is not None:
+                raise connection.drop(WireError(complaint, reason="incompatible"))
+            return Link(connection, host, hello, self._link_timeout_s)
         except BaseException:
             connection.close()
             raise
@@ -239,7 +227,7 @@ class Peers:
         try:
             for ranks in shards_of(self._hello.layout, link.hello.layout):
                 self._transports.order(
-                    self._listeners.ranks[ranks.source], link.listeners.ranks[ranks.destination]
+                    self._hello.listeners[ranks.source], link.hello.listeners[ranks.destination]
                 )
             with self._lock:
                 self._start(link)
@@ -262,23 +250,6 @@ class Peers:
         link.is_lost = True
         self._links.discard(link)
         self._on_lost(link)
-
-
-MessageT = TypeVar("MessageT", EndpointHello, ListenerAddresses)
-
-
-def _receive(connection: Connection, kind: type[MessageT]) -> MessageT:
-    message = decode(connection.recv(HANDSHAKE_TIMEOUT_S))
-    if not isinstance(message, kind):
-        raise connection.drop(
-            WireError(f"{type(message).__name__} came instead of {kind.__name__}", reason="order")
-        )
-    return message
-
-
-def _drop_if(connection: Connection, complaint: str | None) -> None:
-    if complaint is not None:
-        raise connection.drop(WireError(complaint, reason="incompatible"))
 
 
 # Begins to open a link to an endpoint and returns at once. The callback is called by the worker's thread with

@@ -12,7 +12,6 @@ from baton.kvtransfer.protocol.messages import (
     AnyMessage,
     EndpointHello,
     Extend,
-    ListenerAddresses,
     RankListenerAddresses,
     TransferMessage,
     decode,
@@ -42,17 +41,19 @@ class RoguePeer:
         sock = socket.create_connection(address)
         self.connection = Connection(sock, KEY, Role.CONNECTING, schema=KV_SCHEMA).handshake()
         self.incarnation = incarnation or secrets.token_bytes(16)
-        self.say(
-            EndpointHello(
-                protocol=PROTOCOL, incarnation=self.incarnation, fingerprint="model", layout=layout()
-            )
-        )
-        self.hello = self.hear(EndpointHello)
         rank = RankListenerAddresses(
             incarnation=self.incarnation, host=host, device="cpu", addresses=dict(addresses)
         )
-        self.say(ListenerAddresses(ranks=(rank,)))
-        self.listeners = self.hear(ListenerAddresses)
+        self.say(
+            EndpointHello(
+                protocol=PROTOCOL,
+                incarnation=self.incarnation,
+                fingerprint="model",
+                layout=layout(),
+                listeners=(rank,),
+            )
+        )
+        self.hello = self.hear(EndpointHello)
 
     def __enter__(self) -> Self:
         return self

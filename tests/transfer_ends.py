@@ -23,10 +23,12 @@ from baton.kernels.store_kv import decode_rows, encode_rows
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, plan_transfer
 from baton.kvtransfer.transports.base import (
+    AUTO,
     LocalRank,
     OutgoingTransfer,
     Piece,
     PieceOutcome,
+    RankSettings,
     Sender,
     TransportListener,
 )
@@ -49,7 +51,6 @@ from baton.kvtransfer.transports.torch_distributed import (
     GroupTransport,
 )
 from baton.pages import PageLayout
-from baton.rpc.auth import LinkSecret
 
 KEY: Final = b"the key of the tests' cluster"
 PACKAGES: Final = {"nixl": "nixl", "mooncake": "mooncake"}  # transport -> the Python package that it needs
@@ -111,19 +112,19 @@ def local_rank(
     *,
     layout: PageLayout = LAYOUT,
     rank: int = 0,
-    key: LinkSecret = KEY,
+    key: bytes = KEY,
     shared: SharedPool | None = None,
     on_writer_death: Callable[[list[bytes]], None] = lambda registrations: None,
     clock: Clock | None = None,
 ) -> LocalRank:
     """A rank of this process with these pages; its layout matters to gloo and NCCL alone."""
+    settings = RankSettings(
+        key=key, layout=layout, rank=rank, host="127.0.0.1", transport=AUTO, num_hashing_threads=1
+    )
     return LocalRank(
         pages,
-        layout=layout,
-        rank=rank,
-        host="127.0.0.1",
-        key=key,
-        incarnation=WRITER,
+        settings,
+        WRITER,
         shared=shared,
         on_writer_death=on_writer_death,
         clock=clock,

@@ -22,7 +22,7 @@ from baton.pages import KEY_BYTES, PageLayout
 
 KindT = TypeVar("KindT")
 
-PROTOCOL: Final = 9
+PROTOCOL: Final = 10
 MAX_PAGES: Final = 65_536  # pages of one transfer; also the limit of its units
 MAX_PULLED_PAGES: Final = 28_672  # on each side: one frame holds four lists of this length and the keys
 MAX_SHARDS: Final = 256
@@ -72,16 +72,6 @@ class OfTransfer(TransferMessage, frozen=True):
     epoch: Epoch
 
 
-class EndpointHello(TransferMessage, frozen=True):
-    """The first message in each direction of every link; see kvtransfer/links.py."""
-
-    protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
-    incarnation: Incarnation  # new for each process; page ids and epochs are valid only within one
-    fingerprint: Annotated[str, Meta(min_length=1, max_length=128)]  # identifies the model
-    layout: PageLayout  # of all ranks together
-    has_digests: bool = True  # of pages, unless both ends say that they need none
-
-
 class RankListenerAddresses(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The listeners of one rank, by transport name. Addresses are relative to the rank's host."""
 
@@ -91,6 +81,17 @@ class RankListenerAddresses(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     addresses: Annotated[dict[TransportName, ListenerAddress], Meta(max_length=8)] = {}
 
 
+class EndpointHello(TransferMessage, frozen=True):
+    """The first message in each direction of every link; see kvtransfer/links.py."""
+
+    protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
+    incarnation: Incarnation  # new for each process; page ids and epochs are valid only within one
+    fingerprint: Annotated[str, Meta(min_length=1, max_length=128)]  # identifies the model
+    layout: PageLayout  # of all ranks together
+    listeners: Annotated[tuple[RankListenerAddresses, ...], Meta(max_length=MAX_RANKS)] = ()  # of each rank
+    has_digests: bool = True  # of pages, unless both ends say that they need none
+
+
 class PeerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rank of the peer replica, which sends or receives one shard of a transfer."""
 
@@ -98,12 +99,6 @@ class PeerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     layout: PageLayout
     rank: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     listeners: RankListenerAddresses
-
-
-class ListenerAddresses(TransferMessage, frozen=True):
-    """The second message in each direction: the listeners of the sender's ranks, in rank order."""
-
-    ranks: Annotated[tuple[RankListenerAddresses, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class Grant(OfTransfer, frozen=True):
@@ -215,7 +210,6 @@ class Released(OfTransfer, frozen=True):
 
 AnyMessage: TypeAlias = (
     EndpointHello
-    | ListenerAddresses
     | Grant
     | PullRequest
     | PullRefused

@@ -46,7 +46,6 @@ from baton.kvtransfer.protocol.handoff import (
     Owner,
     PageLedger,
     Send,
-    Timeline,
 )
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
@@ -63,6 +62,7 @@ from baton.kvtransfer.protocol.messages import (
     Verified,
     Wrote,
 )
+from baton.kvtransfer.protocol.timeline import Timeline
 from baton.kvtransfer.ranks.messages import (
     PushEnded,
     PushUnits,

@@ -20,7 +20,6 @@ from baton.kvtransfer.ranks.messages import (
     AgentHello,
     AllStopped,
     Counted,
-    RankSettings,
     Ready,
     SetUp,
     StopAll,
@@ -31,6 +30,7 @@ from baton.kvtransfer.ranks.messages import (
     encode,
 )
 from baton.kvtransfer.ranks.ranks import CONNECT_S, AgentArguments
+from baton.kvtransfer.transports.base import RankSettings
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.registry import transport_set
 from baton.rpc.auth import Role

@@ -29,7 +29,6 @@ from baton.kvtransfer.ranks.messages import (
     OpenShard,
     PushEnded,
     PushUnits,
-    RankSettings,
     ReachPeer,
     ShardCommand,
     ShardEvent,
@@ -52,13 +51,12 @@ from baton.kvtransfer.transports.base import (
     OutgoingTransfer,
     Piece,
     PieceOutcome,
+    RankSettings,
     TransportSet,
     this_host,
 )
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
-from baton.messages.bounds import Kind
-from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 from baton.rpc.connection import DROPPED, DroppedPeers, Post
 
 logger = logging.getLogger(__name__)
@@ -383,28 +381,14 @@ class RankExecutor:
 
         steps: the steps that write the pool; None: only transfers write it.
         """
-        self.is_lost = False  # True only for a rank of another process: no new transfer begins with it
-        self._settings = settings
-        self._ring: KeyRing | None = None  # None when the key never changes
-        key: LinkSecret
-        if isinstance(settings.key, bytes):
-            key = settings.key
-        else:
-            self._ring = KeyRing(Kind.WORKER, settings.key)
-            key = LinkKeys(self._ring, PAGES)
         self.rank = LocalRank(
             pool,
-            layout=settings.layout,
-            rank=settings.rank,
-            host=settings.host,
-            key=key,
-            incarnation=incarnation,
+            settings,
+            incarnation,
             shared=shared,
             on_writer_death=lambda registrations: post(partial(self._on_writer_death, registrations)),
             clock=clock,
             dropped=dropped,
-            num_streams=settings.num_streams,
-            stream_priority=settings.stream_priority,
         )
         self._open_listeners = transports.listen(self.rank)
         self.listeners = RankListenerAddresses(
@@ -438,18 +422,13 @@ class RankExecutor:
             case DropLink(link=link):
                 self._transports.drop(link)
             case UseKeys(generations=generations):
-                if self._ring is not None:
-                    self._ring.replace(generations)
+                self.rank.use_keys(generations)
             case _:
                 self._gate.perform(command)
 
     def stop(self) -> None:
-        """Stop sending pages; `wait_until_stopped` waits for the end. Any thread may call."""
+        """Stop sending pages. On return no page can leave the rank. Any thread may call."""
         self._transports.stop()
-
-    def wait_until_stopped(self, timeout_s: float) -> bool:
-        """Return True once no page can leave the rank; False after the timeout."""
-        return True  # `stop` has waited
 
     def close(self) -> None:
         """Stop the rank. After the return only processes that have mapped the pool can write its pages."""
@@ -523,6 +502,7 @@ class RankExecutor:
                 del self._receiving[command.transfer]
 
     def _plan(self, peer: PeerRank, layers: tuple[int, int], *, is_source: bool) -> TransferPlan:
-        ours, theirs = (self._settings.layout, self._settings.rank), (peer.layout, peer.rank)
+        own = self.rank.settings
+        ours, theirs = (own.layout, own.rank), (peer.layout, peer.rank)
         (source, source_rank), (destination, rank) = (ours, theirs) if is_source else (theirs, ours)
         return plan_transfer(source, destination, source_rank, rank, layers)

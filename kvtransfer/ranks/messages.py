@@ -42,13 +42,11 @@ from baton.kvtransfer.protocol.messages import (
     Unit,
     decode_by,
 )
-from baton.kvtransfer.transports.base import Count, PieceOutcome
-from baton.messages.bounds import KvStreams, schema_hash
-from baton.pages import PageLayout
+from baton.kvtransfer.transports.base import Count, PieceOutcome, Rank, RankSettings
+from baton.messages.bounds import schema_hash
 from baton.rpc.auth import Generations as KeyGenerations
 
 MAX_COUNTS: Final = 256  # of a rank, each with a name
-Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 DigestKey: TypeAlias = Annotated[bytes, Meta(max_length=32)]  # see Link.digest_key
 Layer: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 Layers: TypeAlias = tuple[Layer, Layer]  # [first, stop)
@@ -59,19 +57,6 @@ class RankMessage(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
 ):
     """A command or an event."""
-
-
-class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one rank of a replica."""
-
-    key: bytes | KeyGenerations  # of page links; bytes: a key that never changes
-    layout: PageLayout
-    rank: Rank
-    host: str  # the address that the rank listens on
-    transport: str  # see kvtransfer/transports/registry.py
-    num_hashing_threads: int
-    num_streams: KvStreams  # of CUDA, for each pair of ranks
-    stream_priority: int
 
 
 class OfShard(RankMessage, frozen=True):

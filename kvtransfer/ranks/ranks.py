@@ -36,7 +36,7 @@ from baton.clock import Clock
 from baton.config.engine import RankSidecar
 from baton.errors import BatonError, ConfigError, WireError, WorkerLost
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.protocol.messages import ListenerAddresses, PeerRank, RankListenerAddresses
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import shards_of
 from baton.kvtransfer.ranks.executor import Emit, RankExecutor
 from baton.kvtransfer.ranks.messages import (
@@ -47,7 +47,6 @@ from baton.kvtransfer.ranks.messages import (
     Command,
     Counted,
     DropLink,
-    RankSettings,
     Ready,
     Route,
     SetUp,
@@ -62,6 +61,7 @@ from baton.kvtransfer.ranks.messages import (
     decode_for_rank_zero,
     encode,
 )
+from baton.kvtransfer.transports.base import RankSettings
 from baton.kvtransfer.transports.listener import Listener, listen_on_host
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
@@ -143,9 +143,11 @@ class RemoteRank:
         return self._counts
 
     def stop(self) -> None:
+        """Begin to stop sending pages; `wait_until_stopped` waits for the end."""
         self._stream.send(encode(StopAll()))
 
     def wait_until_stopped(self, timeout_s: float) -> bool:
+        """Return True once no page can leave the rank; False after the timeout."""
         return self._has_stopped.wait(max(0.0, timeout_s))
 
     def died(self) -> None:
@@ -202,7 +204,6 @@ class RankAgents:
         self._watch = ProcessWatch()
         listener, self._address = listen_on_host("baton-ranks")
         self._acceptor = Listener(listener, self._greet, "kv-ranks", self._dropped)
-        self._is_open = True
 
     @property
     def sidecar(self) -> RankSidecar:
@@ -222,7 +223,7 @@ class RankAgents:
             if not self._has_connected.wait_for(lambda: len(self._newcomers) == len(others), timeout_s):
                 missing = [rank for rank in others if rank not in self._newcomers]
                 raise WorkerLost(f"the agents of ranks {missing} did not connect within {timeout_s:g} s")
-        self._close_listener()
+        self._acceptor.close()
         ranks: list[RemoteRank] = []
         try:
             for rank in others:
@@ -240,18 +241,13 @@ class RankAgents:
             self._watch.add(self._newcomers.pop(rank.rank).process, rank.died)
 
     def close(self) -> None:
-        self._close_listener()
+        self._acceptor.close()
         self._watch.close()
         with self._has_connected:
             for newcomer in self._newcomers.values():
                 newcomer.connection.close()
                 os.close(newcomer.process)
             self._newcomers.clear()
-
-    def _close_listener(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._acceptor.close()
 
     def _greet(self, sock: socket.socket) -> None:
         connection: Connection | None = None
@@ -330,8 +326,9 @@ class Ranks:
         return self._here.rank.registrations
 
     @property
-    def listeners(self) -> ListenerAddresses:
-        return ListenerAddresses(ranks=tuple(executor.listeners for executor in self._executors))
+    def listeners(self) -> tuple[RankListenerAddresses, ...]:
+        """The listeners of each rank."""
+        return tuple(executor.listeners for executor in self._executors)
 
     def counts(self) -> dict[str, int]:
         """The counters since the start, by name, summed over all ranks."""
@@ -340,13 +337,9 @@ class Ranks:
             total.update(executor.counts())
         return dict(total)
 
-    def in_use(self) -> list[tuple[int, str, str]]:
-        """The link, the open transport and the first choice of rank 0 and each peer's rank."""
-        return self._here.in_use()
-
     def complaint(self) -> str | None:
         """The reason why no transfer can begin; None when no rank is lost."""
-        lost = [str(rank) for rank, executor in enumerate(self._executors) if executor.is_lost]
+        lost = [str(other.rank) for other in self._others if other.is_lost]
         return f"rank {', '.join(lost)} is lost" if lost else None
 
     def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[Route]:
@@ -356,7 +349,7 @@ class Ranks:
         found = []
         for source_rank, rank, layers, group in shards_of(source, destination, num_layer_groups):
             ours, theirs = (source_rank, rank) if is_source else (rank, source_rank)
-            listeners = link.listeners.ranks[theirs]
+            listeners = link.hello.listeners[theirs]
             peer_rank = PeerRank(host=link.host, layout=peer, rank=theirs, listeners=listeners)
             found.append(Route(ours, peer_rank, layers, group))
         return found
@@ -375,12 +368,11 @@ class Ranks:
 
     def stop(self) -> bool:
         """Stop all sending of pages. Returns False when a rank does not confirm the stop in time."""
-        for executor in self._executors:
-            executor.stop()
+        for other in self._others:
+            other.stop()
+        self._here.stop()
         deadline_s = self._clock.now_s() + STOP_S
-        return all(
-            [executor.wait_until_stopped(deadline_s - self._clock.now_s()) for executor in self._executors]
-        )
+        return all([other.wait_until_stopped(deadline_s - self._clock.now_s()) for other in self._others])
 
     def close(self) -> None:
         if self._agents is not None:

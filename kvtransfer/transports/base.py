@@ -29,6 +29,7 @@ import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Final, Literal, Protocol, TypeAlias
 
@@ -42,8 +43,11 @@ from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, sent_codes
 from baton.kvtransfer.transports.pages import PageGenerations, PageMemory, PagePacking, SharedPool, packing_of
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
+from baton.kvtransfer.transports.records import PartHeader, WriteOutcome
+from baton.messages.bounds import Kind, KvStreams
 from baton.pages import PageLayout
-from baton.rpc.auth import NO_SCHEMA, LinkSecret, Role
+from baton.rpc.auth import NO_SCHEMA, PAGES, KeyRing, LinkKeys, LinkSecret, Role
+from baton.rpc.auth import Generations as KeyGenerations
 from baton.rpc.connection import Connection, DroppedPeers
 
 AUTO: Final = "auto"  # the setting by which a transport is chosen by where the two ranks are
@@ -55,62 +59,86 @@ def this_host() -> str:
     return _BOOT_ID.read_text().strip()
 
 
+Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one rank of a replica."""
+
+    key: bytes | KeyGenerations  # of page links; bytes: a key that never changes
+    layout: PageLayout
+    rank: Rank
+    host: str  # the address that the rank listens on
+    transport: str  # see kvtransfer/transports/registry.py
+    num_hashing_threads: int
+    num_streams: KvStreams = 1  # of CUDA, on which one pair of ranks copies pages and sends them over NCCL
+    stream_priority: int = 0  # of all streams that copy pages, as torch counts priorities: -1 goes before 0
+
+
 class LocalRank:
     """A rank of this process, with everything that its transports need. `close` frees what it has made."""
 
     def __init__(
         self,
         pool: Tensor,
-        *,
-        layout: PageLayout,
-        rank: int,
-        host: str,
-        key: LinkSecret,
+        settings: RankSettings,
         incarnation: bytes,
+        *,
         shared: SharedPool | None = None,
         on_writer_death: Callable[[list[bytes]], None] = lambda registrations: None,
         clock: Clock | None = None,
         dropped: DroppedPeers | None = None,
-        num_streams: int = 1,
-        stream_priority: int = 0,
     ) -> None:
         """pool: contiguous [num_pages, ...], on a CPU or a GPU; ValueError for any other.
 
-        host: the address to listen on. key: of page links. incarnation: 16 bytes that name this process.
-        shared: has made `pool`, if other processes on this host may map the pool. on_writer_death: called
-        from any thread with the ids of open registrations after the death of their writing process.
-        num_streams: CUDA streams on which one pair of ranks copies pages and sends them over NCCL.
-        stream_priority: of all streams that copy pages, as torch counts priorities: -1 goes before 0.
+        incarnation: 16 bytes that name this process. shared: has made `pool`, if other processes on this host
+        may map the pool. on_writer_death: called from any thread with the ids of open registrations after the
+        death of their writing process.
         """
         self.pool = pool
+        self.settings = settings
+        self.incarnation = incarnation
         self.num_pages = len(pool)
         self.device: Literal["cpu", "cuda"] = "cuda" if pool.is_cuda else "cpu"
         self.memory = None if pool.is_cuda else PageMemory.of(pool)
-        self.layout = layout
-        self.sends_codes = sent_codes(layout) is not None
-        self.rank = rank
-        self.host = host
-        self.key = key
-        self.incarnation = incarnation
+        self.sends_codes = sent_codes(settings.layout) is not None
         self.shared = shared
         self.on_writer_death = on_writer_death
         self.clock = clock or SystemClock()
         self.dropped = dropped or DroppedPeers()
-        self.num_streams = num_streams
-        self.stream_priority = stream_priority
         self.registrations = ReceiveRegistrations(self.num_pages)
         # None: other processes cannot write into the pool directly
         self.generations = PageGenerations(self.num_pages) if pool.is_cuda else None
         if shared is not None:
             self.generations = shared.generations
+        self._ring: KeyRing | None = None  # None: a key that never changes
+        self._secret: LinkSecret
+        if isinstance(settings.key, bytes):
+            self._secret = settings.key
+        else:
+            self._ring = KeyRing(Kind.WORKER, settings.key)
+            self._secret = LinkKeys(self._ring, PAGES)
 
-    def connection(self, sock: socket.socket, role: Role, schema: bytes = NO_SCHEMA) -> Connection:
-        """Return a connection over the socket, before its handshake, under the key of page links."""
-        return Connection(sock, self.key, role, dropped=self.dropped, clock=self.clock, schema=schema)
+    def use_keys(self, generations: KeyGenerations) -> None:
+        """Prove new connections with these keys; without effect on a rank with a key that never changes."""
+        if self._ring is not None:
+            self._ring.replace(generations)
+
+    def connect(
+        self, sock: socket.socket, role: Role, timeout_s: float, schema: bytes = NO_SCHEMA
+    ) -> Connection:
+        """Return a connection over the socket; both ends have proven the key of page links to each other.
+
+        Raises BatonError or OSError when that fails; the caller closes the socket.
+        """
+        connection = Connection(
+            sock, self._secret, role, dropped=self.dropped, clock=self.clock, schema=schema
+        )
+        return connection.handshake(timeout_s)
 
     def packing(self, num_lanes: int = 1) -> PagePacking:
         """Packs and unpacks runs of the pool, for one user: on a GPU each user has streams of its own."""
-        return packing_of(self.pool, num_lanes, self.stream_priority)
+        return packing_of(self.pool, num_lanes, self.settings.stream_priority)
 
     def close(self) -> None:
         """Free what this rank has made; the listeners have been closed before."""
@@ -252,16 +280,13 @@ class TransportSet:
     def listen(self, rank: LocalRank) -> dict[str, TransportListener]:
         """Return the rank's open listeners by transport name. The caller closes the listeners."""
         listeners: dict[str, TransportListener] = {}
-        try:
+        with ExitStack() as failing:
             for transport in self._transports:
                 if transport.is_automatic or transport is self._asked:
                     listener = transport.listen(rank)
                     if listener is not None:
-                        listeners[transport.name] = listener
-        except BaseException:
-            for listener in listeners.values():
-                listener.close()
-            raise
+                        listeners[transport.name] = failing.enter_context(closing(listener))
+            failing.pop_all()
         return listeners
 
     def order(
@@ -326,6 +351,11 @@ class Part:
         self.first = first
         self.stop = stop
         self.num_bytes = (stop - first) * piece.transfer.plan.sent_unit_bytes
+
+    @property
+    def header(self) -> PartHeader:
+        """Return the record that goes before the part's bytes."""
+        return PartHeader(self.transfer.id, self.transfer.epoch, self.first, self.stop, self.num_bytes)
 
 
 class TransferQueue:
@@ -436,6 +466,13 @@ class TransferQueue:
             del self._open[piece]
             tell = piece.end(self._clock.now_s(), None)
         tell()
+
+    def answered(self, part: Part, outcome: WriteOutcome, num_messages: int, gather_s: float) -> None:
+        """Record the destination's answer to a part."""
+        if outcome == WriteOutcome.WRITTEN:
+            self.finish(part, num_messages, gather_s)
+        else:
+            self.fail(part, "the destination has ended the transfer")
 
     def fail(self, part: Part, reason: str) -> None:
         """Fail the part's piece: the destination refused the part, or the part cannot be sent."""

@@ -99,7 +99,7 @@ class Listener:
     def close(self) -> None:
         """Cut off the newcomers that were not let in, and stop the peers that are served.
 
-        Returns when the threads of both have ended.
+        Returns when the threads of both have ended. May be called twice.
         """
         self._closing.set()
         _shut(self._listener)

@@ -12,9 +12,7 @@ import hmac
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Final
-
-import msgspec
+from typing import Final, NamedTuple
 
 from baton.errors import WireError
 
@@ -41,7 +39,7 @@ class WriteOutcome(IntEnum):
 _OUTCOMES: Final = frozenset(WriteOutcome)
 
 
-class PartHeader(msgspec.Struct, frozen=True):
+class PartHeader(NamedTuple):
     """Units [first, stop) of a transfer, in num_bytes bytes."""
 
     transfer: bytes
@@ -60,7 +58,7 @@ def encode_headers(key: bytes, number: int, headers: Sequence[PartHeader]) -> by
     """Return one record of 1 to MAX_BATCH parts. number: of parts that went before on this stream."""
     plain = _OPENING.pack(_HEADER_MAGIC, number, len(headers))
     for each in headers:
-        plain += _PART.pack(each.transfer, each.epoch, each.first, each.stop, each.num_bytes)
+        plain += _PART.pack(*each)
     return plain + _seal(key, plain)
 
 

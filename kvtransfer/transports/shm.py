@@ -90,8 +90,7 @@ class DirectListener:
         try:
             process = peer_process(sock, rank.dropped)
             try:
-                connection = rank.connection(sock, Role.ACCEPTING, self._schema)
-                self._give(connection.handshake(HANDSHAKE_S), process)
+                self._give(rank.connect(sock, Role.ACCEPTING, HANDSHAKE_S, self._schema), process)
             finally:
                 os.close(process)
         except WireError as error:
@@ -198,9 +197,8 @@ class DirectSender(QueueSender, ABC):
 
     def _map(self, sock: socket.socket) -> None:
         rank = self._rank
-        connection = rank.connection(sock, Role.CONNECTING, self.schema)
+        connection = rank.connect(sock, Role.CONNECTING, HANDSHAKE_S, self.schema)
         with contextlib.closing(connection):
-            connection.handshake(HANDSHAKE_S)
             connection.send(rank.incarnation)
             message = connection.recv(HANDSHAKE_S)
             descriptors = connection.take_descriptors()

@@ -52,7 +52,6 @@ from baton.kvtransfer.transports.records import (
     stream_key,
 )
 from baton.rpc.auth import Role
-from baton.rpc.connection import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -116,13 +115,15 @@ class StreamPages:
             self._parts.store(plan, offset_N)
 
 
-def _page_socket(connection: Connection, settings: TcpSettings, clock: Clock) -> tuple[PageSocket, bytes]:
-    """A stream over a connection that is past its handshake, and the key of the stream's records."""
-    connection.handshake(settings.connect_s)
+def _page_socket(
+    rank: LocalRank, sock: socket.socket, role: Role, settings: TcpSettings
+) -> tuple[PageSocket, bytes]:
+    """A stream over a connected socket, and the key of the stream's records; raises as LocalRank.connect."""
+    connection = rank.connect(sock, role, settings.connect_s)
     key = stream_key(connection.session_key)
     sock = connection.detach()
     unpace(sock)
-    return PageSocket(sock, clock, stall_s=settings.stall_s, limit_s=settings.part_s), key
+    return PageSocket(sock, rank.clock, stall_s=settings.stall_s, limit_s=settings.part_s), key
 
 
 # The source.
@@ -176,7 +177,7 @@ class TcpSender(QueueSender):
 
         on_socket: told of the socket before anything is waited for, so that another thread can end the wait.
         """
-        (host, port), rank = self._address, self._rank
+        host, port = self._address
         sock: socket.socket | None = None
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -185,8 +186,7 @@ class TcpSender(QueueSender):
             sock.settimeout(self._settings.connect_s)
             on_socket(sock)
             sock.connect((host, port))
-            connection = rank.connection(sock, Role.CONNECTING)
-            return _page_socket(connection, self._settings, rank.clock)
+            return _page_socket(self._rank, sock, Role.CONNECTING, self._settings)
         except (OSError, BatonError) as error:
             if sock is not None:
                 sock.close()
@@ -285,8 +285,7 @@ class _SendStream:
         begun_s, calls_before = self._clock.now_s(), stream.num_calls
         try:
             offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
-            header = PartHeader(transfer.id, transfer.epoch, part.first, part.stop, part.num_bytes)
-            self._header.raw = encode_headers(self._key, self._num_sent, (header,))
+            self._header.raw = encode_headers(self._key, self._num_sent, (part.header,))
             places = self._pages.outgoing(transfer.plan, offset_N, self._header)
             gather_s = self._clock.now_s() - begun_s
             self._sending = transfer.id
@@ -308,10 +307,7 @@ class _SendStream:
         (outcome,) = decode_answers(self._key, self._num_answered, record, 1)
         self._num_answered += 1
         answered = self._unanswered.popleft()
-        if outcome == WriteOutcome.WRITTEN:
-            self._queue.finish(answered.part, answered.num_calls, answered.gather_s)
-        else:
-            self._queue.fail(answered.part, "the destination has ended the transfer")
+        self._queue.answered(answered.part, outcome, answered.num_calls, answered.gather_s)
 
     def _start_anew(self) -> None:
         """Connect again and send the unanswered parts again: a part may be written twice."""
@@ -340,7 +336,7 @@ class TcpReceiver:
         self._rank = rank
         self._packing = rank.packing()
         self._settings = settings or TcpSettings()
-        listener = listen(rank.host)
+        listener = listen(rank.settings.host)
         tune(listener)
         self.port: int = listener.getsockname()[1]
         self._acceptor = Listener(listener, self._greet, "tcp", rank.dropped)
@@ -356,7 +352,7 @@ class TcpReceiver:
         """Let a source prove itself, then serve its stream; called in a thread for this source."""
         rank = self._rank
         try:
-            page_socket, key = _page_socket(rank.connection(sock, Role.ACCEPTING), self._settings, rank.clock)
+            page_socket, key = _page_socket(rank, sock, Role.ACCEPTING, self._settings)
         except (BatonError, OSError) as error:
             _log_end(error)
             sock.close()
@@ -410,9 +406,7 @@ class ReceiveStream:
 
     def _receive_part(self, header: PartHeader) -> None:
         registrations = self._rank.registrations
-        writing = registrations.begin(
-            header.transfer, header.epoch, header.first, header.stop, header.num_bytes
-        )
+        writing = registrations.begin(*header)
         num_left = header.num_bytes
         if writing is not None:
             is_whole = False

@@ -258,8 +258,8 @@ class GroupSender(QueueSender):
         peer: PeerRank,
         settings: GroupSettings | None = None,
     ) -> None:
-        self._plan = plan_transfer(rank.layout, peer.layout, rank.rank, peer.rank)
-        super().__init__(rank, part_bytes(self._plan, transport.part_bytes), 1, rank.num_streams)
+        self._plan = plan_transfer(rank.settings.layout, peer.layout, rank.settings.rank, peer.rank)
+        super().__init__(rank, part_bytes(self._plan, transport.part_bytes), 1, rank.settings.num_streams)
         self._transport = transport
         self._name = transport.name
         self._address = peer.host, port_of(peer.listeners.addresses[transport.name])
@@ -298,7 +298,7 @@ class GroupSender(QueueSender):
                 channel = self._transport.join(
                     store,
                     SOURCE,
-                    self._rank.host,
+                    self._rank.settings.host,
                     self._packing,
                     payload_bytes(self._plan, self._transport.part_bytes),
                     settings.connect_s,
@@ -317,16 +317,15 @@ class GroupSender(QueueSender):
         rank, timeout_s = self._rank, self._settings.connect_s
         request = PairRequest(
             transport=self._name,
-            layout=rank.layout,
-            rank=rank.rank,
+            layout=rank.settings.layout,
+            rank=rank.settings.rank,
             payload_bytes=payload_bytes(self._plan, self._transport.part_bytes),
         )
         host, port = self._address
         connection: Connection | None = None
         try:
             sock = socket.create_connection(self._address, timeout_s)
-            connection = rank.connection(sock, Role.CONNECTING, PAIR_SCHEMA)
-            connection.handshake(timeout_s)
+            connection = rank.connect(sock, Role.CONNECTING, timeout_s, PAIR_SCHEMA)
             connection.send(msgspec.msgpack.encode(request))
             reply = decode_greeting(connection.recv(timeout_s), PairReply, "pair")
             if reply.refusal:
@@ -384,7 +383,7 @@ class GroupSender(QueueSender):
     def _send_batch(self, channel: GlooChannel, batch: int, first: int, parts: list[Part]) -> float:
         """Announce, pack and send parts, and leave their pages. Returns the seconds that packing took."""
         packing, clock, gather_s = self._packing, self._rank.clock, 0.0
-        numbers, headers = range(first, first + len(parts)), [_header_of(part) for part in parts]
+        numbers, headers = range(first, first + len(parts)), [part.header for part in parts]
         num_packed = num_left = 0
         try:
             for index, part in enumerate(parts):
@@ -426,14 +425,7 @@ class GroupSender(QueueSender):
             num_answered += 1
             self._freed.put(len(sent.parts))
             for part, outcome in zip(sent.parts, outcomes, strict=True):
-                if outcome == WriteOutcome.WRITTEN:
-                    self._queue.finish(part, 1, sent.gather_s / len(sent.parts))
-                else:
-                    self._queue.fail(part, "the destination has ended the transfer")
-
-
-def _header_of(part: Part) -> PartHeader:
-    return PartHeader(part.transfer.id, part.transfer.epoch, part.first, part.stop, part.num_bytes)
+                self._queue.answered(part, outcome, 1, sent.gather_s / len(sent.parts))
 
 
 # The destination.
@@ -448,7 +440,7 @@ class GroupListener:
         self._transport = transport
         self._rank = rank
         self._settings = settings or GroupSettings()
-        listener = listen(rank.host)
+        listener = listen(rank.settings.host)
         self.address = str(listener.getsockname()[1])
         self._acceptor = Listener(listener, self._greet, transport.name, rank.dropped)
 
@@ -457,17 +449,16 @@ class GroupListener:
 
     def _greet(self, sock: socket.socket) -> None:
         """Form a pair with a source that proves itself, and serve it; called in a thread for this source."""
-        rank, timeout_s = self._rank, self._settings.connect_s
         try:
-            connection = rank.connection(sock, Role.ACCEPTING, PAIR_SCHEMA)
-        except OSError as error:  # the peer has left already
-            logger.info("a source has formed no pair: %s", error)
+            connection = self._rank.connect(sock, Role.ACCEPTING, self._settings.connect_s, PAIR_SCHEMA)
+        except (BatonError, OSError) as error:
+            level = logging.WARNING if isinstance(error, WireError) else logging.INFO  # the peer has left
+            logger.log(level, "a source has formed no pair: %s", error)
             sock.close()
             return
         try:
-            connection.handshake(timeout_s)
             pair = self._form_pair(sock, connection, self._receive_request(connection))
-        except (BatonError, TimeoutError, OSError, RuntimeError) as error:  # CUDA raises RuntimeError
+        except (BatonError, OSError, RuntimeError) as error:  # CUDA raises RuntimeError
             logger.warning("a source has formed no pair: %s", error)
             if isinstance(error, TransferFailed):
                 with contextlib.suppress(BatonError, TimeoutError):
@@ -489,7 +480,7 @@ class GroupListener:
         """Return the pair. Raises TransferFailed, for the source to read, when the ranks cannot form one."""
         rank, name = self._rank, self._transport.name
         try:
-            plan = plan_transfer(request.layout, rank.layout, request.rank, rank.rank)
+            plan = plan_transfer(request.layout, rank.settings.layout, request.rank, rank.settings.rank)
         except (ValueError, BatonError) as error:
             raise TransferFailed(str(error)) from error
         if request.transport != name:
@@ -522,7 +513,7 @@ class ReceivePair:
         self._connection = connection
         self._key = stream_key(connection.session_key)
         self._packing = rank.packing(
-            rank.num_streams
+            rank.settings.num_streams
         )  # of its own: a stalled source holds up no other source
         self._lock = threading.Lock()
         self._channel: GlooChannel | None = None
@@ -558,7 +549,7 @@ class ReceivePair:
         self._connection.send(msgspec.msgpack.encode(PairReply()))
         with contextlib.closing(PairStore(self._connection, timeout_s)) as store:
             channel = self._transport.join(
-                store, DESTINATION, self._rank.host, self._packing, self._num_bytes, timeout_s
+                store, DESTINATION, self._rank.settings.host, self._packing, self._num_bytes, timeout_s
             )
         with self._lock:
             self._channel = channel
@@ -604,9 +595,7 @@ class ReceivePair:
     def _write_part(self, payload: Tensor, header: PartHeader, lane: int) -> WriteOutcome:
         """Unpack a part that has arrived, if its registration admits it."""
         registrations = self._rank.registrations
-        writing = registrations.begin(
-            header.transfer, header.epoch, header.first, header.stop, header.num_bytes
-        )
+        writing = registrations.begin(*header)
         if writing is None:
             return WriteOutcome.REFUSED
         is_whole = False

@@ -14,6 +14,9 @@ from tests.numbered_pages import key_of
 
 NUM_TRANSFERS: Final = 4
 LAYOUT: Final = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+LISTENERS: Final = (
+    m.RankListenerAddresses(incarnation=bytes(16), host="h", device="cpu", addresses={"tcp": "1"}),
+)
 # Of every type that msgpack has, at and beyond the bounds.
 ODD_VALUES: Final[list[object]] = [
     None,
@@ -65,7 +68,9 @@ def valid_message(rng: random.Random) -> m.AnyMessage:
     first = rng.randrange(num_units)
     units = tuple(sorted(rng.sample(range(num_units), rng.randint(1, num_units))))
     makers: list[Callable[[], m.AnyMessage]] = [
-        lambda: m.EndpointHello(protocol=1, incarnation=bytes(16), fingerprint="f", layout=LAYOUT),
+        lambda: m.EndpointHello(
+            protocol=1, incarnation=bytes(16), fingerprint="f", layout=LAYOUT, listeners=LISTENERS
+        ),
         lambda: m.Grant(
             transfer=transfer,
             epoch=epoch,

@@ -11,14 +11,13 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.errors import TransferFailed, WireError
-from baton.kvtransfer.links import KV_SCHEMA, Link, Peers, incompatibility, listener_mismatch
+from baton.kvtransfer.links import KV_SCHEMA, Link, Peers, incompatibility
 from baton.kvtransfer.protocol.messages import (
     PROTOCOL,
     AnyMessage,
     Commit,
     EndpointHello,
     Extend,
-    ListenerAddresses,
     RankListenerAddresses,
     decode,
     encode,
@@ -34,9 +33,12 @@ from tests.transfer_ends import KEY
 from tests.waiting import wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32, dtype="bfloat16")
-HELLO = EndpointHello(protocol=PROTOCOL, incarnation=b"i" * 16, fingerprint="model", layout=LAYOUT)
-LISTENERS = ListenerAddresses(
-    ranks=(RankListenerAddresses(incarnation=HELLO.incarnation, host="h", device="cpu"),)
+HELLO = EndpointHello(
+    protocol=PROTOCOL,
+    incarnation=b"i" * 16,
+    fingerprint="model",
+    layout=LAYOUT,
+    listeners=(RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu"),),
 )
 LARGE = Commit(transfer=b"t" * 16, epoch=1, first=0, stop=2**16, digests=bytes(2**19))
 SMALL = Extend(transfer=b"t" * 16, epoch=1)
@@ -58,7 +60,7 @@ class Ends:
         proving.start()
         connection.handshake()
         proving.join()
-        self.link = Link(connection, "127.0.0.1", HELLO, LISTENERS, link_timeout_s)
+        self.link = Link(connection, "127.0.0.1", HELLO, link_timeout_s)
         self.link.start(self.calls.append, lambda _, message: self.received.append(message), self._lose)
 
     def _lose(self) -> None:
@@ -183,7 +185,6 @@ def peers() -> Iterator[Peers]:
         ("127.0.0.1", 0),
         KEY,
         HELLO,
-        LISTENERS,
         transport_set("auto"),
         lambda call: call(),
         lambda link, message: None,
@@ -217,8 +218,12 @@ def hello(**changes: Any) -> EndpointHello:
     return msgspec.structs.replace(HELLO, incarnation=b"b" * 16, **changes)
 
 
-def relaid(**changes: Any) -> EndpointHello:
-    return hello(layout=msgspec.structs.replace(LAYOUT, **changes))
+def relaid(ranks: str = "", /, **changes: Any) -> EndpointHello:
+    """ranks: a letter for the process of each, one by one unless they are given."""
+    layout = msgspec.structs.replace(LAYOUT, **changes)
+    processes = [each.encode() * 16 for each in ranks or "abc"[: layout.num_ranks]]
+    listeners = [RankListenerAddresses(incarnation=each, host="h", device="cpu") for each in processes]
+    return hello(layout=layout, listeners=tuple(listeners))
 
 
 @pytest.mark.parametrize("changes", [{}, {"tp_size": 2}, {"page_size": 64}, {"tp_size": 2, "page_size": 1}])
@@ -255,7 +260,4 @@ def test_incompatible_field_is_named(theirs: EndpointHello, reason: str) -> None
     ],
 )
 def test_every_rank_has_listeners_of_its_own(incarnations: str, reason: str | None) -> None:
-    ranks = [
-        RankListenerAddresses(incarnation=each.encode() * 16, host="h", device="cpu") for each in incarnations
-    ]
-    assert listener_mismatch(relaid(tp_size=2), ListenerAddresses(ranks=tuple(ranks))) == reason
+    assert incompatibility(HELLO, relaid(incarnations, tp_size=2)) == reason

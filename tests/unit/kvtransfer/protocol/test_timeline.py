@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.kvtransfer.protocol.handoff import Timeline, TransferTimes
+from baton.kvtransfer.protocol.timeline import Timeline, TransferTimes
 from baton.kvtransfer.transports.base import PieceOutcome, Spans
 
 

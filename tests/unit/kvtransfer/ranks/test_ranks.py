@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 from baton.kvtransfer import endpoint as endpoint_module
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.links import Peers
-from baton.kvtransfer.protocol.messages import ListenerAddresses
+from baton.kvtransfer.protocol.messages import EndpointHello
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.messages.bounds import Kind
 from baton.pages import PageLayout
@@ -40,14 +40,14 @@ def test_ranks_that_are_not_as_many_as_the_layout_says_are_refused(
 
 def test_keys_that_change_while_an_endpoint_is_made_reach_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ring, changed = (KeyRing.of(key * 32, Kind.WORKER) for key in (b"o", b"n"))
-    offered: list[ListenerAddresses] = []
+    offered: list[EndpointHello] = []
 
     def change_keys(
-        address: tuple[str, int], secret: Any, hello: Any, doors: ListenerAddresses, *rest: Any, **kw: Any
+        address: tuple[str, int], secret: Any, hello: EndpointHello, *rest: Any, **kw: Any
     ) -> Peers:
-        offered.append(doors)
+        offered.append(hello)
         ring.replace(changed.generations)
-        return Peers(address, secret, hello, doors, *rest, **kw)
+        return Peers(address, secret, hello, *rest, **kw)
 
     monkeypatch.setattr(endpoint_module, "Peers", change_keys)
     layout = PageLayout(tp_size=1, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -56,6 +56,6 @@ def test_keys_that_change_while_an_endpoint_is_made_reach_its_ranks(monkeypatch:
         KvEndpoint(settings, torch.zeros((4, 1, 2, 2, 4, 8)), PagePool(4, 4))
     ) as endpoint:
         endpoint.poll()
-        source = socket.create_connection((settings.host, int(offered[0].ranks[0].addresses["tcp"])))
+        source = socket.create_connection((settings.host, int(offered[0].listeners[0].addresses["tcp"])))
         with contextlib.closing(Connection(source, LinkKeys(changed, PAGES), Role.CONNECTING)) as connection:
             connection.handshake(5.0)  # WireError: another key
