@@ -231,7 +231,7 @@ class HostedWorker:
     def _open_endpoint(self, ring: KeyRing, shared: SharedPool, agents: RankAgents) -> KvEndpoint:
         pool = self.engine.runner.pool.device
         settings = EndpointSettings(
-            key=ring,
+            keys=ring,
             fingerprint=self.engine.fingerprint,
             layout=self.engine.runner.layout,
             host=self._config.host,

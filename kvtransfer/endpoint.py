@@ -42,7 +42,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple, Protocol, TypeAlias
@@ -97,7 +96,7 @@ from baton.kvtransfer.transports.registry import transport_set
 from baton.messages.bounds import DEFAULT_KV_STREAMS, LINK_TIMEOUT_S, KvStreams
 from baton.messages.workers import MAX_PAIRS, PairTransport, Worker
 from baton.pages import PageLayout
-from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
+from baton.rpc.auth import PAGES, KeyRing, LinkKeys
 from baton.rpc.connection import Call, DroppedPeers
 
 TICK_S: Final = 0.25  # between two checks of leases and heartbeats
@@ -111,7 +110,7 @@ Fetch: TypeAlias = Callable[[Sequence[bytes]], Callable[[], bool] | None]
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one replica's endpoint: its keys, model, layout, address and limits."""
 
-    key: bytes | KeyRing  # of page links; bytes: a key that never changes
+    keys: KeyRing
     fingerprint: str  # of the model
     layout: PageLayout
     host: str = "127.0.0.1"
@@ -123,11 +122,6 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     num_streams: KvStreams = DEFAULT_KV_STREAMS  # of CUDA, for each pair of ranks
     stream_priority: int = 0  # of all these streams: -1 goes before 0
     link_timeout_s: float = LINK_TIMEOUT_S  # after which a silent link to another replica is dropped
-
-    @property
-    def secret(self) -> LinkSecret:
-        """Return the key or keys that prove links to other replicas."""
-        return self.key if isinstance(self.key, bytes) else LinkKeys(self.key, PAGES)
 
     def hello(self, incarnation: bytes, listeners: tuple[RankListenerAddresses, ...] = ()) -> EndpointHello:
         """Return the first message over each link of the process with this incarnation.
@@ -146,7 +140,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def for_rank(self, rank: int) -> RankSettings:
         """Return the settings of one rank of the replica."""
         return RankSettings(
-            key=self.key if isinstance(self.key, bytes) else self.key.generations,
+            keys=self.keys.generations,
             layout=self.layout,
             rank=rank,
             host=self.host,
@@ -605,7 +599,7 @@ class KvEndpoint(PageEndpoint):
         try:
             self._peers = Peers(
                 (settings.host, settings.port),
-                settings.secret,
+                LinkKeys(settings.keys, PAGES),
                 settings.hello(incarnation, ranks.listeners),
                 transports,
                 inbox,
@@ -619,19 +613,12 @@ class KvEndpoint(PageEndpoint):
             ranks.close()
             raise
         ranks.start(inbox, self._on_shard_event, self._on_rank_lost)
-        self._unfollow: Callable[[], None] = lambda: None
-        if isinstance(ring := settings.key, KeyRing):
-            self._follow_keys(ring)
+        settings.keys.follow(self._use_keys)
+        self._use_keys()  # keys may have been added while the ranks connected
 
-    def _follow_keys(self, ring: KeyRing) -> None:
-        """Give the ranks every new key of the ring, including keys added while the ranks connected."""
-
-        def use() -> None:
-            self.post(lambda: self._ranks.use(ring.generations))
-
-        ring.follow(use)
-        self._unfollow = partial(ring.unfollow, use)
-        use()
+    def _use_keys(self) -> None:
+        """Give the ranks the keys of the ring. Any thread may call."""
+        self.post(lambda: self._ranks.use(self.settings.keys.generations))
 
     @property
     def address(self) -> tuple[str, int]:
@@ -679,7 +666,7 @@ class KvEndpoint(PageEndpoint):
 
         After the return, no transfer writes the pages of rank 0; writes at other ranks stop shortly after.
         """
-        self._unfollow()
+        self.settings.keys.unfollow(self._use_keys)
         self._peers.stop()
         if self._ranks.stop():
             for opened in self._open_transfers():

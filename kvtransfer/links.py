@@ -104,7 +104,7 @@ class Peers:
     def __init__(
         self,
         address: tuple[str, int],
-        key: LinkSecret,
+        keys: LinkSecret,
         hello: EndpointHello,
         transports: TransportSet,
         post: Post,
@@ -116,7 +116,7 @@ class Peers:
         link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
         """address: host and port to listen on. hello, transports: of this endpoint."""
-        self._key = key
+        self._keys = keys
         self._hello = hello
         self._transports = transports
         self._post = post
@@ -185,7 +185,7 @@ class Peers:
         """Do the handshake and return a link, not started. Closes the socket if it raises."""
         connection = Connection(
             sock,
-            self._key,
+            self._keys,
             role,
             dropped=self._dropped,
             clock=self._clock,

@@ -50,8 +50,9 @@ from baton.kvtransfer.transports.receive_registration import (
     ReceiveRegistrations,
     Writing,
 )
-from baton.messages.bounds import LINK_TIMEOUT_S
+from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.pages import PageLayout
+from baton.rpc.auth import KeyRing
 from baton.sim.engine import ENTRY_BYTES, MODEL, KvMemory
 from baton.sim.network import End, Network, Recorder
 from baton.sim.process import Call, SimProcess
@@ -502,6 +503,7 @@ class SimRanks:
         self._ranks[rank].perform(command)
 
 
+KEYS: Final = KeyRing.of(bytes(16), Kind.WORKER)
 TIMING: Final = Timing(lease_s=2.0, heartbeat_s=0.5)
 DEATH_IS_KNOWN_S: Final = (0.0, 0.5)  # after a process has died, to the processes that it could write to
 
@@ -562,7 +564,7 @@ class SimEndpoint(PageEndpoint):
         that are released are already written.
         """
         settings = EndpointSettings(
-            key=b"", fingerprint=fingerprint, layout=_layout(pool.page_size), timing=TIMING
+            keys=KEYS, fingerprint=fingerprint, layout=_layout(pool.page_size), timing=TIMING
         )
         self.ranks: list[SimRank] = []  # filled below: a rank needs its endpoint
         super().__init__(settings, random.randbytes(ID_BYTES), pool, process.clock, SimRanks(self.ranks))

@@ -26,6 +26,8 @@ from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import GrantedTransfer, Timing, TransferEnded
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.kvtransfer.transports.pages import SharedPool
+from baton.messages.bounds import Kind
+from baton.rpc.auth import KeyRing
 from tests.faulty_endpoint import FaultyEndpoint, layout
 from tests.numbered_pages import NumberedPages, wanted_pages
 from tests.rank_process import LateSteps, RankProcess, fill, shape_of
@@ -74,7 +76,7 @@ class Host:
         self.steps = LateSteps()
         self.ledger = PagePool(num_pages, page_size, self.steps)
         settings = EndpointSettings(
-            key=bytes.fromhex(key),
+            keys=KeyRing.of(bytes.fromhex(key), Kind.WORKER),
             fingerprint=fingerprint,
             layout=cut,
             transport=transport,

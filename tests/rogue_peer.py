@@ -20,7 +20,8 @@ from baton.kvtransfer.protocol.messages import (
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.liveness import is_ping
-from tests.endpoint_host import KEY, layout
+from tests.endpoint_host import layout
+from tests.transfer_ends import PAGE_KEYS
 
 ANSWER_S: Final = 5.0
 Wanted = TypeVar("Wanted", bound=TransferMessage)
@@ -39,7 +40,7 @@ class RoguePeer:
     ) -> None:
         """host, addresses: what the peer says about its listeners."""
         sock = socket.create_connection(address)
-        self.connection = Connection(sock, KEY, Role.CONNECTING, schema=KV_SCHEMA).handshake()
+        self.connection = Connection(sock, PAGE_KEYS, Role.CONNECTING, schema=KV_SCHEMA).handshake()
         self.incarnation = incarnation or secrets.token_bytes(16)
         rank = RankListenerAddresses(
             incarnation=self.incarnation, host=host, device="cpu", addresses=dict(addresses)

@@ -50,9 +50,13 @@ from baton.kvtransfer.transports.torch_distributed import (
     GroupSettings,
     GroupTransport,
 )
+from baton.messages.bounds import Kind
 from baton.pages import PageLayout
+from baton.rpc.auth import PAGES, KeyRing, LinkKeys
 
 KEY: Final = b"the key of the tests' cluster"
+RING: Final = KeyRing.of(KEY, Kind.WORKER)
+PAGE_KEYS: Final = LinkKeys(RING, PAGES)
 PACKAGES: Final = {"nixl": "nixl", "mooncake": "mooncake"}  # transport -> the Python package that it needs
 TCP: Final = TcpSettings(connect_s=5.0, stall_s=2.0, part_s=20.0)
 GROUP: Final = GroupSettings(connect_s=10.0, stall_s=2.0)
@@ -112,14 +116,19 @@ def local_rank(
     *,
     layout: PageLayout = LAYOUT,
     rank: int = 0,
-    key: bytes = KEY,
+    keys: KeyRing = RING,
     shared: SharedPool | None = None,
     on_writer_death: Callable[[list[bytes]], None] = lambda registrations: None,
     clock: Clock | None = None,
 ) -> LocalRank:
     """A rank of this process with these pages; its layout matters to gloo and NCCL alone."""
     settings = RankSettings(
-        key=key, layout=layout, rank=rank, host="127.0.0.1", transport=AUTO, num_hashing_threads=1
+        keys=keys.generations,
+        layout=layout,
+        rank=rank,
+        host="127.0.0.1",
+        transport=AUTO,
+        num_hashing_threads=1,
     )
     return LocalRank(
         pages,
@@ -236,7 +245,7 @@ class Destination:
             self.pages,
             layout=layout,
             rank=rank,
-            key=bytes.fromhex(key),
+            keys=KeyRing.of(bytes.fromhex(key), Kind.WORKER),
             shared=self.pool if device == "cpu" else None,
             on_writer_death=self._note_orphans,
         )
@@ -311,7 +320,9 @@ class Source:
     ) -> None:
         torch.set_num_threads(1)
         self.pages = source_pages(layout.page_bytes, num_pages).to(device)
-        self.rank = local_rank(self.pages, layout=layout, rank=rank, key=bytes.fromhex(key))
+        self.rank = local_rank(
+            self.pages, layout=layout, rank=rank, keys=KeyRing.of(bytes.fromhex(key), Kind.WORKER)
+        )
         self.sender: Sender
         self._pushes: list[Push] = []
 

@@ -42,7 +42,7 @@ from baton.rpc.peers import PeerRegistry
 from tests.endpoint_host import FaultyEndpoint
 from tests.fakes import Letter, Post, PostedPeer
 from tests.tiny_models import tiny_config
-from tests.transfer_ends import KEY
+from tests.transfer_ends import RING
 
 TIMEOUT_S: Final = 15.0
 ROUTER: Final = Hello(process=Kind.ROUTER, id="1" * 32)
@@ -89,7 +89,7 @@ class Host:
         self.engine = load_engine(tiny_config(directory, **settings), zeros_on_cpu=self._shared.zeros)
         pool, ledger = self.engine.runner.pool.device, self.engine.pages
         endpoint_settings = EndpointSettings(
-            key=KEY,
+            keys=RING,
             fingerprint=self.engine.fingerprint,
             layout=self.engine.runner.layout,
             transport=transport,

@@ -145,7 +145,7 @@ class KeyRing:
 
     def unfollow(self, call: Callable[[], None]) -> None:
         """End `follow`, so that a ring that lives longer does not keep the function's owner alive."""
-        self._followers = [each for each in self._followers if each is not call]
+        self._followers = [each for each in self._followers if each != call]
 
 
 # A ring of one process kind, or the cluster key itself, or several cluster keys, the current one first.

@@ -28,9 +28,11 @@ from baton.kvtransfer.protocol.timeline import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.base import AUTO
 from baton.kvtransfer.transports.pages import SharedPool
+from baton.messages.bounds import Kind
 from baton.pages import PageLayout
+from baton.rpc.auth import KeyRing
 
-KEY: Final = b"a key for this bench alone"
+KEYS: Final = KeyRing.of(b"a key for this bench alone", Kind.WORKER)
 FINGERPRINT: Final = "bench"
 DEADLINE_S: Final = 120.0
 WAIT_S: Final = 0.05
@@ -40,7 +42,7 @@ READY: Final = "ready"
 
 def settings_of(layout: PageLayout, transport: str) -> EndpointSettings:
     """Return the settings of an endpoint; both ends have the same key and fingerprint."""
-    return EndpointSettings(key=KEY, fingerprint=FINGERPRINT, layout=layout, transport=transport)
+    return EndpointSettings(keys=KEYS, fingerprint=FINGERPRINT, layout=layout, transport=transport)
 
 
 def _pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:

@@ -422,7 +422,7 @@ class RankExecutor:
             case DropLink(link=link):
                 self._transports.drop(link)
             case UseKeys(generations=generations):
-                self.rank.use_keys(generations)
+                self.rank.keys.replace(generations)
             case _:
                 self._gate.perform(command)
 

@@ -46,7 +46,7 @@ from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
 from baton.kvtransfer.transports.records import PartHeader, WriteOutcome
 from baton.messages.bounds import Kind, KvStreams
 from baton.pages import PageLayout
-from baton.rpc.auth import NO_SCHEMA, PAGES, KeyRing, LinkKeys, LinkSecret, Role
+from baton.rpc.auth import NO_SCHEMA, PAGES, KeyRing, LinkKeys, Role
 from baton.rpc.auth import Generations as KeyGenerations
 from baton.rpc.connection import Connection, DroppedPeers
 
@@ -65,7 +65,7 @@ Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one rank of a replica."""
 
-    key: bytes | KeyGenerations  # of page links; bytes: a key that never changes
+    keys: KeyGenerations  # of the process, at its start
     layout: PageLayout
     rank: Rank
     host: str  # the address that the rank listens on
@@ -111,18 +111,7 @@ class LocalRank:
         self.generations = PageGenerations(self.num_pages) if pool.is_cuda else None
         if shared is not None:
             self.generations = shared.generations
-        self._ring: KeyRing | None = None  # None: a key that never changes
-        self._secret: LinkSecret
-        if isinstance(settings.key, bytes):
-            self._secret = settings.key
-        else:
-            self._ring = KeyRing(Kind.WORKER, settings.key)
-            self._secret = LinkKeys(self._ring, PAGES)
-
-    def use_keys(self, generations: KeyGenerations) -> None:
-        """Prove new connections with these keys; without effect on a rank with a key that never changes."""
-        if self._ring is not None:
-            self._ring.replace(generations)
+        self.keys = KeyRing(Kind.WORKER, settings.keys)  # new connections are proved with these
 
     def connect(
         self, sock: socket.socket, role: Role, timeout_s: float, schema: bytes = NO_SCHEMA
@@ -131,9 +120,8 @@ class LocalRank:
 
         Raises BatonError or OSError when that fails; the caller closes the socket.
         """
-        connection = Connection(
-            sock, self._secret, role, dropped=self.dropped, clock=self.clock, schema=schema
-        )
+        keys = LinkKeys(self.keys, PAGES)
+        connection = Connection(sock, keys, role, dropped=self.dropped, clock=self.clock, schema=schema)
         return connection.handshake(timeout_s)
 
     def packing(self, num_lanes: int = 1) -> PagePacking:

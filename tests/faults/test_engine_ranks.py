@@ -17,8 +17,8 @@ from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.request import FilledPages, Request, SamplingParams
 from baton.token_ids import TokenIds
-from tests.endpoint_host import KEY
 from tests.tiny_models import run_to_end, tiny_config, tiny_engine, token_ids, write_config
+from tests.transfer_ends import RING
 from tests.waiting import wait_for
 from tests.watched_agent import pages_of, watched
 
@@ -46,7 +46,7 @@ class Replica:
         self.pool = self.engine.runner.pool.device
         self._num_ranks, self._num_stages = num_ranks, num_stages
         settings = EndpointSettings(
-            key=KEY,
+            keys=RING,
             fingerprint=self.engine.fingerprint,
             layout=self.engine.runner.layout,
             transport=transport,

@@ -19,9 +19,10 @@ from baton.kvtransfer.protocol.messages import Abort, Grant, PullRequest, Releas
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.liveness import is_ping
-from tests.endpoint_host import KEY, NUM_PAGES, Host, HostProcess
+from tests.endpoint_host import NUM_PAGES, Host, HostProcess
 from tests.numbered_pages import key_of, wanted_pages
 from tests.rogue_peer import RoguePeer
+from tests.transfer_ends import PAGE_KEYS
 from tests.waiting import wait_for
 
 AT_ONCE_S = 0.1  # far less than anybody's deadline
@@ -236,7 +237,7 @@ def test_without_files_or_threads_the_listeners_wait_and_live_on(
         with socket.create_connection(("127.0.0.1", port), timeout=5.0) as sock:
             assert sock.recv(1) == b""
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        Connection(sock, KEY, Role.CONNECTING).handshake().close()
+        Connection(sock, PAGE_KEYS, Role.CONNECTING).handshake().close()
 
 
 def test_a_stale_word_about_units_that_never_were_changes_nothing(host: Host) -> None:

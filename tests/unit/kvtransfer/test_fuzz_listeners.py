@@ -35,7 +35,7 @@ from baton.kvtransfer.transports.torch_distributed import (
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from tests.transfer_ends import KEY, local_rank
+from tests.transfer_ends import PAGE_KEYS, local_rank
 from tests.unit.kvtransfer.frame_mutations import BOMBS, ODD_VALUES
 from tests.waiting import wait_for
 
@@ -88,7 +88,7 @@ class PairListener:
     def ask(self, body: bytes) -> str | None:
         """The refusal; None for being dropped."""
         with socket.create_connection(("127.0.0.1", int(self.listener.address))) as sock:
-            connection = Connection(sock, KEY, Role.CONNECTING, schema=PAIR_SCHEMA)
+            connection = Connection(sock, PAGE_KEYS, Role.CONNECTING, schema=PAIR_SCHEMA)
             with suppress(BatonError):
                 connection.handshake()
                 connection.send(body)
@@ -156,7 +156,7 @@ class PoolListener:
         """True when the pool was given."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.connect(self.listener.address)
-            connection = Connection(sock, KEY, Role.CONNECTING, schema=POOL_SCHEMA)
+            connection = Connection(sock, PAGE_KEYS, Role.CONNECTING, schema=POOL_SCHEMA)
             try:
                 connection.handshake()
                 connection.send(incarnation)

@@ -35,6 +35,7 @@ from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.registry import transport_set
 from baton.pages import PageLayout
 from baton.rpc.connection import Call, DroppedPeers
+from tests.transfer_ends import RING
 
 WHOLE = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 HALVES = PageLayout(tp_size=2, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -56,7 +57,7 @@ class Rank:
         self.layout, self.rank = layout, rank
         self.events: list[ShardEvent] = []
         self._inbox: SimpleQueue[Call] = SimpleQueue()
-        settings = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=layout)
+        settings = EndpointSettings(keys=RING, fingerprint="model", layout=layout)
         self.executor = RankExecutor(
             settings.for_rank(rank),
             self.pool,

@@ -18,7 +18,7 @@ from baton.kvtransfer.ranks.ranks import AgentArguments, RankAgents, RemoteRank,
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from tests.transfer_ends import open_files
+from tests.transfer_ends import RING, open_files
 from tests.waiting import wait_for
 
 NUM_RANKS = 3
@@ -27,7 +27,7 @@ LAYOUT = PageLayout(
     tp_size=NUM_RANKS, page_size=4, num_layers=1, num_kv_heads=NUM_RANKS, head_dim=8, dtype="float32"
 )
 OTHER_SCHEMA = b"schema-2"
-SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT).for_rank(0)
+SETTINGS = EndpointSettings(keys=RING, fingerprint="model", layout=LAYOUT).for_rank(0)
 
 
 @pytest.fixture

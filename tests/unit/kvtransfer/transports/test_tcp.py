@@ -30,7 +30,7 @@ from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender, TcpSettings
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from tests.transfer_ends import KEY, Push, local_rank, piece_of, registration_of
+from tests.transfer_ends import PAGE_KEYS, Push, local_rank, piece_of, registration_of
 from tests.waiting import wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -64,7 +64,7 @@ class BadDestination:
     def _serve(self) -> None:
         for answer in self._answering:
             sock, _ = self._listener.accept()
-            connection = Connection(sock, KEY, Role.ACCEPTING).handshake()
+            connection = Connection(sock, PAGE_KEYS, Role.ACCEPTING).handshake()
             stream = connection.detach()
             stream.setblocking(True)
             self.num_streams += 1
@@ -217,7 +217,7 @@ class Stream:
 
     def __init__(self, receiver: TcpReceiver) -> None:
         sock = socket.create_connection(("127.0.0.1", receiver.port))
-        connection = Connection(sock, KEY, Role.CONNECTING).handshake()
+        connection = Connection(sock, PAGE_KEYS, Role.CONNECTING).handshake()
         self.key = stream_key(connection.session_key)
         self.socket = PageSocket(connection.detach(), SystemClock(), stall_s=5.0, limit_s=10.0)
         self.num_sent = self.num_answered = 0

@@ -61,7 +61,15 @@ from baton.kvtransfer.transports.torch_distributed import (
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from tests.transfer_ends import KEY, ObservedGloo, Push, local_rank, peer_rank, piece_of, registration_of
+from tests.transfer_ends import (
+    PAGE_KEYS,
+    ObservedGloo,
+    Push,
+    local_rank,
+    peer_rank,
+    piece_of,
+    registration_of,
+)
 from tests.waiting import wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=3, num_kv_heads=4, head_dim=1024, dtype="bfloat16")
@@ -88,7 +96,7 @@ class Destination:
 
     def refusal(self, request: PairRequest) -> str:
         with socket.create_connection(("127.0.0.1", int(self.listener.address))) as sock:
-            connection = Connection(sock, KEY, Role.CONNECTING, schema=PAIR_SCHEMA)
+            connection = Connection(sock, PAGE_KEYS, Role.CONNECTING, schema=PAIR_SCHEMA)
             with contextlib.closing(connection.handshake()):
                 connection.send(msgspec.msgpack.encode(request))
                 return msgspec.msgpack.decode(connection.recv(5.0), type=PairReply).refusal
@@ -208,7 +216,7 @@ def test_closing_ends_an_open_whose_peer_never_joins() -> None:
         opening = threading.Thread(target=open_it)
         opening.start()
         sock, _ = server.accept()
-        connection = Connection(sock, KEY, Role.ACCEPTING, schema=PAIR_SCHEMA).handshake()
+        connection = Connection(sock, PAGE_KEYS, Role.ACCEPTING, schema=PAIR_SCHEMA).handshake()
         connection.recv(5.0)
         connection.send(msgspec.msgpack.encode(PairReply()))
         time.sleep(0.1)
