@@ -214,7 +214,7 @@ def copy_runs_reference(
     destination_offset_N: Offsets,
     run_bytes: int,
 ) -> None:
-    """The same between two uint8 tensors [bytes]."""
+    """`copy_runs` in plain torch, between two uint8 tensors [bytes]."""
     for begin, end in zip(source_offset_N.tolist(), destination_offset_N.tolist(), strict=True):
         destination[end : end + run_bytes] = source[begin : begin + run_bytes]
 

@@ -235,7 +235,7 @@ class RankTransports:
         self._is_stopped = False
 
     def to(self, link: int, peer: PeerRank) -> PeerTransports:
-        """The same object for the same rank of the same link. After `stop`, none of its transports opens."""
+        """Return the transports to this rank over this link. After `stop`, none of them opens."""
         with self._lock:
             found = self._peers.get((link, peer.rank))
             if found is None:

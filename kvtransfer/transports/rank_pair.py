@@ -17,7 +17,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Annotated, Final, Protocol, cast
+from typing import Annotated, Final, NamedTuple, Protocol, cast
 
 import msgspec
 import torch
@@ -167,20 +167,22 @@ ANSWER_TAG: Final = 1
 PAYLOAD_TAG: Final = 2
 
 
-def part_bytes(plan: TransferPlan, wanted: int) -> int:
-    """The size of parts: `wanted`, less where large units leave less room in a message."""
-    return min(wanted, max(1, MAX_PART_BYTES - plan.sent_unit_bytes))
+class PartSize(NamedTuple):
+    """The size of the parts of a pair, equal at both ends."""
+
+    part_bytes: int
+    payload_bytes: int  # the room that any part needs: `part_bytes`, rounded up to whole units
 
 
-def payload_bytes(plan: TransferPlan, wanted: int) -> int:
-    """The room that any part needs: `part_bytes`, rounded up to whole units.
+def part_size(plan: TransferPlan, wanted: int) -> PartSize:
+    """Return parts of `wanted` bytes, or less where large units leave less room in a message.
 
-    TransferFailed when a unit is too large for a message. Equal at both ends.
+    TransferFailed when a unit is too large for a message.
     """
-    num_bytes = part_bytes(plan, wanted) + plan.sent_unit_bytes
-    if num_bytes > MAX_PART_BYTES:
+    part_bytes = min(wanted, MAX_PART_BYTES - plan.sent_unit_bytes)
+    if part_bytes < 1:
         raise TransferFailed(f"a unit of {plan.sent_unit_bytes} bytes is too large for one message")
-    return num_bytes
+    return PartSize(part_bytes, part_bytes + plan.sent_unit_bytes)
 
 
 class GlooChannel:

@@ -152,7 +152,7 @@ class TcpSender(QueueSender):
             stream.thread.start()
 
     def push(self, piece: Piece, on_end: OnEnd) -> None:
-        """As Sender.push. ConfigError for units that are larger than a part may be."""
+        """Queue a piece, as `Sender.push`. ConfigError for units that are larger than a part may be."""
         unit_bytes = piece.transfer.plan.sent_unit_bytes
         if unit_bytes > MAX_PART_BYTES:
             raise ConfigError(f"page_size: a page has {unit_bytes} bytes, tcp moves {MAX_PART_BYTES} at most")

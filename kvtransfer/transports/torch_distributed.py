@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, exceeds_limits
-from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.base import LocalRank, Part, QueueSender
 from baton.kvtransfer.transports.listener import Listener, decode_greeting, listen, port_of
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking
@@ -50,8 +50,7 @@ from baton.kvtransfer.transports.rank_pair import (
     StoreEntry,
     Work,
     join_gloo,
-    part_bytes,
-    payload_bytes,
+    part_size,
     staging,
     translated,
 )
@@ -258,8 +257,10 @@ class GroupSender(QueueSender):
         peer: PeerRank,
         settings: GroupSettings | None = None,
     ) -> None:
-        self._plan = plan_transfer(rank.settings.layout, peer.layout, rank.settings.rank, peer.rank)
-        super().__init__(rank, part_bytes(self._plan, transport.part_bytes), 1, rank.settings.num_streams)
+        plan = plan_transfer(rank.settings.layout, peer.layout, rank.settings.rank, peer.rank)
+        size = part_size(plan, transport.part_bytes)
+        super().__init__(rank, size.part_bytes, 1, rank.settings.num_streams)
+        self._payload_bytes = size.payload_bytes
         self._transport = transport
         self._name = transport.name
         self._address = peer.host, port_of(peer.listeners.addresses[transport.name])
@@ -300,7 +301,7 @@ class GroupSender(QueueSender):
                     SOURCE,
                     self._rank.settings.host,
                     self._packing,
-                    payload_bytes(self._plan, self._transport.part_bytes),
+                    self._payload_bytes,
                     settings.connect_s,
                 )
         except Exception as error:
@@ -319,7 +320,7 @@ class GroupSender(QueueSender):
             transport=self._name,
             layout=rank.settings.layout,
             rank=rank.settings.rank,
-            payload_bytes=payload_bytes(self._plan, self._transport.part_bytes),
+            payload_bytes=self._payload_bytes,
         )
         host, port = self._address
         connection: Connection | None = None
@@ -485,10 +486,10 @@ class GroupListener:
             raise TransferFailed(str(error)) from error
         if request.transport != name:
             raise TransferFailed(f"this is a listener of {name}")
-        num_bytes = payload_bytes(plan, self._transport.part_bytes)
+        num_bytes = part_size(plan, self._transport.part_bytes).payload_bytes
         if num_bytes != request.payload_bytes:
             raise TransferFailed(f"messages of {num_bytes} bytes here, of {request.payload_bytes} there")
-        pair = ReceivePair(self._transport, rank, self._settings, plan, connection)
+        pair = ReceivePair(self._transport, rank, self._settings, num_bytes, connection)
         if not self._acceptor.keep(sock, pair.stop, MAX_PAIRS):
             raise TransferFailed(f"{name}: no more than {MAX_PAIRS} pairs at once")
         return pair
@@ -502,14 +503,14 @@ class ReceivePair:
         transport: GroupTransport,
         rank: LocalRank,
         settings: GroupSettings,
-        plan: TransferPlan,
+        payload_bytes: int,
         connection: Connection,
     ) -> None:
+        """payload_bytes: the most that a payload has."""
         self._transport = transport
         self._rank = rank
         self._settings = settings
-        self._plan = plan
-        self._num_bytes = payload_bytes(plan, transport.part_bytes)
+        self._payload_bytes = payload_bytes
         self._connection = connection
         self._key = stream_key(connection.session_key)
         self._packing = rank.packing(
@@ -549,7 +550,7 @@ class ReceivePair:
         self._connection.send(msgspec.msgpack.encode(PairReply()))
         with contextlib.closing(PairStore(self._connection, timeout_s)) as store:
             channel = self._transport.join(
-                store, DESTINATION, self._rank.settings.host, self._packing, self._num_bytes, timeout_s
+                store, DESTINATION, self._rank.settings.host, self._packing, self._payload_bytes, timeout_s
             )
         with self._lock:
             self._channel = channel
@@ -566,7 +567,7 @@ class ReceivePair:
             headers = decode_headers(self._key, num_parts, channel.receive_record(num_batches))
             channel.post_record(num_batches + NUM_SLOTS)
             largest = max(header.num_bytes for header in headers)
-            if largest > self._num_bytes:
+            if largest > self._payload_bytes:
                 raise WireError(f"a part of {largest} bytes exceeds the message", reason="length")
             outcomes = self._receive_batch(channel, num_parts, headers)
             record = encode_answers(self._key, num_parts, outcomes)

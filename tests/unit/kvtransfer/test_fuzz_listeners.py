@@ -23,7 +23,7 @@ from baton.errors import BatonError, WireError
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports import shm, torch_distributed
 from baton.kvtransfer.transports.pages import SharedFile, SharedPool
-from baton.kvtransfer.transports.rank_pair import payload_bytes
+from baton.kvtransfer.transports.rank_pair import part_size
 from baton.kvtransfer.transports.shm import POOL_SCHEMA, PoolOffer, ShmSender, ShmTransport
 from baton.kvtransfer.transports.torch_distributed import (
     PAIR_SCHEMA,
@@ -42,7 +42,10 @@ from tests.waiting import wait_for
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 REQUEST = PairRequest(
-    transport="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN, GlooTransport.part_bytes)
+    transport="gloo",
+    layout=LAYOUT,
+    rank=0,
+    payload_bytes=part_size(PLAN, GlooTransport.part_bytes).payload_bytes,
 )
 NUM_PAGES, PAGE_BYTES = 6, 4096
 OFFER = PoolOffer(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES)

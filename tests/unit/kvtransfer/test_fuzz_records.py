@@ -31,7 +31,7 @@ from baton.kvtransfer.transports.rank_pair import (
     GlooChannel,
     PairGroup,
     Work,
-    payload_bytes,
+    part_size,
     staging,
 )
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
@@ -194,11 +194,12 @@ class GroupDestination(Destination):
 
     def __init__(self) -> None:
         super().__init__()
-        self._payloads = staging(payload_bytes(WHOLE, GlooTransport.part_bytes))
+        self._num_bytes = part_size(WHOLE, GlooTransport.part_bytes).payload_bytes
+        self._payloads = staging(self._num_bytes)
 
     def serve(self, parts: list[SentPart]) -> bytes:
         group, connection = ScriptedGroup(parts), ProvedConnection()
-        pair = ScriptedPair(GlooTransport(), self.rank, GroupSettings(), WHOLE, connection)
+        pair = ScriptedPair(GlooTransport(), self.rank, GroupSettings(), self._num_bytes, connection)
         pair.channel = GlooChannel(group, SOURCE, self._payloads)
         pair.run()
         return group.answers

@@ -39,8 +39,7 @@ from baton.kvtransfer.transports.rank_pair import (
     PairStore,
     Work,
     join_gloo,
-    part_bytes,
-    payload_bytes,
+    part_size,
     staging,
 )
 from baton.kvtransfer.transports.records import BATCH_BYTES, MAX_BATCH, MAX_PART_BYTES
@@ -79,7 +78,10 @@ NUM_PAGES = 60  # of 768 KiB: many parts
 SETTINGS = GroupSettings(connect_s=5.0, stall_s=2.0)
 GLOO = GlooTransport()
 REQUEST = PairRequest(
-    transport="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN, GlooTransport.part_bytes)
+    transport="gloo",
+    layout=LAYOUT,
+    rank=0,
+    payload_bytes=part_size(PLAN, GlooTransport.part_bytes).payload_bytes,
 )
 PIECE = piece_of(PLAN, tuple(range(50)), tuple(range(50))[::-1])
 
@@ -127,7 +129,7 @@ def test_message_has_room_for_a_part_of_any_units(unit_mib: int) -> None:
     plan = plan_transfer(layout, layout, 0, 0)
     assert plan.sent_unit_bytes == unit_mib * 2**20
     for transport in [each for each in TRANSPORTS.values() if isinstance(each, GroupTransport)]:
-        size, room = (count(plan, transport.part_bytes) for count in (part_bytes, payload_bytes))
+        size, room = part_size(plan, transport.part_bytes)
         assert size + plan.sent_unit_bytes == room <= MAX_PART_BYTES
         assert (size == transport.part_bytes) == (
             transport.part_bytes + plan.sent_unit_bytes <= MAX_PART_BYTES
