@@ -160,6 +160,11 @@ def _shut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
+def log_end(what: str, error: Exception) -> None:
+    """Log how a peer was lost or refused: as a warning where the peer has broken a rule."""
+    logger.log(logging.WARNING if isinstance(error, WireError) else logging.INFO, "%s: %s", what, error)
+
+
 def decode_greeting(body: bytes, kind: type[MessageT], reason: str) -> MessageT:
     """Return the one message of a greeting. Raises WireError with this reason for any other body."""
     try:

@@ -20,7 +20,6 @@ The destination spends no time on the bytes.
 
 import contextlib
 import fcntl
-import logging
 import os
 import socket
 import threading
@@ -38,18 +37,13 @@ from baton.kernels.pages import Offsets, copy_runs
 from baton.kvtransfer.protocol.messages import ID_BYTES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender
-from baton.kvtransfer.transports.listener import (
-    Listener,
-    decode_greeting,
-    listen_on_host,
-)
+from baton.kvtransfer.transports.listener import Listener, decode_greeting, listen_on_host, log_end
 from baton.kvtransfer.transports.pages import HostPages, PagePacking, PeerGenerations, PeerPages, as_words
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.messages.bounds import schema_hash
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 
-logger = logging.getLogger(__name__)
 HANDSHAKE_S: Final = 5.0
 MAX_WRITERS: Final = 256  # each is watched, which takes an open file; more sources use another transport
 _WORD_BYTES: Final = 4  # of the table of generations, a page
@@ -93,10 +87,8 @@ class DirectListener:
                 self._give(rank.connect(sock, Role.ACCEPTING, HANDSHAKE_S, self._schema), process)
             finally:
                 os.close(process)
-        except WireError as error:
-            logger.warning("a source was not given the pool: %s", error)
         except (BatonError, OSError) as error:
-            logger.info("a source was not given the pool: %s", error)
+            log_end("a source was not given the pool", error)
         finally:
             sock.close()
 

@@ -19,7 +19,6 @@ each stream has as much as its largest part; pages that are sent as codes go thr
 
 import contextlib
 import ctypes
-import logging
 import socket
 import threading
 from collections import deque
@@ -35,7 +34,7 @@ from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender, TransferQueue
-from baton.kvtransfer.transports.listener import Listener, listen, port_of
+from baton.kvtransfer.transports.listener import Listener, listen, log_end, port_of
 from baton.kvtransfer.transports.page_socket import Buffer, MemoryRuns, PageSocket, Stopped, tune, unpace
 from baton.kvtransfer.transports.pages import PagePacking, StagedParts
 from baton.kvtransfer.transports.receive_registration import Writing
@@ -52,8 +51,6 @@ from baton.kvtransfer.transports.records import (
     stream_key,
 )
 from baton.rpc.auth import Role
-
-logger = logging.getLogger(__name__)
 
 PART_BYTES: Final = 32 * 2**20  # a part costs each end a quarter of a millisecond of its core
 NUM_UNANSWERED: Final = 2
@@ -354,7 +351,7 @@ class TcpReceiver:
         try:
             page_socket, key = _page_socket(rank, sock, Role.ACCEPTING, self._settings)
         except (BatonError, OSError) as error:
-            _log_end(error)
+            log_end("a data stream ended", error)
             sock.close()
             return
         with contextlib.closing(page_socket):
@@ -365,14 +362,7 @@ class TcpReceiver:
             try:
                 ReceiveStream(rank, page_socket, key, pages, lambda: self._acceptor.is_closing).run()
             except (BatonError, OSError) as error:
-                _log_end(error)
-
-
-def _log_end(error: Exception) -> None:
-    if isinstance(error, WireError):
-        logger.warning("a data stream was dropped: %s", error)
-    else:
-        logger.info("a data stream ended: %s", error)
+                log_end("a data stream ended", error)
 
 
 class ReceiveStream:

@@ -37,7 +37,7 @@ from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, exceeds_limits
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.base import LocalRank, Part, QueueSender
-from baton.kvtransfer.transports.listener import Listener, decode_greeting, listen, port_of
+from baton.kvtransfer.transports.listener import Listener, decode_greeting, listen, log_end, port_of
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking
 from baton.kvtransfer.transports.rank_pair import (
     DESTINATION,
@@ -453,8 +453,7 @@ class GroupListener:
         try:
             connection = self._rank.connect(sock, Role.ACCEPTING, self._settings.connect_s, PAIR_SCHEMA)
         except (BatonError, OSError) as error:
-            level = logging.WARNING if isinstance(error, WireError) else logging.INFO  # the peer has left
-            logger.log(level, "a source has formed no pair: %s", error)
+            log_end("a source has formed no pair", error)
             sock.close()
             return
         try:
@@ -531,14 +530,12 @@ class ReceivePair:
 
     def run(self) -> None:
         """Serve the source until it is gone or breaks a rule."""
-        name = self._transport.name
         try:
             self._serve(self.join())
-        except WireError as error:
-            self._rank.dropped.add(error.reason)
-            logger.warning("a %s pair was dropped: %s", name, error)
         except BatonError as error:
-            logger.info("a %s pair ended: %s", name, error)
+            if isinstance(error, WireError):
+                self._rank.dropped.add(error.reason)
+            log_end(f"a {self._transport.name} pair ended", error)
         finally:
             self.stop()
             if self._channel is not None:
