@@ -182,7 +182,7 @@ FAULTS: Final[dict[str, Fault]] = {
 
 
 ALSO: Final = {"BatonDown": ["BatonNoWorkers"]}  # without a scrape no worker is known
-# Ten seconds of a core each; `make sim` runs them.
+# Ten seconds of a core each; `make sim` runs them, and the healthy hour.
 SIMULATED: Final = {"BatonPrefixHitsMissing", "BatonRoutingRegret", "BatonBlindDecisions"}
 
 
@@ -200,6 +200,7 @@ def test_fault_makes_its_alert_fire_and_no_other(
     check_alerts(RULES, tmp_path, scrapes, [alert, *ALSO.get(alert, [])], [scrapes.num_scrapes - 1])
 
 
+@pytest.mark.slow
 def test_no_alert_fires_in_an_hour_of_healthy_load(tmp_path: Path) -> None:
     cluster = MeteredCluster()
     scrapes = cluster.run(60)
