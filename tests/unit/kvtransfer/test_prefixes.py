@@ -22,6 +22,7 @@ from baton.kvtransfer.protocol.messages import WantedPage
 from baton.messages.control import PullSource
 from baton.request import FilledPages
 from tests.endpoint_host import Host
+from tests.node_peers import a_worker
 from tests.numbered_pages import key_of, wanted_pages
 
 HOLDER = "5" * 32
@@ -82,7 +83,7 @@ class Bench:
     def __init__(self, link: Link) -> None:
         self.endpoint, self.store = Endpoint(), Store()
         links = KvLinks(lambda address, answer: answer(link))
-        links._wanted, links._links = frozenset([HOLDER]), {HOLDER: link}
+        links.keep_up([a_worker("holder", id=HOLDER)])
         self.clock = ManualClock()
         self.prefixes = PulledPrefixes[str](self.store, self.endpoint, links, self.clock)
 

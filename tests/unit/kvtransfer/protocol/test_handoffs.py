@@ -344,13 +344,6 @@ def test_lease_that_the_ledger_ended_ends_the_transfer(message: AnyMessage) -> N
     assert finished(side.handoff.receive(message)) == [HandoffOutcome.RECOMPUTE]
 
 
-def test_pages_whose_lease_expired_while_transports_opened_are_not_sent() -> None:
-    side = Source()
-    side.handoff.offer(side.pages, NUM_UNITS)
-    side.expire(31)
-    assert finished(side.reached()) == [HandoffOutcome.FAILED]
-
-
 # The source.
 
 
@@ -374,16 +367,6 @@ def test_page_under_a_push_is_held_beyond_the_lease() -> None:
     assert source.pool.num_free == NUM_PAGES - NUM_UNITS
     assert sent(source.hear(ShardStopped)) == [Released(**OF_TRANSFER)]
     assert source.pool.num_free == NUM_PAGES
-
-
-def test_groups_of_layers_are_pushed_separately() -> None:
-    source = Source(grant(num_shards=4, num_groups=2))  # two pairs of ranks
-    handoff, pages = source.handoff, source.pages
-    handoff.offer(pages[:2], 2)
-    handoff.offer(pages[2:], NUM_UNITS, 0)
-    assert pushes(source.reached()) == [(0, 0, 4), (1, 0, 2), (2, 0, 4), (3, 0, 2)]
-    assert handoff.offer((), NUM_UNITS, 0) == []
-    assert pushes(handoff.offer((), NUM_UNITS, 1)) == [(1, 2, 4), (3, 2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -416,23 +399,9 @@ def test_units_that_the_transfer_does_not_have_cannot_be_corrupt(units: tuple[in
         source.handoff.receive(Corrupt(**OF_TRANSFER, units=units, shard=shard))
 
 
-def test_failed_push_ends_the_transfer_with_the_reason() -> None:
-    source = Source().to(SourceState.STREAMING)
-    actions = source.push_failed("cut")
-    assert sent(actions)[0] == Abort(**OF_TRANSFER, reason="transport: cut")
-    assert finished(actions) == [HandoffOutcome.FAILED]
-
-
 def test_wrong_number_of_digests_is_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match="7 bytes of digests"):
         Source().to(SourceState.STREAMING).pushed(0, 0, NUM_UNITS, b"digests")
-
-
-def test_late_results_of_pushes_have_no_effect() -> None:
-    source = Source().to(SourceState.STOPPING)
-    assert source.pushed(0, 0, NUM_UNITS, DIGESTS) == []
-    source.hear(ShardStopped)
-    assert source.push_failed("late") == []
 
 
 def test_each_rank_is_told_of_the_destination_and_of_each_source_page_once() -> None:
@@ -460,17 +429,6 @@ def test_each_rank_is_told_of_the_destination_and_of_each_source_page_once() -> 
     ]
     pages = [each.more_pages for each in told if isinstance(each, PushUnits)]
     assert pages == [tuple(source.pages[:1])] * 2 + [tuple(source.pages[1:])] * 2
-
-
-def test_released_is_sent_when_every_rank_has_stopped_or_is_dead() -> None:
-    source = Source(grant(num_shards=2)).to(SourceState.STREAMING)
-    source.pool.release(source.pages, "sequence")
-    source.handoff.fail("rank 1 is lost")
-    assert source.hear(ShardStopped, 0, 0) == []  # the other rank may still read
-    assert source.pool.num_free == NUM_PAGES - NUM_UNITS
-    released = [Released(**OF_TRANSFER, shard=shard) for shard in (0, 1)]
-    assert sent(source.handoff.rank_died(1)) == released
-    assert source.handoff.is_closed and source.pool.num_free == NUM_PAGES
 
 
 def holder(request: PullRequest, pin: Pin | None = None) -> Source:
@@ -564,15 +522,6 @@ def test_granted_pages_have_two_owners_until_they_are_verified() -> None:
     assert side.pool.owners(pages[0]) == {"sequence"}
 
 
-def test_source_hears_of_its_grant_when_every_rank_has_opened_its_shard() -> None:
-    side = Destination(num_shards=2)
-    side.handoff.grant("sequence")
-    side.clock.advance(5)
-    assert side.handoff.tick() == side.hear(ShardOpened, 1) == []
-    granted, beat = sent(side.hear(ShardOpened, 0))
-    assert isinstance(granted, Grant) and beat == EXTEND
-
-
 def test_transfer_that_ends_before_every_rank_has_opened_is_told_in_order() -> None:
     side = Destination(num_shards=2)
     side.handoff.grant("sequence")
@@ -598,20 +547,6 @@ def test_lost_rank_or_dead_writer_ends_it_and_the_end_of_every_writer_frees_the_
     assert (side.handoff.is_closed, side.pool.num_free) == (False, NUM_PAGES - NUM_UNITS)
     side.handoff.rank_died(1)
     assert (side.handoff.is_closed, side.pool.num_free) == (True, NUM_PAGES)
-
-
-def test_nothing_is_granted_without_free_pages() -> None:
-    side = Destination()
-    side.pool.allocate(NUM_PAGES - NUM_UNITS + 1, "others")
-    actions = side.handoff.grant("sequence")
-    assert not sent(actions) and finished(actions) == [HandoffOutcome.RECOMPUTE]
-
-
-def test_pull_is_under_way_once_the_holder_has_said_something() -> None:
-    side = Destination().to(DestinationState.ASKING)
-    side.handoff.receive(EXTEND)
-    with pytest.raises(ProtocolError):
-        side.handoff.receive(PullRefused(**OF_TRANSFER, reason="gone"))
 
 
 @pytest.mark.parametrize(

@@ -57,21 +57,6 @@ def pull(**changes: Any) -> PullRequest:
     return PullRequest(**{**fields, **changes})
 
 
-def test_any_msgpack_reader_can_read_a_message() -> None:
-    assert msgspec.msgpack.decode(encode(grant())) == {
-        "kind": "Grant",
-        "transfer": ID,
-        "epoch": 1,
-        "deadline_ms": 1000,
-        "num_units": 1,
-        "pages": [0],
-        "generations": [1],
-        "position": 0,
-        "num_shards": 1,
-        "num_layer_groups": 1,
-    }
-
-
 @pytest.mark.parametrize(
     "changes",
     [

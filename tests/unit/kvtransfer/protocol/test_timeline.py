@@ -42,20 +42,6 @@ def test_a_transfer_that_streams_while_it_is_computed() -> None:
     assert sum_of_spans(times) == times.total_s == 125
 
 
-def test_pieces_side_by_side_count_once() -> None:
-    clock = ManualClock()
-    timeline = Timeline(clock, num_units=2)
-    timeline.opened()
-    timeline.pushed()
-    timeline.pushed()
-    clock.advance(10)
-    for _ in range(2):
-        timeline.wrote(1, piece(gather_s=5, moving_s=10))
-    times = timeline.end()
-    assert times.total_s == 10
-    assert times.gather_s == times.wire_s == 5
-
-
 @given(st.lists(st.tuples(st.sampled_from("sopwf"), st.floats(0, 100)), max_size=40))
 def test_spans_always_add_up(happenings: list[tuple[str, float]]) -> None:
     clock = ManualClock()

@@ -24,10 +24,8 @@ from baton.kvtransfer.ranks.messages import (
     ShardOpened,
     ShardReached,
     ShardStopped,
-    ShardVerified,
     StopShard,
     UnitsHashed,
-    VerifyShard,
     WriterDied,
     WriterStopped,
 )
@@ -175,15 +173,6 @@ def test_shard_goes_on_when_the_other_has_ended(destination: Rank, sources: list
     assert not destination.pool[[0, 2, 5]].any()
 
 
-def test_unwritten_units_are_found(destination: Rank, sources: list[Rank]) -> None:
-    open_shard(destination, sources[0], 0)
-    destination.executor.perform(CloseShard(transfer=TRANSFER, shard=0, is_confirmed=True))
-    destination.hear(WriterStopped)
-    destination.executor.perform(VerifyShard(transfer=TRANSFER, shard=0, digests=bytes(range(8)) * NUM_UNITS))
-    verified = destination.hear(ShardVerified)
-    assert verified == ShardVerified(transfer=TRANSFER, shard=0, corrupt_units=tuple(range(NUM_UNITS)))
-
-
 def test_stopped_shard_writes_no_more(destination: Rank, sources: list[Rank]) -> None:
     source = sources[1]
     open_shard(destination, source, 1)
@@ -245,13 +234,6 @@ def digests_of(source: Rank) -> bytes:
     hashed = source.hear(UnitsHashed)
     assert isinstance(hashed, UnitsHashed) and not hashed.reason
     return hashed.digests
-
-
-def test_few_digests_are_reported_with_the_written_piece(destination: Rank, sources: list[Rank]) -> None:
-    open_shard(destination, sources[0], 0)
-    reach(sources[0], destination, 0)
-    push(sources[0], 0)
-    assert [type(event) for event in sources[0].events] == [UnitsHashed]
 
 
 @pytest.mark.parametrize("is_inline", [True, False])

@@ -101,18 +101,6 @@ class Bench:
         self.num_settled += 1
 
 
-def test_first_transport_that_opens_carries_all_pieces() -> None:
-    bench = Bench("shm", "tcp")
-    bench.opens = {"tcp"}
-    bench.settle()
-    assert bench.transports.name == "tcp" and bench.made[0].is_closed
-    bench.push()
-    bench.made[1].pushed[0](DONE)
-    bench.poll()
-    assert bench.ended == [DONE]
-    assert (bench.counts["failed_shm"], bench.counts["opened_tcp"]) == (1, 1)
-
-
 def test_pieces_fail_when_no_thread_can_open_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("shm", "tcp")
     with monkeypatch.context() as patch:

@@ -87,14 +87,6 @@ def ends() -> Iterator[Ends]:
     made.rank.close()
 
 
-def test_rank_is_set_up_before_its_commands(ends: Ends) -> None:
-    assert ends.told() == SetUp(settings=SETTINGS)
-    assert ends.rank.listeners == LISTENERS
-    for command in (DropLink(link=3), ForgetShard(transfer=ID, shard=1)):
-        ends.rank.perform(command)
-        assert ends.told() == command
-
-
 def test_events_are_reported_in_the_owners_thread(ends: Ends) -> None:
     opened = ShardOpened(transfer=ID, shard=0)
     ends.agent.send(encode(opened))

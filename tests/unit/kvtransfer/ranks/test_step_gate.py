@@ -62,29 +62,6 @@ def gated() -> Iterator[Gated]:
     made.gate.close()
 
 
-def test_command_without_a_mark_is_carried_out_at_once(gated: Gated) -> None:
-    commands: list[ShardCommand] = [push(0), open_shard(0), StopShard(transfer=TRANSFER, shard=0)]
-    for command in commands:
-        gated.gate.perform(command)
-    assert gated.done == commands
-
-
-def test_a_step_that_has_passed_holds_nothing_up(gated: Gated) -> None:
-    gated.steps.passed = 7
-    gated.gate.perform(push(7))
-    assert gated.done == [push(7)]
-
-
-@pytest.mark.parametrize("command", [push(7), open_shard(7)])
-def test_a_step_that_has_not_passed_is_waited_for(gated: Gated, command: ShardCommand) -> None:
-    gated.gate.perform(command)
-    gated.steps.passed = 6
-    assert gated.hears_nothing() and gated.done == []
-    gated.steps.passed = 7
-    gated.run_one()
-    assert gated.done == [command]
-
-
 def test_a_shard_hears_its_commands_in_order_and_other_shards_do_not_wait(gated: Gated) -> None:
     stop = StopShard(transfer=TRANSFER, shard=0)
     for command in (push(5), push(0, first=1), push(9, first=2), stop, push(0, shard=1)):

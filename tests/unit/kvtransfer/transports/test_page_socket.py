@@ -1,4 +1,3 @@
-import ctypes
 import socket
 import struct
 import threading
@@ -18,7 +17,6 @@ from baton.kvtransfer.transports.page_socket import (
     MemoryRuns,
     PageSocket,
     Stopped,
-    _advance,
     unpace,
 )
 
@@ -60,14 +58,6 @@ def test_scattered_bytes_arrive_in_order(pair: Pair, num_runs: int, run_bytes: i
     assert pair[0].num_calls >= -(-num_runs // IOV_MAX)
 
 
-def test_a_head_goes_before_the_runs(pair: Pair) -> None:
-    body = np.arange(6, dtype=np.uint8)
-    head = ctypes.create_string_buffer(b"head", 4)
-    places = MemoryRuns.of_runs(body.ctypes.data, np.array([4, 0], dtype=np.int64), 2, head)
-    pair[0].send(places, never)
-    assert pair[1].receive_record(8) == b"head\4\5\0\1"
-
-
 @given(
     numbers=st.lists(st.integers(0, 30), max_size=30, unique=True),
     run_bytes=st.sampled_from([1, 8, MERGED_BYTES, MERGED_BYTES + 1]),
@@ -82,23 +72,6 @@ def test_runs_that_follow_each_other_are_one_place_of_the_same_bytes(
     assert places.num_bytes == len(numbers) * run_bytes
     num_stretches = len(numbers) - sum(b == a + 1 for a, b in pairwise(numbers))
     assert len(places.rows) == (num_stretches if run_bytes <= MERGED_BYTES else len(numbers))
-
-
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20),
-    steps=st.lists(st.integers(1, 60), min_size=1, max_size=60),
-)
-def test_rest_after_each_step_is_the_oracles(lengths: list[int], steps: list[int]) -> None:
-    """Addresses are far apart, so every byte has one of its own."""
-    rows = np.array([[1000 * row, length] for row, length in enumerate(lengths)], dtype=np.int64)
-    left = [1000 * row + byte for row, length in enumerate(lengths) for byte in range(length)]
-    index = 0
-    for step in steps:
-        moved = min(step, len(left) - 1)
-        if not moved:
-            break
-        index, left = _advance(rows, index, moved), left[moved:]
-        assert [start + byte for start, length in rows[index:].tolist() for byte in range(length)] == left
 
 
 def test_silence_has_a_limit_in_both_directions(pair: Pair) -> None:

@@ -36,14 +36,6 @@ def registrations() -> ReceiveRegistrations:
     return ReceiveRegistrations(num_pages=8)
 
 
-def test_a_writer_is_told_where_its_units_lie(registrations: ReceiveRegistrations) -> None:
-    registrations.add(registration())
-    writing = registrations.begin(ID, 3, 1, 3, 2 * UNIT)
-    assert writing is not None and writing.offsets().tolist() == [2 * UNIT, 5 * UNIT]
-    registrations.end(writing, is_whole=True)
-    assert registrations.counts() == {"landed_pieces": 1, "landed_bytes": 2 * UNIT}
-
-
 def test_writer_without_a_grant_is_not_admitted(registrations: ReceiveRegistrations) -> None:
     registrations.add(registration())
     assert registrations.begin(OTHER, 3, 0, 1, UNIT) is None

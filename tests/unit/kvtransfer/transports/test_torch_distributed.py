@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, cast
@@ -40,9 +39,8 @@ from baton.kvtransfer.transports.rank_pair import (
     Work,
     join_gloo,
     part_size,
-    staging,
 )
-from baton.kvtransfer.transports.records import BATCH_BYTES, MAX_BATCH, MAX_PART_BYTES
+from baton.kvtransfer.transports.records import MAX_BATCH, MAX_PART_BYTES
 from baton.kvtransfer.transports.registry import TRANSPORTS
 from baton.kvtransfer.transports.torch_distributed import (
     PAIR_SCHEMA,
@@ -139,12 +137,6 @@ def test_message_has_room_for_a_part_of_any_units(unit_mib: int) -> None:
             queue.push(piece_of(plan, tuple(range(num_units))), lambda outcome: None)
         sizes = [part.num_bytes for part in iter(partial(queue.take, wait=False), None)]
         assert max(sizes) <= room and sum(sizes) == 203 * plan.sent_unit_bytes
-
-
-def test_long_piece_goes_in_a_few_large_messages(destination: Destination, sender: GroupSender) -> None:
-    sender.open()
-    outcome = Push(sender, PIECE).outcome()
-    assert outcome.is_done and outcome.num_messages < 12 and outcome.num_bytes == PIECE.num_bytes > 35e6
 
 
 def test_closed_sender_fails_its_pieces_and_ends_the_pair_on_both_sides(
@@ -286,13 +278,6 @@ def test_parts_that_wait_share_records_and_answers(gloo: Pair) -> None:
     assert all(push.outcome().is_done for push in pushes)
     assert counts(gloo) == (20 // MAX_BATCH, 20, 20 // MAX_BATCH)
     assert torch.equal(gloo.pages[:40], gloo.source[:40])
-
-
-def test_part_that_waits_alone_is_sent_alone(gloo: Pair) -> None:
-    gloo.sender.open()
-    for name in range(3):
-        assert Push(gloo.sender, gloo.grant(small_piece(bytes([name]), 2 * name))).outcome().is_done
-    assert counts(gloo) == (3, 3, 3)
 
 
 def test_refused_part_fails_alone_in_its_batch(gloo: Pair) -> None:
@@ -524,34 +509,6 @@ def test_part_that_is_refused_frees_its_lane(laned: Pair) -> None:
     laned.sender.open()
     assert [push.outcome().is_done for push in pushes] == [False, True]
     assert laned.has_arrived(written) and not laned.pages[:8].any()
-
-
-def test_abort_ends_the_waits_of_both_sides() -> None:
-    store = HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        joining = [
-            threads.submit(join_gloo, store, rank, "127.0.0.1", 10.0) for rank in (DESTINATION, SOURCE)
-        ]
-        destination, source = (
-            GlooChannel(each.result(), 1 - rank, staging(100)) for rank, each in enumerate(joining)
-        )
-    destination.post_record(0)
-    ended: list[str] = []
-
-    def wait() -> None:
-        with pytest.raises(TransferFailed) as raised:
-            destination.receive_record(0)
-        ended.append(str(raised.value))
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    source.abort()
-    waiting.join(10)
-    assert len(ended) == 1 and "closed" in ended[0]
-    with pytest.raises(TransferFailed):
-        source.send_record(0, b"r" * BATCH_BYTES, (0,))
-        source.receive_answer(0, (0,), 5.0)
-    destination.abort()
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")

@@ -94,17 +94,6 @@ def test_piece_is_done_with_its_last_part(bench: Bench) -> None:
     assert (outcome.spans.queued_s, outcome.spans.gather_s, outcome.spans.wire_s) == (1.0, 0.5, 1.5)
 
 
-def test_one_failed_part_fails_its_piece_once_and_stops_the_others(bench: Bench) -> None:
-    bench.push("a")
-    bench.push("b", 1)
-    part = bench.take()
-    bench.queue.leave(part)
-    bench.queue.fail(part, "x" * 1000)
-    bench.queue.fail(part, "again")
-    assert not bench.ended["a"].is_done and bench.ended["a"].reason == "x" * 256
-    assert bench.names_taken() == ["b"]
-
-
 def test_abort_waits_until_no_thread_is_inside_the_pages(bench: Bench) -> None:
     bench.push("a")
     bench.push("b", 1)
@@ -154,10 +143,3 @@ def test_bulk_parts_are_overtaken_but_never_stand_still(bench: Bench) -> None:
     names = bench.names_taken()
     first, second = (index for index, name in enumerate(names) if name == "bulk")
     assert (first, second) == (MAX_OVERTAKES, 2 * MAX_OVERTAKES + 1)
-
-
-def test_failed_piece_overtakes_nothing(bench: Bench) -> None:
-    bench.push("a")
-    bench.push("bulk", 2, is_bulk=True)
-    bench.queue.abort(b"a".ljust(16))
-    assert bench.names_taken() == ["bulk"] and bench.queue.is_idle
