@@ -20,7 +20,6 @@ from baton.messages.control import (
     KvEventBatch,
     PullSource,
     Queued,
-    Reachable,
     Rejected,
     Routed,
     Started,
@@ -128,14 +127,6 @@ def test_small_requests_bypass_a_large_one_except_on_its_reserved_worker() -> No
     assert isinstance(large, Routed) and large.decode == kept
 
 
-def test_gateway_without_workers_does_not_delay_other_gateways(c: Cluster) -> None:
-    c.peers["h"] = TestPeer.gateway(c.router, "h")
-    c["h"].say(Reachable(workers=()))
-    (rejected,) = submit(c, asked("x", "x"), gateway="h")
-    assert isinstance(rejected, Rejected) and rejected.refusal is Refusal.NO_ROOM
-    assert isinstance(submit(c, asked("r"))[0], Routed)
-
-
 class RecordingLink:
     """A link that keeps all messages and sends none."""
 
@@ -174,19 +165,6 @@ def test_room_that_another_router_reports_is_used(c: Cluster) -> None:
     assert submit(c, asked("r", num_tokens=LONG)) == []
     c.router.heard(SharedEnded(attempts=((id_of("o"), 0),)))
     assert names(answers(c)) == ["r"]
-
-
-def test_earlier_due_attempt_takes_over_the_reservation() -> None:
-    """Both wait for the only worker; the attempt that is due earlier came later."""
-    c = cluster()
-    c.add("d0", num_pages=100, page_size=16, max_num_seqs=64)
-    assert isinstance(submit(c, asked("running", num_tokens=1200))[0], Routed)
-    assert submit(c, asked("late", num_tokens=1000, max_queue_delay_ms=50_000)) == []
-    assert submit(c, asked("early", num_tokens=1000, max_queue_delay_ms=1000)) == []
-    end(c, "running")
-    assert names(answers(c)) == ["early"]
-    end(c, "early")
-    assert names(answers(c)) == ["late"]
 
 
 # The slot of the best worker, by the policy `cost`.
@@ -276,18 +254,6 @@ def test_later_prompts_bypass_it_to_a_decode_worker_with_a_slot(costs: Cluster) 
     assert computed_by(answers(costs)) == [("b2", "d0")]
     start(costs, "a0")
     assert computed_by(answers(costs)) == [("r", "p0")]
-
-
-def test_prompts_that_bypass_do_not_take_the_slot_that_is_waited_for(costs: Cluster) -> None:
-    busy(costs, rank=1)
-    assert submit(costs, best_at_p0(costs, "r")) == []
-    assert computed_by(submit(costs, a_prompt("b1", "b", rank=1))) == [("b1", "d0")]
-    others = submit(costs, *(a_prompt(f"x{n}", f"x{n}", rank=1) for n in range(9)))
-    costs.tick(0.01)
-    others += answers(costs)
-    assert {at for _, at in computed_by(others)} == {"d0"} and len(others) < 9
-    start(costs, "a0")
-    assert computed_by(answers(costs))[0] == ("r", "p0")
 
 
 def test_overtaking_prompts_do_not_take_the_slot_that_is_waited_for(costs: Cluster) -> None:

@@ -170,11 +170,6 @@ def ahead(*prompts: tuple[SchedulingClass, int]) -> WaitingPrompts:
     return found
 
 
-def test_prompts_of_the_same_tenant_come_first() -> None:
-    assert ahead((A, 100), (A, 50)).share_ahead_of(NewPrompt(A, 10)) == 1.0
-    assert ahead().share_ahead_of(NewPrompt(A, 10)) == 1.0
-
-
 def test_prompts_of_another_tenant_come_first_up_to_its_share() -> None:
     assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100)) == 0.1
     assert ahead((B, 1000), (A, 100)).share_ahead_of(NewPrompt(A, 100)) == 300 / 1100
@@ -188,13 +183,6 @@ def test_lag_of_the_tenant_changes_the_share_of_others() -> None:
     assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lag=-40.0)) == 0.14
     assert ahead((B, 1000)).share_ahead_of(NewPrompt(SchedulingClass("a", 4.0), 100, lag=-10.0)) == 0.035
     assert ahead((B, 1000), (A, 100)).share_ahead_of(NewPrompt(A, 100, lag=-100.0)) == 300 / 1100
-
-
-def test_higher_ranks_come_first_and_lower_ranks_later() -> None:
-    high, low = SchedulingClass("h", 1.0, 0), SchedulingClass("l", 1.0, 2)
-    assert (
-        ahead((high, 100), (low, 300)).share_ahead_of(NewPrompt(SchedulingClass("m", 1.0, 1), 1000)) == 0.25
-    )
 
 
 def test_another_tenant_that_has_had_more_comes_later() -> None:

@@ -136,13 +136,6 @@ def test_queued_requests_of_a_tenant_count_over_all_models(c: Cluster) -> None:
     assert isinstance(refused, Rejected) and refused.refusal is Refusal.MAX_QUEUED
 
 
-def test_status_counts_a_tenant_once_over_all_models(c: Cluster) -> None:
-    assert isinstance(submit(c, "r0", "a", tenant="t"), Routed)
-    assert isinstance(submit(c, "r1", "b", tenant="t"), Routed)
-    (tenant,) = status_of(c).queue.tenants
-    assert (tenant.tenant, tenant.num_active, tenant.num_dispatched) == ("t", 2, 2)
-
-
 def test_overload_of_one_model_is_told_to_its_workers_alone(c: Cluster) -> None:
     """Pages in use are the pressure; a promise makes it matter."""
     key = SchedulingKey(max_queue_delay_ms=60_000.0)

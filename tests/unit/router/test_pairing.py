@@ -22,12 +22,6 @@ def test_short_prompt_is_computed_by_its_decode_worker() -> None:
     assert c.pair(a_request("l", num_tokens=17)) == ("d0", "p0")
 
 
-def test_tokens_of_earlier_attempts_are_part_of_the_prompt() -> None:
-    c = cluster("p0", "d0", local_prefill_tokens=16)
-    replayed = a_request(num_tokens=14, attempt=1, generated_token_ids=(5, 6, 7))
-    assert c.pair(replayed) == ("d0", "p0")
-
-
 def test_without_prefill_workers_decode_workers_compute_prompts() -> None:
     assert cluster("d0").pair() == ("d0", "")
 

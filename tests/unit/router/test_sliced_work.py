@@ -34,22 +34,6 @@ def test_each_turn_does_one_slice_and_work_takes_turns() -> None:
     assert done == ["a0", "b0", "a1", "b1", "a2"]
 
 
-def test_work_that_adds_work_orders_one_turn() -> None:
-    turns, done = Turns(), list[str]()
-    slices = SlicedWork(turns.call_soon)
-
-    def adding() -> Iterator[None]:
-        yield
-        slices.add(steps("b", done, 2))
-        yield
-
-    slices.add(adding())
-    turns.next()
-    assert done == ["b0"] and len(turns.calls) == 1
-    turns.all()
-    assert done == ["b0", "b1"]
-
-
 def test_failed_work_is_dropped_and_other_work_goes_on() -> None:
     turns, done = Turns(), list[str]()
     slices = SlicedWork(turns.call_soon)

@@ -51,12 +51,6 @@ def holdings_match(index: PrefixIndex, keys: bytes, lengths: list[int], name: st
     return [held(index, worker.id, keys) for worker in workers] == lengths
 
 
-def test_first_pages_of_an_unknown_or_empty_prompt_are_held_nowhere() -> None:
-    index = an_index(W0)
-    index.apply(W0.id, stored(CHAIN))
-    assert index.holdings(b"").levels == index.holdings(RNG.bytes(20 * KEY_BYTES)).levels == []
-
-
 @given(st.lists(st.integers(0, PROMPT_PAGES), min_size=1, max_size=6))
 def test_holdings_are_the_reported_pages(lengths: list[int]) -> None:
     index = PrefixIndex(ManualClock(), 2 * PROMPT_PAGES * len(lengths))
@@ -82,24 +76,6 @@ def test_remembered_run_ends_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(20):
         assert holdings_match(index, RNG.bytes(PROMPT_PAGES * KEY_BYTES), [7], "w")
         index.forget(a_worker("w0").id)
-
-
-def test_forgotten_worker_counts_no_more_and_its_next_life_holds_nothing() -> None:
-    index = an_index(W0, W1)
-    index.apply(W0.id, stored(CHAIN))
-    index.apply(W1.id, stored(CHAIN))
-    index.forget(W0.id)
-    assert index.slot(W0.id) is None
-    assert [holders.bit_count() for _, holders in index.holdings(CHAIN).levels] == [1]
-    index.apply(W0.id, stored(CHAIN))  # a late event
-    next_life = a_worker("w0", id="f" * 32)
-    index.join(next_life)
-    assert held(index, next_life.id) == 0
-    index.tick()
-    index.check_integrity()
-    index.forget(W1.id)
-    index.tick()
-    assert index.num_pages == 0
 
 
 @pytest.mark.parametrize("broken", [{"keys": CHAIN[:-1]}, {"generations": (1,)}, {"pages": (1, 2)}])
@@ -157,19 +133,6 @@ def test_shares_grow_when_workers_leave() -> None:
     index.forget(W1.id)
     index.apply(W0.id, stored(RNG.bytes(900 * KEY_BYTES)))
     assert index.num_pages == 900
-
-
-def test_slots_of_dead_workers_are_used_again() -> None:
-    index = an_index()
-    for number in range(MAX_SLOTS + 10):
-        worker = a_worker("w", id=f"{number:032x}")
-        index.join(worker)
-        index.apply(worker.id, stored(CHAIN[: 2 * KEY_BYTES]))
-        index.forget(worker.id)
-    index.join(W0)
-    index.apply(W0.id, stored(CHAIN))
-    assert held(index, W0.id) == 20
-    assert [holders.bit_count() for _, holders in index.holdings(CHAIN).levels] == [1]
 
 
 def test_worker_without_a_slot_is_not_known() -> None:

@@ -15,7 +15,7 @@ from baton.messages.workers import PrefillTimes, StepTimes, Tier, Worker, Worker
 from baton.router.in_flight import InFlight, InFlightAttempt, LagOf, SchedulingClass
 from baton.router.index.prefix_index import Holdings, PrefixIndex
 from baton.router.membership import Member
-from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool, WorkerView
+from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool
 from baton.router.policies.candidates import PairCandidate, Select, cheapest
 from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer, RecentWork
 from baton.router.policies.cost_model import CostModel
@@ -280,31 +280,7 @@ def test_delay_of_running_decodes_ends_with_their_answers(num_output_tokens: int
     assert decoder.num_delayed == 1 and decoder.patience_s == pytest.approx(patience * step_s)
 
 
-def test_arrival_rate_counts_where_prompts_are_computed() -> None:
-    """All prompts go to one worker, or half to each of two; none count once their worker has left."""
-    rates = {}
-    for num_workers in (1, 2):
-        world = World(Random(0), 0)
-        for number in range(num_workers):
-            world.join(f"d{number}")
-        cost_policy = CostPolicy(world.context(Random(0)))
-        for _ in range(40):
-            cost_policy.expect(cost_policy.choose(world.request, world.field()), PROMPT_TOKENS)
-        rates[num_workers] = cost_policy._arrivals.rate(world.clock.now_s())
-        for number in range(num_workers):
-            cost_policy.forget(id_of(f"d{number}"))
-        assert cost_policy._arrivals.rate(world.clock.now_s()) == 0.0
-    assert rates[1] > 1.9 * rates[2] > 0
-
-
 DEFICIT, SERVED = TenantClaim(lag=1.0), TenantClaim(lag=0.0)
-
-
-@pytest.mark.parametrize(("turn", "has_deficit"), [(DEFICIT, True), (SERVED, False), (TenantClaim(), False)])
-def test_choice_tells_a_deficit_of_its_tenant(turn: TenantClaim, has_deficit: bool) -> None:
-    world = World(Random(0), 8)
-    cost_policy = CostPolicy(world.context(Random(0)))
-    assert cost_policy.choose(world.request, world.field(), turn).has_deficit is has_deficit
 
 
 @pytest.mark.parametrize("turn", [SERVED, TenantClaim(lag=-1e6), TenantClaim()])
@@ -323,15 +299,6 @@ def test_flood_of_another_tenant_does_not_delay_a_tenant_with_a_deficit(turn: Te
     assert min(crowds_s(SERVED) | crowds_s(TenantClaim())) > 0.0
     cost_policy.expect(cost_policy.choose(world.request, field, DEFICIT), PROMPT_TOKENS)
     assert min(crowds_s(DEFICIT)) > 0.0
-
-
-def test_prompts_of_a_tenant_with_a_deficit_delay_all_later_prompts() -> None:
-    world = World(Random(0), 8)
-    field, cost_policy = world.field(), CostPolicy(world.context(Random(0)))
-    cost_policy.expect(cost_policy.choose(world.request, field, DEFICIT), PROMPT_TOKENS)
-    for turn in (DEFICIT, SERVED, TenantClaim()):
-        choice = cost_policy.choose(world.request, field, turn)
-        assert all(each.terms.queue_delay_s > 0.0 for each in choice.candidates)
 
 
 @pytest.mark.parametrize("prefill", ["p0", ""])
@@ -432,11 +399,6 @@ def holdings(side: WorkerPool, index: PrefixIndex, held: list[int]) -> Holdings:
     )
 
 
-def names(stations: list[WorkerView], workers: list[Member]) -> list[str]:
-    of = {each.id: each.worker.name for each in workers}
-    return [of[worker_view.id] for worker_view in stations]
-
-
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 12), st.integers(0, 11))
 def test_holders_are_the_workers_that_hold_most(held: list[int], limit: int, first: int) -> None:
     workers, index = members(len(held)), PrefixIndex(ManualClock(), 1000)
@@ -448,42 +410,6 @@ def test_holders_are_the_workers_that_hold_most(held: list[int], limit: int, fir
     lengths_found = [lengths.num_pages(worker_view.slot_bit) for worker_view in found]
     assert lengths_found == sorted(filter(None, held), reverse=True)[:limit]
     assert len({worker_view.id for worker_view in found}) == len(found)
-
-
-def test_among_equals_holders_begin_at_the_first_view() -> None:
-    workers, index = members(4), PrefixIndex(ManualClock(), 1000)
-    for each in workers:
-        index.join(each.worker)
-    side = WorkerPool(workers)
-    stations, lengths = side.views(index), holdings(side, index, [2, 2, 2, 7])
-    found = side.holders(side.families[0], lengths, 3, stations[1])
-    assert names(found, workers) == ["p3", "p1", "p2"]
-
-
-def test_worker_unknown_to_the_index_holds_nothing() -> None:
-    workers, index = members(3), PrefixIndex(ManualClock(), 1000)
-    side, everybody = WorkerPool(workers), Holdings([(9, 0b1111)])
-
-    def found() -> list[str]:
-        first = side.views(index)[0]
-        return names(side.holders(side.families[0], everybody, 2, first), workers)
-
-    assert found() == []
-    index.join(workers[1].worker)
-    assert found() == ["p1"]
-    index.forget(workers[1].id)
-    assert found() == []
-
-
-def test_workers_with_other_page_keys_are_another_family() -> None:
-    index, workers = PrefixIndex(ManualClock(), 1000), [member(a_worker("p0"))]
-    workers.append(member(a_worker("p1", page_size=32)))
-    side, everybody = WorkerPool(workers), Holdings([(1, 0b1111)])
-    for each in workers:
-        index.join(each.worker)
-    first = side.views(index)[0]
-    found = [side.holders(family, everybody, 4, first) for family in side.families]
-    assert [names(some, workers) for some in found] == [["p0"], ["p1"]]
 
 
 NUM_REQUESTS = 50

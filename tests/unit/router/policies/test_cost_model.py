@@ -45,13 +45,6 @@ def test_new_worker_begins_with_the_measurements_of_others() -> None:
     assert CostModel().of("q").prefill.coefficients == PREFILL_PRIOR
 
 
-def test_workers_have_their_own_speeds() -> None:
-    model = CostModel()
-    taught(model, "slow", 1e-3)
-    taught(model, "quick", 1e-4)
-    assert model.of("slow").compute_s(1000, 1000) > 5 * model.of("quick").compute_s(1000, 1000)
-
-
 def test_one_stall_changes_little() -> None:
     model = taught(CostModel(), "p", 1e-4)
     before_s = model.of("p").compute_s(1000, 1000)

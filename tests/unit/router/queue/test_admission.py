@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.errors import ProtocolError
-from baton.messages.control import Dispatch, Ended, Measured, Queued, Rejected, Routed
+from baton.messages.control import Dispatch, Ended, Measured, Rejected, Routed
 from baton.messages.operations import Status
 from baton.messages.workers import PrefillTimes
 from baton.router.queue.admission import MIN_COMPUTING
@@ -45,14 +45,6 @@ def test_request_without_a_slot_waits_until_a_prompt_is_computed(c: Cluster) -> 
     start(c, "f0")
     assert names(answers(c)) == ["r"]
     assert len(c["d0"].take(Dispatch)) == MIN_COMPUTING + 1
-
-
-def test_gateway_hears_which_requests_wait(c: Cluster) -> None:
-    c["g"].say(asked("s"))
-    assert not c["g"].take(Queued)
-    fill(c)
-    c["g"].say(asked("r", num_tokens=LONG))
-    assert c["g"].only(Queued).request_id == id_of("r")
 
 
 def test_requests_wait_for_full_decode_workers(c: Cluster) -> None:
@@ -142,14 +134,6 @@ def test_other_tenants_bypass_a_tenant_at_its_quota_of_active_sequences(c: Clust
     assert names(answers(c)) == ["a1"]
 
 
-def test_wider_quota_holds_from_the_next_request_on(c: Cluster) -> None:
-    one, two = Quotas(max_active_sequences=1), Quotas(max_active_sequences=2)
-    submit(c, asked("a0", quotas=one), asked("a1", quotas=one))
-    assert names(submit(c, asked("a2", quotas=two))) == ["a1"]
-    end(c, "a0", "a1")
-    assert names(answers(c)) == ["a2"]
-
-
 def test_repeated_attempt_meets_the_quotas_unless_its_answer_has_begun(c: Cluster) -> None:
     one = Quotas(max_concurrent_requests=1)
     submit(c, asked("r", quotas=one))
@@ -236,11 +220,6 @@ def test_wait_at_an_earlier_router_counts(c: Cluster) -> None:
     assert names([refused, expired]) == ["late", "old"]
     for each in (refused, expired):
         assert isinstance(each, Rejected) and each.refusal is Refusal.SLO
-
-
-def test_workers_receive_the_age_of_a_request(c: Cluster) -> None:
-    submit(c, msgspec.structs.replace(asked("r", "a"), age_s=3.0))
-    assert c["d0"].only(Dispatch).age_s == pytest.approx(3.0)
 
 
 def test_begun_answer_waits_from_its_new_submission_on(c: Cluster) -> None:

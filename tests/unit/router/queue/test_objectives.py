@@ -16,7 +16,6 @@ from baton.router.queue.objectives import (
     Forecast,
     ObjectiveChecker,
     Prediction,
-    ServiceRate,
     objective_of,
 )
 from baton.router.queue.quotas import RequestWork
@@ -114,15 +113,6 @@ def test_queued_work_leaves_at_the_workers_speeds_until_a_rate_is_known() -> Non
     assert MeasuredWorkers().teach().predict(100, before=2000.0).queue_s == pytest.approx(1.0, rel=0.2)
 
 
-def test_rate_counts_only_time_with_waiting_requests() -> None:
-    rate = ServiceRate(0.0)
-    rate.observe(0.0, 999.0, is_busy=False)
-    rate.observe(50.0, 0.0, is_busy=True)
-    assert rate.work_per_s is None
-    rate.observe(54.0, 400.0, is_busy=False)
-    assert rate.work_per_s == pytest.approx(100.0)
-
-
 def test_forecast_batch_is_that_of_the_first_token() -> None:
     """Present requests have ended by then; requests before it in the queue have joined."""
     fleet = MeasuredWorkers().teach()
@@ -153,12 +143,6 @@ def test_request_is_refused_for_the_objective_that_it_would_miss(
     assert (refused and refused.refusal) == expected
     if refused is not None:
         assert 0 < refused.retry_after_s <= MOST_RETRY_S
-
-
-def test_time_already_waited_counts() -> None:
-    admission = MeasuredWorkers().admission
-    assert admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.1, SOON) is None
-    assert admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.95, SOON) is not None
 
 
 def test_request_that_may_not_be_shed_is_never_refused() -> None:

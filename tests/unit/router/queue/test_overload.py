@@ -106,12 +106,6 @@ def test_without_objectives_requests_only_wait() -> None:
     assert controller.level is OverloadLevel.QUEUE
 
 
-def test_slow_tokens_raise_the_level_without_waiting_requests() -> None:
-    controller = OverloadController(0.0)
-    levels(controller, reading(itl=2.0, waits=False), 60)
-    assert controller.level is OverloadLevel.CLIP
-
-
 def test_clock_that_jumps_back_changes_no_level() -> None:
     controller = OverloadController(100.0)
     levels(controller, reading(lateness=1.0), 5, since_s=100)
@@ -171,14 +165,6 @@ def test_lateness_is_the_wait_as_a_share_of_the_objective() -> None:
     case.clock.advance(5.0)
     case.wait("s", sla=Sla(ttft_ms=10_000))
     assert case.lateness() == pytest.approx(0.5)
-
-
-def test_request_without_objective_is_never_late() -> None:
-    case = OverloadCase()
-    case.wait("r")
-    case.clock.advance(1000.0)
-    assert case.lateness() == 0.0
-    assert not case.reading().has_objectives
 
 
 def test_request_that_waits_for_its_own_quota_is_not_late() -> None:

@@ -38,19 +38,6 @@ def test_without_quotas_no_request_is_refused() -> None:
     assert not quotas.is_full("a") and quotas.queue_refusal("a", Quotas(), 10**6) is None
 
 
-def test_tokens_a_second_are_bounded_and_the_wait_is_exact() -> None:
-    quotas, clock = quotas_at()
-    limit = Quotas(tokens_per_s=RATE, burst_tokens=100)
-    quotas.enter("a", limit, 80)
-    refused = quotas.refusal("a", limit, 50)
-    assert refused is not None and refused.refusal is Refusal.TOKENS_PER_S
-    assert refused.retry_after_s == pytest.approx(3.0)
-    clock.advance(2.99)
-    assert quotas.refusal("a", limit, 50) is not None
-    clock.advance(0.02)
-    assert quotas.refusal("a", limit, 50) is None
-
-
 def test_request_larger_than_the_burst_needs_a_full_bucket_and_leaves_it_in_debt() -> None:
     quotas, clock = quotas_at()
     limit = Quotas(tokens_per_s=RATE, burst_tokens=100)

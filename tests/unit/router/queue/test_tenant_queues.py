@@ -267,13 +267,6 @@ def test_line_equals_a_sorted_list_with_sums(block_size: int, data: st.DataObjec
         assert not plain.entries or line.first() == plain.entries[0][0]
 
 
-def test_missing_item_is_not_removed() -> None:
-    line: WorkLine[str] = WorkLine()
-    line.add((0, 1.0, 1), "a", 1.0)
-    with pytest.raises(AssertionError):
-        line.remove((0, 1.0, 0))
-
-
 @pytest.mark.parametrize("is_backwards", [False, True])
 def test_removals_leave_few_blocks(is_backwards: bool) -> None:
     """The rest of a long line costs as much as a short line."""

@@ -124,24 +124,6 @@ async def test_redis_without_memory_is_counted_when_nothing_changes() -> None:
 
 
 @on_loop
-async def test_junk_in_redis_is_counted_and_ignored() -> None:
-    async with RedisServer() as redis:
-        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
-        async with connected(redis.url) as connection:
-            await connection.call("HSET", NAMES.workers, id_of("x"), b"\x00nonsense")
-            await connection.call("SET", NAMES.snapshot(W0.id), b"\xff")
-            async with running(first, second):
-                await until(lambda: first.link.is_up and second.link.is_up)
-                await connection.call("XADD", NAMES.events, "*", "m", b"\xc1")
-                await connection.call("XADD", NAMES.events, "*", "w", W0.id, "p", b"\x93")
-                await connection.call("XADD", NAMES.events, "*", "anything", "else")
-                first.join(W0)
-                first.report(W0, CHAIN)
-                await until(lambda: second.held(W0) == 40)
-                assert second.link.counters["redis_malformed"] >= 3
-
-
-@on_loop
 async def test_values_that_no_router_of_the_cluster_has_written_are_ignored() -> None:
     async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
