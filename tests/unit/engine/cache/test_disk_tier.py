@@ -115,15 +115,6 @@ TestStoreAgainstDictionary = StoreAgainstDictionary.TestCase
 TestStoreAgainstDictionary.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
-def test_least_recently_used_segment_is_dropped_first(tmp_path: Path) -> None:
-    store = store_in(tmp_path)
-    for key in KEYS[:12]:
-        store.put(key, parts_of(page_of(key)))
-    assert read(store, KEYS[0]) is not None
-    assert store.put(KEYS[12], parts_of(page_of(KEYS[12]))) == KEYS[3:6]
-    store.close()
-
-
 def test_pages_of_another_identity_or_size_are_not_accepted(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     store.put(KEYS[0], parts_of(page_of(KEYS[0])))
@@ -164,17 +155,6 @@ def test_file_that_cannot_be_opened_costs_its_place_alone(
     store.close()
 
 
-def test_store_that_opens_again_goes_on_in_its_latest_segment(tmp_path: Path) -> None:
-    for key in KEYS[:3]:
-        store = store_in(tmp_path)
-        store.put(key, parts_of(page_of(key)))
-        store.close()
-    store = store_in(tmp_path)
-    assert len(segments(tmp_path)) == 1
-    assert [read(store, key) for key in KEYS[:3]] == [page_of(key).tobytes() for key in KEYS[:3]]
-    store.close()
-
-
 def test_directory_that_cannot_be_used_and_too_small_a_size_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     with pytest.raises(ConfigError, match="kv_disk_path: .* cannot be used"):
@@ -201,19 +181,6 @@ def test_pages_are_read_in_the_order_of_the_files_and_adjacent_ones_at_once(
     assert found == {key: None if key == KEYS[20] else page_of(key).tobytes() for key in asked}
     assert list(found) == [KEYS[each] for each in (20, 0, 1, 3, 4, 5, 7)]
     assert reads == [8192 + PAGE_BYTES, 2 * 8192 + PAGE_BYTES, PAGE_BYTES]
-    store.close()
-
-
-def test_damage_in_a_read_costs_the_damaged_pages_alone(tmp_path: Path) -> None:
-    store = store_in(tmp_path)
-    for key in KEYS[:3]:
-        store.put(key, parts_of(page_of(key)))
-    path = segments(tmp_path)[0]
-    content = bytearray(path.read_bytes())
-    content[-PAGE_BYTES - 8192] ^= 1  # the first byte of the second page
-    path.write_bytes(content[:-1])
-    assert read_all(store, KEYS[:3]) == {KEYS[0]: page_of(KEYS[0]).tobytes(), KEYS[1]: None, KEYS[2]: None}
-    assert store.num_damaged == 2 and [key for key, _ in store.places()] == [KEYS[0]]
     store.close()
 
 
@@ -296,15 +263,6 @@ def host(tmp_path: Path) -> Iterator[Host]:
     host.tier.close()
 
 
-def test_written_page_is_read_back(host: Host) -> None:
-    host.pages[1] = page_of(KEYS[1])
-    host.tier.write(KEYS[1], 1, 0, 0)
-    host.wait(writes=1)
-    host.tier.load(KEYS[1], 5, 0)
-    assert host.wait(loads=1) == [Loaded(KEYS[1], True)]
-    assert (host.pages[5] == host.pages[1]).all()
-
-
 def test_page_of_a_step_that_runs_is_not_written_at_the_end(host: Host, tmp_path: Path) -> None:
     host.tier.write(KEYS[1], 1, 0, host.passed + 1)
     host.tier.write(KEYS[2], 2, 0, 0)
@@ -330,11 +288,6 @@ def test_disk_that_reads_slower_than_pages_are_computed_is_passed_by_for_a_while
     while not host.tier.pays(0.005):
         num_passed += 1
     assert 2 < num_passed < 20
-
-
-def test_absent_page_ends_its_load(host: Host) -> None:
-    host.tier.load(KEYS[7], 5, 0)
-    assert host.wait(loads=1) == [Loaded(KEYS[7], False)]
 
 
 def test_error_of_the_file_system_turns_the_tier_off(host: Host, caplog: pytest.LogCaptureFixture) -> None:

@@ -314,16 +314,6 @@ def test_handing_over_within_an_account_keeps_its_count(pool: PagePool) -> None:
     assert pool.accounts.num_open == 1 and not pool.accounts.num_pages
 
 
-def test_leases_count_for_an_account_once_adopted(pool: PagePool) -> None:
-    pages = pool.reserve(2, "lease", 1.0)
-    pool.accounts.expect("a", 2)
-    assert not pool.accounts.num_pages and pool.accounts.held("a") == 2
-    pool.adopt(pages, "lease", "a1")
-    pool.accounts.expect("a", -2)
-    assert pool.accounts.num_pages["a"] == 2 == pool.accounts.held("a")
-    pool.check_integrity()
-
-
 def test_owner_has_one_account(pool: PagePool) -> None:
     pool.accounts.book("a1", "a")
     with pytest.raises(ValueError, match="on the account 'a' already, not 'b'"):

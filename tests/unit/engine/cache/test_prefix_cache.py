@@ -4,7 +4,7 @@ from collections.abc import Iterable
 import pytest
 
 from baton.engine.cache.page_pool import PagePool, PageState
-from baton.engine.cache.prefix_cache import NOWHERE, ChangedKeys, HostTier, PageChanges, PrefixCache
+from baton.engine.cache.prefix_cache import NOWHERE, HostTier, PageChanges, PrefixCache
 from baton.engine.scheduler.sequence import Sequence
 from baton.errors import IntegrityError
 from baton.pages import PageKeys
@@ -63,19 +63,6 @@ def test_disabled_cache_hashes_and_keeps_nothing() -> None:
     assert cache.pool.num_free == 8
 
 
-def test_page_computed_twice_is_kept_once() -> None:
-    cache = make()
-    first, second = sequence_of("a", range(9)), sequence_of("b", range(9))
-    compute(cache, first)
-    version = second.table_version
-    compute(cache, second)
-    assert second.page_table[:2] == first.page_table[:2]
-    assert second.page_table[2] != first.page_table[2]
-    assert second.table_version > version
-    assert cache.pool.owners(first.page_table[0]) == {first.key, second.key}
-    assert cache.pool.count(PageState.ACTIVE) == 4
-
-
 def test_eviction_takes_the_oldest_leaf_so_that_the_rest_stays_reachable() -> None:
     cache = make(num_pages=8)
     for name, token_ids in (("a", range(16)), ("b", [0, 1, 2, 3, 90, 91, 92, 93])):
@@ -96,41 +83,6 @@ def test_making_room_that_is_not_there_is_a_bug() -> None:
     compute(cache, sequence_of("a", range(8)))
     with pytest.raises(IntegrityError, match="1 pages were promised, 0 are available"):
         cache.make_room(1)
-
-
-def test_evicted_pages_are_found_on_the_host_after_the_device() -> None:
-    cache = make(num_pages=4, num_host_pages=4)
-    sequence = sequence_of("a", range(16))
-    compute(cache, sequence)
-    finish(cache, sequence)
-    cache.make_room(2)
-    again = sequence_of("b", range(17))
-    assert matched(cache, again) == 4
-    match = cache.match(again)
-    assert match.device_pages == sequence.page_table[:2]
-    assert match.host_keys == sequence.page_keys[2:4]
-    cache.check_integrity()
-
-
-def test_room_for_outside_writers_leaves_nothing_to_copy() -> None:
-    cache = make(num_pages=4, num_host_pages=4)
-    sequence = sequence_of("a", range(16))
-    compute(cache, sequence)
-    finish(cache, sequence)
-    cache.make_room(4, keep=False)
-    assert cache.host.take_copies() == ((), ())
-    assert matched(cache, sequence_of("b", range(17))) == 0
-
-
-def test_recomputed_page_replaces_the_copy_on_the_host() -> None:
-    cache = make(num_pages=4, num_host_pages=4)
-    sequence = sequence_of("a", range(4))
-    compute(cache, sequence)
-    finish(cache, sequence)
-    cache.make_room(4)
-    assert len(cache.host.known_keys()) == 1
-    compute(cache, sequence_of("b", range(4)))
-    assert not cache.host.known_keys()
 
 
 def test_lease_that_ends_front_to_back_cannot_leave_a_chain_without_its_start() -> None:
@@ -158,19 +110,9 @@ def test_nothing_is_learned_below_a_cut_in_the_chain() -> None:
     sequence.page_table += first.page_table
     cache.pool.share(first.page_table, sequence.key)
     sequence.num_known_pages = 1
-    cache._forget(first.page_table[0])
+    cache.forget(first.page_table)
     compute(cache, sequence)
     assert matched(cache, sequence_of("c", range(9))) == 0
-
-
-def test_prompt_finds_the_pages_that_its_sequence_matches() -> None:
-    cache = make()
-    compute(cache, sequence_of("a", range(12), salt=b"s"))
-    for length in range(1, 14):
-        sequence = sequence_of("b", range(length), salt=b"s")
-        matched(cache, sequence)
-        assert cache.find(range(length), b"s") == cache.match(sequence).device_pages
-    assert cache.find((), b"s") == cache.find(range(12), b"") == make(enabled=False).find(range(9), b"") == []
 
 
 def test_forgotten_pages_and_later_pages_are_not_found() -> None:
@@ -193,7 +135,7 @@ def test_chain_of_any_length_is_forgotten() -> None:
     cache = make(num_pages=5_000)
     sequence = sequence_of("a", range(20_000))
     compute(cache, sequence)
-    cache._forget(sequence.page_table[0])
+    cache.forget(sequence.page_table[:1])
     cache.check_integrity()
     assert cache.num_cut_pages == 4_999
 
@@ -263,27 +205,9 @@ class Reader:
 
     def check(self, cache: PrefixCache) -> None:
         assert self.device == {
-            key: (page, cache.pool.generation(page)) for key, page in cache._page_of.items()
+            key: (page, cache.pool.generation(page)) for key, page in cache.known_pages().items()
         }
         assert self.host == {key: (cache.host.page_of(key), 0) for key in cache.host.known_keys()}
-
-
-def test_first_take_has_everything_and_later_ones_the_changes() -> None:
-    cache = make()
-    computed(cache, "a", list(range(8)))
-    assert cache.take_changes().is_snapshot
-    computed(cache, "b", list(range(100, 108)))
-    changes = cache.take_changes()
-    assert not changes.is_snapshot and len(changes.device) == 2
-    assert cache.take_changes() == PageChanges(False, [], [])
-
-
-def test_page_that_came_and_went_is_nowhere() -> None:
-    cache = make()
-    cache.take_changes()
-    finish(cache, computed(cache, "a", list(range(4))))
-    cache.make_room(8)
-    assert [change.page for change in cache.take_changes().device] == [NOWHERE]
 
 
 def test_cleared_cache_is_reported_afresh() -> None:
@@ -295,15 +219,6 @@ def test_cleared_cache_is_reported_afresh() -> None:
     changes = cache.take_changes()
     reader.read(changes)
     assert changes.is_snapshot and not reader.device
-
-
-def test_too_many_changes_count_as_everything() -> None:
-    keys = ChangedKeys(limit=3)
-    assert keys.take() is None
-    for number in range(3):
-        keys.note(bytes([number]))
-        keys.note(b"again")
-    assert keys.take() is None and keys.take() == []  # the fourth was one too many
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -56,14 +56,6 @@ def test_lower_class_takes_nothing_from_the_head_of_a_higher_one() -> None:
     harness.run()
 
 
-def test_long_prompt_alone_takes_whole_steps() -> None:
-    harness = make()
-    harness.add("long", prompt(300))
-    chunks = [harness.step()[0].scheduled[("long", 0)] for _ in range(5)]
-    assert chunks == [64, 64, 64, 64, 44]
-    harness.run()
-
-
 def test_stream_of_short_prompts_cannot_starve_a_long_one() -> None:
     harness = make(max_num_seqs=64)
     harness.add("long", prompt(640))
@@ -125,17 +117,6 @@ def test_last_page_goes_to_the_better_decode_and_the_other_waits_with_its_pages(
     harness.run()
 
 
-def test_chunk_is_cut_to_the_pages_that_are_left() -> None:
-    harness = make(num_pages=10, max_num_batched_tokens=16)
-    harness.add("long", prompt(36))
-    harness.step()
-    reserve_all_but(harness, 3)
-    plan, _, _ = harness.step()
-    assert dict(plan.scheduled) == {("long", 0): 12}
-    end_reservation(harness)
-    harness.run()
-
-
 @pytest.mark.parametrize("num_choices", [2, 4])
 def test_later_choices_share_the_prompt_pages_of_the_first(num_choices: int) -> None:
     harness = make()
@@ -167,14 +148,3 @@ def test_later_choices_go_on_when_the_first_is_gone() -> None:
     assert [sequence.choice for sequence in harness.finished] == [0]
     harness.run()
     assert second.num_cached_tokens == 20
-
-
-def test_window_does_not_hold_decodes() -> None:
-    harness = make(max_queue_delay_ms=50.0)
-    harness.add("a", prompt(5))
-    harness.clock.advance(0.05)
-    harness.step()
-    harness.add("b", prompt(5, 1))
-    plan, _, _ = harness.step()
-    assert dict(plan.scheduled) == {("a", 0): 1} and plan.wait_s is None
-    harness.run()

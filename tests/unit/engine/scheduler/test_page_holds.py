@@ -21,16 +21,6 @@ def test_claim_holds_whole_pages_without_the_last_token() -> None:
     assert harness.pool.count(PageState.CACHED) == 3
 
 
-def test_claims_keep_salts_apart_and_count_as_queries() -> None:
-    harness = OpenHarness.of(16)
-    harness.add("a", PROMPT, cache_salt=b"tenant")
-    harness.run()
-    queried = harness.cache.num_queried_tokens
-    assert harness.scheduler.holds.claim(PROMPT, b"other", "x").pages == ()
-    assert harness.scheduler.holds.claim(PROMPT, b"tenant", "y").num_tokens == 8
-    assert (harness.cache.num_queried_tokens - queried, harness.cache.num_hit_tokens) == (20, 8)
-
-
 def test_claim_is_cut_to_a_multiple_that_both_sides_can_start_at() -> None:
     harness = OpenHarness.of(16)
     harness.add("a", PROMPT * 2)
@@ -56,18 +46,6 @@ def test_owner_has_one_claim() -> None:
     assert harness.scheduler.holds.claim(PROMPT, b"", "owner") == claim
 
 
-def test_claimed_pages_are_not_evicted() -> None:
-    harness = OpenHarness.of(6)
-    harness.add("a", PROMPT)
-    harness.run()
-    claim = harness.scheduler.holds.claim(PROMPT, b"", "owner")
-    harness.used["owner"] = set(claim.pages)
-    harness.add("b", [40] * 9, SamplingParams(max_tokens=6))
-    while harness.scheduler.has_work():
-        harness.step()
-    assert harness.cache.find(PROMPT, b"") == list(claim.pages)
-
-
 # Pages kept after the end.
 
 
@@ -88,16 +66,6 @@ def test_kept_pages_hold_everything_computed_until_they_are_let_go(budget: int) 
     assert harness.pool.num_available == 16
     harness.add("a", PROMPT)
     harness.run()
-
-
-def test_aborted_sequence_keeps_nothing() -> None:
-    harness = OpenHarness.of(16)
-    (sequence,) = harness.add("a", PROMPT)
-    sequence.keeps_pages = True
-    harness.step()
-    harness.abort("a")
-    assert sequence.page_table == [] and not harness.scheduler.holds.kept
-    assert harness.pool.num_available == 16
 
 
 # Room for reservations.

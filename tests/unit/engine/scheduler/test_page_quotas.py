@@ -44,40 +44,6 @@ def test_sequence_without_room_in_its_quota_delays_no_other_key() -> None:
     harness.run()
 
 
-def test_no_sequence_overtakes_one_of_its_own_key() -> None:
-    harness, quota = make_harness(), scheduling_key(max_kv_pages=16)
-    harness.add("first", range(30), LONG, tenant="t", scheduling_key=quota)
-    harness.step()
-    (held,) = harness.add("held", range(30), LONG, tenant="t", scheduling_key=quota)
-    (small,) = harness.add("small", range(2), LONG, tenant="t", scheduling_key=quota)
-    harness.step()
-    assert held.status is small.status is SequenceStatus.WAITING
-    assert harness.pool.accounts.num_pages["t"] < 10
-    harness.run()
-
-
-def test_quota_holds_again_once_a_sequence_without_one_has_left() -> None:
-    """The policy of the tenant has changed; another sequence leaves while both kinds are there."""
-    harness = make_harness()
-    for name, quota in (("free", scheduling_key()), ("tight", TIGHT), ("second", TIGHT)):
-        harness.add(name, range(8), LONG, tenant="t", scheduling_key=quota)
-    harness.add("other", range(8), SamplingParams(max_tokens=1), tenant="other")
-    harness.step()
-    assert ("other", 0) not in harness.live
-    harness.abort("free")
-    harness.run()  # `AccountHarness` compares pages with quotas at every step
-    assert max(each.num_preemptions for each in harness.finished) > 0
-
-
-def test_static_batch_goes_on_when_a_quota_has_shrunk_under_it() -> None:
-    """A prompt finds no page until the decode beside it has ended, which must therefore run."""
-    harness = AccountHarness.of(200, prefix_caching=False, max_num_batched_tokens=8, policy="static")
-    harness.add("free", range(4), SamplingParams(max_tokens=1), tenant="t", scheduling_key=scheduling_key())
-    harness.add("short", range(4), SamplingParams(max_tokens=8), tenant="t", scheduling_key=TIGHT)
-    harness.add("long", range(39), SamplingParams(max_tokens=1), tenant="t", scheduling_key=TIGHT)
-    harness.run()
-
-
 def test_pages_that_two_sequences_share_count_once() -> None:
     harness = make_harness(prefix_caching=True)
     short = SamplingParams(max_tokens=2)
@@ -89,13 +55,6 @@ def test_pages_that_two_sequences_share_count_once() -> None:
     harness.step()
     assert second.status is not SequenceStatus.WAITING and second.num_cached_tokens == 32
     harness.run()
-
-
-def test_answer_ends_where_its_quota_does() -> None:
-    harness = make_harness()
-    (sequence,) = harness.add("a", range(8), LONG, tenant="tight", scheduling_key=TIGHT)
-    harness.run()
-    assert sequence.num_tokens == 40
 
 
 def test_prompt_beyond_its_quota_is_refused_by_name() -> None:
@@ -131,12 +90,3 @@ def test_pages_that_are_expected_leave_no_room_for_others() -> None:
     harness.pool.accounts.expect("tight", -8)
     harness.run()
     assert sequence.num_tokens == 40
-
-
-@pytest.mark.parametrize("policy", ["static", "dynamic"])
-def test_quotas_hold_under_every_policy(policy: str) -> None:
-    harness = make_harness(policy=policy)
-    for number in range(4):
-        harness.add(str(number), range(number, 20), LONG, tenant="tight", scheduling_key=TIGHT)
-    harness.add("other", range(8), LONG, tenant="other")
-    harness.run()

@@ -26,10 +26,6 @@ def released(window: QueueWindow, sequences: list[Sequence], now_s: float, num_s
     return len(list(window.released(sequences, window.look(sequences, num_seats, now_s))))
 
 
-def test_window_without_delay_holds_no_sequence() -> None:
-    assert released(QueueWindow(0.0, ()), waiting(0.0, 0.0), now_s=0.0) == 2
-
-
 def test_new_sequences_are_held_until_the_oldest_has_waited() -> None:
     window, sequences = QueueWindow(0.5, (4,)), waiting(1.0, 1.3)
     opening = window.look(sequences, 8, now_s=1.2)
@@ -41,12 +37,6 @@ def test_new_sequences_are_held_until_the_oldest_has_waited() -> None:
 @pytest.mark.parametrize(("num_waiting", "expected"), [(1, 0), (2, 2), (3, 2), (4, 4), (7, 4)])
 def test_largest_preferred_size_that_waits_is_released_at_once(num_waiting: int, expected: int) -> None:
     assert released(QueueWindow(0.5, (4, 2)), waiting(*[0.0] * num_waiting), now_s=0.1) == expected
-
-
-def test_without_preferred_sizes_all_seats_release_at_once() -> None:
-    window, sequences = QueueWindow(0.5, ()), waiting(0.0, 0.0, 0.0)
-    assert released(window, sequences, now_s=0.1, num_seats=3) == 3
-    assert released(window, sequences, now_s=0.1, num_seats=4) == 0
 
 
 def test_sequence_that_ran_before_is_not_held() -> None:
@@ -153,23 +143,6 @@ def test_static_batch_cuts_long_prompts_into_equal_columns() -> None:
     steps = [harness.step() for _ in range(4)]
     assert [list(plan.scheduled.values()) for plan, _, _ in steps] == [[20, 20, 5], [10, 20], [10], [1, 1, 1]]
     assert [batch.num_padded_tokens for _, batch, _ in steps] == [15, 30, 20, 0]
-    harness.run()
-
-
-def test_static_rows_that_finished_are_padding_until_the_slowest_finishes() -> None:
-    harness = make_by_request("static")
-    for name, max_tokens in (("a", 2), ("b", 5), ("c", 3), ("d", 2)):
-        add(harness, name, 4, max_tokens)
-    steps = [harness.step() for _ in range(6)]
-    assert [batch.num_padded_tokens for _, batch, _ in steps] == [0, 0, 1, 2, 2, 0]
-    assert [sorted(key[0] for key in plan.scheduled) for plan, _, _ in steps] == [
-        ["a", "b", "c"],
-        ["a", "b", "c"],
-        ["b", "c"],
-        ["b"],
-        ["b"],
-        ["d"],
-    ]
     harness.run()
 
 

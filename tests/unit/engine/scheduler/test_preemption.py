@@ -109,12 +109,6 @@ def test_candidates_follow_the_order_of_the_oracle(
         assert other in candidates or not goes_before(room, other, taker), "a worse one keeps its pages"
 
 
-def test_key_most_over_its_share_for_its_weight_gives_first() -> None:
-    """The light key is due 8 of 40 pages and the heavy key 24; each has 4 more."""
-    room = Room([Member("light", 0, 12), Member("heavy", 0, 28), Member("quiet", 0, 0)], {"heavy": 3.0})
-    assert room.numbers(room.candidates.of_running(room.sequences[2], may_wait=True)) == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("others", "newcomer", "lacking", "expected"),
     [
@@ -150,23 +144,6 @@ def test_single_class_makes_no_room() -> None:
     assert Room([Member("a", 1, 9), Member("b", 1, 20)], {}).candidates.of_lowest_class(5) == []
 
 
-def test_newcomer_of_another_key_preempts_no_more_than_it_lacks() -> None:
-    harness = Harness.of(60)
-    for number in range(3):
-        harness.add(f"a{number}", range(number, number + 46), SamplingParams(max_tokens=40), tenant="a")
-    for _ in range(4):
-        harness.step()
-    harness.add("b", range(100, 160), tenant="b")
-    (first, _, _), (second, _, _) = harness.step(), harness.step()
-    assert first.preempted.keys() == {("a2", 0)} and not second.preempted
-    assert second.admitted == (("b", 0),)
-    harness.run()
-
-
-def test_without_measured_rates_preemption_recomputes() -> None:
-    assert cheaper_mode(10_000, 1, None) is PreemptMode.RECOMPUTE
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "num_pages", "expected"),
     [
@@ -181,31 +158,6 @@ def test_cheaper_mode_wins(num_tokens: int, num_pages: int, expected: PreemptMod
 
 
 # Sequences that lose their pages and get them back: recomputed, or swapped to the host and in again.
-
-
-def test_abort_of_a_swapped_sequence_frees_its_host_pages() -> None:
-    harness = Harness.of(num_host_pages=8)
-    (sequence,) = harness.add("a", PROMPT)
-    harness.step()
-    harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)
-    harness.step()
-    assert sequence.status is SequenceStatus.SWAPPED
-    harness.abort("a")
-    assert harness.host.num_available == 8
-    harness.run()
-
-
-def test_recompute_drops_pages_and_computes_the_same_answer() -> None:
-    harness = Harness.of(prefix_caching=False)
-    (sequence,) = harness.add("a", PROMPT)
-    harness.step()
-    harness.scheduler.preempt(sequence.key, PreemptMode.RECOMPUTE)
-    plan, batch, _ = harness.step()
-    assert plan.preempted == {sequence.key: PreemptMode.RECOMPUTE} and batch.chunks == ()
-    plan, _, _ = harness.step()
-    assert dict(plan.scheduled) == {sequence.key: 11}
-    harness.run()
-    assert sequence.num_preemptions == 1
 
 
 def test_prefix_found_after_a_preemption_does_not_count_as_cached() -> None:
@@ -246,16 +198,6 @@ def test_swap_brings_back_only_what_the_device_has_lost() -> None:
     harness.run()
 
 
-def test_swap_without_host_pages_recomputes() -> None:
-    harness = Harness.of(num_host_pages=2)
-    (sequence,) = harness.add("a", PROMPT)
-    harness.step()
-    harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)
-    plan, _, _ = harness.step()
-    assert plan.preempted == {sequence.key: PreemptMode.RECOMPUTE}
-    harness.run()
-
-
 @pytest.mark.parametrize(
     ("rates", "expected"),
     [
@@ -275,23 +217,6 @@ def test_shortage_preempts_by_measured_cost(
     while harness.scheduler.has_work():
         modes.update(harness.step()[0].preempted.values())
     assert modes == expected
-    harness.check_answers()
-
-
-@pytest.mark.parametrize("mode", list(PreemptMode))
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_preemption_of_everything_before_every_step_changes_no_token(
-    mode: PreemptMode, prefix_caching: bool
-) -> None:
-    harness = Harness.of(num_host_pages=64, prefix_caching=prefix_caching)
-    for name in "abc":
-        harness.add(name, PROMPT * 2 + [ord(name) % 50], SamplingParams(max_tokens=6))
-    while harness.scheduler.has_work():
-        for sequence in harness.live.values():
-            if sequence.status is SequenceStatus.RUNNING:
-                harness.scheduler.preempt(sequence.key, mode)
-        harness.step()
-    assert all(sequence.num_preemptions >= 5 for sequence in harness.finished)
     harness.check_answers()
 
 

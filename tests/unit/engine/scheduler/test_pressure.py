@@ -27,13 +27,6 @@ def test_small_chunks_give_prompts_a_part_of_a_step_while_others_decode() -> Non
     harness.run()
 
 
-def test_prompts_have_the_whole_step_without_decodes() -> None:
-    harness = harness_of()
-    harness.scheduler.pressure_mode = PressureMode(small_chunks=True, makes_room=True)
-    harness.add("new", range(100), LONG)
-    assert dict(harness.plan().scheduled) == {("new", 0): BUDGET}
-
-
 @pytest.mark.parametrize(("num_host_pages", "mode"), [(40, PreemptMode.SWAP), (0, PreemptMode.RECOMPUTE)])
 def test_longest_of_the_lowest_class_gives_its_pages_and_comes_back(
     num_host_pages: int, mode: PreemptMode

@@ -1,6 +1,5 @@
 import pytest
 
-from baton.engine.cache.page_pool import PageState
 from baton.errors import IntegrityError, InvalidRequest
 from baton.request import FinishReason, SamplingParams, StepOutput
 from tests.scheduling import PROMPT, Harness
@@ -16,13 +15,6 @@ def test_stop_id_at_the_last_token_is_a_stop() -> None:
     harness = Harness.of()
     harness.add("a", PROMPT, SamplingParams(max_tokens=1, stop_token_ids=(8,)))
     assert sample(harness, 8)[0].finish_reason is FinishReason.STOP
-
-
-def test_sequence_that_fills_the_pool_ends_by_length() -> None:
-    harness = Harness.of(num_pages=4)
-    (sequence,) = harness.add("a", PROMPT, SamplingParams(max_tokens=1_000))
-    harness.run()
-    assert sequence.num_tokens == 16
 
 
 @pytest.mark.parametrize("num_tokens", [0, 16, 100])
@@ -52,49 +44,6 @@ def test_missing_sample_is_an_integrity_error() -> None:
     batch = harness.scheduler.apply(harness.scheduler.plan())
     with pytest.raises(IntegrityError, match="no token at position 10"):
         harness.scheduler.commit(batch, [None])
-
-
-def test_prompt_logprobs_compute_the_whole_prompt_and_share_it_afterwards() -> None:
-    harness = Harness.of()
-    (first,) = harness.add("a", PROMPT, SamplingParams(max_tokens=5))
-    harness.step()
-    (second,) = harness.add("b", PROMPT, SamplingParams(prompt_logprobs=0, max_tokens=5))
-    plan, _, _ = harness.step()
-    assert plan.scheduled[second.key] == len(PROMPT) and second.num_cached_tokens == 0
-    assert second.page_table[:2] == first.page_table[:2]
-    harness.run()
-
-
-def test_abort_while_the_batch_runs_drops_its_token() -> None:
-    harness = Harness.of()
-    harness.add("a", PROMPT)
-    harness.add("b", PROMPT[::-1])
-    batch = harness.scheduler.apply(harness.scheduler.plan())
-    harness.abort("a")
-    outputs = harness.scheduler.commit(batch, [7, 8])
-    assert [output.request_id for output in outputs] == ["b"]
-    assert harness.pool.count(PageState.ACTIVE) == 3
-
-
-def test_evicted_pages_return_from_the_host_for_a_hit() -> None:
-    harness = Harness.of(num_pages=6, num_host_pages=12)
-    harness.add("a", PROMPT + PROMPT)
-    harness.run()
-    harness.add("b", [40 + token for token in PROMPT + PROMPT])
-    harness.run()
-    (again,) = harness.add("c", PROMPT + PROMPT)
-    _, batch, _ = harness.step()
-    assert again.num_cached_tokens == 16 and len(batch.copies_to_device) >= 1
-    harness.run()
-
-
-def test_leased_pages_delay_sequences_until_the_lease_expires() -> None:
-    harness = Harness.of(num_pages=4)
-    harness.pool.reserve(3, "transfer", deadline_s=1.0)
-    harness.add("a", PROMPT)
-    assert not harness.scheduler.plan().scheduled
-    harness.pool.expire(1.0)
-    harness.run()
 
 
 def test_table_versions_of_different_sequences_never_meet() -> None:

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from baton.engine.scheduler.sequence import Batch, PreemptMode, Sequence, SequenceKey, SequenceStatus
+from baton.engine.scheduler.sequence import Batch, PreemptMode, Sequence, SequenceKey
 from baton.engine.scheduler.step_planner import MAX_STRETCH, CostCap
 from baton.fair_queue import HALF_LIFE_S, DecayedShares, Share
 from tests.scheduling import BareScheduler
@@ -51,11 +51,6 @@ def test_tokens_take_their_cost_from_the_budget() -> None:
         assert 0.9 * budget <= cost_cap.price(heavy, 3000, most, budget) <= budget
 
 
-def test_equal_token_costs_are_not_capped() -> None:
-    shares, heavy, _ = two()
-    assert CostCap(shares).most(heavy, 10**6, STEP) == CostCap(shares).price(heavy, 10**6, STEP, STEP) == STEP
-
-
 def chunks_of(batch: Batch) -> list[tuple[str, int, int]]:
     """(scheduling key, start, num_tokens) of each chunk."""
     return [(chunk.sequence.scheduling_key, chunk.start, chunk.num_tokens) for chunk in batch.chunks]
@@ -73,13 +68,6 @@ def answer(bare: BareScheduler, tenant: str, num_tokens: int) -> list[tuple[str,
 @pytest.fixture
 def bare() -> BareScheduler:
     return BareScheduler(STEP, attention_mlp_crossover=CROSSOVER, max_num_seqs=16)
-
-
-def test_long_prompt_ends_in_short_steps_beside_other_keys(bare: BareScheduler) -> None:
-    for tenant, num_tokens in (("heavy", 64), ("light", 64), ("heavy", 4000)):
-        chunks = answer(bare, tenant, num_tokens)
-    assert sum(num for *_, num in chunks) == 4000 and chunks[0][2] == STEP
-    assert max(cost(start, num, CROSSOVER) for _, start, num in chunks[-5:]) <= MAX_STRETCH * STEP
 
 
 @pytest.mark.parametrize("tenant", ["only", ""])
@@ -113,17 +101,6 @@ STEP_S = 0.5
 def step(bare: BareScheduler) -> dict[str, int]:
     """Request id -> computed tokens."""
     return {chunk.sequence.request_id: chunk.num_tokens for chunk in bare.step(STEP_S)[0].chunks}
-
-
-def test_single_prompt_has_all_of_its_steps_and_decodes_have_none() -> None:
-    bare = BareScheduler(32)
-    answered = bare.ask(10, max_tokens=50)
-    step(bare)
-    prompt, before_s = bare.ask(100), answered.own_s
-    while step(bare).get("2"):
-        pass
-    assert prompt.status is SequenceStatus.FINISHED and prompt.own_s == 4 * STEP_S
-    assert answered.own_s == before_s == STEP_S
 
 
 @pytest.mark.parametrize("num_pages", [2000, 60])
