@@ -89,13 +89,6 @@ async def test_decision_has_its_terms_and_its_regret() -> None:
 
 
 @on_loop
-async def test_decisions_are_in_the_order_of_attempts() -> None:
-    again = msgspec.structs.replace(DECISION, attempt=1)
-    _, answer = await ToldDecisions((again, DECISION)).get(id_of("a"))
-    assert [each["attempt"] for each in answer["data"]] == [0, 1]
-
-
-@on_loop
 async def test_unknown_request_is_not_found() -> None:
     assert (await ToldDecisions(()).get(id_of("a")))[0] == 404
 
@@ -169,15 +162,6 @@ async def test_silence_is_a_failure() -> None:
     assert len(service.cancelled) == 1
 
 
-@on_loop
-async def test_without_workers_no_request_is_sent() -> None:
-    service = ScriptedService()
-    service.workers = ()
-    with pytest.raises(Overloaded):
-        await Canary(service, ManualClock()).check()
-    assert not service.requests
-
-
 PREFILL = msgspec.structs.replace(worker(), id="b" * 32, name="prefill-0", role=WorkerRole.PREFILL)
 
 
@@ -237,14 +221,6 @@ async def test_recent_requests_of_clients_replace_the_probe() -> None:
     service.prefill_seen_s = clock.now_s()
     await canary.check()
     assert len(service.requests) == 2
-
-
-@on_loop
-async def test_silent_prefill_worker_is_named() -> None:
-    service = apart()
-    service.play = None
-    with pytest.raises(WorkerLost, match="computed by a prefill worker and transferred within 0.01 s"):
-        await Canary(service, ManualClock(), timeout_s=0.01).check()
 
 
 # Timelines.

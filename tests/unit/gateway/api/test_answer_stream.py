@@ -64,15 +64,6 @@ async def test_tokens_of_one_turn_leave_in_one_write() -> None:
 
 
 @on_loop
-async def test_end_wakes_the_waiter() -> None:
-    streaming = Streaming()
-    streaming.stream.begin(streaming.client)
-    waiting = asyncio.create_task(streaming.stream.wait(30.0))
-    await streaming.emit("1", is_end=True)
-    assert await waiting and streaming.stream.is_over
-
-
-@on_loop
 async def test_wait_returns_false_after_silence_and_ping_is_written() -> None:
     streaming = Streaming()
     streaming.stream.begin(streaming.client)
@@ -263,19 +254,6 @@ def shown(streaming: Streaming) -> list[tuple[str, str | None]]:
 
 
 @on_loop
-async def test_first_token_without_text_is_one_empty_chunk() -> None:
-    streaming = await begun()
-    await emit_id(streaming, HALF)
-    assert shown(streaming) == [("", None)]
-    await emit_id(streaming, OTHER_HALF)
-    await emit_id(streaming, HALF)
-    assert shown(streaming) == [("", None), (LETTER, None)]
-    await emit_id(streaming, OTHER_HALF, end=FinishReason.LENGTH)
-    assert shown(streaming)[2:] == [(LETTER, None), ("", "length")]
-    assert streaming.client.is_done
-
-
-@on_loop
 async def test_first_token_of_each_choice_is_shown() -> None:
     streaming = await begun(num_choices=2)
     for token_id in (HALF, OTHER_HALF):
@@ -305,15 +283,6 @@ async def test_answer_without_text_is_its_end_alone() -> None:
     (end,) = calls.ids("<|end|>")
     await emit_id(streaming, end, end=FinishReason.STOP)
     assert shown(streaming) == [("", "stop")] and streaming.client.is_done
-
-
-@on_loop
-async def test_text_and_end_in_one_turn_need_no_empty_chunk() -> None:
-    streaming = await begun()
-    streaming.emit_ids_now([HALF])
-    streaming.emit_ids_now([OTHER_HALF], end=FinishReason.LENGTH)
-    await asyncio.sleep(0)
-    assert shown(streaming) == [(LETTER, None), ("", "length")] and streaming.client.is_done
 
 
 @on_loop

@@ -14,7 +14,6 @@ import pytest
 from baton.cluster.model_directory import resolve_model
 from baton.config.gateway import TextSettings
 from baton.errors import InvalidRequest, Overloaded
-from baton.fair_queue import CREDIT_AGES
 from baton.gateway.api.body_reader import (
     MAX_WAITING,
     SMALL_BYTES,
@@ -221,20 +220,6 @@ async def test_tenant_with_many_bodies_does_not_delay_a_tenant_with_one() -> Non
     assert order == [f"n{number}" for number in range(20)]
 
 
-@on_loop
-async def test_tenant_that_was_away_has_limited_credit() -> None:
-    turns, order = HelperQueue(), Order()
-    asked = [asking(turns, order, "a", "a") for _ in range(80)]
-    await settle()
-    await leave_all(turns, 40)
-    asked += [asking(turns, order, "b", "b") for _ in range(30)]
-    await settle()
-    await leave_all(turns, 70)
-    await asyncio.gather(*asked)
-    later = order[41:81]
-    assert CREDIT_AGES <= later.count("b") - later.count("a") + 1 <= 2 * CREDIT_AGES
-
-
 @pytest.mark.parametrize("moment", ["before its turn", "at its turn", "as its turn comes"])
 @pytest.mark.parametrize("tenant_of_next", ["a", "b"])
 @on_loop
@@ -319,18 +304,6 @@ def chat(*contents: str) -> list[int]:
         for role, content in zip(("system", "user"), contents, strict=False)
     ]
     return PromptReader.from_directory(DIRECTORY).encode_chat(messages, max_tokens=1000)
-
-
-def test_prompt_that_begins_with_a_public_text_shares_its_tokens() -> None:
-    shared = num_public(ids(HOUSE + " sort(3 1 2)="), HOUSE)
-    assert len(ids(HOUSE)) - 1 <= shared <= len(ids(HOUSE)), "the last token may grow into what follows"
-
-
-def test_chat_with_a_public_system_message_shares_its_tokens() -> None:
-    prompt = chat(HOUSE, "3 1 2")
-    shared = num_public(prompt, HOUSE)
-    assert TOKENIZER.decode(prompt[:shared]).count(HOUSE) == 1
-    assert "3 1 2" not in TOKENIZER.decode(prompt[:shared])
 
 
 def test_prompt_shares_the_tokens_that_equal_a_public_text() -> None:

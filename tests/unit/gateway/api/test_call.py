@@ -329,12 +329,6 @@ def test_number_of_entries_of_an_answer(fields: dict[str, Any], num_entries: int
     assert completion(**fields).num_answer_entries(100) == num_entries
 
 
-def test_entries_of_a_chat_reach_to_the_context_length() -> None:
-    call = chat(logprobs=True, top_logprobs=3, n=2)
-    assert call.num_answer_entries(100) == (100 - call.num_prompt_tokens) * 2 * 4
-    assert chat(n=2).num_answer_entries(100) == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "needed"),
     [

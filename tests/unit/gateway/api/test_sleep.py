@@ -146,24 +146,6 @@ class SlowCluster(Cluster):
 
 
 @on_loop
-async def test_later_order_ends_the_opposite_one() -> None:
-    service = SlowCluster()
-    falls_asleep = service.begin("/sleep")
-    await service.until_ordered(Sleep)
-    wakes = service.begin("/wake_up")
-    assert await falls_asleep == 409
-    await service.until_ordered(Wake)
-    service.follow(are_asleep=True)
-    num_orders = len(service.orders)
-    while len(service.orders) == num_orders:
-        await asyncio.sleep(0.01)
-    assert not wakes.done() and service.orders[-1] == Wake(model="a")
-    service.follow(are_asleep=False)
-    assert await wakes == 200
-    assert service.numbers == sorted(service.numbers) and len(set(service.numbers)) == 2
-
-
-@on_loop
 async def test_later_order_of_another_gateway_ends_the_opposite_one() -> None:
     service = SlowCluster()
     falls_asleep = service.begin("/sleep")

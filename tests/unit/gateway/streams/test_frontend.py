@@ -49,16 +49,6 @@ def test_tokens_reach_the_sink_in_order_and_the_router_hears_the_start_and_the_e
     assert g.frontend.num_open == 0
 
 
-def test_first_token_may_be_the_last() -> None:
-    g = gateway("p0", "d0")
-    sink = g.open()
-    g.route("d0", "p0")
-    g.say("p0", event(0, LENGTH))
-    assert (sink.token_ids, sink.finish) == ([100], LENGTH)
-    assert g["router"].only(Started).attempts == (KEY,)  # its time is told all the same
-    assert g["router"].only(Ended).attempts == (KEY,)
-
-
 def test_answer_may_end_without_a_token() -> None:
     g = gateway("d0")
     sink = g.open()
@@ -128,15 +118,6 @@ def test_cancel_stops_the_worker_and_ends_the_attempt() -> None:
     assert Cancel(request_id=id_of("r"), attempt=0) in g["d0"].take(Cancel)
     assert g["router"].only(Ended).attempts == (KEY,)
     assert g.frontend.num_open == 0
-
-
-def test_sink_may_cancel_while_it_takes_a_token() -> None:
-    g = gateway("d0")
-    sink = g.open(sink=Answer(lambda _: g.frontend.cancel(id_of("r"))))
-    g.route("d0")
-    g.say("d0", event(0), event(1), event(2, STOP))
-    assert sink.token_ids == [100]
-    assert g["router"].only(Ended).attempts == (KEY,)
 
 
 def test_request_cancelled_before_routed_is_cancelled_at_its_worker_afterwards() -> None:
@@ -330,19 +311,6 @@ def test_prefill_is_seen_after_a_transferred_prompt_is_answered() -> None:
     g.clock.advance(1.0)
     g.say("d0", event(2))
     assert seen(g) == answered_s + 1.0
-
-
-def test_lower_count_of_another_router_shows_no_transfer() -> None:
-    g = gateway("p0", "d0")
-    g.open()
-    g.route("d0", "p0")
-    g.say("p0", event(0))
-    g.say("d0", event(1))
-    for count in (7, 5, 7, 6, 7):
-        g["router"].say(told(count))
-    assert seen(g) is None
-    g["router"].say(told(1, "d1"))  # another worker, whose former prompts are unknown
-    assert seen(g) is None
 
 
 def test_answers_without_a_prefill_worker_show_no_prefill() -> None:

@@ -162,19 +162,6 @@ def test_move_that_takes_too_long_is_given_up() -> None:
     assert g["d1"].only(Cancel).attempt == 1
 
 
-def test_stream_moves_twice_and_back() -> None:
-    g, sink = migrating()
-    prepared(g)
-    g.say("d1", event(3, attempt=1))
-    g.say("d1", event(4, attempt=1))
-    order(g, "d1")
-    g.route("d0")
-    prepared(g, "d0", attempt=2)
-    g.say("d0", event(5, STOP, attempt=2))
-    assert sink.token_ids == list(range(100, 106))
-    assert [each.num_moved for each in g["router"].take(Migrated)] == [1, 1]
-
-
 def test_stream_whose_prompt_is_still_computed_waits_for_its_second_token() -> None:
     g, _ = running("p0", "d0", "d1", num_tokens=1)
     order(g)

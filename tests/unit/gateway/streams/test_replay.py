@@ -78,16 +78,6 @@ def test_worker_that_another_process_lost_is_avoided(reporter: str, lost: str) -
     assert (submit.request.attempt, submit.avoid) == (1, (id_of(lost),))
 
 
-def test_request_routed_to_an_absent_worker_is_replayed_at_once() -> None:
-    g = gateway("d0", "d1")
-    sink = g.open()
-    submit = g.submitted()
-    g["d0"].leave()
-    g.route("d0", request=submit.request)
-    assert g.submitted().avoid == (id_of("d0"),)
-    assert sink.error is None
-
-
 def test_worker_whose_connection_broke_before_routed_must_answer_soon() -> None:
     """The worker may have dropped the attempt with the connection."""
     g = gateway("d0", "d1")
@@ -169,18 +159,6 @@ def test_death_counts_though_the_gateway_hears_late_that_the_worker_had_the_requ
         g.route(name, request=submit.request)
     g.tick(DOUBT_S)
     assert isinstance(sink.error, WorkerLost)
-
-
-def test_workers_of_a_node_that_ends_slowly_count_as_one_death() -> None:
-    g = gateway("d0@a", "d1@a", "d3@b")
-    sink = g.open()
-    for name in ("d0@a", "d1@a"):
-        g.route(name)
-        g.tick(0.9 * NODE_ENDS_S)
-        g[name].leave()
-    g.tick(DOUBT_S)
-    assert sink.error is None
-    assert g.submitted().request.attempt == 2
 
 
 def test_workers_of_a_lost_node_count_as_one_death() -> None:
@@ -322,21 +300,6 @@ def test_newer_connection_of_a_worker_replays_the_requests_of_the_older() -> Non
     assert g.submitted().request.attempt == 1
     former.leave()
     assert g["router"].take(Submit) == []
-
-
-def test_worker_that_came_back_does_not_count_as_a_death() -> None:
-    g = gateway("d0", "d1", "d2")
-    sink = g.open()
-    g.route("d0")
-    g["d0"].leave()
-    g.join("d0")
-    g.route("d1")
-    g.say("d1", event(0, attempt=1))
-    g["d0"].leave()
-    g["d1"].leave()
-    g.tick(DOUBT_S)
-    assert sink.error is None
-    assert g.submitted().request.generated_token_ids == (100,)
 
 
 def test_gateway_that_stood_still_waits_for_a_lost_worker_to_come_back() -> None:

@@ -79,14 +79,6 @@ def test_answer_that_has_begun_waits_longer_for_a_worker() -> None:
     assert 60 <= g.clock.now_s() - start_s <= 61.5
 
 
-def test_request_waits_for_a_router_and_is_submitted_when_it_comes() -> None:
-    g = gateway("d0")
-    g["router"].leave()
-    g.open()
-    g.join_router("another")
-    assert g.submitted() == Submit(request=a_request(), age_s=g.clock.now_s())
-
-
 def test_unanswered_attempt_is_submitted_anew_to_the_next_router() -> None:
     g = gateway("d0")
     g.open()
@@ -201,14 +193,6 @@ def begun(g: Gateway) -> Answer:
     routed(g, "router", g["router"].only(Submit))
     g.say("d0", event(0))
     return sink
-
-
-def test_request_goes_to_one_router_that_hears_its_start_and_end() -> None:
-    g = with_two("d0")
-    begun(g)
-    g.say("d0", event(1, FinishReason.LENGTH))
-    assert len(g["router"].take(Started)) == len(g["router"].take(Ended)) == 1
-    assert not g["other"].take(Submit) and not g["other"].take(Started) and not g["other"].take(Ended)
 
 
 def test_unanswered_request_of_a_dead_router_goes_to_the_other_at_once() -> None:
@@ -328,18 +312,6 @@ async def test_answers_go_to_their_questions_whatever_their_order() -> None:
     g["router"].say(Decisions(question=7))  # an answer without a question changes nothing
     for name, task in (("a", a), ("b", b)):
         assert [each.decisions for each in await task] == [(a_decision(name),)]
-
-
-@on_loop
-async def test_answers_of_all_routers_are_awaited_and_a_lost_router_has_none() -> None:
-    g = gateway("d0")
-    other = TestPeer.router(g.frontend, "other")
-    for answering, num_answers in (([g["router"], other], 2), ([other], 1), ([], 0)):
-        task = asked(g, "a")
-        await asyncio.sleep(0)
-        for router in answering:
-            router.say(Decisions.answer_to(router.only(Explain)))
-        assert len(await task) == num_answers
 
 
 @on_loop

@@ -4,12 +4,10 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from baton.gateway.streams.timeline import AttemptMarks, CallMarks, RequestMarks, WorkerMarks, assemble
-from baton.messages.bounds import MAX_SECONDS
 from baton.messages.control import Failure, Routed
 from baton.messages.timeline import MAX_ATTEMPTS, RequestTimeline
 from baton.messages.workers import WorkerTimes
@@ -126,14 +124,6 @@ def test_every_part_of_a_disaggregated_request_has_its_seconds() -> None:
     assert found.first_token_s == pytest.approx(3.2) and found.clock_error_s == 1e-4
 
 
-def test_timeline_of_days_fits_a_message() -> None:
-    attempt = disaggregated()
-    attempt.ended_s = attempt.first_token_s = last_s = 4 * MAX_SECONDS
-    found = timeline(attempt, last_token_s=last_s, call=CALL._replace(ended_s=last_s + 1.0))
-    check(found)
-    assert msgspec.convert(msgspec.to_builtins(found), RequestTimeline) == found
-
-
 def test_draft_tokens_of_all_attempts_are_summed() -> None:
     first, second = disaggregated(), disaggregated()
     for attempt, num in ((first, 3), (second, 5)):
@@ -198,13 +188,6 @@ def test_attempt_without_a_token_is_one_part(end: str, part: str) -> None:
     found = timeline(attempt, last_token_s=15.0)
     check(found)
     assert found.seconds[part] == pytest.approx(4.0) and "written" not in found.seconds
-
-
-def test_request_that_no_worker_took_was_queued_to_its_end() -> None:
-    attempt = AttemptMarks(0, 10.6, "router 1", end="Overloaded", ended_s=15.0)
-    found = timeline(attempt, last_token_s=15.0)
-    check(found)
-    assert found.seconds["queued"] == pytest.approx(15.0 - OPENED_S) and found.first_token_s is None
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -291,15 +274,6 @@ def test_cancelled_attempt_gets_its_phases_a_moment_after_its_end() -> None:
     g.say("d0", aborted)
     assert g.frontend.worker_us == {"": 2_000_000}
     assert len(attempt.workers) == 1 and not g["d0"].received and not g.frontend.counters["stale_events"]
-
-
-def test_cancelled_attempt_that_decoded_on_ends_with_its_last_token() -> None:
-    attempt = disaggregated()
-    attempt.end = "cancelled"
-    found = timeline(attempt, last_token_s=16.0)
-    check(found)
-    assert found.seconds["decode_computing"] + found.seconds.get("decode_waiting", 0.0) <= 2.0 + 1e-9
-    assert found.seconds["written"] == pytest.approx(4.0)
 
 
 def test_only_the_latest_attempts_are_kept() -> None:

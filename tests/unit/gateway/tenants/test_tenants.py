@@ -49,14 +49,6 @@ def test_key_finds_its_tenant(tmp_path: Path) -> None:
         assert found.find(wrong) is None
 
 
-def test_admin_tenant_is_marked(tmp_path: Path) -> None:
-    found = tenants(
-        tmp_path, f'tenants: {{acme: {{keys: ["{GOOD}"]}}, root: {{keys: ["{OTHER}"], admin: true}}}}'
-    )
-    acme, root = found.find("good"), found.find("other")
-    assert acme is not None and not acme.is_admin and root is not None and root.is_admin
-
-
 def test_without_a_file_every_client_is_one_tenant() -> None:
     found = Tenants(KEY)
     assert not found.need_keys
@@ -229,13 +221,6 @@ def test_file_that_keeps_changing_is_not_taken(watched: Watched) -> None:
         watched.clock.advance(SETTLE_S)
         assert not watched.watch.look()
     assert watched.lets_in("old") and not watched.watch.counters["refused"]
-
-
-def test_replaced_file_is_taken(watched: Watched) -> None:
-    other = watched.path.with_suffix(".new")
-    other.write_text(text(acme="new"))
-    os.replace(other, watched.path)
-    assert watched.settle() and watched.lets_in("new")
 
 
 def test_wrong_file_changes_nothing_and_is_logged_once(

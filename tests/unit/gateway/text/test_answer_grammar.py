@@ -132,12 +132,6 @@ def test_required_calls_follow_the_form_and_the_schema(parser: str, has_tags: bo
         assert not takes(form, text, has_tags), text
 
 
-@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
-def test_named_function_is_the_only_one(parser: str) -> None:
-    form = framed(parser, asked(names="time"))
-    assert not takes(form, CALLS[parser][0])
-
-
 TWO: Final = {
     "hermes": "{0}\n{0}",
     "qwen3_coder": "{0}\n{0}",
@@ -254,14 +248,6 @@ def test_calls_begin_after_the_reasoning() -> None:
             assert (
                 takes(form, f"{begin}<|channel|>final<|message|>No.") is not is_required or parser == "hermes"
             )
-
-
-@pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v31", "openai"])
-def test_answer_is_calls_or_has_its_form(parser: str) -> None:
-    form = framed(parser, asked(is_required=False), form={"regex": "[0-9]+"})
-    good, broken = CALLS[parser]
-    assert takes(form, good) and takes(form, "42")
-    assert not takes(form, broken) and not takes(form, "It rains.") and not takes(form, f"4{good}")
 
 
 @pytest.mark.parametrize(

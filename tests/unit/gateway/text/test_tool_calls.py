@@ -273,20 +273,6 @@ def test_text_is_shown_once_it_cannot_belong_to_a_call() -> None:
     assert [llama.push(part).text for part in (" ", "<", "b", ">", "{")] == ["", "", " <b", ">", "{"]
 
 
-def test_arguments_are_passed_on_as_they_come() -> None:
-    reader = TOOL_CALL_PARSERS["hermes"].reader(ReaderOptions(new_id=lambda: "id"))
-    parts = ['<tool_call>{"name": "f", ', '"arguments": {', '"a": "on', 'e two"', ", ", '"b": 1}}']
-    pieces = [[(each.name, each.arguments) for each in reader.push(part).calls] for part in parts]
-    assert pieces == [
-        [],
-        [("f", ""), ("", "{")],
-        [("", '"a":"on')],
-        [("", 'e two"')],
-        [("", ",")],
-        [("", '"b":1}')],
-    ]
-
-
 class PlainReader(AnswerReader):
     """Reads `CALL name {...}`."""
 
