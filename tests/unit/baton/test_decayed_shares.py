@@ -88,17 +88,6 @@ def test_key_with_all_work_waits_for_newcomers_within_the_bound(num_newcomers: i
     assert 0.8 * bound <= num_steps <= bound + num_newcomers + 1
 
 
-def test_key_with_all_work_comes_next_however_many_newcomers_join() -> None:
-    shares, heavy, _ = heavy_and_newcomers(0)
-    for number in range(6 * NUM_STEPS + 2):
-        newcomer = shares.join(str(number), 1.0)
-        if heavy.work <= newcomer.work:
-            return
-        shares.charge([(newcomer, 256)], (20 * NUM_STEPS + number) * STEP_S)
-        shares.leave(newcomer)
-    raise AssertionError("the key starves")
-
-
 def test_latest_weight_holds_and_keeps_the_undivided_work() -> None:
     shares = DecayedShares()
     stays, leaves = shares.join("stays", 1.0), shares.join("leaves", 1.0)

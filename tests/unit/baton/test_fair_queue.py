@@ -71,17 +71,6 @@ def test_key_that_was_away_for_a_moment_gets_its_share_of_that_time() -> None:
     assert serve_all(after(CREDIT_AGES - 1), [10.0] * 99) == {"b": 990.0}
 
 
-def test_debt_survives_an_absence() -> None:
-    share = FairShare()
-    share.join("a", 1.0)
-    share.join("b", 1.0)
-    share.serve("a", 10.0)
-    share.serve("b", 1000.0)
-    share.leave("b")
-    share.join("b", 1.0)
-    assert serve_all(share, [10.0] * 90) == {"a": 900.0}
-
-
 def test_unused_work_is_given_back() -> None:
     share = FairShare()
     share.join("a", 1.0)

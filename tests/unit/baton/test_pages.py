@@ -112,12 +112,6 @@ EIGHT_BILLION: dict[str, Any] = {
 }
 
 
-def test_a_page_of_an_8b_model_takes_two_mebibytes() -> None:
-    layout = PageLayout(**EIGHT_BILLION)
-    assert layout.page_bytes == 2 * 2**20
-    assert layout.token_bytes == 128 * 2**10
-
-
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_ranks_share_the_bytes_of_a_page(tp_size: int) -> None:
     layout = PageLayout(**EIGHT_BILLION | {"tp_size": tp_size})

@@ -18,18 +18,6 @@ def begin(harness: OpenHarness, name: str, prompt: list[int], num_new: int = 4) 
     return delivery
 
 
-def test_sequence_continues_after_the_pages_that_it_brings() -> None:
-    harness = OpenHarness.of(16)
-    delivery = begin(harness, "a", PROMPT)
-    harness.arrive(delivery)
-    plan, batch, outputs = harness.step()
-    assert [(chunk.start, chunk.num_tokens) for chunk in batch.chunks] == [(len(PROMPT), 1)]
-    assert plan.num_decodes == 1 and outputs[0].index == 1
-    assert delivery.sequence.num_cached_tokens == len(PROMPT)
-    harness.run()
-    assert harness.model.num_computed_tokens == 4
-
-
 def test_full_pages_that_came_are_known_to_the_next_sequence_before_any_step() -> None:
     harness = OpenHarness.of(16)
     harness.arrive(begin(harness, "a", PROMPT))

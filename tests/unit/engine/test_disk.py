@@ -83,18 +83,6 @@ def test_replica_of_two_ranks_has_its_prefixes_again(tmp_path: Path) -> None:
     second.close()
 
 
-def test_pages_that_are_on_the_host_at_the_end_are_written_too(tmp_path: Path) -> None:
-    first = engine_in(tmp_path)
-    expected = token_ids(generate(first, PROMPT))
-    first.scheduler.cache.make_room(24)
-    generate(first, OTHERS[0], max_tokens=1)  # its step copies the pages to the host
-    first.close()
-    second = engine_in(tmp_path)
-    again = generate(second, PROMPT)
-    assert token_ids(again) == expected and num_cached(again) == 48
-    second.close()
-
-
 def test_damaged_page_costs_a_recompute_and_no_token(tmp_path: Path) -> None:
     expected = computed_before(tmp_path)
     for path in (tmp_path / "kv").glob("*/segment-*.kv"):

@@ -94,14 +94,3 @@ def test_key_within_its_share_gets_pages_of_a_key_beyond_its_share() -> None:
         harness.step()
         assert quiet.status is not SequenceStatus.WAITING and not quiet.num_preemptions
     harness.run()
-
-
-def test_single_key_is_not_preempted_for_a_newcomer() -> None:
-    harness = make_harness(num_pages=40)
-    for number in range(6):
-        harness.add(f"n{number}", range(12), SamplingParams(max_tokens=60), tenant="t")
-    while harness.pool.num_available > 4:
-        harness.step()
-    harness.add("q", range(40), SamplingParams(max_tokens=4), tenant="t", arrival_s=99.0)
-    assert not harness.step()[0].preempted
-    harness.run()

@@ -69,16 +69,6 @@ def reaches_nothing(links: KvLinks) -> bool:
     return links.to(WORKER.id) is None and links.reachable() == []
 
 
-def test_a_link_is_asked_for_once(asked: Asked, links: KvLinks) -> None:
-    links.keep_up([WORKER])
-    assert [address for address, _ in asked.waiting] == [WORKER.kv_address]
-    assert reaches_nothing(links)
-    asked.answer(StubLink())
-    links.keep_up([WORKER])
-    assert links.to(WORKER.id) is not None and links.reachable() == [WORKER.id]
-    assert not asked.waiting
-
-
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_link_that_failed_or_was_lost_is_asked_for_again(asked: Asked, links: KvLinks, is_lost: bool) -> None:
     link = StubLink()

@@ -68,14 +68,6 @@ def test_only_policies_with_a_prefix_index_ask_for_pages() -> None:
     assert cluster("d0")["d0"].take(KvEventsWanted) == []
 
 
-def test_prompt_goes_to_the_worker_that_holds_it() -> None:
-    c = cost_cluster("p0", "p1", "p2", "d0")
-    busy(c, "d0", 32)
-    holds(c, "p1", long_request("x"), 400)
-    routed, dispatch = route(c, long_request("a"))
-    assert (routed.prefill, dispatch.source) == (id_of("p1"), None)
-
-
 def test_sibling_of_a_running_prompt_goes_to_the_same_worker() -> None:
     c = cost_cluster("p0", "p1", "p2", "d0")
     busy(c, "d0", 32)

@@ -2,13 +2,11 @@
 
 import asyncio
 import base64
-import io
 import json
 import os
 import resource
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -128,19 +126,6 @@ def test_line_cut_off_by_a_full_disk_costs_no_other_line(
     caplog.clear()
     assert len(list(decode_lines(written, "log"))) == 4
     assert [record.line for record in caplog.records] == [2]  # type: ignore[attr-defined]
-
-
-def test_partial_writes_are_completed(tmp_path: Path) -> None:
-    class Piecewise(io.FileIO):
-        def write(self, data: Any, /) -> int:
-            return super().write(data[:7])
-
-    log = DecisionLog(tmp_path / "log")
-    log._file.close()
-    log._file = Piecewise(tmp_path / "log", "ab")
-    log.write(b"a line of more than seven bytes\n")
-    log.close()
-    assert (tmp_path / "log").read_bytes() == b"a line of more than seven bytes\n"
 
 
 def test_full_disk_ends_the_log_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,8 +57,6 @@ from tests.node_peers import a_worker
 ID, OTHER_ID = "a" * 32, "b" * 32
 TIMES = WorkerTimes(arrived_s=7.0, started_s=7.5, prompt_s=0.25)
 
-A_PLAN = PlanSummary(id="plan-1", before_s=0.0, outcome="keep", workers="1P1D", predicted=0.99)
-
 
 def worker(**changes: Any) -> Worker:
     return a_worker("decode-0", **{"id": OTHER_ID, **changes})

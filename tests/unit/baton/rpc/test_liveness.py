@@ -23,14 +23,6 @@ def run(life: LinkLife, from_s: float, seconds: float) -> list[bytes]:
     return [ping for now_s in ticks if (ping := life.tick(now_s)) is not None]
 
 
-def test_silent_peer_is_dropped_after_the_timeout_and_no_sooner() -> None:
-    life = LinkLife(8.0, 100.0)
-    run(life, 100.0, 8.0)
-    with pytest.raises(WireError, match="nothing has come from the peer for 8 s") as raised:
-        life.tick(108.25)
-    assert raised.value.reason == "silent"
-
-
 def test_any_byte_counts_as_life() -> None:
     life = LinkLife(8.0, 100.0)
     run(life, 100.0, 7.5)
@@ -121,17 +113,6 @@ def test_first_step_of_a_process_may_compile() -> None:
     assert not steps.present.is_overdue
     steps.begin()
     assert steps.bound_s(2048) == 100.0 * FACTOR
-
-
-def test_bound_follows_the_durations_of_steps_of_that_size() -> None:
-    steps, clock = make_steps()
-    run_step(steps, clock, 1, 0.5)
-    run_step(steps, clock, 2048, 40.0)
-    assert steps.bound_s(2048) == pytest.approx(40.0 * FACTOR)
-    assert steps.bound_s(1) == 30.0
-    for _ in range(500):
-        run_step(steps, clock, 2048, 1.0)
-    assert steps.bound_s(2048) == 30.0
 
 
 def test_unmeasured_size_is_scaled_up_from_a_smaller_one() -> None:

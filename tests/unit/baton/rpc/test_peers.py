@@ -72,15 +72,6 @@ def test_listed_workers_of_wanted_roles_are_dialled() -> None:
     assert list(registry.of_role(WorkerRole.DECODE)) == [decoder.id]
 
 
-def test_incomplete_list_removes_no_worker() -> None:
-    registry = Registry()
-    router = registry.join_listing(ROUTER, ONE)
-    assert registry.lists(router, TWO, is_complete=False) == []
-    assert set(registry.members) == {ONE.id, TWO.id}
-    assert registry.lists(router, TWO, THREE) == [ONE.id]
-    assert list(registry.members) == [TWO.id, THREE.id]
-
-
 def test_newer_connection_replaces_the_older_one() -> None:
     registry = Registry()
     for hello in (GATEWAY, ROUTER):

@@ -9,10 +9,8 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from baton.errors import WireError
 from baton.messages.control import Cancel
 from baton.rpc.connection import DroppedPeers
-from baton.rpc.peers import Peer
 from baton.rpc.server import RpcThread
 from tests.unit.baton.rpc.rpc_peers import KEY, Recorder, tokens
 
@@ -94,19 +92,6 @@ def test_peer_that_the_node_refuses_is_dropped_and_counted(make_site: Callable[.
     pump_until(lambda: one.node.num_left == other.node.num_left == 1, one, other)
     assert other.node.messages == [tokens(1)]
     assert other.dropped.counts() == {"protocol": 1} and one.dropped.counts() == {}
-
-
-class Unwelcoming(Recorder):
-    def joined(self, peer: Peer) -> None:
-        super().joined(peer)
-        raise WireError("not you", reason="stranger")
-
-
-def test_node_may_refuse_a_peer_that_joins(make_site: Callable[..., Site]) -> None:
-    one, other = make_site("a"), make_site("b", node=Unwelcoming("b"))
-    one.thread.dial(other.address)
-    pump_until(lambda: one.node.num_left == 1 and other.node.num_left == 1, one, other)
-    assert other.dropped.counts() == {"stranger": 1}
 
 
 def test_message_that_fits_no_frame_is_lost_alone(make_site: Callable[..., Site]) -> None:

@@ -305,13 +305,6 @@ def test_table_wider_than_the_longest_sequence_is_refused(runner: ModelRunner) -
         runner.execute(arrays._replace(page_table=wide))
 
 
-def test_small_mixed_step_is_one_upload_and_one_replay(cuda: FakeCuda, runner: ModelRunner) -> None:
-    arrays = mixed_step(3, 17)
-    logits_RV = runner.execute(arrays)
-    assert names(cuda.calls) == ["upload", "record event", "on device", "replay", "record event"]
-    assert logits_RV.tolist() == expected(arrays)
-
-
 @pytest.mark.parametrize(("num_tokens", "num_prompts"), [(90, 6), (5, MAX_PROMPTS + 1)])
 def test_mixed_step_without_a_graph_is_one_upload_and_one_forward(
     num_tokens: int, num_prompts: int, cuda: FakeCuda, runner: ModelRunner
@@ -453,19 +446,6 @@ def calls_of_step(engine: Engine, cuda: FakeCuda) -> list[str]:
     cuda.calls.clear()
     engine.step()
     return names(cuda.calls)
-
-
-def test_device_has_the_next_step_before_the_host_waits_for_the_last(cuda: FakeCuda, engine: Engine) -> None:
-    for name in "ab":
-        add(engine, name, [1, 2, 3], max_tokens=9)
-    for _ in range(2):
-        calls_of_step(engine, cuda)
-    for _ in range(3):
-        assert calls_of_step(engine, cuda) == [
-            *("upload", "record event", "on device", "replay", "record event"),  # the next step
-            "wait for event",  # until the tokens of the last one have come
-            *("download", "record event"),  # of the next step's tokens
-        ]
 
 
 @pytest.mark.parametrize(

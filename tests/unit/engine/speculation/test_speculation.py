@@ -17,7 +17,7 @@ from baton.engine.engine import Engine
 from baton.engine.speculation.draft_lengths import DRAFTED_STEPS, MIN_GAIN, Acceptance, StepCosts
 from baton.engine.speculation.draft_model import ModelDrafter
 from baton.errors import ConfigError
-from baton.request import FinishReason, Request, SamplingParams
+from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests import disturbed_requests
 from tests.disturbed_requests import answers, repeated_prompt
@@ -111,22 +111,6 @@ def test_draft_model_that_is_the_target_is_always_right(tiny_model: Path) -> Non
     assert engine.load().num_accepted_tokens == engine.load().num_draft_tokens == 2 + 7 * 4 + 1
 
 
-def test_draft_tokens_of_each_sequence_are_counted(tiny_model: Path, weaker_model: Path) -> None:
-    engine = tiny_engine(tiny_model, speculative={"model": str(weaker_model), "num_speculative_tokens": 3})
-    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    prompts = ([5, 6, 7], [9, 8])
-    sequences = [
-        engine.add(Request(request_id=f"r{n}", token_ids=TokenIds.of(prompt), sampling=sampling))[0]
-        for n, prompt in enumerate(prompts)
-    ]
-    while engine.has_work():
-        engine.step()
-    load = engine.load()
-    assert sum(each.num_draft_tokens for each in sequences) == load.num_draft_tokens > 0
-    assert sum(each.num_accepted_tokens for each in sequences) == load.num_accepted_tokens > 0
-    assert all(each.num_accepted_tokens <= each.num_draft_tokens for each in sequences)
-
-
 def test_answer_that_was_given_before_is_copied(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model, speculative={"method": "suffix", "num_speculative_tokens": 8})
     first, slow = num_steps(engine, [5, 6, 7], max_tokens=40, temperature=1.0, seed=1)
@@ -145,16 +129,6 @@ def test_worker_with_drafts_continues_what_one_without_began(tiny_model: Path) -
         engine.add(msgspec.structs.replace(request, generated_token_ids=tuple(whole[:cut])))
         assert token_ids(run_to_end(engine)) == whole[cut:]
     assert engine.load().num_accepted_tokens > 0
-
-
-def test_stop_token_among_drafts_ends_the_answer_there(tiny_model: Path) -> None:
-    engine = tiny_engine(tiny_model, speculative={"model": str(tiny_model), "num_speculative_tokens": 8})
-    whole = token_ids(generate(engine, [5, 6, 7], max_tokens=30))
-    stop = next(token for token in whole[3:7] if token not in whole[:3])
-    outputs = generate(engine, [5, 6, 7], max_tokens=30, stop_token_ids=(stop,))
-    assert token_ids(outputs) == whole[: whole.index(stop) + 1]
-    assert [each.finish_reason for each in outputs][-2:] == [None, FinishReason.STOP]
-    assert engine.load().pages["active"] == 0
 
 
 def test_pages_of_rejected_drafts_are_not_offered(tiny_model: Path, weaker_model: Path) -> None:

@@ -56,10 +56,8 @@ from baton.kvtransfer.ranks.messages import (
     ShardReached,
     ShardStopped,
     ShardVerified,
-    StopShard,
     UnitsHashed,
     VerifyShard,
-    WriterDied,
     WriterStopped,
 )
 from baton.kvtransfer.transports.base import PieceOutcome
@@ -283,37 +281,6 @@ def test_transfer_can_end_in_every_state_once_and_frees_all_pages(state: State, 
     side.pool.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("state", "messages"),
-    [
-        (
-            SourceState.COMMITTING,
-            [
-                Verified(transfer=ID, epoch=1),
-                Corrupt(transfer=ID, epoch=8, units=(0,)),
-                Extend(transfer=ID, epoch=1),
-                Abort(transfer=ID, epoch=1, reason="old"),
-            ],
-        ),
-        (
-            DestinationState.RECEIVING,
-            [
-                wrote(epoch=6),
-                commit(epoch=8),
-                Extend(transfer=ID, epoch=1),
-                Released(transfer=ID, epoch=1),
-                Abort(transfer=ID, epoch=1, reason="old"),
-            ],
-        ),
-    ],
-    ids=str,
-)
-def test_messages_of_another_epoch_have_no_effect(state: State, messages: list[AnyMessage]) -> None:
-    handoff = in_state(state).handoff
-    assert [handoff.receive(message) for message in messages] == [[]] * len(messages)
-    assert not handoff.has_ended
-
-
 @SILENT_SIDES
 def test_messages_of_the_peer_renew_the_lease_up_to_the_transfers_time_limit(state: State) -> None:
     side = in_state(state)
@@ -325,23 +292,6 @@ def test_messages_of_the_peer_renew_the_lease_up_to_the_transfers_time_limit(sta
     assert not side.handoff.has_ended
     side.expire(5)
     assert len(finished(side.handoff.tick())) == 1
-
-
-@SILENT_SIDES
-def test_lease_expires_without_a_message_of_the_peer(state: State) -> None:
-    side = in_state(state)
-    side.clock.advance(29.9)
-    assert not finished(side.handoff.tick())
-    side.clock.advance(0.1)
-    (aborted, *_) = sent(side.handoff.tick())
-    assert aborted == Abort(**OF_TRANSFER, reason="expired")
-
-
-@pytest.mark.parametrize("message", [EXTEND, wrote(), commit()], ids=lambda message: type(message).__name__)
-def test_lease_that_the_ledger_ended_ends_the_transfer(message: AnyMessage) -> None:
-    side = Destination().to(DestinationState.RECEIVING)
-    side.expire(30)
-    assert finished(side.handoff.receive(message)) == [HandoffOutcome.RECOMPUTE]
 
 
 # The source.
@@ -356,17 +306,6 @@ def test_last_push_of_a_shard_is_its_commit() -> None:
     committed = Commit(**OF_TRANSFER, first=0, stop=1, digests=DIGESTS)
     assert sent(source.pushed(0, 0, 1, DIGESTS[:8])) == [committed]
     assert source.handoff.receive(VERIFIED) == [Finished(HandoffOutcome.HANDED_OVER, "")]
-
-
-def test_page_under_a_push_is_held_beyond_the_lease() -> None:
-    source = Source().to(SourceState.STREAMING)
-    source.pool.release(source.pages, "sequence")
-    source.expire(31)
-    actions = source.handoff.tick()
-    assert finished(actions) == [HandoffOutcome.FAILED] and actions[-1] == StopShard(transfer=ID, shard=0)
-    assert source.pool.num_free == NUM_PAGES - NUM_UNITS
-    assert sent(source.hear(ShardStopped)) == [Released(**OF_TRANSFER)]
-    assert source.pool.num_free == NUM_PAGES
 
 
 @pytest.mark.parametrize(
@@ -390,13 +329,6 @@ def test_corrupt_units_are_written_again_once_and_as_ranges() -> None:
     assert sent(source.pushed(0, 0, 1, b"newwords")) == [committed]
     with pytest.raises(ProtocolError, match="unexpected Corrupt"):
         source.handoff.receive(Corrupt(**OF_TRANSFER, units=(0,)))
-
-
-@pytest.mark.parametrize(("units", "shard"), [((NUM_UNITS,), 0), ((0, 400), 0), ((0,), 1)])
-def test_units_that_the_transfer_does_not_have_cannot_be_corrupt(units: tuple[int, ...], shard: int) -> None:
-    source = Source().to(SourceState.COMMITTING)
-    with pytest.raises(ProtocolError, match="unexpected Corrupt"):
-        source.handoff.receive(Corrupt(**OF_TRANSFER, units=units, shard=shard))
 
 
 def test_wrong_number_of_digests_is_the_callers_mistake() -> None:
@@ -438,17 +370,6 @@ def holder(request: PullRequest, pin: Pin | None = None) -> Source:
         side.pool.mark_known(page)
     side.pool.release(side.pages, "sequence")
     return side
-
-
-def test_wanted_pages_are_pinned_while_they_are_pushed() -> None:
-    side = holder(pull())
-    (reach,) = side.handoff.begin()
-    assert isinstance(reach, ReachPeer) and reach.is_bulk
-    assert pushes(side.reached()) == [(0, 0, NUM_UNITS)]
-    assert not any(side.pool.is_available(page) for page in side.pages)
-    side.pushed(0, 0, NUM_UNITS, DIGESTS)
-    side.handoff.receive(VERIFIED)
-    assert side.pool.count(PageState.CACHED) == NUM_UNITS
 
 
 def test_wanted_pages_in_host_memory_are_found_by_their_keys() -> None:
@@ -535,30 +456,6 @@ def test_transfer_that_ends_before_every_rank_has_opened_is_told_in_order() -> N
     assert side.hear(ShardOpened, 1) == []
 
 
-@pytest.mark.parametrize("is_rank_lost", [False, True])
-def test_lost_rank_or_dead_writer_ends_it_and_the_end_of_every_writer_frees_the_pages(
-    is_rank_lost: bool,
-) -> None:
-    side = Destination(num_shards=2).to(DestinationState.RECEIVING)
-    ended = side.handoff.fail("rank 1 is lost") if is_rank_lost else side.hear(WriterDied, 0)
-    assert finished(ended) == [HandoffOutcome.RECOMPUTE]
-    assert [each.shard for each in ended if isinstance(each, CloseShard)] == [0, 1]
-    side.hear(WriterStopped, 0)
-    assert (side.handoff.is_closed, side.pool.num_free) == (False, NUM_PAGES - NUM_UNITS)
-    side.handoff.rank_died(1)
-    assert (side.handoff.is_closed, side.pool.num_free) == (True, NUM_PAGES)
-
-
-@pytest.mark.parametrize(
-    "message", [PullRefused(**OF_TRANSFER, reason="gone"), Abort(transfer=ID, epoch=0, reason="unknown")]
-)
-def test_refusal_confirms_that_nothing_was_written(message: AnyMessage) -> None:
-    side = Destination().to(DestinationState.ASKING)
-    actions = side.handoff.receive(message)
-    assert finished(actions) == [HandoffOutcome.REFUSED]
-    assert closing(is_confirmed=True) in actions
-
-
 def test_corrupt_units_are_requested_again_under_a_new_hold_and_once() -> None:
     side = Destination(num_shards=2).to(DestinationState.RECEIVING)
     destination = side.handoff
@@ -608,16 +505,6 @@ def test_message_about_units_that_the_transfer_does_not_have_is_illegal(message:
     with pytest.raises(ProtocolError):
         side.handoff.receive(message)
     assert side.handoff.state is DestinationState.RECEIVING
-
-
-def test_unit_is_written_once_before_the_commit() -> None:
-    side = Destination().to(DestinationState.RECEIVING)
-    side.handoff.receive(wrote(0, 3))
-    for message in (wrote(0, 2), commit()):
-        with pytest.raises(ProtocolError):
-            side.handoff.receive(message)
-    last = HashUnits(transfer=ID, shard=0, first=3, stop=4)
-    assert side.handoff.receive(commit(3)) == [last, closing(is_confirmed=True)]
 
 
 # Both.

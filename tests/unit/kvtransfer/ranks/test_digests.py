@@ -101,21 +101,6 @@ def test_hash_under_the_mask_is_seeded_by_the_key() -> None:
     assert masked[0] ^ masked[1] != plain[0] ^ plain[1]  # the mask of both is the same
 
 
-def test_digests_of_some_units_equal_those_of_all_units() -> None:
-    num_units = 40
-    pool = torch.arange(num_units * 16, dtype=torch.int64).to(torch.uint8).view(num_units, 16)
-    cut = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
-    plan = plan_transfer(cut, cut, 0, 0)
-    shard = ShardDigests(UnitDigests(local_rank(pool)), b"k" * 32, 3)
-
-    def take(first: int, stop: int) -> bytes:
-        return shard.take(plan, plan.source.offsets(first, stop, range(num_units)), first, stop)
-
-    whole = take(0, num_units)
-    for first, stop in [(0, 1), (7, 9), (8, 16), (13, 40), (5, 5)]:
-        assert take(first, stop) == whole[8 * first : 8 * stop]
-
-
 def test_ranks_that_share_nothing_have_digests_of_nothing() -> None:
     nothing = np.array([], dtype=np.int64)
     assert len(digest_units(memoryview(b""), nothing, 0, 3)) == 24

@@ -196,11 +196,3 @@ def test_nothing_opens_after_close() -> None:
     bench.push()
     bench.poll()
     assert not bench.made and not bench.ended[0].is_done
-
-
-def test_transport_that_cannot_connect_is_passed_over() -> None:
-    bench = Bench("shm", "tcp")
-    bench.cannot_connect = {"shm"}
-    bench.settle()
-    assert bench.transports.name == "tcp"
-    assert bench.counts == {"opened_tcp": 1, "failed_shm": 1, "fallbacks": 1}

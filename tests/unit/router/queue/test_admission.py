@@ -47,16 +47,6 @@ def test_request_without_a_slot_waits_until_a_prompt_is_computed(c: Cluster) -> 
     assert len(c["d0"].take(Dispatch)) == MIN_COMPUTING + 1
 
 
-def test_requests_wait_for_full_decode_workers(c: Cluster) -> None:
-    c["p0"].leave()
-    c["d0"].leave()
-    c.add("d1", num_pages=10_000, max_num_seqs=1)
-    submits = [asked(name, num_tokens=1) for name in ("a", "b", "c")]
-    assert names(submit(c, *submits)) == ["a", "b"]  # one runs, one is ready when it has ended
-    end(c, "a")
-    assert names(answers(c)) == ["c"]
-
-
 def test_tenants_take_turns(c: Cluster) -> None:
     fill(c)
     waiting = [asked(f"a{n}", "a", num_tokens=LONG) for n in range(3)]
@@ -124,14 +114,6 @@ def test_one_tenant_cannot_take_all_attempts_of_the_router() -> None:
     assert "10 are free, 40 are the tenant's" in refused[0].reason
     quiet = [asked("q0", "quiet"), asked("q1", "quiet"), asked("again", "noisy", attempt=1)]
     assert all(isinstance(each, Routed) for each in submit(c, *quiet))
-
-
-def test_other_tenants_bypass_a_tenant_at_its_quota_of_active_sequences(c: Cluster) -> None:
-    one = Quotas(max_active_sequences=1)
-    submits = (asked("a0", quotas=one), asked("a1", quotas=one), asked("b0", "b"))
-    assert names(submit(c, *submits)) == ["a0", "b0"]
-    end(c, "a0")
-    assert names(answers(c)) == ["a1"]
 
 
 def test_repeated_attempt_meets_the_quotas_unless_its_answer_has_begun(c: Cluster) -> None:
@@ -205,21 +187,6 @@ def test_met_and_missed_objectives_are_counted(c: Cluster) -> None:
     start(c, "slow")
     status = tenant_of(c, "a")
     assert (status.num_met, status.num_missed, status.num_dispatched) == (1, 1, 2)
-
-
-def test_wait_at_an_earlier_router_counts(c: Cluster) -> None:
-    sla = Sla(ttft_ms=10_000.0)
-    fill(c)
-    old, new, late = (asked(name, "a", num_tokens=LONG, sla=sla) for name in ("old", "new", "late"))
-    c["g"].say(msgspec.structs.replace(old, age_s=8.0))
-    c["g"].say(new)
-    assert not answers(c)
-    (refused,) = submit(c, msgspec.structs.replace(late, age_s=9.9))
-    c.tick(2.5)
-    (expired,) = answers(c)
-    assert names([refused, expired]) == ["late", "old"]
-    for each in (refused, expired):
-        assert isinstance(each, Rejected) and each.refusal is Refusal.SLO
 
 
 def test_begun_answer_waits_from_its_new_submission_on(c: Cluster) -> None:

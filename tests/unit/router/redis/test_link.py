@@ -1,8 +1,5 @@
 """Links between two routers over a real redis-server."""
 
-import statistics
-import time
-
 import pytest
 
 from baton.cluster.redis_server import RedisServer, find_program
@@ -10,14 +7,12 @@ from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
 from baton.router.redis import link, outbox
-from baton.router.redis.messages import SharedDispatch, SharedEnded
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
     NAMES,
     RNG,
-    SEEN_S,
     RouterStandIn,
     connected,
     linked,
@@ -42,30 +37,6 @@ async def test_router_learns_of_the_workers_of_another_router() -> None:
         await until(lambda: second.held(W0) == 39)
         first.leave(W0)
         await until(lambda: second.index.slot(W0.id) is None)
-
-
-@on_loop
-async def test_dispatch_is_soon_known_to_the_other_router() -> None:
-    dispatch = SharedDispatch(
-        request_id=id_of("r"),
-        attempt=0,
-        decode=W0.id,
-        num_prompt_tokens=10,
-        num_tokens=20,
-        num_output_tokens=10,
-    )
-    async with linked(2) as (_, (first, second)):
-        took_s = []
-        for number in range(9):
-            started_s = time.monotonic()
-            first.link.share(dispatch)
-            await until(lambda number=number: len(second.heard) > number)  # type: ignore[misc]
-            took_s.append(time.monotonic() - started_s)
-        assert statistics.median(took_s) < SEEN_S
-        second.link.share(SharedEnded(attempts=((id_of("r"), 0),)))
-        await until(lambda: bool(first.heard))
-        assert second.heard == [dispatch] * 9
-        assert first.heard == [SharedEnded(attempts=((id_of("r"), 0),))]
 
 
 @on_loop

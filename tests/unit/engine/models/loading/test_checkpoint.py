@@ -216,11 +216,6 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_fingerprint_is_stable_and_has_128_bits(directory: Path) -> None:
-    assert fingerprint(directory) == fingerprint(directory)
-    assert len(bytes.fromhex(fingerprint(directory))) == 16
-
-
 @pytest.mark.parametrize(
     "tensors",
     [
