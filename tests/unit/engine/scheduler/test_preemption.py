@@ -220,6 +220,23 @@ def test_shortage_preempts_by_measured_cost(
     harness.check_answers()
 
 
+@pytest.mark.parametrize("mode", list(PreemptMode))
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preemption_of_everything_before_every_step_changes_no_token(
+    mode: PreemptMode, prefix_caching: bool
+) -> None:
+    harness = Harness.of(num_host_pages=64, prefix_caching=prefix_caching)
+    for name in "abc":
+        harness.add(name, PROMPT * 2 + [ord(name) % 50], SamplingParams(max_tokens=6))
+    while harness.scheduler.has_work():
+        for sequence in harness.live.values():
+            if sequence.status is SequenceStatus.RUNNING:
+                harness.scheduler.preempt(sequence.key, mode)
+        harness.step()
+    assert all(sequence.num_preemptions >= 5 for sequence in harness.finished)
+    harness.check_answers()
+
+
 def test_only_a_running_sequence_can_be_preempted() -> None:
     harness = Harness.of()
     (sequence,) = harness.add("a", PROMPT)
