@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Final
 
 import msgspec
@@ -193,7 +193,7 @@ class HostedWorker:
 
     def _wait_for_wake(self, hello: Hello, port: int, stop: threading.Event) -> bool:
         """Join the cluster as a worker that sleeps; return whether it was woken."""
-        config, calls = self._config, SimpleQueue[Callable[[], None]]()
+        config, calls = self._config, Queue[Callable[[], None]]()
         thread = RpcThread(self._ring, calls.put, link_timeout_s=config.link_timeout_s)
         try:
             thread.listen(config.host, port)

@@ -43,7 +43,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -579,7 +579,9 @@ class KvEndpoint(PageEndpoint):
         own, incarnation = settings.for_rank(0), secrets.token_bytes(ID_BYTES)
         self.dropped = dropped = DroppedPeers()
         clock = clock or SystemClock()
-        self._inbox: SimpleQueue[Call] = SimpleQueue()
+        # SimpleQueue is faster, but its `get` may wait for ever: Python subtracts the time that has passed
+        # from the timeout, and takes a negative one for none.
+        self._inbox: Queue[Call] = Queue()
         inbox = self._inbox.put
         transports = transport_set(settings.transport)
         self._here = here = RankExecutor(

@@ -1,7 +1,7 @@
 """Commands that wait for a step, in the order of their shard."""
 
 from collections.abc import Iterator
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 import pytest
 
@@ -41,7 +41,7 @@ class Gated:
     def __init__(self, *, pushes_wait: bool = True) -> None:
         self.steps = LateSteps()
         self.done: list[ShardCommand] = []
-        self._inbox: SimpleQueue[Call] = SimpleQueue()
+        self._inbox: Queue[Call] = Queue()
         self.gate = StepGate(self.steps, self.done.append, self._inbox.put, pushes_wait=pushes_wait)
 
     def run_one(self, timeout_s: float = 5.0) -> None:

@@ -1,0 +1,40 @@
+"""The loop of an endpoint's owner: calls that other threads post, and waits for them."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+
+from baton.engine.cache.page_pool import PagePool
+from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
+from baton.pages import PageLayout
+from tests.transfer_ends import RING
+
+# `SimpleQueue.get` of Python 3.11 hangs within some ten thousand such waits.
+NUM_WAITS = 30_000
+SOON_S = 60.0
+
+
+@pytest.fixture
+def endpoint() -> Iterator[KvEndpoint]:
+    layout = PageLayout(tp_size=1, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")
+    settings = EndpointSettings(keys=RING, fingerprint="model", layout=layout)
+    with closing(KvEndpoint(settings, torch.zeros((4, 1, 2, 2, 4, 8)), PagePool(4, 4))) as made:
+        yield made
+
+
+def test_short_wait_ends_without_a_call(endpoint: KvEndpoint) -> None:
+    def wait_often() -> None:
+        for _ in range(NUM_WAITS):
+            endpoint.post(lambda: None)
+            endpoint.wait(1.0)
+            endpoint.wait(1e-6)
+
+    waiting = threading.Thread(target=wait_often, daemon=True)
+    waiting.start()
+    waiting.join(SOON_S)
+    hangs = waiting.is_alive()
+    endpoint.post(lambda: None)
+    assert not hangs
