@@ -37,8 +37,10 @@ WARM_UP_SEED: Final = 999
 Serve: TypeAlias = Callable[[Sequence[TraceRequest], Slo], Awaitable[Run]]
 
 
-def workloads_of(traces: Sequence[Path], num_requests: int, seed: int) -> dict[str, list[TraceRequest]]:
-    """Return the first requests of each workload by its name.
+def workloads_of(
+    traces: Sequence[Path], num_requests: int, seed: int, max_model_len: int
+) -> dict[str, list[TraceRequest]]:
+    """Return the first requests of each workload by its name, without those that the model is too short for.
 
     A trace of Azure's format has documents. One of Mooncake's has the mixed workload with its shared
     prefixes; its short prompts, as if they shared nothing, are chat. Others are synthetic.
@@ -53,7 +55,13 @@ def workloads_of(traces: Sequence[Path], num_requests: int, seed: int) -> dict[s
         found["chat"] = [
             msgspec.structs.replace(each, block_ids=()) for each in spread if each.input_tokens <= CHAT_TOKENS
         ]
-    return {name: [_answered(each) for each in requests[:num_requests]] for name, requests in found.items()}
+    answered = {name: map(_answered, requests) for name, requests in found.items()}
+    return {
+        name: [each for each in requests if each.input_tokens + each.output_tokens <= max_model_len][
+            :num_requests
+        ]
+        for name, requests in answered.items()
+    }
 
 
 def _answered(request: TraceRequest) -> TraceRequest:

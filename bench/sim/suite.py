@@ -301,7 +301,7 @@ def asked_advice(options: Namespace, config: ServeConfig, times: TimeModel, repo
     number = round(ADVICE_REQUESTS_PER_S * ADVICE_S)
     workloads = [
         workload_of(name, requests, layouts, times, options.advice_load, ADVICE_S)
-        for name, requests in workloads_of(options.trace, number, seed=1).items()
+        for name, requests in workloads_of(options.trace, number, 1, times.max_model_len).items()
     ]
     return uvloop.run(advice_rows(workloads, layouts, times, config, report.tell))
 

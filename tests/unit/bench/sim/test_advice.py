@@ -82,10 +82,12 @@ def test_traces_become_workloads(tmp_path: Path) -> None:
     mooncake.write_text("".join(line % (3000 * at, 800 + 8000 * (at % 2), at) for at in range(8)))
     rows = (f"2023-11-16 18:17:0{at}.5,4000,40" for at in range(3))
     azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
-    found = workloads_of([mooncake, azure], 100, seed=1)
+    found = workloads_of([mooncake, azure], 100, 1, 8192)
     assert {each.input_tokens for each in found["chat"]} == {100}
     assert not any(each.block_ids for each in found["chat"]) and len(found["chat"]) == 4
     assert len(found["mixed"]) == 8 and all(each.block_ids[0] == 0 for each in found["mixed"])
     assert {(each.input_tokens, each.output_tokens) for each in found["documents"]} == {(1000, 10)}
-    made = workloads_of([], 100, seed=1)
+    made = workloads_of([], 100, 1, 1000)
     assert made.keys() == found.keys() and {len(each) for each in made.values()} == {100}
+    longest = [max(each.input_tokens + each.output_tokens for each in requests) for requests in made.values()]
+    assert max(longest) <= 1000
