@@ -48,7 +48,7 @@ from tests.unit.bench.gpu.toy_stages import toy_stage
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[4]
-GPU_PACKAGES = ("torch", "triton", "numpy", "msgspec")
+GPU_PACKAGES = ("torch", "triton", "numpy", "msgspec", "safetensors", "xxhash")
 # What torch itself imports.
 TORCH_PACKAGES = (
     *("torchgen", "numpy.libs", "typing_extensions.py", "sympy", "mpmath", "networkx", "jinja2"),
@@ -98,7 +98,7 @@ def test_every_stage_runs_at_toy_size() -> None:
 
 
 @pytest.mark.slow
-def test_command_needs_only_four_packages(tmp_path: Path) -> None:
+def test_command_needs_only_six_packages(tmp_path: Path) -> None:
     site_packages = Path(torch.__file__).parents[1]
     packages = tmp_path / "packages"
     packages.mkdir()
