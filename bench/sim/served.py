@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -40,7 +41,7 @@ Serve: TypeAlias = Callable[[Sequence[TraceRequest], Slo], Awaitable[Run]]
 def workloads_of(
     traces: Sequence[Path], num_requests: int, seed: int, max_model_len: int
 ) -> dict[str, list[TraceRequest]]:
-    """Return the first requests of each workload by its name, without those that the model is too short for.
+    """Return the first requests of each workload by its name. Requests above `max_model_len` are left out.
 
     A trace of Azure's format has documents. One of Mooncake's has the mixed workload with its shared
     prefixes; its short prompts, as if they shared nothing, are chat. Others are synthetic.
@@ -55,12 +56,13 @@ def workloads_of(
         found["chat"] = [
             msgspec.structs.replace(each, block_ids=()) for each in spread if each.input_tokens <= CHAT_TOKENS
         ]
-    answered = {name: map(_answered, requests) for name, requests in found.items()}
+
+    def fits(request: TraceRequest) -> bool:
+        return request.input_tokens + request.output_tokens <= max_model_len
+
     return {
-        name: [each for each in requests if each.input_tokens + each.output_tokens <= max_model_len][
-            :num_requests
-        ]
-        for name, requests in answered.items()
+        name: [*islice(filter(fits, map(_answered, requests)), num_requests)]
+        for name, requests in found.items()
     }
 
 
