@@ -141,6 +141,7 @@ def test_rows_before_a_crash_or_a_hang_are_kept(
     assert report.rows[1].note == note and report.rows[1].has_failed
 
 
+@pytest.mark.slow
 def test_stage_without_a_package_gives_the_reason_and_is_no_failure(tmp_path: Path) -> None:
     lacking, mistaken = run_toy(tmp_path, "lacks", "mistaken").rows
     assert (lacking.value, lacking.met) == (None, None)
@@ -148,6 +149,7 @@ def test_stage_without_a_package_gives_the_reason_and_is_no_failure(tmp_path: Pa
     assert mistaken.has_failed, "a module of Baton's own is no missing package"
 
 
+@pytest.mark.slow
 def test_failed_stage_runs_again_at_half_size_and_under_the_sanitizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +168,7 @@ def test_failed_stage_runs_again_at_half_size_and_under_the_sanitizer(
     assert "checked by the sanitizer" in (tmp_path / "gpu-too_large.log").read_text()
 
 
+@pytest.mark.slow
 def test_figures_of_a_stage_reach_later_stages_but_not_those_under_a_tool(tmp_path: Path) -> None:
     report = run_toy(tmp_path, "measures", "compares")
     assert values_of(report) == [("copy", 2.0), ("step", 0.5)]
@@ -175,6 +178,7 @@ def test_figures_of_a_stage_reach_later_stages_but_not_those_under_a_tool(tmp_pa
     assert figures_in(path).rates == Rates(1.0, 2.0, 3.0)
 
 
+@pytest.mark.slow
 def test_stage_that_the_time_of_the_suite_ends_is_no_failure_and_runs_next_time(
     tmp_path: Path,
 ) -> None:
@@ -195,6 +199,7 @@ def test_records_of_another_size_or_version_are_not_taken(tmp_path: Path) -> Non
         runner.attempts(toy_stage("good"))
 
 
+@pytest.mark.slow
 def test_resumed_run_repeats_only_what_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = tmp_path / "counted"
     monkeypatch.setenv("TOY_STAGES_FILE", str(counted))
@@ -211,6 +216,7 @@ def test_resumed_run_repeats_only_what_has_not_ended(tmp_path: Path, monkeypatch
     assert values_of(run_toy(tmp_path, "counts", "good", resumes=True)) == values_of(report)
 
 
+@pytest.mark.slow
 def test_stage_that_may_not_end_in_time_is_not_started(tmp_path: Path) -> None:
     report, runner = Report("full", "full", tmp_path), StageRunner(tmp_path, "cpu", "full")
     run_stages([toy_stage("bad", 100), toy_stage("good", 1)], runner, 50 / 60, report)

@@ -85,6 +85,7 @@ def test_streamed_prompt_has_a_share_and_a_gain() -> None:
     assert exposed.value and gain.value and by_layers.value
 
 
+@pytest.mark.slow
 def test_faults_are_noticed_and_pages_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "PERCENTS", (50,))
     monkeypatch.setattr(suite, "TRANSPORTS", ("shm",))
@@ -95,6 +96,7 @@ def test_faults_are_noticed_and_pages_come_back(tmp_path: Path, monkeypatch: pyt
     assert rows["corrupt at 50 %, shm: noticed"].note.startswith("handed_over; 0.0 MiB")
 
 
+@pytest.mark.slow
 def test_replay_sends_the_blocks_that_the_decode_worker_lacks(tmp_path: Path) -> None:
     lines = [
         {"timestamp": number, "input_length": 1024, "output_length": 1, "hash_ids": [0, number]}

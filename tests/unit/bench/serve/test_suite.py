@@ -80,6 +80,7 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert round["out_tokens_per_s"] * round["duration_s"] == pytest.approx(2 + 4 + 6 + 8)
 
 
+@pytest.mark.slow
 def test_overhead_measures_the_control_plane_without_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
