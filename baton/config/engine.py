@@ -172,7 +172,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_stages(self) -> None:
         """Raise ConfigError for settings that do not work with several pipeline stages."""
         refused = {
-            "enable_lora": self.enable_lora,
             "speculative": self.speculative is not None,
             "cache.kv_disk_path": self.cache.kv_disk_path is not None,
         }

@@ -231,8 +231,7 @@ def write_adapter(folder: Path, engine: Engine, seed: int) -> Adapter:
     folder.mkdir()
     random, tensors = torch.Generator().manual_seed(seed), {}
     assert engine.runner.adapters is not None
-    for name, projection in engine.runner.adapters.projections.items():
-        outputs, inputs = projection.shape
+    for name, (outputs, inputs) in engine.runner.adapters.shapes.items():
         for part, shape in (("A", (LORA_RANK, inputs)), ("B", (outputs, LORA_RANK))):
             tensors[f"{name}.lora_{part}.weight"] = torch.randn(shape, generator=random) / inputs
     save_file(tensors, folder / WEIGHTS_FILE)

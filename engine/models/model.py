@@ -90,6 +90,11 @@ def parameter_shapes(
     return _survey(config, layers, expert_ranks)[0].shapes
 
 
+def adapted_shapes(config: ModelConfig) -> Mapping[str, Shape]:
+    """Name -> shape [N, K] of the weight of each linear layer that adapters may change."""
+    return _survey(config)[0].adapted_layers
+
+
 def parameter_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of all parameters in `dtype`."""
     survey, _ = _survey(config)

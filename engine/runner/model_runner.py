@@ -38,6 +38,7 @@ from baton.engine.models.loading.weights import (
 )
 from baton.engine.models.model import (
     Model,
+    adapted_shapes,
     build_model,
     check_parameters,
     dummy_checkpoint,
@@ -284,7 +285,7 @@ class ModelRunner:
         self.model: Model
         self.pool: KvPool
         self.steps = DeviceSteps(self.device)
-        self.adapters = Adapters(self.device) if config.enable_lora else None
+        self.adapters = Adapters(self.device, adapted_shapes(model_config)) if config.enable_lora else None
         self._graphs: StepGraphs | None = None  # on a GPU, as the uploads
         self._uploads: StepUploads | None = None
 
@@ -462,7 +463,7 @@ class ModelRunner:
         if files.digest != adapter.digest:
             raise ModelError(f"{adapter.path}: the files have changed since the adapter was loaded")
         tensors = self.adapters.read(files)
-        return (files if self.tp.size > 1 else files._replace(weights=b"")), tensors
+        return (files if self.rank.size > 1 else files._replace(weights=b"")), tensors
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, tensors: AdapterTensors | None) -> None:

@@ -87,14 +87,23 @@ def test_mixture_of_adapters_changes_no_token(model_directory: Directory, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "tp", [(1, 2), *(pytest.param(tp, marks=pytest.mark.slow) for tp in ((1, 1), (2, 1)))], ids=str
+    "topology",
+    [
+        Topology("two prefill stages to tp 2", prefill_pp=2, decode_tp=2),
+        pytest.param(Topology("1P+1D"), marks=pytest.mark.slow),
+        pytest.param(
+            Topology("tp 2 to two stages of 2", prefill_tp=2, decode_tp=2, decode_pp=2),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda topology: topology.name,
 )
 def test_adapters_give_the_tokens_of_one_engine(
-    tp: tuple[int, int], model_directory: Directory, tmp_path: Path
+    topology: Topology, model_directory: Directory, tmp_path: Path
 ) -> None:
     model = model_directory(MODEL)
     requests = mixed(model, tmp_path)
-    prefill, decode = Topology("", 1, 1, *tp).engines(model)
+    prefill, decode = topology.engines(model)
     workers = [[msgspec.structs.replace(each, **LORA) for each in pool] for pool in (prefill, decode)]
     with engine(model, **LORA) as oracle, Cluster(*workers) as cluster:
         for _ in range(2):  # the second round finds the pages of the first

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Final, NamedTuple, Protocol, TypeAlias
@@ -212,7 +212,7 @@ class Parameters:
         start, stop = self.tp.shard(shape[dim], what=self._prefix + name)
         own = (stop - start, shape[1]) if dim == 0 else (shape[0], stop - start)
         weights = LowRankWeights(*own, self.dtype, self.device)
-        projection = AdaptedProjection(shape, dim, start, stop, change, weights, self.adapters)
+        projection = AdaptedProjection(dim, start, stop, change, weights, self.adapters)
         self.adapters.projections[self._prefix + name] = projection
         return projection
 
@@ -388,7 +388,6 @@ PEFT_PREFIX: Final = "base_model.model."
 class AdaptedProjection(NamedTuple):
     """A linear layer, or one of several that are multiplied at once, as adapters change it on this rank."""
 
-    shape: tuple[int, int]  # [N, K] on all ranks together
     dim: int  # along which ranks split the layer: 0 the outputs, 1 the inputs
     start: int  # of this rank's part
     stop: int
@@ -416,11 +415,14 @@ class AdapterTensors(NamedTuple):
 class Adapters:
     """The adapters in the slots of one rank, and the slots of the rows of the running step.
 
-    A model makes `projections` as it is built, by the names of their layers in the checkpoint.
+    A model makes `projections` as it is built, by the names of their layers in the checkpoint; a pipeline
+    stage has those of its layers.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shapes: Mapping[str, Shape]) -> None:
+        """shapes: of the weight of each linear layer that adapters may change, in all stages."""
         self.projections: dict[str, AdaptedProjection] = {}
+        self.shapes = shapes
         self.rows: AdapterRows | None = None  # None: no row of the step has an adapter
         self.logit_rows: AdapterRows | None = None  # of the rows with wanted logits
         self._device = device
@@ -451,7 +453,10 @@ class Adapters:
             self.rows = self.logit_rows = None
 
     def read(self, files: AdapterFiles) -> AdapterTensors:
-        """Read the weights of an adapter, from any thread. Raises ModelError if they do not fit the model."""
+        """Read the weights of an adapter, from any thread; keep those of this rank's stage.
+
+        Raises ModelError if any do not fit the model.
+        """
         try:
             tensors = load(files.weights)
         except (SafetensorError, ValueError, KeyError) as error:
@@ -459,20 +464,21 @@ class Adapters:
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             module, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-            if module not in self.projections or part not in ("A.weight", "B.weight"):
+            if module not in self.shapes or part not in ("A.weight", "B.weight"):
                 raise ModelError(
                     f"{files.path}: tensor {name!r} is of no projection that adapters may change"
                 )
-            self._check(files, name, tensor, self.projections[module].shape, is_a=part[0] == "A")
+            self._check(files, name, tensor, self.shapes[module], is_a=part[0] == "A")
             found.setdefault(module, {})[part[0]] = tensor.float()
         for module, parts in found.items():
             if len(parts) < 2:
                 raise ModelError(f"{files.path}: {module!r} should have lora_A and lora_B")
-        pairs = {module: (parts["A"], parts["B"]) for module, parts in found.items()}
+        own = found.keys() & self.projections.keys()
+        pairs = {module: (parts["A"], parts["B"]) for module, parts in found.items() if module in own}
         return AdapterTensors(files.config.rank, files.config.scale, pairs)
 
     @staticmethod
-    def _check(files: AdapterFiles, name: str, tensor: Tensor, shape: tuple[int, int], *, is_a: bool) -> None:
+    def _check(files: AdapterFiles, name: str, tensor: Tensor, shape: Shape, *, is_a: bool) -> None:
         rank = files.config.rank
         expected = (rank, shape[1]) if is_a else (shape[0], rank)
         if tensor.shape != expected or not tensor.is_floating_point():
@@ -503,6 +509,19 @@ class ParameterSurvey(Parameters):
         self.shapes: dict[str, Shape] = {}
         self.stored_bytes: dict[str, int] = {}  # of an element, where the dtype of the model does not matter
         self.weights: dict[str, Shape] = {}  # module -> shape of a quantised weight
+        self.adapted_layers: dict[str, Shape] = {}  # module -> shape of a weight that adapters may change
+
+    def adapted(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        dim: int,
+        change: Callable[[Tensor], Tensor] = lambda rows: rows,
+    ) -> AdaptedProjection | None:
+        """Record the layer; see `Parameters.adapted`."""
+        if name in TARGETS:
+            self.adapted_layers[self._prefix + name] = shape
+        return None
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """The first part: concatenating meta tensors would import torch's compiler, which takes seconds."""
