@@ -180,9 +180,7 @@ def test_every_stage_has_a_layer(tiny_model: Path) -> None:
         ("cache.kv_disk_path", {"cache": {"kv_disk_path": "pages", "host_cache_memory_bytes": 2**16}}),
     ],
 )
-def test_features_that_stages_lack_are_refused(
-    key: str, settings: dict[str, Any], tiny_model: Path
-) -> None:
+def test_features_that_stages_lack_are_refused(key: str, settings: dict[str, Any], tiny_model: Path) -> None:
     with pytest.raises(
         ConfigError, match=f"{key}: this does not work with pipeline_parallel_size above 1 yet"
     ):
