@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +24,7 @@ from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import TpWorkers, make_sidecar
 from baton.engine.scheduler.sequence import Batch
 from baton.errors import ConfigError, ModelError, WorkerLost
+from tests.forked_ranks import forked_ranks
 from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, write_config
 
 
@@ -37,6 +39,13 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """For tests of ranks that run: a start takes seconds of a core less."""
+    with forked_ranks():
+        yield
 
 
 def executable(path: Path, script: str) -> str:
@@ -70,6 +79,7 @@ def test_two_ranks_generate_the_tokens_of_one_and_leave_nothing_behind(
     assert (captured.out, captured.err) == ("", "ready\n")
 
 
+@pytest.mark.usefixtures("forked")
 def test_batch_changes_no_bit_on_four_ranks(tmp_path: Path) -> None:
     directory = write_config(tmp_path / "model", num_attention_heads=4, num_key_value_heads=4)
     prompts = [[1 + number] * (3 + 5 * number) for number in range(4)]
@@ -84,6 +94,7 @@ def test_batch_changes_no_bit_on_four_ranks(tmp_path: Path) -> None:
         assert [(output.token_id, output.logprobs) for output in mine] == expected
 
 
+@pytest.mark.usefixtures("forked")
 def test_step_that_computes_nothing_ends_when_every_rank_has_come_to_its_end(tiny_model: Path) -> None:
     step = StepBuilder(page_size=4, max_num_seqs=1, max_pages=1).build(Batch())
     with (
@@ -109,6 +120,7 @@ def test_tp_worker_killed_while_serving_is_reported_and_the_engine_still_closes(
     assert children() == before and not list(temporary.iterdir())
 
 
+@pytest.mark.usefixtures("forked")
 def test_interrupted_step_leaves_the_ranks_apart_and_the_next_request_fails(
     tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +139,7 @@ def test_interrupted_step_leaves_the_ranks_apart_and_the_next_request_fails(
     assert children() == before and not list(temporary.iterdir())
 
 
+@pytest.mark.usefixtures("forked")
 def test_copy_that_fails_leaves_the_ranks_apart_too(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +197,7 @@ def test_tp_worker_that_cannot_load_reports_its_error(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.usefixtures("forked")
 def test_tp_worker_without_its_device_reports_its_error(
     tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +263,7 @@ def test_unknown_factory_is_refused(factory: str) -> None:
         make_sidecar(RankSidecar(factory=factory, arguments=""))
 
 
+@pytest.mark.usefixtures("forked")
 def test_sidecar_gives_the_pools_memory_and_lives_as_long_as_the_steps(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -272,6 +287,7 @@ def test_single_rank_has_no_sidecar(tiny_model: Path, temporary: Path) -> None:
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.usefixtures("forked")
 def test_unexpected_error_of_a_rank_is_reported_as_worker_lost(tiny_model: Path) -> None:
     before = children()
     sidecar = RankSidecar(factory="builtins:int", arguments="not a number")
