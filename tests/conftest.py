@@ -7,11 +7,13 @@ Mooncake and UCX, which NIXL uses, keep to loopback. UCX leaves its modules for 
 wheel end a process with a segmentation fault when the system has the same libraries.
 """
 
+import gc
 import os
 import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from typing import Final
 
 import pytest
@@ -19,7 +21,8 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from baton.rpc.process import frozen_imports
+from baton.rpc import process
+from baton.rpc.process import freeze_gc
 from tests.shared_clusters import group_of
 
 settings.register_profile("baton", deadline=None, derandomize=True)
@@ -38,8 +41,28 @@ THREADS_END_S: Final = 5.0
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Exempt what the imports make from garbage collection: it would be a third of the time to collect."""
-    with frozen_imports():
+    with process.frozen_imports():
         return (yield)
+
+
+@pytest.fixture
+def real_freeze_gc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests of garbage collection. At first nothing is exempt from it."""
+    monkeypatch.setattr(process, "freeze_gc", freeze_gc)
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imports_stay_frozen() -> Iterator[None]:
+    """Make `freeze_gc` do nothing in this process: at its end, collections would take in what pytest made.
+
+    Each would take half a second. Processes that tests start have the real one.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(process, "freeze_gc", nullcontext)
+        yield
 
 
 def _is_ours(thread: threading.Thread) -> bool:

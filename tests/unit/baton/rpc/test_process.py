@@ -8,6 +8,9 @@ from baton.rpc.process import LOOKS_PER_FULL, freeze_gc, frozen_imports
 THRESHOLDS = (601, 11, 7)  # not Python's own
 
 
+pytestmark = pytest.mark.usefixtures("real_freeze_gc")
+
+
 @pytest.fixture(autouse=True)
 def own_thresholds() -> Iterator[None]:
     thresholds = gc.get_threshold()
@@ -54,4 +57,3 @@ def test_imports_are_not_collected_and_later_objects_are() -> None:
         assert not gc.isenabled()
         raise ImportError("no such library")
     assert gc.isenabled() and gc.get_freeze_count() > 0
-    gc.unfreeze()

@@ -36,8 +36,8 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     shared_llm.engine.scheduler.check_integrity()
 
 
+@pytest.mark.usefixtures("real_freeze_gc")
 def test_garbage_collector_skips_loaded_objects_until_close() -> None:
-    gc.unfreeze()  # what the tests have imported
     before = gc.get_freeze_count()
     with LLM("tiny", cache=MEMORY):
         assert gc.get_freeze_count() > before
