@@ -190,6 +190,8 @@ def measure_overhead(options: argparse.Namespace, rivals: Mapping[str, str], rep
         policy=options.policy,
     )
     report.name = "serve-overhead-pd" if plane.num_prefill else "serve-overhead"
+    if options.trace_ratio is not None:
+        report.name += "-traced"
     report.title = (
         f"Control plane: {plane.num_gateways} gateways, a router, {plane.num_prefill} prefill and "
         f"{plane.num_decode} decode workers of no model, and the client"
