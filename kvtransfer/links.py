@@ -25,11 +25,11 @@ from baton.errors import BatonError, ConfigError, TransferFailed, WireError
 from baton.kvtransfer.protocol.messages import AnyMessage, EndpointHello, decode, encode
 from baton.kvtransfer.protocol.transfer_plan import check_same_model, shards_of
 from baton.kvtransfer.transports.base import TransportSet
-from baton.kvtransfer.transports.listener import Listener, listen
 from baton.messages.bounds import LINK_TIMEOUT_S, schema_hash
 from baton.messages.workers import Address, Worker
 from baton.rpc.auth import LinkSecret, Role
 from baton.rpc.connection import Call, Connection, DroppedPeers, MessageStream, Post
+from baton.rpc.listener import Listener, listen
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)

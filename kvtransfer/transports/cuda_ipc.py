@@ -20,10 +20,10 @@ from baton.kernels.pages import Offsets, copy_pages
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank
-from baton.kvtransfer.transports.listener import decode_greeting
 from baton.kvtransfer.transports.pages import DevicePages
 from baton.kvtransfer.transports.shm import DirectListener, DirectSender
 from baton.messages.bounds import schema_hash
+from baton.rpc.listener import decode_greeting
 
 Count = Annotated[int, Meta(ge=1, le=2**48)]
 Offset = Annotated[int, Meta(ge=0, le=2**48)]

@@ -33,7 +33,6 @@ from torch import Tensor
 from baton.errors import BatonError, ConfigError, TransferFailed
 from baton.kvtransfer.protocol.messages import RankListenerAddresses
 from baton.kvtransfer.transports.base import LocalRank
-from baton.kvtransfer.transports.listener import decode_greeting
 from baton.kvtransfer.transports.pages import PagePacking, poll
 from baton.kvtransfer.transports.rank_pair import (
     NUM_SLOTS,
@@ -45,6 +44,7 @@ from baton.kvtransfer.transports.rank_pair import (
     translated,
 )
 from baton.kvtransfer.transports.torch_distributed import GroupListener, GroupSettings, GroupTransport
+from baton.rpc.listener import decode_greeting
 
 
 class PeerMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

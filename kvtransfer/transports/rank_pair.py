@@ -28,9 +28,9 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from baton.errors import BatonError, TransferFailed
 from baton.kernels.native import huge_zeros
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
-from baton.kvtransfer.transports.listener import decode_greeting
 from baton.kvtransfer.transports.records import BATCH_ANSWER_BYTES, BATCH_BYTES, MAX_BATCH, MAX_PART_BYTES
 from baton.rpc.connection import Connection
+from baton.rpc.listener import decode_greeting
 
 logger = logging.getLogger(__name__)
 

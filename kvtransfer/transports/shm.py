@@ -37,12 +37,12 @@ from baton.kernels.pages import Offsets, copy_runs
 from baton.kvtransfer.protocol.messages import ID_BYTES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender
-from baton.kvtransfer.transports.listener import Listener, decode_greeting, listen_on_host, log_end
 from baton.kvtransfer.transports.pages import HostPages, PagePacking, PeerGenerations, PeerPages, as_words
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.messages.bounds import schema_hash
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
+from baton.rpc.listener import Listener, decode_greeting, listen_on_host, log_end
 
 HANDSHAKE_S: Final = 5.0
 MAX_WRITERS: Final = 256  # each is watched, which takes an open file; more sources use another transport

@@ -34,7 +34,6 @@ from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender, TransferQueue
-from baton.kvtransfer.transports.listener import Listener, listen, log_end, port_of
 from baton.kvtransfer.transports.page_socket import Buffer, MemoryRuns, PageSocket, Stopped, tune, unpace
 from baton.kvtransfer.transports.pages import PagePacking, StagedParts
 from baton.kvtransfer.transports.receive_registration import Writing
@@ -51,6 +50,7 @@ from baton.kvtransfer.transports.records import (
     stream_key,
 )
 from baton.rpc.auth import Role
+from baton.rpc.listener import Listener, listen, log_end, port_of
 
 PART_BYTES: Final = 32 * 2**20  # a part costs each end a quarter of a millisecond of its core
 NUM_UNANSWERED: Final = 2

@@ -37,7 +37,6 @@ from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, exceeds_limits
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.base import LocalRank, Part, QueueSender
-from baton.kvtransfer.transports.listener import Listener, decode_greeting, listen, log_end, port_of
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking
 from baton.kvtransfer.transports.rank_pair import (
     DESTINATION,
@@ -68,6 +67,7 @@ from baton.messages.bounds import schema_hash
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
+from baton.rpc.listener import Listener, decode_greeting, listen, log_end, port_of
 
 logger = logging.getLogger(__name__)
 MAX_PAIRS: Final = 256  # of one destination rank; each has NUM_SLOTS parts of staging memory

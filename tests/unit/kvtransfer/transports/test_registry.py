@@ -8,10 +8,10 @@ import torch
 from baton.errors import ConfigError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.transports.base import LocalRank
-from baton.kvtransfer.transports.listener import port_of
 from baton.kvtransfer.transports.pages import PageGenerations, SharedPool
 from baton.kvtransfer.transports.registry import TRANSPORTS, transport_set
 from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender
+from baton.rpc.listener import port_of
 from tests.endpoint_host import Host
 from tests.transfer_ends import local_rank
 

@@ -14,7 +14,6 @@ from baton.errors import ConfigError, PeerGone, TransferFailed
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports import page_socket
 from baton.kvtransfer.transports.base import LocalRank, Piece
-from baton.kvtransfer.transports.listener import port_of
 from baton.kvtransfer.transports.page_socket import PageSocket
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations, Writing
 from baton.kvtransfer.transports.records import (
@@ -30,6 +29,7 @@ from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender, TcpSettings
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
+from baton.rpc.listener import port_of
 from tests.transfer_ends import PAGE_KEYS, Push, local_rank, piece_of, registration_of
 from tests.waiting import wait_for
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.kvtransfer.transports.listener import MAX_NEWCOMERS, Listener
 from baton.rpc.connection import DroppedPeers
+from baton.rpc.listener import MAX_NEWCOMERS, Listener
 from tests.waiting import wait_for
 
 
