@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, BinaryIO, Final, TypeAlias
 
 import msgspec
@@ -55,12 +55,19 @@ Run: TypeAlias = Callable[[Assignment, KeyRing, threading.Event, Tell], None]  #
 LOADING_EVERY_S: Final = 0.5
 
 
-def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: Tell) -> None:
+def run(
+    given: Assignment,
+    ring: KeyRing,
+    stop: threading.Event,
+    tell: Tell,
+    rank_hosts: Sequence[Address] = (),
+) -> None:
     """Serve on the calling thread until `stop` is set, or until an operator has drained the worker.
 
     ring: the process's keys; the caller may replace them. tell: called with ProcessStarted when the process
     serves, every LOADING_EVERY_S with Loading while a worker reads its weights, and every ALIVE_EVERY_S with
-    LoopAlive while the event loop of a router or a gateway runs. Raises BatonError.
+    LoopAlive while the event loop of a router or a gateway runs. rank_hosts: of a worker's ranks on other
+    nodes (cluster/rank_host.py). Raises BatonError.
     """
     raise_descriptor_limit()
     match given.kind:
@@ -93,7 +100,7 @@ def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: Tell) -> 
                 from baton.cluster.worker_process import HostedWorker
 
             worker = msgspec.json.decode(given.config, type=WorkerConfig)
-            hosted = HostedWorker(worker, ring, _tells_progress(tell), given.incarnation)
+            hosted = HostedWorker(worker, ring, _tells_progress(tell), given.incarnation, rank_hosts)
             with contextlib.closing(hosted), freeze_gc():
                 tell(ProcessStarted(hosted.address))
                 hosted.serve(stop)

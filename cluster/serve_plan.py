@@ -104,6 +104,7 @@ def _worker(
         name=name,
         role=role,
         num_ranks=settings.num_ranks,
+        num_nodes=settings.nnodes,
         cores_per_rank=pool.cores_per_rank,
         gpus_per_rank=gpus_per_rank,
         mps_priority=MPS_PRIORITIES[role] if shares_gpu else None,

@@ -20,7 +20,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, Queue
 from typing import Final
@@ -29,6 +29,7 @@ import msgspec
 
 from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_draft_model, resolve_model
+from baton.cluster.rank_host import HostedRanks
 from baton.cluster.runtimes.base import Progress
 from baton.config.cluster import DRAIN_NOTICE_S, WorkerConfig
 from baton.config.engine import EngineConfig
@@ -66,14 +67,16 @@ class HostedWorker:
         keys: ClusterKeys,
         progress: Progress | None = None,
         incarnation: int = 0,
+        rank_hosts: Sequence[Address] = (),
     ) -> None:
         """Load the model and listen. `address` is the address for control connections.
 
-        incarnation: see messages/workers.Worker. Raises ModelError, ConfigError and WorkerLost, as
-        `load_engine` does.
+        incarnation: see messages/workers.Worker. rank_hosts: on the worker's other nodes, in their order.
+        Raises ModelError, ConfigError and WorkerLost, as `load_engine` does.
         """
         self._config = config
         self._incarnation = incarnation
+        self._rank_hosts = rank_hosts
         self._ring = KeyRing.of(keys, Kind.WORKER)
         self._weights: Checkpoint | None = None  # while it sleeps
         self._order_number = 0  # see Worker
@@ -85,9 +88,13 @@ class HostedWorker:
         with contextlib.ExitStack() as ends:
             shared = SharedPool()
             ends.callback(shared.close)
-            agents = RankAgents(config.engine.num_ranks)
+            keys = self._ring if config.engine.nnodes > 1 else None
+            agents = RankAgents(config.engine.num_ranks, host=config.host, keys=keys)
             ends.callback(agents.close)
-            loaded = _load(config, shared, agents, progress, weights)
+            nodes = None
+            if self._rank_hosts:
+                nodes = HostedRanks(self._rank_hosts, config.host, self._ring, agents.node_address)
+            loaded = _load(config, shared, agents, nodes, progress, weights)
             self.engine = ends.enter_context(contextlib.closing(loaded))
             self._steps = StepWatchdog(SystemClock(), config.step_timeout_s)
             self.engine.on_batch = self._steps.sized
@@ -304,6 +311,7 @@ def _load(
     config: WorkerConfig,
     shared: SharedPool,
     agents: RankAgents,
+    nodes: HostedRanks | None,
     progress: Progress | None,
     weights: Checkpoint | None,
 ) -> Engine:
@@ -316,6 +324,7 @@ def _load(
         progress=progress,
         zeros_on_cpu=shared.zeros,
         sidecar=agents.sidecar,
+        nodes=nodes,
         checkpoint=weights,
     )
 

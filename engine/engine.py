@@ -38,6 +38,7 @@ from baton.engine.runner.model_runner import (
     open_checkpoint,
     page_bytes,
 )
+from baton.engine.runner.rank_process import RankNodes
 from baton.engine.runner.sampler import Draws, Sampler
 from baton.engine.runner.step_inputs import StepArrays, StepBuilder, encode
 from baton.engine.runner.structured_output import StructuredOutputMask
@@ -70,6 +71,7 @@ def load_engine(
     progress: Progress | None = None,
     zeros_on_cpu: ZerosOnCpu = huge_zeros,
     sidecar: RankSidecar | None = None,
+    nodes: RankNodes | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> "Engine":
     """Load the model on all ranks; ranks other than 0 are processes that end when the engine is closed.
@@ -77,7 +79,8 @@ def load_engine(
     Raises ModelError for an invalid model directory, ConfigError for a configuration that does not fit the
     machine, and WorkerLost when another rank ends or hangs. On a CPU rank 0's KV pool lies in `zeros_on_cpu`.
     Each of the other ranks has a `sidecar` of its own, which gives its pool's memory; all have started on
-    return. checkpoint: has the weights of rank 0; None: the files have them.
+    return. nodes: starts the ranks of other nodes (`nnodes`), with sidecars of their own. checkpoint: has the
+    weights of rank 0; None: the files have them.
     """
     native.keep_builds_in(cache_directory())
     prepare_nccl()
@@ -87,7 +90,7 @@ def load_engine(
     for check in RANK_CHECKS.values():
         check(model_config, config)
     _check_memory(model_config, config)
-    tp_workers = TpWorkers(config, sidecar) if config.num_ranks > 1 else None
+    tp_workers = TpWorkers(config, sidecar, nodes) if config.num_ranks > 1 else None
     try:
         runner = ModelRunner(config, model_config, tp_workers.rank if tp_workers else ReplicaRank())
         with tp_workers.explains_loss() if tp_workers else nullcontext():

@@ -595,6 +595,7 @@ class KvEndpoint(PageEndpoint):
             clock=clock,
             dropped=dropped,
             steps=steps,
+            node=settings.host if agents is not None and agents.has_nodes else "",
         )
         ranks = Ranks(own, here, agents, clock)
         super().__init__(settings, incarnation, ledger, clock, ranks)

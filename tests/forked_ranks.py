@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.runner import tp_worker
+from baton.engine.runner import rank_process, tp_worker
 from tests.remote import CONTEXT
 
 
@@ -23,12 +23,12 @@ def forked_ranks() -> Iterator[None]:
     """Fork the ranks of engines that are loaded in this context."""
     names = SimpleNamespace(**vars(subprocess) | {"Popen": _start_rank})
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(tp_worker, "subprocess", names)
+        monkeypatch.setattr(rank_process, "subprocess", names)
         yield
 
 
 class ForkedRank:
-    """The part of subprocess.Popen that tp_worker.py uses."""
+    """The part of subprocess.Popen that rank_process.py uses."""
 
     def __init__(self, channel: int, folder: os.PathLike[str]) -> None:
         """channel: the rank writes its answers to a duplicate of this descriptor."""
@@ -61,7 +61,7 @@ def _start_rank(command: Sequence[str], *, pass_fds: Sequence[int], **settings: 
 def _run_rank(stdin: Connection, answers: Connection, folder: os.PathLike[str]) -> None:
     os.setpgid(0, 0)
     os.chdir(folder)
-    os.dup2(tp_worker.ERROR_OUTPUT, sys.stdout.fileno())
+    os.dup2(rank_process.ERROR_OUTPUT, sys.stdout.fileno())
     sys.stdin = open(stdin.fileno(), closefd=False)  # noqa: SIM115
     sys.argv = [tp_worker.__name__, str(answers.fileno())]
     tp_worker.main()

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -133,9 +133,12 @@ class Served:
 
 
 @contextmanager
-def served(*arguments: str, **environment: str) -> Iterator[Served]:
-    """Run `baton serve` with these arguments and variables, and stop it in the end."""
-    command = [sys.executable, "-m", "baton", "serve", *arguments, "--port", "0"]
+def served(*arguments: str, program: Sequence[str] = ("-m", "baton"), **environment: str) -> Iterator[Served]:
+    """Run `baton serve` with these arguments and variables, and stop it in the end.
+
+    program: what Python runs as `baton`.
+    """
+    command = [sys.executable, *program, "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

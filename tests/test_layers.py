@@ -44,11 +44,11 @@ MAY_IMPORT: Final = {
 FACADES: Final = {
     "engine": frozenset(
         {"engine", "replica", "models.loading.checkpoint", "models.registry", "models.loading.weights"}
-        | {"scheduler.sequence"}
+        | {"runner.rank_process", "scheduler.sequence"}
     ),
     "kvtransfer": frozenset(
         {"endpoint", "links", "prefixes", "protocol.handoff", "ranks.ranks", "transports.pages"}
-        | {"transports.registry"}
+        | {"ranks.agent_arguments", "transports.registry"}
     ),
     "prefill_worker": frozenset({"worker"}),
     "decode_worker": frozenset({"worker"}),

@@ -66,11 +66,14 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
     # Pipeline stages of each worker of this role; None: engine.pipeline_parallel_size.
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    # Nodes of Ray over which the stages of each worker of this role are spread; None: engine.nnodes.
+    nnodes: Annotated[int, Meta(ge=1, le=1024)] | None = None
     # Whole experts on each rank of this role; None: engine.enable_expert_parallel.
     enable_expert_parallel: bool | None = None
     page_size: Annotated[int, Meta(ge=1)] | None = None  # tokens in a KV page; None: engine.cache.page_size
     cores_per_rank: Annotated[int, Meta(ge=1, le=1024)] | None = None  # CPU cores; None: an even share
-    ray_resources: dict[str, float] = {}  # custom Ray resources of each worker, beside cores and GPUs
+    # Custom Ray resources of each worker on each of its nodes, beside cores and GPUs.
+    ray_resources: dict[str, float] = {}
 
     def engine(self, settings: EngineSettings) -> EngineSettings:
         """Return the engine settings of workers of this role."""
@@ -84,6 +87,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             cache=cache,
             tensor_parallel_size=self.tensor_parallel_size or settings.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size or settings.pipeline_parallel_size,
+            nnodes=self.nnodes or settings.nnodes,
             enable_expert_parallel=expert_parallel,
         )
 
@@ -151,9 +155,16 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.router.link_timeout_s != LINK_TIMEOUT_S:
             raise ConfigError("router.link_timeout_s: set link_timeout_s, which all processes share")
         for pool in self.pools.values():
-            num_stages = pool.engine(self.engine).pipeline_parallel_size
-            if num_stages > 1 and self.planner.mode != "off":
+            settings = pool.engine(self.engine)
+            if settings.pipeline_parallel_size > 1 and self.planner.mode != "off":
                 raise ConfigError("planner.mode: workers with pipeline stages have no calibrated times yet")
+            if pool.num_workers:
+                settings.check_nodes()
+            if settings.nnodes > 1 and self.ray_address is None:
+                raise ConfigError(
+                    f"nnodes: {settings.nnodes} nodes for a worker need a Ray cluster of several nodes: "
+                    "give --ray-address, or leave nnodes out"
+                )
         if self.other_models:
             self._check_several()
 

@@ -135,6 +135,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Stages over which one worker splits the layers of the model, on CPUs only. Each stage has
     # tensor_parallel_size ranks.
     pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
+    # Nodes of Ray over which the stages of one worker are spread, consecutive stages together. CPUs only.
+    nnodes: Annotated[int, Meta(ge=1)] = 1
     # Each tensor-parallel rank has whole experts of a mixture, instead of a part of every expert.
     enable_expert_parallel: bool = False
     # Tokens, prompt and output together, one of each at least; None: the model's own limit.
@@ -178,10 +180,23 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for key in (key for key, is_on in refused.items() if is_on):
             raise ConfigError(f"{key}: this does not work with pipeline_parallel_size above 1 yet")
 
+    def check_nodes(self) -> None:
+        """Raise ConfigError unless the stages of a worker can be spread evenly over its nodes."""
+        if self.pipeline_parallel_size % self.nnodes:
+            raise ConfigError(
+                f"nnodes: {self.pipeline_parallel_size} pipeline stages (pipeline_parallel_size) cannot be "
+                f"spread evenly over {self.nnodes} nodes"
+            )
+
     @property
     def num_ranks(self) -> int:
         """Ranks of one worker."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of one worker on each of its nodes."""
+        return self.num_ranks // self.nnodes
 
     @property
     def num_cpu_loras(self) -> int:
@@ -199,6 +214,7 @@ class EngineConfig(EngineSettings, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_nodes()
         if not self.model:
             raise ConfigError("model: expected a directory, got an empty string")
 

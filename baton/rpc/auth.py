@@ -56,11 +56,12 @@ GATEWAYS: Final = "gateways"  # queries between gateways of one port
 REDIS_NAMES: Final = "redis names"
 REDIS_VALUES: Final = "redis values"  # seals of the values that routers keep in Redis
 PAGES: Final = "pages"  # links that carry pages and the messages about pages
+RANKS: Final = "ranks"  # links between the ranks of one worker on several nodes
 _SHARED: Final = "shared"  # of `LinkKeys.shared`
 _PURPOSES: Final[Mapping[Kind, tuple[str, ...]]] = {
     Kind.GATEWAY: (CACHE_SALTS, EVENT_IDS, GATEWAYS),
     Kind.ROUTER: (REDIS_NAMES, REDIS_VALUES),
-    Kind.WORKER: (PAGES,),
+    Kind.WORKER: (PAGES, RANKS),
     Kind.OPERATOR: (),
 }
 

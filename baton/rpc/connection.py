@@ -304,8 +304,17 @@ class Outbox:
     3. A peer is dropped when too many bytes wait for it, or when it takes none for too long.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        max_unsent_bytes: float = MAX_UNSENT_BYTES,
+        timeout_s: float = FRAME_TIMEOUT_S,
+    ) -> None:
+        """max_unsent_bytes: that may wait for the peer. timeout_s: in which the peer must take a byte."""
         self._connection = connection
+        self._max_unsent_bytes = max_unsent_bytes
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         self._num_bytes = 0
@@ -315,7 +324,7 @@ class Outbox:
         """Send a body without waiting. Raises PeerGone, or WireError when the peer had to be dropped."""
         with self._lock:
             frame = memoryview(self._connection.frame(body))
-            if self._num_bytes + len(frame) > MAX_UNSENT_BYTES:
+            if self._num_bytes + len(frame) > self._max_unsent_bytes:
                 message = f"the peer has {self._num_bytes} bytes to take, no more is kept for it"
                 raise self._connection.drop(WireError(message, reason="slow"))
             self._unsent.append(frame)
@@ -343,7 +352,7 @@ class Outbox:
     def _run(self) -> None:
         with contextlib.suppress(PeerGone, WireError):
             while True:
-                self._connection.wait_for_room(FRAME_TIMEOUT_S)
+                self._connection.wait_for_room(self._timeout_s)
                 with self._lock:
                     self._push()
                     if not self._unsent:

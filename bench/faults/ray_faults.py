@@ -47,19 +47,25 @@ services.find_gcs_addresses = lambda: set()
 from ray.scripts.scripts import main
 sys.exit(main())
 """
-SERVER: Final = f"""
+SERVER: Final = """
 import functools, sys
 import ray
-ray.init = functools.partial(ray.init, _node_ip_address={SERVE!r})
+ray.init = functools.partial(ray.init, _node_ip_address={address!r})
 from baton.cluster.cli.main import main
 sys.exit(main())
 """
 
 
+def server_at(address: str) -> str:
+    """Return a program in Python that runs `baton` on the node of that address."""
+    return SERVER.format(address=address)
+
+
 class RayNodes:
     """The nodes of one Ray cluster on this machine, by their addresses."""
 
-    def __init__(self, folder: Path, redis: tuple[str, int]) -> None:
+    def __init__(self, folder: Path, redis: tuple[str, int] | None = None) -> None:
+        """folder: for files of Ray. redis: keeps the head's tables; None: they are lost with the head."""
         self.folder = folder
         self.port = free_port(HEAD)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -68,7 +74,7 @@ class RayNodes:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
-            "RAY_REDIS_ADDRESS": f"{redis[0]}:{redis[1]}",
+            **({} if redis is None else {"RAY_REDIS_ADDRESS": f"{redis[0]}:{redis[1]}"}),
         }
 
     async def start(self, address: str, *, num_cpus: int) -> None:
@@ -135,7 +141,7 @@ async def ray_cluster() -> AsyncIterator[tuple[RayNodes, WatchedCluster]]:
                 folder,
                 options,
                 decode=1,
-                command=(sys.executable, "-c", SERVER),
+                command=(sys.executable, "-c", server_at(SERVE)),
                 environment=nodes.environment,
             ) as cluster:
                 yield nodes, cluster

@@ -31,11 +31,12 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: Name  # unique in the cluster, and the same after a restart
     config: msgspec.Struct  # the struct of its kind, without any secret
     num_ranks: int = 0  # ranks of a model; 0: a router or gateway, which needs no cores of its own
+    num_nodes: int = 1  # over which the ranks are spread evenly
     role: str = ""  # of a worker: roles are seldom busy together
     cores_per_rank: int | None = None  # None: an even share of the machine
     gpus_per_rank: float = 0.0  # 0: the ranks compute on the CPU
     mps_priority: int | None = None  # among the clients of CUDA's MPS, 0 before 1; None: MPS decides
-    resources: dict[str, float] = {}  # custom resources of Ray, beside cores and GPUs
+    resources: dict[str, float] = {}  # custom resources of Ray on each node, beside cores and GPUs
     incarnation: int = 0  # number of the start, see messages/workers.Worker; 0: there is no supervisor
 
 

@@ -3,8 +3,9 @@
 1. `open` joins the Ray at an address, or starts a Ray for this machine alone. Ray's own ports answer only
    clients with its token.
 2. `place` creates a placement group for each worker, and spreads each role over the nodes. A worker's ranks
-   are in one bundle, so they share a node.
-3. `spawn` starts a worker in its placement group; a router or a gateway runs on the present node, where
+   are in one bundle, so they share a node, or in one bundle for each of its nodes (`nnodes`).
+3. `spawn` starts a worker in its placement group, with a RankHostActor in each further bundle: when one of
+   these actors ends, the others are ended. A router or a gateway runs on the present node, where
    clients connect. Ray restarts nothing: the supervisor starts a process again, in the same placement group.
    A worker that was given up, or whose node does not answer, moves to another node with room, if there is
    one: Ray itself takes a minute to notice that a node hangs.
@@ -24,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -79,10 +81,10 @@ class RayNode(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """A placement group of one bundle, and its node."""
+    """A placement group, and the node of each bundle."""
 
     group: Any
-    node_id: str
+    node_ids: tuple[str, ...]
 
 
 class RayRuntime:
@@ -105,9 +107,11 @@ class RayRuntime:
         self._num_cpus = num_cpus
         self._place_timeout_s = place_timeout_s
         self._ray: Any = None  # the module: its import takes half a second
-        self._actor_class: Any = None
+        self._actor_class: Any = None  # called with a name
+        self._host_class: Any = None
         self._placements: dict[str, Placement] = {}  # by the name of a worker
-        self._needs: dict[str, dict[str, float]] = {}  # of Ray's resources, by the name of a worker
+        # Of Ray's resources, by the name of a worker: those of each bundle.
+        self._needs: dict[str, list[dict[str, float]]] = {}
         self._roles: dict[str, str] = {}  # by the name of a worker
         self._suspects: dict[str, float] = {}  # id of a node -> when a worker on it was given up
         self._given_up: set[str] = set()  # names of workers that move with their next start
@@ -158,11 +162,14 @@ class RayRuntime:
                 late = [spec.name for spec in workers if spec.name not in self._placements]
                 await asyncio.gather(*(self._place(name, None, self._place_timeout_s) for name in late))
         except TimeoutError:
-            shortage = await _in_thread(self._shortage, [self._needs[spec.name] for spec in workers])
+            bundles = [bundle for spec in workers for bundle in self._needs[spec.name]]
+            shortage = await _in_thread(self._shortage, bundles)
             for spec in workers:
                 self.release(spec.name)
+            spread = max(spec.num_nodes for spec in workers)
+            on_nodes = f", and {spread} nodes for one worker (nnodes)" if spread > 1 else ""
             raise ConfigError(
-                f"Ray has no room for the workers: they need {shortage}: "
+                f"Ray has no room for the workers: they need {shortage}{on_nodes}: "
                 "set cores_per_rank of prefill and decode lower, start fewer workers, or add nodes"
             ) from None
 
@@ -181,8 +188,8 @@ class RayRuntime:
         if spec.num_ranks:
             await self._move_if_needed(spec.name)
         given = self._keys
-        actor = await _in_thread(self._start_actor, spec)
-        process = RayProcess(spec, actor, self)
+        actors = await _in_thread(self._start_actors, spec)
+        process = RayProcess(spec, actors, self)
         self._alive.add(process)
         if self._keys is not given:  # they have changed meanwhile
             process.use_keys(self._keys)
@@ -213,77 +220,95 @@ class RayRuntime:
         """Forget a process that has ended."""
         self._alive.discard(process)
 
-    def kill(self, actor: Any) -> None:
-        """Tell Ray to end an actor. Returns at once, also while the head is away."""
+    def kill(self, actors: Sequence[Any]) -> None:
+        """Tell Ray to end actors. Returns at once, also while the head is away."""
         if self._ray.is_initialized():
-            _in_background(self._ray.kill, actor)
+            for actor in actors:
+                _in_background(self._ray.kill, actor)
 
-    def give_up(self, name: str, actor: Any, pid: int, node_id: str) -> None:
-        """End an actor that may not answer: through Ray, and by SIGKILL to its process and its ranks."""
+    def give_up(self, name: str, actors: Sequence[Any], places: Sequence[tuple[int, str]]) -> None:
+        """End actors that may not answer: through Ray, and by SIGKILL to their processes and their ranks.
+
+        places: the process and the node of those actors that have said them.
+        """
         self._given_up.add(name)
-        if node_id:
+        self.kill(actors)
+        for pid, node_id in places:
             self._suspects[node_id] = time.monotonic()
-        self.kill(actor)
-        if pid and node_id == self._node_id:
-            kill_tree(pid)
-        elif pid:
-            _in_background(self._kill_there, node_id, pid)
+            if node_id == self._node_id:
+                kill_tree(pid)
+            else:
+                _in_background(self._kill_there, node_id, pid)
 
     # Placement groups of workers.
 
     async def _move_if_needed(self, name: str) -> None:
-        """Place the worker on another node if its node does not answer, or if the worker was given up."""
-        old = self._placements[name]
+        """Place the worker on other nodes if a node does not answer, or if the worker was given up."""
         nodes = await _in_thread(self._nodes)
-        here = next((node for node in nodes if node.id == old.node_id), None)
-        if name not in self._given_up and here is not None and await _listens(here):
+        old = self._placements[name] = await _in_thread(self._refresh, self._placements[name])
+        here = [node for node in nodes if node.id in old.node_ids]
+        answers = await asyncio.gather(*(_listens(node) for node in here))
+        is_whole = len(here) == len(self._needs[name]) and all(answers)
+        if name not in self._given_up and is_whole:
             return
         now_s = time.monotonic()
         avoided = {node_id for node_id, since_s in self._suspects.items() if now_s - since_s < SUSPECT_S}
-        others = [node for node in nodes if node.id not in avoided | {old.node_id}]
+        others = [node for node in nodes if node.id not in avoided | set(old.node_ids)]
         for node_ids in (self._preferred(name, others), [node.id for node in others]):
             if await self._place(name, node_ids, MOVE_S):
                 self._given_up.discard(name)
                 logger.warning("%s moves to another node of Ray", name)
                 _in_background(self._ray.util.remove_placement_group, old.group)
                 return
-        # No other node has room: Ray starts the worker on its old node as soon as possible.
+        # No other node has room: Ray starts the worker on its old node as soon as possible. It finds another
+        # node for the bundle of a node that has died.
         self._given_up.discard(name)
 
     def _preferred(self, name: str, nodes: Sequence[RayNode]) -> list[str]:
         """Return the ids of the nodes with the fewest workers of the worker's role."""
         role = self._roles[name]
         used = Counter(
-            placement.node_id
+            node_id
             for other, placement in self._placements.items()
             if other != name and self._roles[other] == role
+            for node_id in placement.node_ids
         )
         return least_used(self._needs[name], nodes, used)
 
     async def _place(self, name: str, node_ids: Sequence[str] | None, timeout_s: float) -> bool:
-        """Place the worker on one of these nodes; None: on any node. Return False when no room is found."""
-        if node_ids is not None and not node_ids:
+        """Place the worker on these nodes, some of them; None: on any. Return False when no room is found."""
+        if node_ids is not None and len(node_ids) < len(self._needs[name]):
             return False
-        labels = None if node_ids is None else [{NODE_ID_LABEL: f"in({','.join(node_ids)})"}]
-        placement = await _in_thread(self._create_placement_group, self._needs[name], labels, timeout_s)
+        placement = await _in_thread(self._create_placement_group, self._needs[name], node_ids, timeout_s)
         if placement is not None:
             self._placements[name] = placement
         return placement is not None
 
     def _create_placement_group(
-        self, needs: dict[str, float], labels: list[dict[str, str]] | None, timeout_s: float
+        self, bundles: list[dict[str, float]], node_ids: Sequence[str] | None, timeout_s: float
     ) -> Placement | None:
-        group = self._ray.util.placement_group([needs], bundle_label_selector=labels)
+        label = None if node_ids is None else {NODE_ID_LABEL: f"in({','.join(node_ids)})"}
+        group = self._ray.util.placement_group(
+            bundles,
+            strategy="PACK" if len(bundles) == 1 else "STRICT_SPREAD",
+            bundle_label_selector=None if label is None else [label] * len(bundles),
+        )
         if not group.wait(timeout_s):
             self._ray.util.remove_placement_group(group)
             return None
-        return Placement(group, self._ray.util.placement_group_table(group)["bundles_to_node_id"][0])
+        return self._refresh(Placement(group, ()))
+
+    def _refresh(self, placement: Placement) -> Placement:
+        """Return the placement with its present nodes: Ray moves the bundles of nodes that die."""
+        node_ids = self._ray.util.placement_group_table(placement.group)["bundles_to_node_id"]
+        return placement._replace(node_ids=tuple(node_ids[index] for index in sorted(node_ids)))
 
     def _request_nodes(self) -> None:
         """Have an autoscaler bring nodes for all workers together, and take idle ones away."""
         from ray.autoscaler.sdk import request_resources
 
-        bundles = [{name: most for name, most in needs.items() if most} for needs in self._needs.values()]
+        every = (bundle for bundles in self._needs.values() for bundle in bundles)
+        bundles = [{name: most for name, most in bundle.items() if most} for bundle in every]
         _in_background(lambda: request_resources(bundles=bundles))
 
     # On threads: Ray's own calls, which may wait for its head.
@@ -303,16 +328,23 @@ class RayRuntime:
             if node["Alive"]
         ]
 
-    def _start_actor(self, spec: ProcessSpec) -> Any:
-        return (
+    def _start_actors(self, spec: ProcessSpec) -> list[Any]:
+        """Start the actor of a process, then those that host ranks on its other nodes."""
+        given = assignment(spec, self._keys)
+        actor = (
             self._actor_class(spec.name)
             .options(name=None, **self._where(spec))
             .remote(
-                assignment(spec, self._keys),
+                given,
                 is_alone=self._is_alone,
                 parent=None if spec.num_ranks else (os.getpid(), started_at(os.getpid())),
             )
         )
+        hosts = []
+        for node in range(1, spec.num_nodes):
+            host = self._host_class(f"{spec.name}-node-{node}")
+            hosts.append(host.options(name=None, **self._where(spec, node)).remote(given))
+        return [actor, *hosts]
 
     def _kill_there(self, node_id: str, pid: int) -> None:
         """Run `kill_tree` on another node. The task never ends if that node hangs."""
@@ -343,13 +375,15 @@ class RayRuntime:
         except (OSError, RuntimeError, ValueError) as error:
             where = f"Ray at {self._address} cannot be joined" if self._address else "Ray cannot be started"
             raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
-        from baton.cluster.runtimes.ray_process import NUM_THREADS, ProcessActor
+        from baton.cluster.runtimes.ray_process import NUM_THREADS, NodeActor, ProcessActor, RankHostActor
 
         remote = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=NUM_THREADS)
-        # Ray shows the name of the class in ps and top, and overwrites any other title.
-        self._actor_class = lambda name: remote(
-            type(f"baton-{name}", (ProcessActor,), {"__module__": ProcessActor.__module__})
-        )
+
+        def named(base: type[NodeActor], name: str) -> Any:
+            # Ray shows the name of the class in ps and top, and overwrites any other title.
+            return remote(type(f"baton-{name}", (base,), {"__module__": base.__module__}))
+
+        self._actor_class, self._host_class = partial(named, ProcessActor), partial(named, RankHostActor)
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
 
     def _shortage(self, bundles: list[dict[str, float]]) -> str:
@@ -361,17 +395,18 @@ class RayRuntime:
 
     def _close(self) -> None:
         if self._ray.is_initialized():
-            for process in self._alive:
-                self._ray.kill(process.actor, no_restart=True)
+            for actor in (actor for process in self._alive for actor in process.actors):
+                self._ray.kill(actor, no_restart=True)
             for placement in self._placements.values():
                 self._ray.util.remove_placement_group(placement.group)
             self._ray.shutdown()
 
-    def _where(self, spec: ProcessSpec) -> dict[str, Any]:
+    def _where(self, spec: ProcessSpec, node: int = 0) -> dict[str, Any]:
+        """Return where an actor runs. node: of the worker's nodes."""
         from ray.util import scheduling_strategies
 
         if spec.num_ranks:
-            needs = dict(self._needs[spec.name])
+            needs = dict(self._needs[spec.name][node])
             variables = mps_variables(spec.mps_priority)
             return {
                 **({"runtime_env": {"env_vars": variables}} if variables else {}),
@@ -379,7 +414,7 @@ class RayRuntime:
                 "num_gpus": needs.pop("GPU", 0),
                 "resources": needs,
                 "scheduling_strategy": scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    self._placements[spec.name].group, placement_group_bundle_index=0
+                    self._placements[spec.name].group, placement_group_bundle_index=node
                 ),
             }
         strategy = scheduling_strategies.NodeAffinitySchedulingStrategy(self._node_id, soft=False)
@@ -387,29 +422,43 @@ class RayRuntime:
 
 
 class RayProcess:
-    """A ManagedProcess that runs in a ProcessActor.
+    """A ManagedProcess that runs in a ProcessActor; the ranks of its other nodes, in RankHostActors.
 
-    The calls of the actor use connections of their own, and never wait for Ray's head.
+    The calls of the actors use connections of their own, and never wait for Ray's head.
     """
 
-    def __init__(self, spec: ProcessSpec, actor: Any, runtime: RayRuntime) -> None:
+    def __init__(self, spec: ProcessSpec, actors: Sequence[Any], runtime: RayRuntime) -> None:
+        """actors: the ProcessActor first."""
         self.name = spec.name
-        self.actor = actor
+        self.actors = actors
+        self.actor = actors[0]
         self._runtime = runtime
         self._kind = spec.kind
         self._errors = runtime.errors
         self._has_loop = not spec.num_ranks  # a router or a gateway, which reports that its event loop runs
-        self._pid, self._node_id = 0, ""
-        self._end = actor.serve.remote()
+        self._places: list[tuple[int, str]] = []  # (process id, id of the node)
+        hosts = actors[1:]
+        self._end = self.actor.serve.remote(*(host.address.remote() for host in hosts))
+        self._host_ends = [host.serve.remote() for host in hosts]
         self._asked: asyncio.Future[float] | None = None  # the unanswered call of `silent_s`
         self._asked_s = 0.0
 
     async def ready(self) -> Address:
+        reporting = asyncio.ensure_future(self.actor.report.remote())
+        ending = asyncio.ensure_future(self._end)
         try:
-            self._pid, self._node_id = await self.actor.place.remote()
-            report = _REPORTS.decode(await self.actor.report.remote())
-        except self._errors.RayActorError as error:
+            self._places = [await actor.place.remote() for actor in self.actors]
+            # When a host of ranks ends before it has an address, `serve` does not begin and reports nothing.
+            await asyncio.wait((reporting, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not reporting.done():
+                await ending
+            report = _REPORTS.decode(await reporting)
+        except self._errors.RayError as error:
             raise WorkerLost(f"{self.name}: it ended before it served: {first_line(error)}") from None
+        finally:
+            for future in (reporting, ending):
+                future.cancel()
+            await asyncio.gather(reporting, ending, return_exceptions=True)
         return address_in(report, self.name)
 
     async def loading(self) -> Loading | None:
@@ -419,12 +468,17 @@ class RayProcess:
             return None
 
     async def watch(self) -> str:
+        ends = [asyncio.ensure_future(end) for end in (self._end, *self._host_ends)]
         try:
-            await self._end
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await next(end for end in ends if end in done)
             return ""
         except self._errors.RayError as error:
             return f"ended: {first_line(error)}"
         finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
             self.kill()  # an actor stays when its method has returned
 
     def stop(self) -> None:
@@ -432,15 +486,17 @@ class RayProcess:
 
     def use_keys(self, keys: ClusterKeys) -> None:
         """Derive the keys of the process's kind from these cluster keys, and send them to the process."""
-        self.actor.use_keys.remote(msgspec.json.encode(generations_of(self._kind, keys)))
+        generations = msgspec.json.encode(generations_of(self._kind, keys))
+        for actor in self.actors:
+            actor.use_keys.remote(generations)
 
     def kill(self) -> None:
         self._runtime.ended(self)
-        self._runtime.kill(self.actor)
+        self._runtime.kill(self.actors)
 
     def give_up(self) -> None:
         self._runtime.ended(self)
-        self._runtime.give_up(self.name, self.actor, self._pid, self._node_id)
+        self._runtime.give_up(self.name, self.actors, self._places)
 
     async def silent_s(self) -> float:
         if not self._has_loop:
@@ -542,25 +598,31 @@ def cores_for(num_ranks: int, cores_of_nodes: Sequence[int]) -> int:
     return num_ranks * max(1, min(usable) // ranks_per_node)
 
 
-def least_used(needs: Mapping[str, float], nodes: Sequence[RayNode], used: Mapping[str, int]) -> list[str]:
-    """Return the ids of the nodes with the fewest workers, of those that have the needed resources.
+def least_used(
+    bundles: Sequence[Mapping[str, float]], nodes: Sequence[RayNode], used: Mapping[str, int]
+) -> list[str]:
+    """Return the ids of the nodes with the fewest workers, of those that have the resources of a bundle.
 
-    used: node id -> number of workers.
+    As many nodes as there are bundles, and all that have no more workers than these; fewer only where fewer
+    have the resources. used: node id -> number of workers.
     """
     fitting = [
         node.id
         for node in nodes
-        if all(node.resources.get(name, 0.0) >= most for name, most in needs.items())
+        if all(node.resources.get(name, 0.0) >= most for name, most in bundles[0].items())
     ]
-    fewest = min((used.get(node_id, 0) for node_id in fitting), default=0)
-    return [node_id for node_id in fitting if used.get(node_id, 0) == fewest]
+    counts = sorted(used.get(node_id, 0) for node_id in fitting)
+    most_used = max(counts[: len(bundles)], default=0)
+    return [node_id for node_id in fitting if used.get(node_id, 0) <= most_used]
 
 
-def _needs(spec: ProcessSpec, num_cores: int) -> dict[str, float]:
-    """Return the resources that all ranks of a worker need on one node."""
+def _needs(spec: ProcessSpec, num_cores: int) -> list[dict[str, float]]:
+    """Return the resources of each bundle: those that the worker's ranks on one node need."""
     if spec.gpus_per_rank:
-        return {"GPU": spec.num_ranks * spec.gpus_per_rank, "CPU": 1.0, **spec.resources}
-    return {"CPU": float(num_cores), **spec.resources}
+        needs = {"GPU": spec.num_ranks // spec.num_nodes * spec.gpus_per_rank, "CPU": 1.0, **spec.resources}
+    else:
+        needs = {"CPU": float(num_cores // spec.num_nodes), **spec.resources}
+    return [needs] * spec.num_nodes
 
 
 def _sum(bundles: list[dict[str, float]]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import ray
 
 from baton.cluster.logs import set_up_logging
 from baton.cluster.process import run
+from baton.cluster.rank_host import RankHost
 from baton.cluster.runtimes.base import (
     Assignment,
     Loading,
@@ -23,15 +24,34 @@ from baton.cluster.runtimes.base import (
     started_at,
     wait_for_end,
 )
+from baton.config.cluster import WorkerConfig
 from baton.config.environment import set_node_name
 from baton.errors import ORPHANED, BatonError
+from baton.messages.workers import Address
 from baton.rpc.auth import Generations, KeyRing
 
 # `serve` blocks one thread, `report` another; the other calls run meanwhile.
 NUM_THREADS = 4
 
 
-class ProcessActor:
+class NodeActor:
+    """An actor with the keys of a process of the cluster, on one node of Ray."""
+
+    def __init__(self, given: Assignment) -> None:
+        self._given = given
+        self._ring = KeyRing(given.kind, given.generations)
+        set_node_name(f"{socket.gethostname()}/{_node_id()}")
+
+    def place(self) -> tuple[int, str]:
+        """Return the ids of the process and of its node."""
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    def use_keys(self, generations: bytes) -> None:
+        """Replace the process's keys. generations: Generations, as JSON."""
+        self._ring.replace(msgspec.json.decode(generations, type=Generations))
+
+
+class ProcessActor(NodeActor):
     """A Ray actor that runs one process of the cluster. Call `serve` once, first."""
 
     def __init__(self, assignment: bytes, *, is_alone: bool, parent: tuple[int, int] | None) -> None:
@@ -41,22 +61,24 @@ class ProcessActor:
         parent ends: while Ray's head is away, no other process ends the actors of a killed `baton serve`.
         """
         given = msgspec.json.decode(assignment, type=Assignment)
-        self._given = given if is_alone else _on_this_node(given)
-        self._ring = KeyRing(given.kind, given.generations)
+        super().__init__(given if is_alone else _on_this_node(given))
         self._stop = threading.Event()
         self._has_reported = threading.Event()
         self._report: Report | None = None
         self._loading: Loading | None = None
-        set_node_name(f"{socket.gethostname()}/{_node_id()}")
         self._alive_s: float | None = None
         if parent is not None and started_at(parent[0]) == parent[1]:  # or the parent is on another machine
             threading.Thread(target=_end_with, args=parent, name="parent", daemon=True).start()
         set_up_logging(given.name, format=given.log_format, force=True)
 
-    def serve(self) -> None:
-        """Serve until `stop` is called. Raises BatonError only after the process has served."""
+    def serve(self, *rank_hosts: tuple[str, int]) -> None:
+        """Serve until `stop` is called. Raises BatonError only after the process has served.
+
+        rank_hosts: the addresses of a worker's RankHostActors, in the order of its nodes.
+        """
         try:
-            run(self._given, self._ring, self._stop, self._tell)
+            hosts = [Address(*each) for each in rank_hosts]
+            run(self._given, self._ring, self._stop, self._tell, hosts)
         except BatonError as error:
             if self._report is not None:
                 raise
@@ -74,17 +96,9 @@ class ProcessActor:
         """Return the progress of loading weights, Loading | None, as JSON."""
         return msgspec.json.encode(self._loading)
 
-    def place(self) -> tuple[int, str]:
-        """Return the ids of the process and of its node."""
-        return os.getpid(), ray.get_runtime_context().get_node_id()
-
     def silent_s(self) -> float:
         """Return the seconds since the event loop last ran; 0 before the process serves."""
         return 0.0 if self._alive_s is None else time.monotonic() - self._alive_s
-
-    def use_keys(self, generations: bytes) -> None:
-        """Replace the process's keys. generations: Generations, as JSON."""
-        self._ring.replace(msgspec.json.decode(generations, type=Generations))
 
     def stop(self) -> None:
         """Let the process drain and end."""
@@ -99,6 +113,24 @@ class ProcessActor:
             case _ if self._report is None:
                 self._report = message
                 self._has_reported.set()
+
+
+class RankHostActor(NodeActor):
+    """A Ray actor that starts the ranks of a worker on one of its nodes other than rank 0's."""
+
+    def __init__(self, assignment: bytes) -> None:
+        """assignment: of the worker."""
+        super().__init__(_on_this_node(msgspec.json.decode(assignment, type=Assignment)))
+        set_up_logging(self._given.name, format=self._given.log_format, force=True)
+        self._host = RankHost(msgspec.json.decode(self._given.config, type=WorkerConfig), self._ring)
+
+    def address(self) -> tuple[str, int]:
+        """Return the address for rank 0's process."""
+        return self._host.address.host, self._host.address.port
+
+    def serve(self) -> None:
+        """Serve until the actor is killed. Raises WorkerLost when a rank ends with an error."""
+        self._host.serve()
 
 
 def _node_id() -> str:

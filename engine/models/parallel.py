@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import Final, NamedTuple, Protocol, cast
+from itertools import count
+from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
-    ReduceOp,
     Store,
 )
 from torch.nn import functional
@@ -49,7 +48,15 @@ class PendingCollective(Protocol):
     def wait(self, timeout: timedelta = ..., /) -> bool: ...
 
 
-class Collectives(Protocol):
+class PointToPoint(Protocol):
+    """Tensors between two ranks; each direction keeps their order. RuntimeError: the other rank is gone."""
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> PendingCollective: ...
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> PendingCollective: ...
+
+
+class Collectives(PointToPoint, Protocol):
     """The used part of torch's process groups, for gloo and NCCL."""
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions = ...) -> PendingCollective: ...
@@ -59,10 +66,6 @@ class Collectives(Protocol):
     ) -> PendingCollective: ...
 
     def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions) -> PendingCollective: ...
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> PendingCollective: ...
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> PendingCollective: ...
 
 
 class StageGroup(Protocol):
@@ -176,7 +179,7 @@ class Pipeline:
     size: int = 1
     tp_size: int = 1  # ranks of each stage
     rank: int = 0  # of the replica
-    group: Collectives | None = None  # of all ranks
+    group: PointToPoint | None = None  # of all ranks
     _sending: deque[tuple[Tensor, PendingCollective]] = field(default_factory=deque)  # kept until received
 
     @property
@@ -237,36 +240,42 @@ class ReplicaRank:
 
     tp: TensorParallel = TensorParallel()
     pp: Pipeline = field(default_factory=Pipeline)
-    commands: Collectives | None = None  # messages of rank 0, which may be silent for long
+    commands: PointToPoint | None = None  # messages of rank 0, which may be silent for long
     _unsent: deque[tuple[Tensor, PendingCollective]] = field(default_factory=deque)  # parts of commands
 
     @classmethod
     def join(
-        cls, index: int, store: Store, device: torch.device, *, tp_size: int = 1, pp_size: int = 1
+        cls,
+        index: int,
+        store: Store,
+        device: torch.device,
+        *,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        links: PointToPoint | None = None,
     ) -> "ReplicaRank":
-        """Meet the other ranks at `store`. No default group is made.
+        """Meet the other ranks of this node at `store`. No default group is made.
 
+        links: carry commands and tensors between stages if the ranks are on several nodes; None: gloo does.
         The ranks of a stage exchange tensors through NCCL between GPUs, through shared memory between CPUs
         where every rank can map it, and otherwise through gloo. WorkerLost when the ranks do not all come
         within JOIN_TIMEOUT.
         """
         size, (stage, tp_rank) = tp_size * pp_size, divmod(index, tp_size)
         connect = _nccl if device.type == "cuda" else _gloo
-        among_stages: Collectives | None = None
+        among_stages = links
         among_tp: StageGroup | None = None
         with _as_worker_lost(f"rank {index} of {size} did not meet the others"):
-            commands = _gloo(PrefixStore("commands", store), index, size, JOIN_TIMEOUT)
+            commands = links or _gloo(PrefixStore("commands", store), index, size, JOIN_TIMEOUT)
             if tp_size > 1 and device.type == "cpu":
-                members = range(index - tp_rank, index - tp_rank + tp_size)
-                among_tp = share_memory(
-                    tp_rank, tp_size, partial(_gather, commands, size, members), STEP_TIMEOUT
-                )
+                gather = _Gather(PrefixStore(f"memory {stage}", store), tp_rank, tp_size)
+                among_tp = share_memory(tp_rank, tp_size, gather, STEP_TIMEOUT)
                 if among_tp is None:
                     logger.warning("tensor-parallel ranks share no memory and sum through gloo, slower")
             if tp_size > 1 and among_tp is None:
                 stage_store = PrefixStore(f"stage {stage}", store)
                 among_tp = TorchGroup(connect(stage_store, tp_rank, tp_size, STEP_TIMEOUT), tp_size)
-            if pp_size > 1:
+            if pp_size > 1 and links is None:
                 among_stages = connect(PrefixStore("stages", store), index, size, STEP_TIMEOUT)
         tp = TensorParallel(tp_rank, tp_size, among_tp)
         return cls(tp, Pipeline(stage, pp_size, tp_size, index, among_stages), commands)
@@ -285,11 +294,22 @@ class ReplicaRank:
         """The least of the ranks' values, on every rank."""
         if self.commands is None:
             return value
-        least, options = torch.tensor([value]), AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.MIN)
-        options.timeout = LOAD_TIMEOUT  # the others may still be loading, each as much as this one has
-        _wait(self.commands.allreduce([least], options), self._name)
+        least = torch.tensor([value])
+        if self.index:
+            self._pass_on(self.commands.send, least, 0)
+            self._pass_on(self.commands.recv, least, 0)
+            return int(least)
+        others, other = range(1, self.size), torch.empty_like(least)
+        for rank in others:
+            self._pass_on(self.commands.recv, other, rank)
+            least = torch.minimum(least, other)
+        for rank in others:
+            self._pass_on(self.commands.send, least, rank)
         return int(least)
+
+    def _pass_on(self, operation: "_Operation", value: Tensor, rank: int) -> None:
+        # The others may still be loading, each as much as this one has.
+        _wait(_begin(operation, value, rank, self._name), self._name, LOAD_TIMEOUT)
 
     def send_command(self, message: bytes) -> None:
         """From rank 0 to all others; no-op in a group of one.
@@ -331,9 +351,10 @@ class ReplicaRank:
 # Errors of collectives become WorkerLost here. who: the rank that loses a peer.
 
 
-def _begin(
-    operation: Callable[[list[Tensor], int, int], PendingCollective], tensor: Tensor, rank: int, who: str
-) -> PendingCollective:
+_Operation: TypeAlias = Callable[[list[Tensor], int, int], PendingCollective]
+
+
+def _begin(operation: _Operation, tensor: Tensor, rank: int, who: str) -> PendingCollective:
     """Begin to send the tensor to a rank, or to receive it."""
     with _as_worker_lost(f"{who} lost a peer"):
         return operation([tensor], rank, 0)
@@ -357,12 +378,21 @@ def _as_worker_lost(what: str) -> Iterator[None]:
         raise WorkerLost(what) from error
 
 
-def _gather(group: Collectives, size: int, members: range, numbers: list[int]) -> list[list[int]]:
-    """The numbers of these members of a group of `size` ranks."""
-    mine = torch.tensor(numbers)
-    ranks = [torch.empty_like(mine) for _ in range(size)]
-    group.allgather([ranks], [mine]).wait()
-    return [ranks[member].tolist() for member in members]
+class _Gather:
+    """Exchanges numbers between the ranks of a stage, through their store. All ranks make the same calls."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank, self._size = rank, size
+        self._calls = count()
+        store.set_timeout(JOIN_TIMEOUT)
+
+    def __call__(self, numbers: list[int]) -> list[list[int]]:
+        """Return the numbers of each rank, in order. RuntimeError when one does not call in time."""
+        name = f"call {next(self._calls)} of rank"
+        self._store.set(f"{name} {self._rank}", " ".join(str(int(number)) for number in numbers))
+        answers = [self._store.get(f"{name} {rank}") for rank in range(self._size)]
+        return [[int(number) for number in answer.split()] for answer in answers]
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives:

@@ -1,28 +1,29 @@
 """A rank other than 0: a process that computes its part of the steps that rank 0 plans.
 
-1. Rank 0 starts one process for each other rank and writes a TpAssignment to its standard input.
+1. Rank 0 starts one process for each other rank of its node (rank_process.py). Ranks of other nodes are
+   started there, by `RankNodes`.
 2. The TP worker says READY on its channel before it meets the other ranks, so that rank 0 learns at once of a
    process that died, and after START_TIMEOUT_S of a process that hangs.
-3. The ranks meet, load their parts of the weights and agree on the size of the pool. A TP worker that fails
-   writes its error to the channel before its connections close, so that rank 0 finds the error when it sees
-   them close.
+3. The ranks meet, on several nodes over the connections of rank_links.py. They load their parts of the
+   weights and agree on the size of the pool. A TP worker that fails writes its error to the channel before
+   its connections close, so that rank 0 finds the error when it sees them close.
 4. If the caller of the engine has a sidecar for the rank, the sidecar starts beside it.
 5. The TP worker runs every step that it receives; a closed connection or STOP_COMMAND ends it.
-
-The channel is a pipe of its own, so that nothing that the process prints is taken for an answer.
 """
 
+import io
 import math
 import mmap
 import os
-import subprocess
+import secrets
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from importlib import import_module
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Protocol, cast
 
@@ -37,14 +38,24 @@ from baton.engine.cache.page_pool import StepMarks
 from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.model_runner import ModelRunner, choose_device
+from baton.engine.runner.rank_links import RankLinks, RankListener, connect_ranks
+from baton.engine.runner.rank_process import (
+    READY,
+    RankNetwork,
+    RankNodes,
+    TpAssignment,
+    TpWorker,
+    TpWorkerFailure,
+    TpWorkerProcess,
+)
 from baton.engine.runner.step_inputs import decode
-from baton.errors import BatonError, ConfigError, ModelError, WorkerLost
+from baton.errors import ORPHANED, BatonError, ConfigError, WorkerLost
 from baton.kernels import native
+from baton.messages.bounds import Kind
+from baton.rpc.auth import KeyRing
 
-START_TIMEOUT_S: Final = 120.0  # importing torch takes a minute from a cold disk on a busy machine
-READY: Final = b"ready"
 STOP_COMMAND: Final = b"stop"
-ERROR_OUTPUT: Final = 2  # of rank 0, for everything that a TP worker prints
+REPLICA_BYTES: Final = 16
 
 
 class RunningSidecar(Protocol):
@@ -68,6 +79,9 @@ class RunningSidecar(Protocol):
         steps: how far this rank has written the pool.
         """
 
+    def hear(self, line: bytes) -> None:
+        """A line from the process that started the rank, if that keeps the rank's stdin open. Any thread."""
+
     def close(self) -> None:
         """End the sidecar's threads."""
 
@@ -82,100 +96,37 @@ def make_sidecar(sidecar: RankSidecar) -> RunningSidecar:
     return cast(RunningSidecar, factory(sidecar.arguments))
 
 
-class TpAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of one TP worker process."""
-
-    config: EngineConfig
-    rank: int
-    rendezvous: str  # path of the file where the ranks find each other
-    num_threads: int
-    host_fd: int = -1  # of the memory of its host pages, which rank 0 maps too; -1: memory of its own
-    sidecar: RankSidecar | None = None
-
-
-class TpWorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The error that ended a TP worker."""
-
-    kind: str  # name of the error's class
-    message: str
-
-
-class _TpWorker:
-    """Rank 0's end of one TP worker: its process and its channel."""
-
-    def __init__(self, assignment: TpAssignment) -> None:
-        self.rank = assignment.rank
-        self.host_fd = assignment.host_fd
-        self._reader, writer = Pipe(duplex=False)
-        # A process group of its own: Ctrl-C in the terminal is for rank 0, which then sends STOP_COMMAND.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "baton.engine.runner.tp_worker", str(writer.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=ERROR_OUTPUT,
-            pass_fds=(writer.fileno(), *((self.host_fd,) if self.host_fd >= 0 else ())),
-            cwd=_import_root(),
-            process_group=0,
-        )
-        writer.close()  # the process has the only writer now: its end closes the pipe
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError), self.process.stdin:  # `wait_until_ready` reports a process that died
-            self.process.stdin.write(msgspec.json.encode(assignment))
-
-    def wait_until_ready(self) -> None:
-        """Raises the TP worker's own error, or WorkerLost when its process hangs or dies."""
-        if not self._reader.poll(START_TIMEOUT_S):
-            raise WorkerLost(f"rank {self.rank} was not ready within {START_TIMEOUT_S:g} s: it is ended")
-        try:
-            answer = self._reader.recv_bytes()
-        except EOFError:
-            raise WorkerLost(
-                f"rank {self.rank} ended with status {self.process.wait()} before it was ready"
-            ) from None
-        if answer != READY:
-            raise self._error(answer)
-
-    def failure(self) -> BatonError | None:
-        """The error that the TP worker has reported since it was ready."""
-        try:
-            return self._error(self._reader.recv_bytes()) if self._reader.poll() else None
-        except EOFError:
-            return None
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for the process; kill it after the timeout."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._reader.close()
-        if self.host_fd >= 0:
-            os.close(self.host_fd)
-            self.host_fd = -1
-
-    def _error(self, answer: bytes) -> BatonError:
-        failure = msgspec.json.decode(answer, type=TpWorkerFailure)
-        known = {kind.__name__: kind for kind in (ConfigError, ModelError)}
-        kind = known.get(failure.kind, WorkerLost)
-        return kind(f"rank {self.rank}: {failure.message}")
-
-
 class TpWorkers:
     """The processes of ranks 1 and up, and rank 0's place among them, `rank`."""
 
-    def __init__(self, config: EngineConfig, sidecar: RankSidecar | None = None) -> None:
-        """sidecar: runs in each process from the moment the rank has its pool."""
-        size = config.num_ranks
+    def __init__(
+        self, config: EngineConfig, sidecar: RankSidecar | None = None, nodes: RankNodes | None = None
+    ) -> None:
+        """sidecar: runs in each process of this node from the moment the rank has its pool.
+
+        nodes: starts the ranks of other nodes, with sidecars of their own. ConfigError: it is needed.
+        """
+        if config.nnodes > 1 and nodes is None:
+            raise ConfigError(
+                f"nnodes: {config.nnodes} nodes for a worker need `baton serve` on a Ray cluster of several"
+            )
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")  # readable by this user alone
-        self._workers: list[_TpWorker] = []
+        self._workers: list[TpWorker] = []
+        self._nodes = nodes
+        self._listener: RankListener | None = None
+        self._links: RankLinks | None = None
         rendezvous = str(Path(self._folder.name) / "store")
+        num_here = config.ranks_per_node
         self._num_threads = native.num_threads()
-        share = max(
-            1, self._num_threads // size
-        )  # ranks that compete for cores run slower than with fewer threads
+        # Ranks that compete for cores run slower than with fewer threads.
+        share = max(1, self._num_threads // num_here)
         native.set_num_threads(share)
         try:
-            for rank in range(1, size):
+            network = None if nodes is None else self._listen(nodes)
+            for rank in range(1, config.num_ranks):
+                if nodes is not None and network is not None and rank >= num_here:
+                    self._workers.append(nodes.start(rank // num_here, rank, share, network))
+                    continue
                 assignment = TpAssignment(
                     config=config,
                     rank=rank,
@@ -183,13 +134,14 @@ class TpWorkers:
                     num_threads=share,
                     host_fd=os.memfd_create("kv-host") if config.cache.kv_disk_path is not None else -1,
                     sidecar=sidecar,
+                    network=network,
                 )
-                self._workers.append(_TpWorker(assignment))
+                self._workers.append(TpWorkerProcess(assignment))
             for worker in self._workers:
                 worker.wait_until_ready()
-            store = FileStore(rendezvous, size)
             with self.explains_loss():
-                self.rank = _join(0, store, config)
+                self._links = _connect(0, config, network, self._listener)
+                self.rank = _join(0, rendezvous, config, self._links)
         except BaseException:
             self.close(timeout_s=0.0)
             raise
@@ -205,14 +157,28 @@ class TpWorkers:
                 raise
             raise failure from error
 
+    def _listen(self, nodes: RankNodes) -> RankNetwork:
+        """Listen for the ranks of other nodes."""
+        replica = secrets.token_bytes(REPLICA_BYTES)
+        self._listener = RankListener(nodes.host, KeyRing(Kind.WORKER, nodes.keys), replica)
+        address = self._listener.address
+        return RankNetwork(rank_zero=address, replica=replica, own_host=nodes.host, keys=nodes.keys)
+
     def host_pools(self, own: Tensor) -> list[Tensor]:
         """The host pages of the other ranks, by rank, of a replica with a disk tier. own: rank 0's."""
-        return [shared_zeros(worker.host_fd, own.shape, own.dtype) for worker in self._workers]
+        processes = (worker for worker in self._workers if isinstance(worker, TpWorkerProcess))
+        return [shared_zeros(process.host_fd, own.shape, own.dtype) for process in processes]
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for the processes, which have received STOP_COMMAND; kill them after the timeout."""
         for worker in self._workers:
             worker.close(timeout_s)
+        if self._nodes is not None:
+            self._nodes.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._links is not None:
+            self._links.close()
         self._folder.cleanup()
         native.set_num_threads(self._num_threads)
 
@@ -226,15 +192,21 @@ def shared_zeros(fd: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=dtype).view(tuple(shape))
 
 
-def _join(index: int, store: FileStore, config: EngineConfig) -> ReplicaRank:
+def _connect(
+    rank: int, config: EngineConfig, network: RankNetwork | None, listener: RankListener | None = None
+) -> RankLinks | None:
+    """Connect a rank to ranks of other nodes; None: there are none. listener: of rank 0."""
+    if network is None:
+        return None
     tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-    device = choose_device(config.device, index)
-    return ReplicaRank.join(index, store, device, tp_size=tp_size, pp_size=pp_size)
+    return connect_ranks(rank, network, listener, tp_size=tp_size, pp_size=pp_size)
 
 
-def _import_root() -> Path:
-    """The folder that holds the `baton` package, installed or not."""
-    return Path(sys.modules["baton.errors"].__file__ or "").resolve().parents[1]
+def _join(rank: int, rendezvous: str, config: EngineConfig, links: RankLinks | None) -> ReplicaRank:
+    store = FileStore(rendezvous, config.ranks_per_node)
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    device = choose_device(config.device, rank)
+    return ReplicaRank.join(rank, store, device, tp_size=tp_size, pp_size=pp_size, links=links)
 
 
 # In the process of the TP worker.
@@ -246,21 +218,39 @@ def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
     native.keep_builds_in(cache_directory())
     native.set_num_threads(assignment.num_threads)
     choose_device(config.device, assignment.rank)  # raises an error before the rank is READY
-    store = FileStore(assignment.rendezvous, config.num_ranks)
-    host_zeros = partial(shared_zeros, assignment.host_fd) if assignment.host_fd >= 0 else None
     channel.send_bytes(READY)
-    rank = _join(assignment.rank, store, config)
+    links = _connect(assignment.rank, config, assignment.network)
+    _run_rank(assignment, _join(assignment.rank, assignment.rendezvous, config, links))
+
+
+def _run_rank(assignment: TpAssignment, rank: ReplicaRank) -> None:
+    config = assignment.config
     runner = ModelRunner(config, read_model_config(Path(config.model)), rank)
     runner.load()
+    host_zeros = partial(shared_zeros, assignment.host_fd) if assignment.host_fd >= 0 else None
     if assignment.sidecar is None:
         runner.allocate(host_zeros=host_zeros)
         _run_steps(runner)
         return
     with closing(make_sidecar(assignment.sidecar)) as sidecar:
+        if assignment.has_guardian:
+            threading.Thread(target=_hear_guardian, args=(sidecar,), name="guardian", daemon=True).start()
         runner.allocate(sidecar.zeros_on_cpu, host_zeros)
         sidecar.start(assignment.rank, runner.pool.device, runner.steps)
         rank.smallest(0)  # rank 0 waits here for all sidecars
         _run_steps(runner)
+
+
+def _hear_guardian(sidecar: RunningSidecar) -> None:
+    """Give lines of stdin to the sidecar. At the end of stdin, end the process; never return."""
+    for line in _stdin():
+        sidecar.hear(line)
+    os._exit(ORPHANED)
+
+
+def _stdin() -> io.FileIO:
+    """Return unbuffered stdin. With a buffer, the end of the process would wait for the buffer's lock."""
+    return io.FileIO(sys.stdin.fileno(), closefd=False)
 
 
 def _run_steps(runner: ModelRunner) -> None:
@@ -280,7 +270,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     channel = Connection(int(sys.argv[1]), readable=False)
     try:
-        run_tp_worker(msgspec.json.decode(sys.stdin.buffer.read(), type=TpAssignment), channel)
+        run_tp_worker(msgspec.json.decode(_stdin().readline(), type=TpAssignment), channel)
     except (WorkerLost, BrokenPipeError):
         sys.exit(0)  # rank 0 is gone: there is no reader for an error
     except BatonError as error:

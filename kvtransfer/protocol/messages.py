@@ -73,11 +73,12 @@ class OfTransfer(TransferMessage, frozen=True):
 
 
 class RankListenerAddresses(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The listeners of one rank, by transport name. Addresses are relative to the rank's host."""
+    """The listeners of one rank, by transport name. Addresses are relative to the rank's host or node."""
 
     incarnation: Incarnation  # the rank's process, which may die while other ranks live
     host: Annotated[str, Meta(min_length=1, max_length=64)]  # equal for ranks that share a kernel
     device: Literal["cpu", "cuda"]
+    node: Annotated[str, Meta(max_length=255)] = ""  # the address of the rank's node; "": that of the link
     addresses: Annotated[dict[TransportName, ListenerAddress], Meta(max_length=8)] = {}
 
 

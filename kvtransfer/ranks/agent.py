@@ -14,6 +14,7 @@ from torch import Tensor
 from baton.clock import SystemClock
 from baton.errors import WireError, WorkerLost
 from baton.kvtransfer.protocol.messages import ID_BYTES
+from baton.kvtransfer.ranks.agent_arguments import AgentArguments
 from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     RANK_SCHEMA,
@@ -26,14 +27,17 @@ from baton.kvtransfer.ranks.messages import (
     TellCounts,
     ToAgent,
     ToRankZero,
+    UseKeys,
     decode_for_agent,
     encode,
 )
-from baton.kvtransfer.ranks.ranks import CONNECT_S, AgentArguments
+from baton.kvtransfer.ranks.ranks import CONNECT_S
 from baton.kvtransfer.transports.base import RankSettings
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.registry import transport_set
-from baton.rpc.auth import Role
+from baton.messages.bounds import Kind
+from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
+from baton.rpc.auth import Generations as KeyGenerations
 from baton.rpc.connection import Call, Connection, DroppedPeers, MessageStream
 
 logger = logging.getLogger(__name__)
@@ -45,6 +49,8 @@ class RankAgent:
     def __init__(self, arguments: str) -> None:
         """arguments: AgentArguments as JSON."""
         self._arguments = msgspec.json.decode(arguments, type=AgentArguments)
+        node = self._arguments.node
+        self._keys = None if node is None else KeyRing(Kind.WORKER, node.keys)  # None: rank 0 sends them
         self._shared: SharedPool | None = None
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         self._dropped = DroppedPeers()
@@ -67,22 +73,17 @@ class RankAgent:
         """
         self._pool = pool
         self._steps = steps
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(CONNECT_S)
-            sock.connect(self._arguments.address)
-        except OSError as error:
-            sock.close()
-            raise WorkerLost(f"rank 0 cannot be reached: {error}") from error
-        connection = Connection(
-            sock, self._arguments.secret, Role.CONNECTING, dropped=self._dropped, schema=RANK_SCHEMA
-        )
-        connection.handshake(CONNECT_S)
+        connection = self._dial().handshake(CONNECT_S)
         connection.send(encode(AgentHello(rank=rank)))
         self._stream = MessageStream(connection, decode_for_agent, "kv-rank-0")
         self._stream.start(self._inbox.put, self._perform, self._end)
         self._thread = threading.Thread(target=self._run, name="kv-agent", daemon=True)
         self._thread.start()
+
+    def hear(self, line: bytes) -> None:
+        """Replace the keys of an agent on another node than rank 0's. line: KeyGenerations as JSON."""
+        assert self._keys is not None
+        self._keys.replace(msgspec.json.decode(line, type=KeyGenerations))
 
     def close(self) -> None:
         """Stop the agent. After the return, no page of this rank moves."""
@@ -91,6 +92,25 @@ class RankAgent:
             self._thread.join()
         if self._shared is not None:
             self._shared.close()
+
+    def _dial(self) -> Connection:
+        node, dropped = self._arguments.node, self._dropped
+        try:
+            if node is not None and self._keys is not None:
+                sock = socket.create_connection((node.rank_zero.host, node.rank_zero.port), CONNECT_S)
+                keys = LinkKeys(self._keys, RANKS)
+                return Connection(sock, keys, Role.CONNECTING, dropped=dropped, schema=RANK_SCHEMA)
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(CONNECT_S)
+                sock.connect(self._arguments.address)
+            except OSError:
+                sock.close()
+                raise
+        except OSError as error:
+            raise WorkerLost(f"rank 0 cannot be reached: {error}") from error
+        secret = self._arguments.secret
+        return Connection(sock, secret, Role.CONNECTING, dropped=dropped, schema=RANK_SCHEMA)
 
     def _run(self) -> None:
         try:
@@ -123,7 +143,10 @@ class RankAgent:
     def _set_up(self, settings: RankSettings) -> None:
         if self._executor is not None:
             raise WireError("SetUp came twice", reason="order")
-        self._executor = RankExecutor(
+        node = self._arguments.node
+        if node is not None and self._keys is not None:
+            settings = msgspec.structs.replace(settings, host=node.host, keys=self._keys.generations)
+        self._executor = executor = RankExecutor(
             settings,
             self._pool,
             self._shared,
@@ -134,8 +157,16 @@ class RankAgent:
             clock=SystemClock(),
             dropped=self._dropped,
             steps=self._steps,
+            node="" if node is None else node.host,
         )
-        self._send(Ready(listeners=self._executor.listeners))
+        if self._keys is not None:
+            self._keys.follow(lambda: self._inbox.put(self._use_keys))
+            self._use_keys()  # they may have been replaced meanwhile
+        self._send(Ready(listeners=executor.listeners))
+
+    def _use_keys(self) -> None:
+        if self._executor is not None and self._keys is not None:
+            self._executor.perform(UseKeys(generations=self._keys.generations))
 
     def _send(self, message: ToRankZero) -> None:
         assert self._stream is not None

@@ -375,11 +375,13 @@ class RankExecutor:
         clock: Clock,
         dropped: DroppedPeers,
         steps: CompletedSteps | None = None,
+        node: str = "",
     ) -> None:
         """pool, shared, incarnation: see LocalRank. emit: called by the rank's thread. post: hands a call to
         that thread.
 
-        steps: the steps that write the pool; None: only transfers write it.
+        steps: the steps that write the pool; None: only transfers write it. node: the address of the rank's
+        node, if the ranks are on several nodes.
         """
         self.rank = LocalRank(
             pool,
@@ -395,6 +397,7 @@ class RankExecutor:
             incarnation=incarnation,
             host=this_host(),
             device=self.rank.device,
+            node=node,
             addresses={name: listener.address for name, listener in self._open_listeners.items()},
         )
         self._hashing = Hashing(settings.num_hashing_threads, may_inline=self.rank.memory is not None)

@@ -7,14 +7,16 @@ The life of a remote rank:
    beside every TP worker: `load_engine(config, sidecar=agents.sidecar)`. The agent is made before the rank's
    pool: `zeros_on_cpu` puts the pool of a CPU into shared memory.
 2. Each agent connects to a unix socket, and proves that it holds a secret made for this replica. It must be a
-   process of the same user. When all have connected, `set_up` sets them up, which makes them listen for
-   sources, and closes the socket.
+   process of the same user. An agent on another node connects by TCP, and proves that it has workers' keys;
+   it gets these keys, and those that replace them, from the process that started it. When all have connected,
+   `set_up` sets them up, which makes them listen for sources, and closes the sockets.
 3. Commands and events go over each agent's connection, in order. The agent performs the commands of rank 0,
    and nothing else.
 4. When the connection ends, the rank is lost: its open transfers fail and no transfer begins. The agent stops
    its pushes and closes its listeners, but only the death of its process proves that: until then the pages of
    its shards stay reserved.
-5. When a pidfd reports that death, all commands to the rank count as done.
+5. When a pidfd reports that death, all commands to the rank count as done. No pidfd knows a process on
+   another node: the pages stay reserved until this process ends, as it does after the next step.
 
 A push names the step that writes its pages, and each rank waits until that step has written its own pages
 (kvtransfer/ranks/executor.py): a digest would not show that a page was sent too early.
@@ -38,6 +40,7 @@ from baton.errors import BatonError, ConfigError, WireError, WorkerLost
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import shards_of
+from baton.kvtransfer.ranks.agent_arguments import AgentArguments
 from baton.kvtransfer.ranks.executor import Emit, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     RANK_SCHEMA,
@@ -62,15 +65,15 @@ from baton.kvtransfer.ranks.messages import (
     encode,
 )
 from baton.kvtransfer.transports.base import RankSettings
-from baton.kvtransfer.transports.listener import Listener, listen_on_host
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
+from baton.messages.workers import Address
+from baton.rpc.auth import RANKS, KeyRing, LinkKeys, LinkSecret, Role
 from baton.rpc.auth import Generations as KeyGenerations
-from baton.rpc.auth import Role
 from baton.rpc.connection import Connection, DroppedPeers, MessageStream, Post
+from baton.rpc.listener import Listener, listen, listen_on_host
 
 logger = logging.getLogger(__name__)
-AGENT: Final = "baton.kvtransfer.ranks.agent:RankAgent"
 CONNECT_S: Final = 30.0  # for an agent; rank 0 may be busy with its own part of a large model
 AGENTS_TIMEOUT_S: Final = 60.0  # for all agents to connect; a loaded engine has started them all
 # Listeners of a GPU's pool take a while: staging memory, the first CUDA call of a thread.
@@ -81,25 +84,24 @@ SECRET_BYTES: Final = 32
 OnLost: TypeAlias = Callable[[int, bool], None]  # (rank, its process is dead)
 
 
-class AgentArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The arguments of an agent, as JSON."""
-
-    address: str
-    secret: bytes
-
-
 class RemoteRank:
     """A rank in another process, with the methods of its `RankExecutor`.
 
     Rank 0's thread makes all calls but `stop`, `close` and `died`.
     """
 
-    def __init__(self, settings: RankSettings, connection: Connection) -> None:
+    def __init__(
+        self, settings: RankSettings, connection: Connection, *, is_on_other_node: bool = False
+    ) -> None:
         """connection: to the agent of rank `settings.rank`, past its first message.
 
+        is_on_other_node: the agent has keys of its own and listens on its node's address.
         WorkerLost when the rank does not listen for sources in time.
         """
+        if is_on_other_node:
+            settings = msgspec.structs.replace(settings, keys=())
         self.rank = settings.rank
+        self._is_on_other_node = is_on_other_node
         self.is_lost = False
         self.is_dead = False
         self._has_stopped = threading.Event()
@@ -128,6 +130,8 @@ class RemoteRank:
         self._stream.start(post, self._received, self._on_end)
 
     def perform(self, command: Command) -> None:
+        if self._is_on_other_node and isinstance(command, UseKeys):
+            return
         if not self.is_dead:
             self._stream.send(encode(command))
         elif isinstance(command, CloseShard):
@@ -188,28 +192,42 @@ class RemoteRank:
 
 class _Newcomer(NamedTuple):
     connection: Connection
-    process: int  # descriptor
+    process: int | None  # descriptor; None: it is on another node
 
 
 class RankAgents:
     """The agents of ranks 1 and up, if any. A `Ranks` that is given the object owns it."""
 
-    def __init__(self, num_ranks: int) -> None:
-        """num_ranks: of the replica, rank 0 included."""
+    def __init__(self, num_ranks: int, *, host: str = "", keys: KeyRing | None = None) -> None:
+        """num_ranks: of the replica, rank 0 included.
+
+        host: the address of this node, if ranks are on other nodes: `node_address` is for their agents. keys:
+        prove them.
+        """
         self.num_ranks = num_ranks
+        self._keys = keys
         self._dropped = DroppedPeers()
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._has_connected = threading.Condition()
         self._newcomers: dict[int, _Newcomer] = {}  # by rank, until `watch`
         self._watch = ProcessWatch()
         listener, self._address = listen_on_host("baton-ranks")
-        self._acceptor = Listener(listener, self._greet, "kv-ranks", self._dropped)
+        self._acceptors = [Listener(listener, self._greet_here, "kv-ranks", self._dropped)]
+        self.node_address: Address | None = None
+        if keys is not None:
+            listener = listen(host)
+            self.node_address = Address(*listener.getsockname()[:2])
+            self._acceptors.append(Listener(listener, self._greet_elsewhere, "kv-ranks", self._dropped))
+
+    @property
+    def has_nodes(self) -> bool:
+        """True when some ranks are on other nodes."""
+        return self.node_address is not None
 
     @property
     def sidecar(self) -> RankSidecar:
         """The argument for `load_engine`."""
-        arguments = AgentArguments(address=self._address, secret=self._secret)
-        return RankSidecar(factory=AGENT, arguments=msgspec.json.encode(arguments).decode())
+        return AgentArguments(address=self._address, secret=self._secret).sidecar()
 
     def set_up(self, settings: RankSettings, timeout_s: float = AGENTS_TIMEOUT_S) -> list[RemoteRank]:
         """Return every other rank, in order, ready for commands. settings: those of rank 0.
@@ -223,13 +241,13 @@ class RankAgents:
             if not self._has_connected.wait_for(lambda: len(self._newcomers) == len(others), timeout_s):
                 missing = [rank for rank in others if rank not in self._newcomers]
                 raise WorkerLost(f"the agents of ranks {missing} did not connect within {timeout_s:g} s")
-        self._acceptor.close()
+        self._stop_listening()
         ranks: list[RemoteRank] = []
         try:
             for rank in others:
-                ranks.append(
-                    RemoteRank(msgspec.structs.replace(settings, rank=rank), self._newcomers[rank].connection)
-                )
+                connection, process = self._newcomers[rank]
+                own = msgspec.structs.replace(settings, rank=rank)
+                ranks.append(RemoteRank(own, connection, is_on_other_node=process is None))
         except WorkerLost:
             self.close()
             raise
@@ -238,32 +256,46 @@ class RankAgents:
     def watch(self, ranks: list[RemoteRank]) -> None:
         """Report the death of a rank's process to the rank, from now on."""
         for rank in ranks:
-            self._watch.add(self._newcomers.pop(rank.rank).process, rank.died)
+            process = self._newcomers.pop(rank.rank).process
+            if process is not None:
+                self._watch.add(process, rank.died)
 
     def close(self) -> None:
-        self._acceptor.close()
+        self._stop_listening()
         self._watch.close()
         with self._has_connected:
             for newcomer in self._newcomers.values():
                 newcomer.connection.close()
-                os.close(newcomer.process)
+                if newcomer.process is not None:
+                    os.close(newcomer.process)
             self._newcomers.clear()
 
-    def _greet(self, sock: socket.socket) -> None:
-        connection: Connection | None = None
-        process = -1
+    def _stop_listening(self) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
+
+    def _greet_here(self, sock: socket.socket) -> None:
         try:
             process = peer_process(sock, self._dropped)
-            connection = Connection(
-                sock, self._secret, Role.ACCEPTING, dropped=self._dropped, schema=RANK_SCHEMA
-            )
+        except (BatonError, OSError) as error:
+            logger.warning("an agent was refused: %s", error)
+            sock.close()
+            return
+        self._greet(sock, self._secret, process)
+
+    def _greet_elsewhere(self, sock: socket.socket) -> None:
+        assert self._keys is not None
+        self._greet(sock, LinkKeys(self._keys, RANKS), None)
+
+    def _greet(self, sock: socket.socket, secret: LinkSecret, process: int | None) -> None:
+        """process: of the agent, which owns the descriptor once it is let in."""
+        connection = Connection(sock, secret, Role.ACCEPTING, dropped=self._dropped, schema=RANK_SCHEMA)
+        try:
             self._let_in(sock, _Newcomer(connection.handshake(AGENTS_TIMEOUT_S), process))
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("an agent was refused: %s", error)
-            if connection is not None:
-                connection.close()
-            sock.close()
-            if process >= 0:
+            connection.close()
+            if process is not None:
                 os.close(process)
 
     def _let_in(self, sock: socket.socket, newcomer: _Newcomer) -> None:
@@ -277,7 +309,7 @@ class RankAgents:
                 raise newcomer.connection.drop(
                     WireError(f"rank {hello.rank} has connected already", reason="rank")
                 )
-            self._acceptor.let_in(sock)
+            self._acceptors[newcomer.process is None].let_in(sock)
             self._newcomers[hello.rank] = newcomer
             self._has_connected.notify_all()
 
@@ -350,7 +382,8 @@ class Ranks:
         for source_rank, rank, layers, group in shards_of(source, destination, num_layer_groups):
             ours, theirs = (source_rank, rank) if is_source else (rank, source_rank)
             listeners = link.hello.listeners[theirs]
-            peer_rank = PeerRank(host=link.host, layout=peer, rank=theirs, listeners=listeners)
+            host = listeners.node or link.host
+            peer_rank = PeerRank(host=host, layout=peer, rank=theirs, listeners=listeners)
             found.append(Route(ours, peer_rank, layers, group))
         return found
 

@@ -63,6 +63,57 @@ def test_further_workers_are_planned_as_the_first_ones_under_unused_names() -> N
     assert more[0] == first["decode-1"]
 
 
+def test_stages_of_a_worker_are_spread_over_its_nodes() -> None:
+    given = {"model": "tiny", "ray_address": "auto", "engine": {"nnodes": 2}, "prefill": {"nnodes": 1}}
+    config = build(ServeConfig, {**given, "decode": {"pipeline_parallel_size": 4, "tensor_parallel_size": 2}})
+    topology = Topology(routers=(ROUTER,), host="", port=8000, num_gpus=0)
+    prefill, decode = (spec for spec in specs(config, topology) if spec.num_ranks)
+    assert (prefill.num_ranks, prefill.num_nodes) == (1, 1)
+    assert (decode.num_ranks, decode.num_nodes) == (8, 2)
+    assert isinstance(decode.config, WorkerConfig) and decode.config.engine.ranks_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"ray_address": "auto", "engine": {"nnodes": 2, "pipeline_parallel_size": 3}},
+            "nnodes: 3 pipeline stages .* cannot be spread evenly over 2 nodes",
+        ),
+        (
+            {"ray_address": "auto", "decode": {"nnodes": 2}},
+            "nnodes: 1 pipeline stages .* cannot be spread evenly over 2 nodes",
+        ),
+        (
+            {"engine": {"nnodes": 2, "pipeline_parallel_size": 2}},
+            "nnodes: 2 nodes for a worker need a Ray cluster of several nodes: give --ray-address",
+        ),
+        (
+            {"runtime": "local", "engine": {"nnodes": 2, "pipeline_parallel_size": 2}},
+            "nnodes: 2 nodes for a worker need a Ray cluster of several nodes: give --ray-address",
+        ),
+    ],
+)
+def test_nodes_that_stages_cannot_be_spread_over_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(ServeConfig, {"model": "tiny", **settings})
+
+
+def test_role_without_workers_may_have_any_number_of_stages() -> None:
+    decode = {"pipeline_parallel_size": 2}
+    prefill = {"num_workers": 0}
+    build(
+        ServeConfig,
+        {
+            "model": "tiny",
+            "ray_address": "auto",
+            "engine": {"nnodes": 2},
+            "decode": decode,
+            "prefill": prefill,
+        },
+    )
+
+
 def test_each_model_has_workers_of_its_own_and_the_gateways_serve_all() -> None:
     other = {"model": "/models/b", "prefill": {"num_workers": 0}, "decode": {"num_workers": 2}}
     config = build(ServeConfig, {"model": "tiny", "served_model_name": "a", "other_models": {"b": other}})

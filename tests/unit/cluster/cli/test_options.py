@@ -19,7 +19,8 @@ from tests.unit.cluster.conftest import Baton
 # The names of the options, which are vLLM's where vLLM has one. They must not change.
 SERVE_FLAGS = """
 --model --served-model-name --runtime --ray-address --host --port --gateways --routers --prefill --decode
---prefill-tp --decode-tp --prefill-pp --decode-pp --prefill-ep --no-prefill-ep --decode-ep --no-decode-ep
+--prefill-tp --decode-tp --prefill-pp --decode-pp --prefill-nnodes --decode-nnodes
+--prefill-ep --no-prefill-ep --decode-ep --no-decode-ep
 --prefill-block-size --prefill-page-size --decode-block-size
 --decode-page-size --transport
 --kv-digests --no-kv-digests --kv-streams
@@ -32,7 +33,7 @@ SERVE_FLAGS = """
 --planner-log
 """
 ENGINE_FLAGS = """
---dtype --load-format --device --tensor-parallel-size -tp --pipeline-parallel-size -pp
+--dtype --load-format --device --tensor-parallel-size -tp --pipeline-parallel-size -pp --nnodes
 --enable-expert-parallel --no-enable-expert-parallel
 --engine-seed --max-model-len --max-num-seqs --seed
 --max-num-batched-tokens --scheduler-policy --max-queue-delay-ms --preferred-batch-sizes --block-size

@@ -29,11 +29,11 @@ def test_role_goes_to_the_large_enough_nodes_that_have_the_fewest_of_it() -> Non
         ray_runtime.RayNode(name, "127.0.0.1", 1, {"CPU": cores} if cores else {})
         for name, cores in (("head", 0), ("a", 2), ("b", 2), ("c", 1))
     ]
-    assert ray_runtime.least_used({"CPU": 2.0}, nodes, {}) == ["a", "b"]
-    assert ray_runtime.least_used({"CPU": 2.0}, nodes, {"a": 1}) == ["b"]
-    assert ray_runtime.least_used({"CPU": 1.0}, nodes, {"a": 1, "b": 1}) == ["c"]
-    assert ray_runtime.least_used({"CPU": 1.0}, nodes, {"a": 1, "b": 1, "c": 1}) == ["a", "b", "c"]
-    assert ray_runtime.least_used({"GPU": 1.0}, nodes, {}) == []
+    assert ray_runtime.least_used([{"CPU": 2.0}], nodes, {}) == ["a", "b"]
+    assert ray_runtime.least_used([{"CPU": 2.0}], nodes, {"a": 1}) == ["b"]
+    assert ray_runtime.least_used([{"CPU": 1.0}], nodes, {"a": 1, "b": 1}) == ["c"]
+    assert ray_runtime.least_used([{"CPU": 1.0}], nodes, {"a": 1, "b": 1, "c": 1}) == ["a", "b", "c"]
+    assert ray_runtime.least_used([{"GPU": 1.0}], nodes, {}) == []
 
 
 @pytest.mark.parametrize(

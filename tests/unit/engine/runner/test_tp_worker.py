@@ -19,7 +19,7 @@ import torch
 from baton.config.engine import RankSidecar
 from baton.engine.cache.page_pool import mark_of
 from baton.engine.engine import load_engine
-from baton.engine.runner import tp_worker
+from baton.engine.runner import rank_process
 from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import TpWorkers, make_sidecar
 from baton.engine.scheduler.sequence import Batch
@@ -175,7 +175,7 @@ def test_tp_worker_that_does_not_start_is_reported_and_none_is_left(
 ) -> None:
     before = children()
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "rank", script))
-    monkeypatch.setattr(tp_worker, "START_TIMEOUT_S", 0.5 if "sleep" in script else 60.0)
+    monkeypatch.setattr(rank_process, "START_TIMEOUT_S", 0.5 if "sleep" in script else 60.0)
     with pytest.raises(WorkerLost, match=message):
         TpWorkers(tiny_config(tiny_model, tensor_parallel_size=3))
     assert children() == before and not list(temporary.iterdir())

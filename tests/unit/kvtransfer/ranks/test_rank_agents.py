@@ -13,8 +13,9 @@ import torch
 from baton.errors import PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.agent import RankAgent
+from baton.kvtransfer.ranks.agent_arguments import AgentArguments
 from baton.kvtransfer.ranks.messages import RANK_SCHEMA, AgentHello, StopAll, encode
-from baton.kvtransfer.ranks.ranks import AgentArguments, RankAgents, RemoteRank, _Newcomer
+from baton.kvtransfer.ranks.ranks import RankAgents, RemoteRank, _Newcomer
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection

@@ -1,0 +1,390 @@
+"""The ranks of a worker on nodes other than rank 0's.
+
+1. On each other node a `RankHost` listens. Rank 0's process connects to each host (`HostedRanks`) and proves
+   that it has workers' keys. The host uses its own configuration and keys: neither crosses the network.
+2. StartRank starts a rank as rank 0 starts those of its own node. The host passes the rank's answers on.
+3. A rank that ends with an error ends the host's link, and with it all ranks of the link.
+4. CloseRanks waits for the ranks, which have been told to stop, and kills those that stay. So does the end of
+   the link: a worker that sleeps or ends leaves no rank.
+5. A rank ends with its host: the host keeps the rank's stdin open. New keys go to ranks the same way.
+"""
+
+import logging
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Final, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from baton.cluster.model_directory import resolve_model
+from baton.config.cluster import WorkerConfig
+from baton.engine.runner.rank_process import (
+    READY,
+    START_TIMEOUT_S,
+    RankNetwork,
+    TpAssignment,
+    TpWorkerFailure,
+    TpWorkerProcess,
+    ended_early,
+    error_of,
+)
+from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost
+from baton.kvtransfer.ranks.agent_arguments import AgentNode, sidecar_on_node
+from baton.messages.bounds import schema_hash
+from baton.messages.workers import Address
+from baton.rpc.auth import RANKS, Generations, KeyRing, LinkKeys, Role
+from baton.rpc.connection import Connection, DroppedPeers
+from baton.rpc.listener import Listener, listen
+from baton.rpc.session import HANDSHAKE_TIMEOUT_S
+
+ORPHANS_S: Final = 5.0  # for ranks to end by themselves after rank 0's process, before they are killed
+CLOSE_S: Final = 5.0  # beyond the ranks' own time, for a host to answer
+FAILURE_S: Final = 2.0  # for the error of a rank to come after the end of its connections
+MAX_LINKS: Final = 2  # the link of a replica that has ended, and that of the next one
+MAX_RANKS: Final = 2**16 - 1
+
+logger = logging.getLogger(__name__)
+
+
+class HostMessage(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
+):
+    """A message between rank 0's process and a host."""
+
+
+class StartRank(HostMessage, frozen=True):
+    """Start a rank on the host's node."""
+
+    rank: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    num_threads: Annotated[int, Meta(ge=1, le=2**16)]
+    ranks: Address  # where rank 0 listens for the other ranks
+    replica: Annotated[bytes, Meta(max_length=32)]  # as of RankNetwork
+    agents: Address  # where rank 0 listens for the agents of the other ranks
+
+
+class CloseRanks(HostMessage, frozen=True):
+    """Wait for all ranks, and kill them after the timeout; the answer is RanksClosed."""
+
+    timeout_s: Annotated[float, Meta(ge=0, le=3600)]
+
+
+class RankSaid(HostMessage, frozen=True):
+    """An answer of a rank, see engine/runner/rank_process.py."""
+
+    rank: int
+    answer: bytes
+
+
+class RankEnded(HostMessage, frozen=True):
+    """The process of a rank has ended."""
+
+    rank: int
+    status: int
+
+
+class RanksClosed(HostMessage, frozen=True):
+    """All ranks have ended."""
+
+
+ToHost: TypeAlias = StartRank | CloseRanks
+FromHost: TypeAlias = RankSaid | RankEnded | RanksClosed
+SCHEMA: Final = schema_hash(ToHost, FromHost)
+_TO_HOST: Final[msgspec.msgpack.Decoder[ToHost]] = msgspec.msgpack.Decoder(ToHost)
+_FROM_HOST: Final[msgspec.msgpack.Decoder[FromHost]] = msgspec.msgpack.Decoder(FromHost)
+MessageT = TypeVar("MessageT")
+
+
+def _next_message(connection: Connection, decoder: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
+    """Return the next message; raises PeerGone or WireError."""
+    try:
+        return decoder.decode(connection.recv())
+    except msgspec.DecodeError as error:
+        raise connection.drop(WireError(f"no message of ranks: {error}", reason="message")) from None
+
+
+# On the other nodes.
+
+
+class RankHost:
+    """Starts and ends the ranks of one worker on this node, as rank 0's process says."""
+
+    def __init__(self, config: WorkerConfig, ring: KeyRing) -> None:
+        """config: of the worker, with this node's address as `host`. ring: may be replaced later."""
+        self._config = config
+        self._ring = ring
+        self._dropped = DroppedPeers()
+        self._has_failed = threading.Event()
+        self._failure = ""
+        listener = listen(config.host)
+        self.address = Address(*listener.getsockname()[:2])
+        self._listener = Listener(listener, self._greet, "rank-host", self._dropped)
+
+    def serve(self) -> None:
+        """Serve until a rank ends with an error; raises WorkerLost then."""
+        self._has_failed.wait()
+        raise WorkerLost(self._failure)
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._listener.close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        keys = LinkKeys(self._ring, RANKS)
+        connection = Connection(sock, keys, Role.ACCEPTING, dropped=self._dropped, schema=SCHEMA)
+        try:
+            connection.handshake()
+            if not self._listener.keep(sock, connection.close, MAX_LINKS):
+                raise WorkerLost("too many processes are connected")
+            _HostedReplica(self._config, self._ring, connection, self._failed).serve()
+        except PeerGone:
+            logger.info("rank 0 is gone")
+        except (BatonError, OSError) as error:
+            logger.warning("the ranks of this node end: %s", error)
+        finally:
+            connection.close()
+
+    def _failed(self, why: str) -> None:
+        self._failure = self._failure or why
+        self._has_failed.set()
+
+
+class _HostedReplica:
+    """The ranks of one link, which end with it."""
+
+    def __init__(
+        self, config: WorkerConfig, ring: KeyRing, connection: Connection, failed: Callable[[str], None]
+    ) -> None:
+        """failed: called when a rank ends that has not said why."""
+        self._config = config
+        self._ring = ring
+        self._connection = connection
+        self._failed = failed
+        self._processes: list[TpWorkerProcess] = []
+        self._threads: list[threading.Thread] = []
+        self._is_closing = False
+
+    def serve(self) -> None:
+        """Serve until the link ends; all ranks have ended on return."""
+        timeout_s = ORPHANS_S
+        self._ring.follow(self._use_keys)
+        with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
+            try:
+                while isinstance(order := _next_message(self._connection, _TO_HOST), StartRank):
+                    self._start(order, str(Path(folder) / "store"))
+                timeout_s = order.timeout_s
+            finally:
+                self._is_closing = True
+                self._ring.unfollow(self._use_keys)
+                self._end(timeout_s)
+        self._send(RanksClosed())
+
+    def _start(self, order: StartRank, rendezvous: str) -> None:
+        try:
+            process = TpWorkerProcess(self._assignment(order, rendezvous))
+        except (BatonError, OSError) as error:
+            failure = TpWorkerFailure(type(error).__name__, str(error))
+            self._send(RankSaid(rank=order.rank, answer=msgspec.json.encode(failure)))
+            return
+        self._processes.append(process)
+        thread = threading.Thread(target=self._watch, args=(process,), name="rank-watch", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _assignment(self, order: StartRank, rendezvous: str) -> TpAssignment:
+        config, keys, own_host = self._config, self._ring.generations, self._config.host
+        model = str(resolve_model(config.engine.model).resolve())
+        return TpAssignment(
+            config=msgspec.structs.replace(config.engine, model=model),
+            rank=order.rank,
+            rendezvous=rendezvous,
+            num_threads=order.num_threads,
+            sidecar=sidecar_on_node(AgentNode(rank_zero=order.agents, host=own_host, keys=keys)),
+            network=RankNetwork(rank_zero=order.ranks, replica=order.replica, own_host=own_host, keys=keys),
+            has_guardian=True,
+        )
+
+    def _watch(self, process: TpWorkerProcess) -> None:
+        """Pass the answers and the end of a rank on."""
+        answers = []
+
+        def pass_on(answer: bytes) -> None:
+            answers.append(answer)
+            self._send(RankSaid(rank=process.rank, answer=answer))
+
+        with suppress(PeerGone, WireError):
+            status = process.watch(pass_on)
+            self._send(RankEnded(rank=process.rank, status=status))
+            if status and answers == [READY] and not self._is_closing:
+                self._failed(f"rank {process.rank} ended with status {status}")
+
+    def _end(self, timeout_s: float) -> None:
+        for process in self._processes:
+            process.end(timeout_s)
+        for thread in self._threads:
+            thread.join()
+        for process in self._processes:
+            process.close(0.0)
+
+    def _use_keys(self) -> None:
+        for process in self._processes:
+            process.tell(msgspec.json.encode(self._ring.generations))
+
+    def _send(self, message: FromHost) -> None:
+        self._connection.send(msgspec.msgpack.encode(message))
+
+
+# In rank 0's process.
+
+
+class HostedRanks:
+    """The ranks of one replica on other nodes: the RankNodes of the engine."""
+
+    def __init__(self, hosts: Sequence[Address], host: str, ring: KeyRing, agents: Address | None) -> None:
+        """hosts: of the other nodes, in their order. host: the address of this node.
+
+        agents: where rank 0 listens for the agents of the other nodes' ranks.
+        """
+        self.host = host
+        self._hosts = hosts
+        self._ring = ring
+        self._agents = agents
+        self._links: dict[int, _HostLink] = {}  # by node
+
+    @property
+    def keys(self) -> Generations:
+        """As `RankNodes`."""
+        return self._ring.generations
+
+    def start(self, node: int, rank: int, num_threads: int, network: RankNetwork) -> "HostedRank":
+        """As `RankNodes`."""
+        if not 1 <= node <= len(self._hosts):
+            raise ConfigError(f"nnodes: there are hosts on {len(self._hosts)} other nodes, not on {node}")
+        assert self._agents is not None, "agents of other nodes have an address"
+        if node not in self._links:
+            self._links[node] = _HostLink(self._hosts[node - 1], self._ring)
+        order = StartRank(
+            rank=rank,
+            num_threads=num_threads,
+            ranks=network.rank_zero,
+            replica=network.replica,
+            agents=self._agents,
+        )
+        return self._links[node].start(order)
+
+    def close(self) -> None:
+        """As `RankNodes`."""
+        for link in self._links.values():
+            link.close(0.0)
+
+
+class _HostLink:
+    """The connection to the host of one node."""
+
+    def __init__(self, address: Address, ring: KeyRing) -> None:
+        where = f"{address.host}:{address.port}"
+        try:
+            sock = socket.create_connection((address.host, address.port), HANDSHAKE_TIMEOUT_S)
+            keys = LinkKeys(ring, RANKS)
+            self._connection = Connection(sock, keys, Role.CONNECTING, schema=SCHEMA).handshake()
+        except (BatonError, OSError) as error:
+            raise WorkerLost(f"the host of ranks at {where} cannot be reached: {error}") from error
+        self._where = where
+        self._ranks: dict[int, HostedRank] = {}
+        self._have_ended = threading.Event()
+        self._close_lock = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._read, name="rank-host", daemon=True)
+        self._thread.start()
+
+    def start(self, order: StartRank) -> "HostedRank":
+        rank = self._ranks[order.rank] = HostedRank(order.rank, self)
+        self._send(order)
+        return rank
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the ranks, which are killed after the timeout, and end the link. May be called again."""
+        with self._close_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        with suppress(WorkerLost):
+            self._send(CloseRanks(timeout_s=timeout_s))
+        self._have_ended.wait(timeout_s + CLOSE_S)
+        self._connection.close()
+        self._thread.join()
+
+    def _send(self, message: ToHost) -> None:
+        try:
+            self._connection.send(msgspec.msgpack.encode(message))
+        except (PeerGone, WireError) as error:
+            raise WorkerLost(f"the host of ranks at {self._where} is gone: {error}") from error
+
+    def _read(self) -> None:
+        why = "has ended its ranks"
+        try:
+            while not isinstance(message := _next_message(self._connection, _FROM_HOST), RanksClosed):
+                rank = self._ranks.get(message.rank)
+                if rank is not None:
+                    rank.told(message)
+        except (PeerGone, WireError) as error:
+            why = f"is gone: {error}"
+        self._have_ended.set()
+        for rank in list(self._ranks.values()):
+            rank.lost(f"the host of ranks at {self._where} {why}")
+
+
+class HostedRank:
+    """Rank 0's end of a rank on another node: a TpWorker."""
+
+    def __init__(self, rank: int, link: _HostLink) -> None:
+        self.rank = rank
+        self._link = link
+        self._has_changed = threading.Condition()
+        self._is_ready = False
+        self._error: BatonError | None = None  # what the rank said, or why it is gone
+        self._has_said_why = False
+
+    def wait_until_ready(self) -> None:
+        """As `TpWorker`."""
+        with self._has_changed:
+            if not self._has_changed.wait_for(lambda: self._is_ready or self._error, START_TIMEOUT_S):
+                raise WorkerLost(f"rank {self.rank} was not ready within {START_TIMEOUT_S:g} s: it is ended")
+            if not self._is_ready and self._error is not None:
+                raise self._error
+
+    def failure(self) -> BatonError | None:
+        """As `TpWorker`. The error may come a moment after the end of the rank's other connections."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._error, FAILURE_S)
+            return self._error if self._has_said_why else None
+
+    def close(self, timeout_s: float) -> None:
+        """As `TpWorker`, of all ranks of the node."""
+        self._link.close(timeout_s)
+
+    def told(self, message: RankSaid | RankEnded) -> None:
+        """Note a message of the host. The link's thread calls."""
+        match message:
+            case RankSaid(answer=answer) if answer == READY:
+                with self._has_changed:
+                    self._is_ready = True
+                    self._has_changed.notify_all()
+            case RankSaid(answer=answer):
+                self._fail(error_of(self.rank, answer), has_said_why=True)
+            case RankEnded(status=status):
+                self._fail(ended_early(self.rank, status))
+
+    def lost(self, why: str) -> None:
+        """Note that the host says no more. The link's thread calls."""
+        self._fail(WorkerLost(f"rank {self.rank}: {why}"))
+
+    def _fail(self, error: BatonError, *, has_said_why: bool = False) -> None:
+        with self._has_changed:
+            if self._error is None:
+                self._error, self._has_said_why = error, has_said_why
+            self._has_changed.notify_all()

@@ -1,0 +1,292 @@
+"""Tensors between the ranks of a replica on several nodes, over authenticated TCP connections.
+
+1. Rank 0 listens on its node's address, and so does every other rank with a next stage. Each other rank
+   connects to rank 0 and says where it listens (RankHello).
+2. When all ranks have come, rank 0 tells each the address of its rank of the stage before (RankWelcome). The
+   rank connects there; rank 0 has that link already.
+3. A RankLink carries tensors in both directions, each in the order in which they were sent. A thread reads
+   all that comes, so a sender never waits for the receiver's step. No more comes than the steps in flight
+   need.
+4. A link ends when its peer closes it or dies, or when the peer's machine is silent for LINK_TIMEOUT_S.
+
+torch's gloo neither authenticates its peers nor seals what they send.
+"""
+
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from queue import Empty, Queue
+from typing import Annotated, Final, NamedTuple, TypeVar
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from baton.engine.models.parallel import IDLE_TIMEOUT, JOIN_TIMEOUT, STEP_TIMEOUT
+from baton.engine.runner.rank_process import RankNetwork
+from baton.errors import BatonError, PeerGone, WireError, WorkerLost
+from baton.messages.bounds import MAX_BODY_BYTES, Kind, schema_hash
+from baton.messages.workers import Address
+from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
+from baton.rpc.connection import Connection, DroppedPeers, Outbox
+from baton.rpc.listener import Listener, decode_greeting, listen
+from baton.rpc.session import HANDSHAKE_TIMEOUT_S
+
+logger = logging.getLogger(__name__)
+JOIN_S: Final = JOIN_TIMEOUT.total_seconds()
+STEP_S: Final = STEP_TIMEOUT.total_seconds()
+
+
+class RankHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The first message of a rank that has connected to another one."""
+
+    replica: Annotated[bytes, Meta(max_length=32)]  # as of RankNetwork
+    rank: Annotated[int, Meta(ge=1, le=2**16 - 1)]
+    address: Address | None  # at which its rank of the next stage reaches it, if there is one
+
+
+class RankWelcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rank 0's answer, when all ranks have come."""
+
+    before: Address | None  # of the receiver's rank of the stage before; None: that is rank 0, or none
+
+
+SCHEMA: Final = schema_hash(RankHello, RankWelcome)
+MessageT = TypeVar("MessageT", RankHello, RankWelcome)
+
+
+class RankLink:
+    """One end of the connection between two ranks. One thread sends, and one receives."""
+
+    def __init__(self, connection: Connection, peer: int) -> None:
+        """connection: past its greeting. peer: the other rank."""
+        self._connection = connection
+        self._peer = peer
+        self._outbox = Outbox(connection, max_unsent_bytes=math.inf, timeout_s=STEP_S)
+        self._arrived: Queue[bytes | BatonError] = Queue()  # parts of tensors; the last item is an error
+        self._thread = threading.Thread(target=self._read, name=f"rank-{peer}", daemon=True)
+        self._thread.start()
+
+    def send(self, tensor: Tensor) -> None:
+        """Send the tensor without waiting for the peer. RuntimeError when the peer is gone."""
+        content = _bytes_of(tensor.contiguous())
+        with self._as_runtime_error():
+            for start in range(0, len(content), MAX_BODY_BYTES):
+                self._outbox.send(bytes(content[start : start + MAX_BODY_BYTES]))
+
+    def receive(self, tensor: Tensor, timeout_s: float | None) -> None:
+        """Fill the contiguous tensor with the next one that the peer has sent, which must be as large.
+
+        RuntimeError when it has not come in time, or the peer is gone.
+        """
+        content, start = _bytes_of(tensor), 0
+        with self._as_runtime_error():
+            while start < len(content):
+                part = self._next_part(timeout_s)
+                if len(part) > len(content) - start:
+                    raise self._connection.drop(WireError("the tensor is too large", reason="length"))
+                content[start : start + len(part)] = part
+                start += len(part)
+
+    def close(self) -> None:
+        """End the link and its threads. Tensors that are still under way are lost."""
+        self._connection.close()
+        self._outbox.close()
+        self._thread.join()
+
+    def _next_part(self, timeout_s: float | None) -> bytes:
+        try:
+            part = self._arrived.get(timeout=timeout_s)
+        except Empty:
+            raise TimeoutError(f"it was silent for {timeout_s:g} s") from None
+        if isinstance(part, BatonError):
+            self._arrived.put(part)
+            raise part
+        return part
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._arrived.put(self._connection.recv())
+        except (PeerGone, WireError) as error:
+            self._arrived.put(error)
+
+    @contextmanager
+    def _as_runtime_error(self) -> Iterator[None]:
+        try:
+            yield
+        except (BatonError, TimeoutError) as error:
+            raise RuntimeError(f"rank {self._peer}: {error}") from error
+
+
+class _Sent:
+    """A tensor that the link has taken."""
+
+    def wait(self, timeout: timedelta = STEP_TIMEOUT, /) -> bool:
+        return True
+
+
+class _Arrival(NamedTuple):
+    """A tensor that is received by `wait`, in the order of these calls."""
+
+    link: RankLink
+    tensor: Tensor
+
+    def wait(self, timeout: timedelta = STEP_TIMEOUT, /) -> bool:
+        """RuntimeError when the peer is gone or silent. IDLE_TIMEOUT waits as long as the peer lives."""
+        self.link.receive(self.tensor, None if timeout >= IDLE_TIMEOUT else timeout.total_seconds())
+        return True
+
+
+class RankLinks:
+    """One rank's links to other ranks of its replica: a `PointToPoint`."""
+
+    def __init__(self, links: Mapping[int, RankLink]) -> None:
+        """links: by the other rank."""
+        self._links = links
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> _Sent:
+        """Begin to send one tensor. RuntimeError when the rank is gone."""
+        self._links[dst].send(*tensors)
+        return _Sent()
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> _Arrival:
+        """Begin to receive one tensor."""
+        return _Arrival(self._links[src], *tensors)
+
+    def close(self) -> None:
+        """End all links."""
+        for link in self._links.values():
+            link.close()
+
+
+class RankListener:
+    """Admits other ranks of the replica to this one."""
+
+    def __init__(self, host: str, keys: KeyRing, replica: bytes) -> None:
+        """host: the address of this node. Raises OSError."""
+        self._keys = LinkKeys(keys, RANKS)
+        self._replica = replica
+        self._came: Queue[tuple[RankHello, Connection]] = Queue()
+        self._dropped = DroppedPeers()
+        listener = listen(host)
+        self.address = Address(*listener.getsockname()[:2])
+        self._listener = Listener(listener, self._greet, "ranks", self._dropped)
+
+    def admit(self, ranks: Collection[int]) -> dict[int, tuple[RankHello, Connection]]:
+        """Wait for these ranks, and admit no more. WorkerLost when one has not come within JOIN_TIMEOUT."""
+        came: dict[int, tuple[RankHello, Connection]] = {}
+        until_s = time.monotonic() + JOIN_S
+        try:
+            while len(came) < len(ranks):
+                hello, connection = self._came.get(timeout=max(0.0, until_s - time.monotonic()))
+                if hello.rank not in ranks or hello.rank in came:
+                    connection.close()
+                    continue
+                came[hello.rank] = hello, connection
+        except Empty:
+            for _, connection in came.values():
+                connection.close()
+            missing = ", ".join(str(rank) for rank in ranks if rank not in came)
+            raise WorkerLost(f"rank {missing} did not connect within {JOIN_S:g} s") from None
+        finally:
+            self.close()
+        return came
+
+    def close(self) -> None:
+        """Admit no more ranks. May be called twice."""
+        self._listener.close()
+        while not self._came.empty():
+            self._came.get()[1].close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        connection = Connection(sock, self._keys, Role.ACCEPTING, dropped=self._dropped, schema=SCHEMA)
+        try:
+            connection.handshake()
+            hello = _received(connection, RankHello)
+            if hello.replica != self._replica:
+                raise connection.drop(WireError("it is a rank of another replica", reason="rank"))
+            self._listener.let_in(sock)
+            self._came.put((hello, connection))
+        except (BatonError, TimeoutError, OSError) as error:
+            logger.warning("a rank was refused: %s", error)
+            connection.close()
+
+
+def connect_ranks(
+    rank: int, network: RankNetwork, listener: RankListener | None, *, tp_size: int, pp_size: int
+) -> RankLinks:
+    """Connect this rank to the ranks that it exchanges tensors with.
+
+    listener: of rank 0; other ranks make their own. WorkerLost when the ranks do not all come in time.
+    """
+    try:
+        if rank == 0:
+            assert listener is not None
+            return RankLinks(_welcome(listener, tp_size, pp_size))
+        return RankLinks(_join(rank, network, tp_size, pp_size))
+    except (WireError, TimeoutError, OSError) as error:
+        raise WorkerLost(f"rank {rank} of {tp_size * pp_size} did not meet the others: {error}") from error
+
+
+def _welcome(listener: RankListener, tp_size: int, pp_size: int) -> dict[int, RankLink]:
+    """On rank 0: wait for all other ranks, and tell each where its rank of the stage before is."""
+    came = listener.admit(range(1, tp_size * pp_size))
+    for rank, (_, connection) in came.items():
+        before = came.get(rank - tp_size)
+        connection.send(msgspec.msgpack.encode(RankWelcome(before=before and before[0].address)))
+    return {rank: RankLink(connection, rank) for rank, (_, connection) in came.items()}
+
+
+def _join(rank: int, network: RankNetwork, tp_size: int, pp_size: int) -> dict[int, RankLink]:
+    ring = KeyRing(Kind.WORKER, network.keys)
+    after, before = rank + tp_size, rank - tp_size
+    listener = None
+    if after < tp_size * pp_size:
+        listener = RankListener(network.own_host, ring, network.replica)
+    hello = RankHello(
+        replica=network.replica, rank=rank, address=None if listener is None else listener.address
+    )
+    opened: dict[int, Connection] = {}
+    try:
+        opened[0] = _dial(network.rank_zero, hello, ring)
+        welcome = _received(opened[0], RankWelcome, JOIN_S)
+        if welcome.before is not None:
+            opened[before] = _dial(welcome.before, hello, ring)
+        if listener is not None:
+            opened[after] = listener.admit((after,))[after][1]
+    except BaseException:
+        for connection in opened.values():
+            connection.close()
+        raise
+    finally:
+        if listener is not None:
+            listener.close()
+    return {peer: RankLink(connection, peer) for peer, connection in opened.items()}
+
+
+def _dial(address: Address, hello: RankHello, ring: KeyRing) -> Connection:
+    sock = socket.create_connection((address.host, address.port), HANDSHAKE_TIMEOUT_S)
+    connection = Connection(sock, LinkKeys(ring, RANKS), Role.CONNECTING, schema=SCHEMA).handshake()
+    connection.send(msgspec.msgpack.encode(hello))
+    return connection
+
+
+def _received(
+    connection: Connection, kind: type[MessageT], timeout_s: float = HANDSHAKE_TIMEOUT_S
+) -> MessageT:
+    try:
+        return decode_greeting(connection.recv(timeout_s), kind, "order")
+    except WireError as error:
+        raise connection.drop(error) from None
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,189 @@
+"""The process of a rank other than 0, as the process that starts it sees it.
+
+1. The starter runs engine/runner/tp_worker.py and writes a TpAssignment, one line, to its standard input.
+2. The rank answers over a pipe of its own, so that nothing that the process prints is taken for an answer:
+   READY before it meets the other ranks, or a TpWorkerFailure at any time.
+3. Rank 0 starts the ranks of its own node. On other nodes a process of `RankNodes` starts them, keeps their
+   standard input open, and ends them.
+
+This module needs no torch.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from baton.config.engine import EngineConfig, RankSidecar
+from baton.errors import BatonError, ConfigError, ModelError, WorkerLost
+from baton.messages.workers import Address
+from baton.rpc.auth import Generations
+
+START_TIMEOUT_S: Final = 120.0  # importing torch takes a minute from a cold disk on a busy machine
+READY: Final = b"ready"
+ERROR_OUTPUT: Final = 2  # of the starter, for everything that a TP worker prints
+
+
+class RankNetwork(msgspec.Struct, frozen=True, kw_only=True):
+    """The place where the ranks of a worker on several nodes meet: rank 0's listener."""
+
+    rank_zero: Address
+    replica: bytes  # random: ranks of another replica, or of an earlier start, are refused
+    own_host: str  # the address of this rank's node
+    keys: Generations  # of workers; they never cross the network
+
+
+class TpAssignment(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of one TP worker process."""
+
+    config: EngineConfig
+    rank: int
+    rendezvous: str  # path of the file where the ranks of a node find each other
+    num_threads: int
+    host_fd: int = -1  # of the memory of its host pages, which rank 0 maps too; -1: memory of its own
+    sidecar: RankSidecar | None = None
+    network: RankNetwork | None = None  # None: all ranks are on one node
+    has_guardian: bool = False  # the starter keeps stdin open: its lines are for the sidecar, its end is ours
+
+
+class TpWorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The error that ended a TP worker."""
+
+    kind: str  # name of the error's class
+    message: str
+
+
+class TpWorker(Protocol):
+    """Rank 0's end of one TP worker."""
+
+    rank: int
+
+    def wait_until_ready(self) -> None:
+        """Raises the TP worker's own error, or WorkerLost when its process hangs or dies."""
+
+    def failure(self) -> BatonError | None:
+        """The error that the TP worker has reported since it was ready."""
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the process; kill it after the timeout."""
+
+
+class RankNodes(Protocol):
+    """Starts the ranks of one replica on nodes other than rank 0's. The engine's caller implements it."""
+
+    @property
+    def host(self) -> str:
+        """The address of rank 0's node, which ranks of the other nodes reach."""
+
+    @property
+    def keys(self) -> Generations:
+        """The keys that prove the ranks to each other."""
+
+    def start(self, node: int, rank: int, num_threads: int, network: RankNetwork) -> TpWorker:
+        """Start a rank on a node, counted from 1. Raises WorkerLost when the node cannot be reached.
+
+        network: of rank 0.
+        """
+
+    def close(self) -> None:
+        """End the ranks that still run, and leave the nodes."""
+
+
+class TpWorkerProcess:
+    """A TP worker in a process of this machine: its process and its channel."""
+
+    def __init__(self, assignment: TpAssignment) -> None:
+        self.rank = assignment.rank
+        self.host_fd = assignment.host_fd
+        self._reader, writer = Pipe(duplex=False)
+        # A process group of its own: Ctrl-C in the terminal is for rank 0, which then sends STOP_COMMAND.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "baton.engine.runner.tp_worker", str(writer.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=ERROR_OUTPUT,
+            pass_fds=(writer.fileno(), *((self.host_fd,) if self.host_fd >= 0 else ())),
+            cwd=_import_root(),
+            process_group=0,
+        )
+        writer.close()  # the process has the only writer now: its end closes the pipe
+        self.tell(msgspec.json.encode(assignment))  # `wait_until_ready` reports a process that died
+        if not assignment.has_guardian:
+            self._close_stdin()
+
+    def tell(self, line: bytes) -> None:
+        """Write a line to the standard input of a process that still runs."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(line + b"\n")
+            self.process.stdin.flush()
+
+    def wait_until_ready(self) -> None:
+        """As `TpWorker`."""
+        if not self._reader.poll(START_TIMEOUT_S):
+            raise WorkerLost(f"rank {self.rank} was not ready within {START_TIMEOUT_S:g} s: it is ended")
+        try:
+            answer = self._reader.recv_bytes()
+        except EOFError:
+            raise ended_early(self.rank, self.process.wait()) from None
+        if answer != READY:
+            raise error_of(self.rank, answer)
+
+    def failure(self) -> BatonError | None:
+        """As `TpWorker`."""
+        try:
+            return error_of(self.rank, self._reader.recv_bytes()) if self._reader.poll() else None
+        except EOFError:
+            return None
+
+    def watch(self, on_answer: Callable[[bytes], None]) -> int:
+        """Call the function with each answer until the process has ended; return its status."""
+        with suppress(EOFError):
+            while True:
+                on_answer(self._reader.recv_bytes())
+        return self.process.wait()
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for the process; kill it after the timeout."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def close(self, timeout_s: float) -> None:
+        """As `TpWorker`. No thread may be in `watch`."""
+        self.end(timeout_s)
+        self._close_stdin()
+        self._reader.close()
+        if self.host_fd >= 0:
+            os.close(self.host_fd)
+            self.host_fd = -1
+
+    def _close_stdin(self) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+def ended_early(rank: int, status: int) -> WorkerLost:
+    """Return the error of a rank whose process ended before it was ready."""
+    return WorkerLost(f"rank {rank} ended with status {status} before it was ready")
+
+
+def error_of(rank: int, answer: bytes) -> BatonError:
+    """Return the error that an answer other than READY reports."""
+    failure = msgspec.json.decode(answer, type=TpWorkerFailure)
+    known = {kind.__name__: kind for kind in (ConfigError, ModelError)}
+    kind = known.get(failure.kind, WorkerLost)
+    return kind(f"rank {rank}: {failure.message}")
+
+
+def _import_root() -> Path:
+    """The folder that holds the `baton` package, installed or not."""
+    return Path(sys.modules["baton.errors"].__file__ or "").resolve().parents[1]

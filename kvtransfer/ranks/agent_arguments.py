@@ -1,0 +1,39 @@
+"""The arguments of the agents of ranks. A process that starts ranks needs no torch, and neither does this."""
+
+from typing import Final
+
+import msgspec
+
+from baton.config.engine import RankSidecar
+from baton.messages.workers import Address
+from baton.rpc.auth import Generations
+
+AGENT: Final = "baton.kvtransfer.ranks.agent:RankAgent"
+
+
+class AgentNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The place of an agent on another node than rank 0's."""
+
+    rank_zero: Address  # at which `RankAgents` listens
+    host: str  # the address of the agent's node, on which it listens for sources
+    keys: Generations  # of workers; they never cross the network
+
+
+class AgentArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The arguments of an agent, as JSON."""
+
+    address: str = ""  # of rank 0's unix socket, on the same node
+    secret: bytes = b""  # which the two ends of that socket share
+    node: AgentNode | None = None  # None: the node is rank 0's
+
+    def sidecar(self) -> RankSidecar:
+        """Return the agent as the sidecar of a rank."""
+        return RankSidecar(factory=AGENT, arguments=msgspec.json.encode(self).decode())
+
+
+def sidecar_on_node(node: AgentNode) -> RankSidecar:
+    """Return the sidecar of a rank on another node than rank 0's.
+
+    A line that it hears has `Generations` as JSON, which replace its keys.
+    """
+    return AgentArguments(node=node).sidecar()

@@ -1,0 +1,189 @@
+"""Ranks that a host starts, as on another node; the host is in this process."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from baton.cluster.rank_host import HostedRanks, RankHost
+from baton.config.cluster import WorkerConfig
+from baton.config.engine import EngineConfig
+from baton.engine.engine import Engine, load_engine
+from baton.errors import ConfigError, ModelError, WorkerLost
+from baton.kvtransfer.endpoint import EndpointSettings
+from baton.kvtransfer.ranks.ranks import RankAgents
+from baton.messages.bounds import Kind
+from baton.messages.workers import Address, WorkerRole
+from baton.rpc.auth import KeyRing, generation
+from tests.tiny_models import generate, tiny_config, tiny_engine, write_config
+from tests.transfer_ends import KEY, RING
+from tests.waiting import wait_for
+
+HOST = "127.0.0.2"  # of the other node
+PROMPTS = ([1], [3, 1, 4, 1, 5, 9, 2, 6], list(range(60)))
+NEW_KEY = b"the next key of the cluster"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("nodes") / "model", num_hidden_layers=4)
+
+
+def spread(model: Path, tp_size: int = 1) -> EngineConfig:
+    return tiny_config(model, pipeline_parallel_size=2, tensor_parallel_size=tp_size, nnodes=2)
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+class Nodes:
+    """A host, and what rank 0's process has."""
+
+    def __init__(self, config: EngineConfig, ring: KeyRing, host_ring: KeyRing) -> None:
+        self.ring = ring
+        worker = WorkerConfig(
+            role=WorkerRole.DECODE, name="decode-0", model_name="m", engine=config, routers=(), host=HOST
+        )
+        self.host = RankHost(worker, host_ring)
+        self.agents = RankAgents(config.num_ranks, host="127.0.0.1", keys=ring)
+        self.serving = threading.Thread(target=self._serve, daemon=True)
+        self.error: WorkerLost | None = None
+
+    def hosted(self) -> HostedRanks:
+        return HostedRanks([self.host.address], "127.0.0.1", self.ring, self.agents.node_address)
+
+    def load(self, config: EngineConfig) -> Engine:
+        return load_engine(config, sidecar=self.agents.sidecar, nodes=self.hosted())
+
+    def _serve(self) -> None:
+        try:
+            self.host.serve()
+        except WorkerLost as error:
+            self.error = error
+
+    def close(self) -> None:
+        self.agents.close()
+        self.host.close()
+
+
+Make = Callable[..., Nodes]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    before = children()
+    with ExitStack() as ends:
+
+        def nodes(config: EngineConfig, ring: KeyRing = RING, host_ring: KeyRing | None = None) -> Nodes:
+            made = Nodes(config, ring, host_ring or KeyRing.of(KEY, Kind.WORKER))
+            ends.callback(made.close)
+            return made
+
+        yield nodes
+    wait_for(lambda: children() == before)
+
+
+def answers(engine: Engine) -> list[Any]:
+    sampling = {"temperature": 1.0, "logprobs": 3}
+    return [generate(engine, prompt, seed=seed, **sampling) for seed, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_stages_on_two_nodes_give_the_tokens_and_logprobs_of_one_rank(
+    make: Make, model: Path, tp_size: int
+) -> None:
+    config = spread(model, tp_size)
+    nodes = make(config)
+    with closing(tiny_engine(model)) as alone:
+        expected = answers(alone)
+    before = children()
+    with closing(nodes.load(config)) as engine:
+        assert len(children() - before) == 2 * tp_size - 1
+        assert answers(engine) == expected
+    assert children() == before, "a rank outlives its engine"
+
+
+def test_worker_that_has_slept_starts_its_ranks_again(make: Make, model: Path) -> None:
+    config = spread(model)
+    nodes = make(config)
+    nodes.load(config).close()
+    nodes.agents.close()
+    nodes.agents = RankAgents(config.num_ranks, host="127.0.0.1", keys=RING)
+    with closing(nodes.load(config)) as engine:
+        assert len(generate(engine, [1, 2, 3])) == 8
+
+
+def test_agent_listens_on_its_node_with_the_keys_of_its_host(make: Make, model: Path) -> None:
+    """Its keys are replaced by way of the host: rank 0 sends none."""
+    config, host_ring = spread(model), KeyRing.of(KEY, Kind.WORKER)
+    nodes = make(config, RING, host_ring)
+    with closing(nodes.load(config)) as engine:
+        settings = EndpointSettings(keys=RING, fingerprint="m", layout=engine.runner.layout).for_rank(0)
+        (rank,) = nodes.agents.set_up(settings)
+        assert rank.listeners.node == HOST
+        host_ring.replace((generation(NEW_KEY, Kind.WORKER), *RING.generations))
+        rank.close()
+
+
+def test_rank_that_is_killed_ends_the_engine_and_the_host(make: Make, model: Path) -> None:
+    config = spread(model)
+    nodes, before = make(config), children()
+    nodes.serving.start()
+    engine = nodes.load(config)
+    (rank,) = children() - before
+    rank.kill()
+    nodes.serving.join(20.0)  # though no step has asked for the rank
+    assert str(nodes.error) == "rank 1 ended with status -9"
+    with pytest.raises(WorkerLost, match="lost a peer"):
+        generate(engine, [1, 2, 3])
+    engine.close()
+
+
+def test_ranks_end_with_the_link_of_rank_0(make: Make, model: Path) -> None:
+    config = spread(model)
+    nodes, before = make(config), children()
+    hosted = nodes.hosted()
+    with ThreadPoolExecutor(1) as threads:
+        loading = threads.submit(load_engine, config, sidecar=nodes.agents.sidecar, nodes=hosted)
+        engine = loading.result()
+    assert children() != before
+    for link in hosted._links.values():
+        link._connection.close()
+    wait_for(lambda: children() == before)
+    with pytest.raises(WorkerLost):
+        generate(engine, [1, 2, 3])
+    engine.close()
+
+
+def test_rank_that_cannot_load_reports_its_error(make: Make, model: Path, tmp_path: Path) -> None:
+    config = spread(model)
+    nodes = make(msgspec.structs.replace(config, model=str(tmp_path / "missing")))
+    with pytest.raises(ModelError, match="rank 1: .*missing"):
+        nodes.load(config)
+
+
+def test_host_without_the_cluster_key_is_refused(make: Make, model: Path) -> None:
+    config = spread(model)
+    nodes = make(config, RING, KeyRing.of(NEW_KEY, Kind.WORKER))
+    with pytest.raises(WorkerLost, match="the host of ranks at 127.0.0.2:.* cannot be reached: .*key"):
+        nodes.load(config)
+
+
+def test_host_that_is_gone_is_worker_lost(model: Path) -> None:
+    hosted = HostedRanks([Address(HOST, 1)], "127.0.0.1", RING, Address("127.0.0.1", 1))
+    with pytest.raises(WorkerLost, match="the host of ranks at 127.0.0.2:1 cannot be reached: .*refused"):
+        load_engine(spread(model), nodes=hosted)
+
+
+def test_engine_without_hosts_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="nnodes: 2 nodes for a worker need `baton serve`"):
+        load_engine(spread(model))
+    with pytest.raises(ConfigError, match="nnodes: there are hosts on 0 other nodes, not on 1"):
+        load_engine(spread(model), nodes=HostedRanks([], "127.0.0.1", RING, None))

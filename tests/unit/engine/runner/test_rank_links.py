@@ -1,0 +1,226 @@
+"""Links between ranks on several nodes: order, loss, silence, strangers, and a replica over them."""
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from baton.engine.models.parallel import ReplicaRank
+from baton.engine.runner import rank_links
+from baton.engine.runner.rank_links import SCHEMA, RankHello, RankLinks, RankListener, connect_ranks
+from baton.engine.runner.rank_process import RankNetwork
+from baton.errors import BatonError, WorkerLost
+from baton.messages.bounds import MAX_BODY_BYTES, Kind
+from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
+from baton.rpc.connection import Connection
+from tests.tensor_parallel_peer import CPU, values
+from tests.transfer_ends import RING
+
+HOST = "127.0.0.1"
+REPLICA = b"this replica"
+STRANGERS = KeyRing.of(b"the key of another cluster", Kind.WORKER)
+Connect = Callable[..., list[RankLinks]]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Connects the ranks of a replica, which are in this process."""
+    with ExitStack() as ends:
+
+        def connected(tp_size: int = 1, pp_size: int = 2) -> list[RankLinks]:
+            size, listener = tp_size * pp_size, RankListener(HOST, RING, REPLICA)
+            network = network_at(listener)
+            with ThreadPoolExecutor(size) as threads:
+
+                def join(rank: int) -> RankLinks:
+                    own = None if rank else listener
+                    return connect_ranks(rank, network, own, tp_size=tp_size, pp_size=pp_size)
+
+                found = list(threads.map(join, range(size)))
+            for links in found:
+                ends.callback(links.close)
+            return found
+
+        yield connected
+
+
+def network_at(listener: RankListener, ring: KeyRing = RING, replica: bytes = REPLICA) -> RankNetwork:
+    return RankNetwork(rank_zero=listener.address, replica=replica, own_host=HOST, keys=ring.generations)
+
+
+def received(links: RankLinks, rank: int, tensor: Tensor, timeout_s: float = 10.0) -> Tensor:
+    filled = torch.empty_like(tensor)
+    links.recv([filled], rank, 0).wait(timedelta(seconds=timeout_s))
+    return filled
+
+
+def test_tensors_come_in_the_order_in_which_they_were_sent(connect: Connect) -> None:
+    first, second = connect()
+    tensors = [
+        values(seed, 3 + seed, 5, dtype=dtype) for seed, dtype in enumerate(("float32", "bfloat16") * 3)
+    ]
+    for tensor in tensors:
+        first.send([tensor], 1, 0)
+        second.send([tensor[::2]], 0, 0)  # a tensor with gaps
+    for tensor in tensors:
+        assert torch.equal(received(second, 0, tensor), tensor)
+        assert torch.equal(received(first, 1, tensor[::2].contiguous()), tensor[::2])
+
+
+def test_large_tensors_pass_each_other_though_none_is_received_yet(connect: Connect) -> None:
+    """Both ranks send more than sockets hold before either receives."""
+    first, second = connect()
+    large = torch.randint(0, 255, (20 * MAX_BODY_BYTES + 7,), dtype=torch.uint8)
+    first.send([large], 1, 0)
+    second.send([large], 0, 0)
+    assert torch.equal(received(first, 1, large), large) and torch.equal(received(second, 0, large), large)
+
+
+def test_sent_tensor_may_be_overwritten_at_once(connect: Connect) -> None:
+    first, second = connect()
+    tensor = torch.ones(5 * MAX_BODY_BYTES, dtype=torch.uint8)
+    first.send([tensor], 1, 0)
+    tensor.zero_()
+    assert received(second, 0, tensor).all()
+
+
+def test_rank_that_is_silent_is_reported_after_the_timeout(connect: Connect) -> None:
+    first, _ = connect()
+    with pytest.raises(RuntimeError, match="rank 1: it was silent for 0.05 s"):
+        received(first, 1, torch.zeros(1), timeout_s=0.05)
+
+
+def test_rank_that_is_gone_is_reported_once_its_tensors_have_been_received(connect: Connect) -> None:
+    first, second = connect()
+    tensor = values(0, 3, 4, dtype="float32")
+    second.send([tensor], 0, 0)
+    second.close()
+    assert torch.equal(received(first, 1, tensor), tensor)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 1: the peer is gone"):
+            received(first, 1, tensor)
+    with pytest.raises(RuntimeError, match="rank 1: the connection is closed"):
+        first.send([tensor], 1, 0)
+
+
+def test_tensor_of_another_size_ends_the_link(connect: Connect) -> None:
+    first, second = connect()
+    first.send([torch.zeros(5)], 1, 0)
+    with pytest.raises(RuntimeError, match="rank 0: the tensor is too large"):
+        received(second, 0, torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("ring", "replica", "complaint"),
+    [
+        (STRANGERS, REPLICA, "it may hold another key"),
+        (RING, b"an earlier one", "it is a rank of another replica"),
+    ],
+)
+def test_strangers_and_ranks_of_other_replicas_are_refused(
+    ring: KeyRing,
+    replica: bytes,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(rank_links, "JOIN_S", 1.0)
+    listener = RankListener(HOST, RING, REPLICA)
+    with ThreadPoolExecutor(1) as threads:
+        network = network_at(listener, ring, replica)
+        joining = threads.submit(connect_ranks, 1, network, None, tp_size=1, pp_size=2)
+        with pytest.raises(WorkerLost, match="rank 1 did not connect within 1 s"):
+            connect_ranks(0, network, listener, tp_size=1, pp_size=2)
+        with pytest.raises(WorkerLost):
+            joining.result()
+    assert complaint in caplog.text
+
+
+def test_newcomers_that_prove_nothing_do_not_hold_up_the_ranks(connect: Connect) -> None:
+    listener = RankListener(HOST, RING, REPLICA)
+    silent = [socket.create_connection((listener.address.host, listener.address.port)) for _ in range(3)]
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(connect_ranks, 1, network_at(listener), None, tp_size=1, pp_size=2)
+        zero = connect_ranks(0, network_at(listener), listener, tp_size=1, pp_size=2)
+        for links in (zero, joining.result()):
+            links.close()
+    for sock in silent:
+        sock.close()
+
+
+def test_rank_that_comes_twice_is_refused() -> None:
+    listener = RankListener(HOST, RING, REPLICA)
+    first, second = (says_hello(listener, 1) for _ in range(2))
+    third = says_hello(listener, 2)
+    came = listener.admit((1, 2))
+    assert [hello.rank for hello, _ in came.values()] == [1, 2]
+    with pytest.raises(BatonError):
+        second.recv(5.0)
+    for connection in (first, second, third, *(mine for _, mine in came.values())):
+        connection.close()
+
+
+def says_hello(listener: RankListener, rank: int) -> Connection:
+    sock = socket.create_connection((listener.address.host, listener.address.port))
+    connection = Connection(sock, LinkKeys(RING, RANKS), Role.CONNECTING, schema=SCHEMA).handshake()
+    connection.send(msgspec.msgpack.encode(RankHello(replica=REPLICA, rank=rank, address=None)))
+    return connection
+
+
+# Ranks of a replica.
+
+
+def replica(links: list[RankLinks], tp_size: int, folder: Path) -> list[ReplicaRank]:
+    """The ranks, each stage on a node of its own."""
+    pp_size = len(links) // tp_size
+    with ThreadPoolExecutor(len(links)) as threads:
+
+        def join(rank: int) -> ReplicaRank:
+            store = FileStore(str(folder / f"node-{rank // tp_size}"), tp_size)
+            return ReplicaRank.join(rank, store, CPU, tp_size=tp_size, pp_size=pp_size, links=links[rank])
+
+        return list(threads.map(join, range(len(links))))
+
+
+def test_stages_pass_hidden_states_on_and_the_last_one_answers(connect: Connect, tmp_path: Path) -> None:
+    ranks = replica(connect(tp_size=2, pp_size=3), 2, tmp_path)
+    hidden = values(0, 5, 7, dtype="bfloat16")
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        least = list(threads.map(lambda rank: rank.smallest(10 - rank.index), ranks))
+        assert least == [5] * 6
+
+        def step(rank: ReplicaRank) -> Tensor:
+            if rank.index == 0:
+                rank.send_command(b"go" * 10_000)
+            else:
+                assert rank.receive_command() == b"go" * 10_000
+            x = hidden if rank.pp.is_first else rank.pp.receive(torch.empty_like(hidden))
+            x = rank.tp.all_reduce(x.clone())
+            if not rank.pp.is_last:
+                rank.pp.send_on(x)
+            elif rank.pp.answers:
+                rank.pp.answer(x)
+            return rank.pp.receive_answer(torch.empty_like(x)).wait() if rank.index == 0 else x
+
+        results = list(threads.map(step, ranks))
+    for rank, result in zip(ranks, results, strict=True):
+        doubled = 3 if rank.index == 0 else rank.pp.stage + 1
+        assert torch.equal(result, hidden * 2**doubled)
+
+
+def test_lost_stage_is_worker_lost(connect: Connect, tmp_path: Path) -> None:
+    links = connect()
+    first, _ = replica(links, 1, tmp_path)
+    links[1].close()
+    with pytest.raises(WorkerLost, match="pipeline stage 0 of 2 lost a peer"):
+        first.pp.receive_answer(torch.empty(1)).wait()
+    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+        first.smallest(1)
