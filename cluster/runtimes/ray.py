@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -244,25 +244,44 @@ class RayRuntime:
 
     async def _move_if_needed(self, name: str) -> None:
         """Place the worker on other nodes if a node does not answer, or if the worker was given up."""
+        old = self._placements[name]
         nodes = await _in_thread(self._nodes)
-        old = self._placements[name] = await _in_thread(self._refresh, self._placements[name])
-        here = [node for node in nodes if node.id in old.node_ids]
-        answers = await asyncio.gather(*(_listens(node) for node in here))
-        is_whole = len(here) == len(self._needs[name]) and all(answers)
+        is_whole = set(old.node_ids) <= {node.id for node in await _answering(nodes, old.node_ids)}
         if name not in self._given_up and is_whole:
             return
-        now_s = time.monotonic()
-        avoided = {node_id for node_id, since_s in self._suspects.items() if now_s - since_s < SUSPECT_S}
-        others = [node for node in nodes if node.id not in avoided | set(old.node_ids)]
-        for node_ids in (self._preferred(name, others), [node.id for node in others]):
-            if await self._place(name, node_ids, MOVE_S):
-                self._given_up.discard(name)
-                logger.warning("%s moves to another node of Ray", name)
-                _in_background(self._ray.util.remove_placement_group, old.group)
-                return
-        # No other node has room: Ray starts the worker on its old node as soon as possible. It finds another
-        # node for the bundle of a node that has died.
         self._given_up.discard(name)
+        others = [node for node in self._unsuspected(nodes) if node.id not in old.node_ids]
+        if await self._place_on(name, others):
+            logger.warning("%s moves to another node of Ray", name)
+            _in_background(self._ray.util.remove_placement_group, old.group)
+        elif not is_whole and len(old.node_ids) > 1:
+            await self._place_again(name)
+        # Otherwise Ray starts the worker on its old nodes as soon as possible.
+
+    async def _place_again(self, name: str) -> None:
+        """Place a worker on the nodes of it that are left, and others, once there are enough.
+
+        Its placement group goes first: it holds the room on the nodes that are left.
+        """
+        logger.warning("%s has lost a node of Ray and waits for nodes with room", name)
+        await _in_thread(self._ray.util.remove_placement_group, self._placements[name].group)
+        while True:
+            nodes = await _answering(await _in_thread(self._nodes))
+            if await self._place_on(name, self._unsuspected(nodes)) or await self._place_on(name, nodes):
+                return
+            await asyncio.sleep(HEAD_LOOK_S)
+
+    def _unsuspected(self, nodes: Sequence[RayNode]) -> list[RayNode]:
+        """Return the nodes on which no worker was given up lately."""
+        since_s = time.monotonic() - SUSPECT_S
+        return [node for node in nodes if self._suspects.get(node.id, -math.inf) < since_s]
+
+    async def _place_on(self, name: str, nodes: Sequence[RayNode]) -> bool:
+        """Place the worker on some of these nodes, best on those with the fewest of its role."""
+        for node_ids in (self._preferred(name, nodes), [node.id for node in nodes]):
+            if await self._place(name, node_ids, MOVE_S):
+                return True
+        return False
 
     def _preferred(self, name: str, nodes: Sequence[RayNode]) -> list[str]:
         """Return the ids of the nodes with the fewest workers of the worker's role."""
@@ -296,12 +315,8 @@ class RayRuntime:
         if not group.wait(timeout_s):
             self._ray.util.remove_placement_group(group)
             return None
-        return self._refresh(Placement(group, ()))
-
-    def _refresh(self, placement: Placement) -> Placement:
-        """Return the placement with its present nodes: Ray moves the bundles of nodes that die."""
-        node_ids = self._ray.util.placement_group_table(placement.group)["bundles_to_node_id"]
-        return placement._replace(node_ids=tuple(node_ids[index] for index in sorted(node_ids)))
+        node_ids = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
+        return Placement(group, tuple(node_ids[index] for index in range(len(bundles))))
 
     def _request_nodes(self) -> None:
         """Have an autoscaler bring nodes for all workers together, and take idle ones away."""
@@ -541,6 +556,13 @@ def _in_background(call: Callable[..., Any], *arguments: Any) -> None:
             logger.info("a call of Ray failed: %s", first_line(error))
 
     _in_thread(call, *arguments).add_done_callback(log_failure)
+
+
+async def _answering(nodes: Sequence[RayNode], among: Collection[str] | None = None) -> list[RayNode]:
+    """Return the nodes that answer, of those with these ids; None: of all."""
+    asked = [node for node in nodes if among is None or node.id in among]
+    answers = await asyncio.gather(*map(_listens, asked))
+    return [node for node, answers_now in zip(asked, answers, strict=True) if answers_now]
 
 
 async def _listens(node: RayNode) -> bool:

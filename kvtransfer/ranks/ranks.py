@@ -382,7 +382,7 @@ class Ranks:
         for source_rank, rank, layers, group in shards_of(source, destination, num_layer_groups):
             ours, theirs = (source_rank, rank) if is_source else (rank, source_rank)
             listeners = link.hello.listeners[theirs]
-            host = listeners.node or link.host
+            host = listeners.node or link.hello.listeners[0].node or link.host
             peer_rank = PeerRank(host=host, layout=peer, rank=theirs, listeners=listeners)
             found.append(Route(ours, peer_rank, layers, group))
         return found

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Final
 
 import pytest
@@ -14,14 +16,14 @@ from baton.bench.faults.ray_faults import FIRST, HEAD, SECOND, RayNodes, server_
 from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.offline.llm import LLM
 from baton.request import SamplingParams
-from tests.event_stream import SteadyClients
-from tests.served import Served, command_line, served, stop, until
+from tests.event_stream import Refused, SteadyClients
+from tests.served import Served, are_gone, command_line, served, stop, until
 
 pytest.importorskip("ray")
 
-NUM_CORES: Final = 2  # of each node with ranks
+NUM_CORES: Final = 8  # of each node with ranks, for Ray
 BACK_S: Final = 120.0
-BODY: Final = {
+BODY: Final[dict[str, Any]] = {
     "model": "tiny",
     "prompt": "the sun and the moon and a star; " * 6,
     "max_tokens": 100,
@@ -48,31 +50,32 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
         found.close()
 
 
-def options(nodes: RayNodes) -> tuple[str, ...]:
-    address = f"{HEAD}:{nodes.port}"
-    return ("tiny", "--ray-address", address, "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
+@contextmanager
+def serving(nodes: RayNodes, *arguments: str) -> Iterator[Served]:
+    """A prefill and a decode worker of the model tiny; every prompt goes from one to the other."""
+    # fmt: off
+    arguments = (
+        "tiny", "--ray-address", f"{HEAD}:{nodes.port}", "--kv-cache-memory", "64MiB", "--drain-timeout", "5",
+        "--router-policy", "round-robin", "--transport", "tcp", *arguments,
+    )
+    # fmt: on
+    environment: dict[str, Any] = nodes.environment | {
+        "BATON_GATEWAY_MAX_WAIT_S": "300",
+        "BATON_PREFILL_CORES_PER_RANK": "1",
+        "BATON_DECODE_CORES_PER_RANK": "1",
+    }
+    with served(*arguments, program=("-c", server_at(HEAD)), **environment) as found:
+        yield found
+        assert stop(found.process) == 0
 
 
 @pytest.fixture(scope="module")
 def cluster(nodes: RayNodes) -> Iterator[Served]:
-    """A prefill and a decode worker, each of two stages on two nodes. Nothing of them is left in the end."""
-    arguments = (
-        *options(nodes),
-        "-pp",
-        "2",
-        "--nnodes",
-        "2",
-        "--transport",
-        "tcp",
-        "--router-policy",
-        "round-robin",
-    )
-    environment: dict[str, Any] = nodes.environment | {"BATON_GATEWAY_MAX_WAIT_S": "300"}
-    with served(*arguments, program=("-c", server_at(HEAD)), **environment) as found:
+    """Workers of two stages on two nodes. Nothing of them is left in the end."""
+    with serving(nodes, "-pp", "2", "--nnodes", "2") as found:
         yield found
-        assert stop(found.process) == 0
-        until(lambda: not any(ranks_on(nodes, address) for address in (FIRST, SECOND)))
-        until(lambda: set(states_of_groups(nodes)) == {"REMOVED"})
+    until(lambda: not any(ranks_on(nodes, address) for address in (FIRST, SECOND)))
+    until(lambda: set(states_of_groups(nodes)) == {"REMOVED"})
 
 
 def ranks_on(nodes: RayNodes, address: str) -> list[int]:
@@ -87,7 +90,7 @@ def states_of_groups(nodes: RayNodes) -> list[str]:
     return subprocess.check_output(command, env=nodes.environment, text=True).split()
 
 
-def test_tokens_of_two_nodes_are_those_of_one_engine(cluster: Served, nodes: RayNodes) -> None:
+def assert_tokens_of_one_engine(cluster: Served) -> None:
     for case in recall_cases(6, 600, seed=5):
         assert cluster.complete(case.prompt, 4) == case.answer
     prompts = [f"{BODY['prompt']}{number}" for number in range(4)]
@@ -95,7 +98,13 @@ def test_tokens_of_two_nodes_are_those_of_one_engine(cluster: Served, nodes: Ray
         expected = llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0))
     found = [cluster.complete(prompt, 40) for prompt in prompts]
     assert found == [each.outputs[0].text for each in expected]
-    until(lambda: sum(entry.load.kv_bytes for entry in cluster.status().values()) > 0)
+    until(lambda: cluster.status()["decode-0"].load.counters.get("transfers_adopted", 0) >= 6)
+
+
+def test_tokens_of_two_nodes_are_those_of_one_engine(cluster: Served) -> None:
+    assert_tokens_of_one_engine(cluster)
+    decode = cluster.status()["decode-0"].load.counters
+    assert decode["verified_shards"] == 2 * decode["transfers_adopted"], "one from stage to stage"
 
 
 def test_each_worker_has_a_stage_on_each_node(cluster: Served, nodes: RayNodes) -> None:
@@ -124,3 +133,49 @@ def test_killed_rank_of_another_node_ends_its_worker_which_comes_back(
         until(lambda: any(cluster.has_replaced(name, id_) for name, id_ in before.items()), BACK_S)
         clients.until_more()
     until(lambda: len(cluster.status()) == 2, BACK_S)
+
+
+@pytest.mark.slow
+def test_killed_node_ends_its_workers_which_come_back_with_it(cluster: Served, nodes: RayNodes) -> None:
+    """Both workers are lost at once: their requests end with an error, or are replayed."""
+    expected = answer(cluster)
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(answer, cluster) for _ in range(4)]
+        until(lambda: sum(entry.num_attempts for entry in cluster.status().values()) > 0)
+        before = {name: entry.worker.id for name, entry in cluster.status().items()}
+        pids = ranks_on(nodes, SECOND)
+        nodes.kill(SECOND)
+        until(lambda: are_gone(pids))
+        asyncio.run(nodes.start(SECOND, num_cpus=NUM_CORES))
+        assert {each.result(BACK_S) for each in answers} <= {expected, "worker_crash"}
+    until(lambda: len(cluster.status()) == 2, BACK_S)
+    assert all(cluster.has_replaced(name, id_) for name, id_ in before.items())
+    assert answer(cluster) == expected
+
+
+def answer(cluster: Served) -> str:
+    """The text of a stream, or the code of its error."""
+    text = ""
+    try:
+        for chunk in cluster.stream(BODY["prompt"], max_tokens=100, ignore_eos=True):
+            if "error" in chunk:
+                return str(chunk["error"]["code"])
+            text += chunk["choices"][0]["text"] if chunk["choices"] else ""
+    except Refused as error:
+        return str(error.error["code"])
+    return text
+
+
+@pytest.mark.slow
+def test_two_stages_of_two_ranks_give_the_tokens_of_one_engine(nodes: RayNodes) -> None:
+    with serving(nodes, "-pp", "2", "-tp", "2", "--nnodes", "2") as cluster:
+        assert_tokens_of_one_engine(cluster)
+        assert sum("tp_worker" in command_line(pid) for pid in ranks_on(nodes, SECOND)) >= 2
+
+
+@pytest.mark.slow
+def test_worker_without_enough_nodes_says_what_is_missing(nodes: RayNodes) -> None:
+    arguments = ("-pp", "3", "--nnodes", "3", "--start-timeout", "10")
+    with pytest.raises(AssertionError, match="3 nodes for one worker .nnodes."), serving(nodes, *arguments):
+        raise NotImplementedError("it serves")
+    until(lambda: "PENDING" not in states_of_groups(nodes))
