@@ -223,6 +223,12 @@ def _page_usage(workers: Sequence[WorkerStatus]) -> Value:
     return 1 - num_free / num_pages if num_pages else 0.0
 
 
+def _open_adapters(scrape: Scrape) -> Value:
+    waiting = {name for each in scrape.gateways for name in each.waiting_adapters}
+    running = {name for each in scrape.gateways for name in each.running_adapters}
+    return {("0", ",".join(sorted(waiting)), ",".join(sorted(running))): 1}
+
+
 def _cache_config(status: Status) -> Value:
     page_size = max((each.worker.page_size for each in status.workers), default=0)
     return {(page_size, _num_pages(status.workers)): 1}
@@ -500,9 +506,9 @@ METRICS: Final[list[Metric[Any]]] = [
     ),
     gauge(
         "vllm:lora_requests_info",
-        CLUSTER,
-        "For clients that expect vLLM's metric. The adapters of requests are not exported.",
-        lambda _: {("0", "", ""): 1},
+        SCRAPE,
+        "Adapters of open calls before and after their first token; always 1. There is no maximum.",
+        _open_adapters,
         "max_lora",
         "waiting_lora_adapters",
         "running_lora_adapters",

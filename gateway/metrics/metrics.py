@@ -10,6 +10,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from baton.messages.bounds import MAX_NAME_CHARS
 from baton.messages.status import Histogram
 from baton.tenants import Refusal
 
@@ -26,6 +27,7 @@ ROUTES: Final = frozenset(
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name: TypeAlias = Annotated[str, Meta(max_length=64)]
 ByName: TypeAlias = Annotated[dict[Name, Count], Meta(max_length=MAX_SERIES)]
+ByAdapter: TypeAlias = dict[Annotated[str, Meta(max_length=MAX_NAME_CHARS)], Count]
 
 
 class FirstTokenTimes(Histogram):
@@ -96,6 +98,9 @@ class Metrics(ModelCounts, kw_only=True):
     refused: ByName = msgspec.field(default_factory=Counter)  # connections, before any route, by reason
     events: ByName = msgspec.field(default_factory=Counter)  # of the Service
     num_open: Count = 0  # calls that are being answered
+    # Of these, calls with a LoRA adapter, by its name: before and after their first token.
+    waiting_adapters: ByAdapter = msgspec.field(default_factory=Counter)
+    running_adapters: ByAdapter = msgspec.field(default_factory=Counter)
     cached_tokens: Count = 0
     clients_gone: Count = 0  # before the end of their answer
     clients_given_up: Count = 0  # they read too slowly

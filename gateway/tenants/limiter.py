@@ -49,7 +49,7 @@ class Permit:
     """The admission of one call: report each batch of `tokens`, then `leave` once."""
 
     __slots__ = (
-        *("_all", "_call", "_counts", "_demand", "_first_s", "_last_s", "_metrics"),
+        *("_adapters", "_all", "_call", "_counts", "_demand", "_first_s", "_last_s", "_metrics"),
         *("_num_prompt_tokens", "_num_tokens", "_slots"),
     )
 
@@ -65,7 +65,10 @@ class Permit:
         self._num_tokens = 0
         self._first_s: float | None = None
         self._last_s: dict[int, float] = {}  # of each choice, by its index
+        self._adapters = metrics.waiting_adapters
         metrics.num_open += 1
+        if call.adapter is not None:
+            self._adapters[call.model] += 1
         for each in self._all:
             each.prompt_tokens += self._num_prompt_tokens
         self._counts.num_open += call.num_answers
@@ -79,6 +82,10 @@ class Permit:
                 each.itl.observe(now_s - before_s)
         elif self._first_s is None:
             self._first_s = now_s
+            if self._call.adapter is not None:
+                self._leave_adapters()
+                self._adapters = self._metrics.running_adapters
+                self._adapters[self._call.model] += 1
             for each in self._all:
                 each.ttft.observe(now_s - self._call.arrival_s)
         self._last_s[choice] = now_s
@@ -90,6 +97,8 @@ class Permit:
     def leave(self, outcome: str, num_cached_tokens: int, now_s: float) -> None:
         """Count the end. outcome: a key of TenantCounts.calls. num_cached_tokens: of the prompts."""
         self._metrics.num_open -= 1
+        if self._call.adapter is not None:
+            self._leave_adapters()
         self._metrics.cached_tokens += num_cached_tokens
         for each in self._all:
             each.duration.observe(now_s - self._call.arrival_s)
@@ -104,6 +113,12 @@ class Permit:
             num_tokens = self._num_tokens // self._call.num_answers
             self._demand.end(self._num_prompt_tokens, num_cached_tokens, num_tokens)
         self._slots.release()
+
+    def _leave_adapters(self) -> None:
+        """Count the call's adapter one time less where it is counted."""
+        self._adapters[self._call.model] -= 1
+        if not self._adapters[self._call.model]:
+            del self._adapters[self._call.model]
 
     def _count_objectives(self, *, is_over: bool) -> None:
         verdicts = dict(self._verdicts(is_over=is_over))

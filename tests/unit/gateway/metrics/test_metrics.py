@@ -99,7 +99,19 @@ def test_vllm_names_are_shown_by_default() -> None:
     assert found["vllm:num_requests_running", model] == 3
     assert found["vllm:kv_cache_usage_perc", model] == 0.25
     assert found["vllm:cache_config_info", (("block_size", "16"), ("num_gpu_blocks", "64"))] == 1
-    assert any(name == "vllm:lora_requests_info" for name, _ in found)
+
+
+def test_adapters_of_open_calls_are_named_as_vllm_names_them() -> None:
+    here = Metrics(waiting_adapters={"sql": 1}, running_adapters={"chat": 2, "sql": 1})
+    found = samples(
+        exporter(here, service_with_workers()), Metrics(gateway="g1", waiting_adapters={"code": 1})
+    )
+    ((labels, value),) = [(labels, value) for (name, labels), value in found.items() if "lora_req" in name]
+    assert value == 1 and dict(labels) == {
+        "max_lora": "0",
+        "running_lora_adapters": "chat,sql",
+        "waiting_lora_adapters": "code,sql",
+    }
 
 
 def test_vllm_names_cover_latencies_tokens_and_caches() -> None:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.adapters import Adapter
 from baton.config.gateway import GatewaySettings
 from baton.errors import Overloaded, Refused
 from baton.gateway.api.call import Call
@@ -32,6 +33,21 @@ NUM_SLOTS = 1000
 @pytest.fixture
 def limiter(metrics: Metrics) -> Limiter:
     return Limiter(metrics, GatewaySettings(max_open_requests=NUM_SLOTS))
+
+
+def test_calls_are_counted_by_adapter_before_and_after_their_first_token(
+    limiter: Limiter, metrics: Metrics
+) -> None:
+    adapter = Adapter("/adapters/sql", b"d" * 16)
+    first, second = (limiter.enter(a_call(model="sql", adapter=adapter)) for _ in range(2))
+    limiter.enter(a_call()).tokens(0, 1, 1.0)
+    assert (metrics.waiting_adapters, metrics.running_adapters) == ({"sql": 2}, {})
+    for _ in range(2):
+        first.tokens(0, 1, 1.0)
+    assert (metrics.waiting_adapters, metrics.running_adapters) == ({"sql": 1}, {"sql": 1})
+    first.leave("answered", 0, 2.0)
+    second.leave("gone", 0, 2.0)
+    assert not metrics.waiting_adapters and not metrics.running_adapters
 
 
 def fill(limiter: Limiter, *tenants: str, num_choices: int = 1) -> dict[str, list[Permit]]:
