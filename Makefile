@@ -102,7 +102,7 @@ parity: setup
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted -m "slow or not slow"
 
 faults: setup redis
-	$(BIN)/python -m pytest tests/faults tests/e2e/test_planner.py -m "slow or not slow"
+	$(BIN)/python -m pytest tests/faults tests/e2e/test_planner.py tests/e2e/test_serve_nodes.py -m "slow or not slow"
 	$(BIN)/python -m baton.bench.faults.black_holes
 
 sim: setup

@@ -33,6 +33,7 @@ from baton.cluster.model_directory import resolve_model, served_name
 from baton.cluster.runtimes.base import (
     ALIVE_EVERY_S,
     Assignment,
+    HostPlace,
     Loading,
     LoopAlive,
     ProcessFailed,
@@ -60,7 +61,7 @@ def run(
     ring: KeyRing,
     stop: threading.Event,
     tell: Tell,
-    rank_hosts: Sequence[Address] = (),
+    rank_hosts: Sequence[HostPlace] = (),
 ) -> None:
     """Serve on the calling thread until `stop` is set, or until an operator has drained the worker.
 

@@ -22,7 +22,9 @@ import msgspec
 from msgspec import Meta
 
 from baton.cluster.model_directory import resolve_model
+from baton.cluster.runtimes.base import HostPlace
 from baton.config.cluster import WorkerConfig
+from baton.config.environment import node_name
 from baton.engine.runner.rank_process import (
     READY,
     START_TIMEOUT_S,
@@ -121,7 +123,8 @@ class RankHost:
         self._has_failed = threading.Event()
         self._failure = ""
         listener = listen(config.host)
-        self.address = Address(*listener.getsockname()[:2])
+        host, port = listener.getsockname()[:2]
+        self.place = HostPlace(host, port, node_name())
         self._listener = Listener(listener, self._greet, "rank-host", self._dropped)
 
     def serve(self) -> None:
@@ -244,7 +247,7 @@ class _HostedReplica:
 class HostedRanks:
     """The ranks of one replica on other nodes: the RankNodes of the engine."""
 
-    def __init__(self, hosts: Sequence[Address], host: str, ring: KeyRing, agents: Address | None) -> None:
+    def __init__(self, hosts: Sequence[HostPlace], host: str, ring: KeyRing, agents: Address | None) -> None:
         """hosts: of the other nodes, in their order. host: the address of this node.
 
         agents: where rank 0 listens for the agents of the other nodes' ranks.
@@ -285,10 +288,10 @@ class HostedRanks:
 class _HostLink:
     """The connection to the host of one node."""
 
-    def __init__(self, address: Address, ring: KeyRing) -> None:
-        where = f"{address.host}:{address.port}"
+    def __init__(self, place: HostPlace, ring: KeyRing) -> None:
+        where = f"{place.host}:{place.port}"
         try:
-            sock = socket.create_connection((address.host, address.port), HANDSHAKE_TIMEOUT_S)
+            sock = socket.create_connection((place.host, place.port), HANDSHAKE_TIMEOUT_S)
             keys = LinkKeys(ring, RANKS)
             self._connection = Connection(sock, keys, Role.CONNECTING, schema=SCHEMA).handshake()
         except (BatonError, OSError) as error:

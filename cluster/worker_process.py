@@ -30,7 +30,7 @@ import msgspec
 from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.rank_host import HostedRanks
-from baton.cluster.runtimes.base import Progress
+from baton.cluster.runtimes.base import HostPlace, Progress
 from baton.config.cluster import DRAIN_NOTICE_S, WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.config.environment import node_name
@@ -45,7 +45,7 @@ from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.messages.bounds import Kind
 from baton.messages.control import Hello
-from baton.messages.workers import Address, Worker, WorkerRole
+from baton.messages.workers import MAX_RANK_NODES, Address, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.rpc.auth import ClusterKeys, KeyRing
 from baton.rpc.liveness import StepWatchdog
@@ -67,7 +67,7 @@ class HostedWorker:
         keys: ClusterKeys,
         progress: Progress | None = None,
         incarnation: int = 0,
-        rank_hosts: Sequence[Address] = (),
+        rank_hosts: Sequence[HostPlace] = (),
     ) -> None:
         """Load the model and listen. `address` is the address for control connections.
 
@@ -297,6 +297,7 @@ class HostedWorker:
             kv_dtype=engine.runner.layout.kv_dtype,
             num_host_pages=engine.scheduler.cache.host.num_places,
             node=node_name(),
+            rank_nodes=tuple(each.node for each in self._rank_hosts[:MAX_RANK_NODES]),
             pid=os.getpid(),
             order_number=self._order_number,
         )

@@ -28,6 +28,9 @@ class WorkerRole(StrEnum):
     DECODE = "decode"
 
 
+MAX_RANK_NODES: Final = 64  # that a worker names
+
+
 class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker's description of itself. `id` names one life of the worker's process."""
 
@@ -52,10 +55,17 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_host_pages: Count = 0
     max_num_batched_tokens: Count = 0  # in one step; 0: unknown
     node: Name = ""  # name of the machine, for operators
+    # The machines of its ranks beside `node`.
+    rank_nodes: Annotated[tuple[Name, ...], Meta(max_length=MAX_RANK_NODES)] = ()
     pid: Count = 0  # process id on that machine
     is_asleep: bool = False  # it has neither weights nor pages, and takes no work until it is woken
     sleep_level: Annotated[int, Meta(ge=0, le=2)] = 0  # level of the order that it follows; 0: it is awake
     order_number: Count = 0  # of the latest order to sleep or wake that it has followed; see ModelOrder
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """The names of the machines of its ranks, as far as they are known."""
+        return frozenset(filter(None, (self.node, *self.rank_nodes)))
 
     def serves(self, model: str) -> bool:
         """Return whether requests for the model may run here; "": the model of a cluster that has one."""

@@ -101,6 +101,8 @@ INSTEAD: Final = {
     "--api-key": "keys belong to tenants, in a file: --tenants FILE",
     "--enable-auto-tool-choice": "the chat template decides whether tools can be called; leave it out",
     "--kv-transfer-config": "prefill and decode workers find each other; leave it out, or give --transport",
+    "--node-rank": "Ray starts the ranks of --nnodes on its nodes; leave it out",
+    "--master-addr": "Ray starts the ranks of --nnodes on its nodes; leave it out",
     "--scheduling-policy": "requests are served in their order; --scheduler-policy is about batches",
     "--tokenizer": "the tokenizer is read from the model's directory; leave it out",
     "--revision": "the model is a directory of yours; leave it out",

@@ -453,7 +453,7 @@ class RayProcess:
         self._has_loop = not spec.num_ranks  # a router or a gateway, which reports that its event loop runs
         self._places: list[tuple[int, str]] = []  # (process id, id of the node)
         hosts = actors[1:]
-        self._end = self.actor.serve.remote(*(host.address.remote() for host in hosts))
+        self._end = self.actor.serve.remote(*(host.host_place.remote() for host in hosts))
         self._host_ends = [host.serve.remote() for host in hosts]
         self._asked: asyncio.Future[float] | None = None  # the unanswered call of `silent_s`
         self._asked_s = 0.0
@@ -463,7 +463,7 @@ class RayProcess:
         ending = asyncio.ensure_future(self._end)
         try:
             self._places = [await actor.place.remote() for actor in self.actors]
-            # When a host of ranks ends before it has an address, `serve` does not begin and reports nothing.
+            # When a host of ranks ends before it has a place, `serve` does not begin and reports nothing.
             await asyncio.wait((reporting, ending), return_when=asyncio.FIRST_COMPLETED)
             if not reporting.done():
                 await ending

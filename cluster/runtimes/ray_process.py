@@ -16,6 +16,7 @@ from baton.cluster.process import run
 from baton.cluster.rank_host import RankHost
 from baton.cluster.runtimes.base import (
     Assignment,
+    HostPlace,
     Loading,
     LoopAlive,
     ProcessFailed,
@@ -27,7 +28,6 @@ from baton.cluster.runtimes.base import (
 from baton.config.cluster import WorkerConfig
 from baton.config.environment import set_node_name
 from baton.errors import ORPHANED, BatonError
-from baton.messages.workers import Address
 from baton.rpc.auth import Generations, KeyRing
 
 # `serve` blocks one thread, `report` another; the other calls run meanwhile.
@@ -71,13 +71,13 @@ class ProcessActor(NodeActor):
             threading.Thread(target=_end_with, args=parent, name="parent", daemon=True).start()
         set_up_logging(given.name, format=given.log_format, force=True)
 
-    def serve(self, *rank_hosts: tuple[str, int]) -> None:
+    def serve(self, *rank_hosts: tuple[str, int, str]) -> None:
         """Serve until `stop` is called. Raises BatonError only after the process has served.
 
-        rank_hosts: the addresses of a worker's RankHostActors, in the order of its nodes.
+        rank_hosts: the places of a worker's RankHostActors, in the order of its nodes.
         """
         try:
-            hosts = [Address(*each) for each in rank_hosts]
+            hosts = [HostPlace(*each) for each in rank_hosts]
             run(self._given, self._ring, self._stop, self._tell, hosts)
         except BatonError as error:
             if self._report is not None:
@@ -124,9 +124,10 @@ class RankHostActor(NodeActor):
         set_up_logging(self._given.name, format=self._given.log_format, force=True)
         self._host = RankHost(msgspec.json.decode(self._given.config, type=WorkerConfig), self._ring)
 
-    def address(self) -> tuple[str, int]:
-        """Return the address for rank 0's process."""
-        return self._host.address.host, self._host.address.port
+    def host_place(self) -> tuple[str, int, str]:
+        """Return the fields of the host's HostPlace."""
+        host, port, node = self._host.place
+        return host, port, node
 
     def serve(self) -> None:
         """Serve until the actor is killed. Raises WorkerLost when a rank ends with an error."""

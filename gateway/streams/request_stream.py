@@ -55,7 +55,7 @@ SILENT_BEFORE_S: Final = 1.0  # of silence; more than between two pings
 
 
 class _LostWorker(NamedTuple):
-    node: str
+    nodes: frozenset[str]
     left_s: float  # when its connection ended
     heard_s: float  # when bytes last came, a ping or more
 
@@ -77,7 +77,7 @@ class WorkerConnections:
         now_s, worker = self._clock.now_s(), peer.hello.worker
         self._lost.pop(peer.hello.id, None)
         self._lost[peer.hello.id] = _LostWorker(
-            worker.node if worker is not None else "", now_s, heard_s=now_s - peer.quiet_s
+            worker.nodes if worker is not None else frozenset(), now_s, heard_s=now_s - peer.quiet_s
         )
         if len(self._lost) > MAX_REMEMBERED:
             del self._lost[next(iter(self._lost))]
@@ -102,14 +102,14 @@ class WorkerConnections:
             return now_s - peer.quiet_s
         return now_s if lost is None else lost.heard_s
 
-    def lost_node(self, worker: str) -> str:
-        """Return the node of a lost worker when all workers there are gone and others are not; else ""."""
+    def lost_nodes(self, worker: str) -> frozenset[str]:
+        """Return the nodes of a lost worker on which all workers are gone, while others are not."""
         lost = self._lost.get(worker)
-        if lost is None or not lost.node or self.has(worker):
-            return ""
+        if lost is None or self.has(worker):
+            return frozenset()
         workers = self._peer_registry.members
-        live_nodes = {workers[id_].node for id_ in self._peer_registry.connected()}
-        return lost.node if live_nodes and lost.node not in live_nodes else ""
+        live = [workers[id_].nodes for id_ in self._peer_registry.connected()]
+        return lost.nodes.difference(*live) if live else frozenset()
 
 
 MAX_EARLY: Final = 1024  # events of one attempt that wait for its first token
@@ -408,13 +408,12 @@ class RequestStream:
         """Count workers that ended with their node as one process, for good: new workers may start there."""
         if len(self.lost) < 2:
             return
-        nodes: dict[str, float] = {}  # when the latest worker of each was lost
+        latest_s: dict[str, float] = {}  # when the latest worker of each node was lost
         for worker, lost_s in list(self.lost.items()):
-            node = connections.lost_node(worker)
-            if node in nodes and lost_s - nodes[node] <= NODE_ENDS_S:
+            nodes = connections.lost_nodes(worker)
+            if any(lost_s - latest_s.get(node, -math.inf) <= NODE_ENDS_S for node in nodes):
                 del self.lost[worker]
-            if node:
-                nodes[node] = lost_s
+            latest_s |= dict.fromkeys(nodes, lost_s)
 
     def is_too_late(self, now_s: float) -> bool:
         """Return whether the deadline has passed without a token; it holds for the first choice."""

@@ -15,6 +15,7 @@ import pytest
 from baton.bench.faults.ray_faults import FIRST, HEAD, SECOND, RayNodes, server_at
 from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.offline.llm import LLM
+from baton.cluster.runtimes.base import descendants
 from baton.request import SamplingParams
 from tests.event_stream import Refused, SteadyClients
 from tests.served import Served, are_gone, command_line, served, stop, until
@@ -72,7 +73,7 @@ def serving(nodes: RayNodes, *arguments: str) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def cluster(nodes: RayNodes) -> Iterator[Served]:
     """Workers of two stages on two nodes. Nothing of them is left in the end."""
-    with serving(nodes, "-pp", "2", "--nnodes", "2") as found:
+    with serving(nodes, "-pp", "2", "--nnodes", "2", "--step-timeout", "10") as found:
         yield found
     until(lambda: not any(ranks_on(nodes, address) for address in (FIRST, SECOND)))
     until(lambda: set(states_of_groups(nodes)) == {"REMOVED"})
@@ -108,31 +109,46 @@ def test_tokens_of_two_nodes_are_those_of_one_engine(cluster: Served) -> None:
 
 
 def test_each_worker_has_a_stage_on_each_node(cluster: Served, nodes: RayNodes) -> None:
-    workers = {entry.worker.pid for entry in cluster.status().values()}
+    workers = [entry.worker for entry in cluster.status().values()]
+    assert len(workers) == 2 and len(workers[0].nodes) == 2 and workers[0].nodes == workers[1].nodes
     on_nodes = [set(ranks_on(nodes, address)) for address in (FIRST, SECOND)]
-    assert workers <= on_nodes[0] | on_nodes[1] and len(workers) == 2
+    assert {worker.pid for worker in workers} <= on_nodes[0] | on_nodes[1]
     num_ranks = [sum("tp_worker" in command_line(pid) for pid in pids) for pids in on_nodes]
     assert sum(num_ranks) == 2
     # A node has rank 0 of a worker, or the host and the process of its rank 1.
     assert [len(pids) for pids in on_nodes] == [2 + num for num in num_ranks]
 
 
-def test_killed_rank_of_another_node_ends_its_worker_which_comes_back(
-    cluster: Served, nodes: RayNodes
+def of_rank_1(nodes: RayNodes, name: str) -> tuple[int, int]:
+    """The host and the process of the rank 1 of a worker."""
+    pids = [pid for address in (FIRST, SECOND) for pid in ranks_on(nodes, address)]
+    host = next(pid for pid in pids if f"baton-{name}-node-1" in command_line(pid))
+    rank = next(pid for pid in descendants(host) if "tp_worker" in command_line(pid))
+    return host, rank
+
+
+@pytest.mark.parametrize("struck", ["rank", pytest.param("host", marks=pytest.mark.slow)])
+def test_killed_process_of_another_node_ends_its_worker_which_comes_back(
+    cluster: Served, nodes: RayNodes, struck: str
 ) -> None:
     clients = SteadyClients(cluster.port, BODY)
     with clients.asking():
-        before = {name: entry.worker.id for name, entry in cluster.status().items()}
-        rank = next(
-            pid
-            for address in (FIRST, SECOND)
-            for pid in ranks_on(nodes, address)
-            if "tp_worker" in command_line(pid)
-        )
-        os.kill(rank, signal.SIGKILL)
-        until(lambda: any(cluster.has_replaced(name, id_) for name, id_ in before.items()), BACK_S)
+        before = cluster.status()["decode-0"].worker.id
+        host, rank = of_rank_1(nodes, "decode-0")
+        os.kill(rank if struck == "rank" else host, signal.SIGKILL)
+        until(lambda: cluster.has_replaced("decode-0", before), BACK_S)
         clients.until_more()
-    until(lambda: len(cluster.status()) == 2, BACK_S)
+    until(lambda: are_gone((host, rank)))
+
+
+@pytest.mark.slow
+def test_rank_of_another_node_that_hangs_is_killed_with_its_worker(cluster: Served, nodes: RayNodes) -> None:
+    before = cluster.status()["decode-0"].worker.id
+    _, rank = of_rank_1(nodes, "decode-0")
+    os.kill(rank, signal.SIGSTOP)
+    assert cluster.complete("copy(red green blue)=") == "red green blue"
+    assert cluster.has_replaced("decode-0", before)
+    until(lambda: are_gone((rank,)))
 
 
 @pytest.mark.slow

@@ -97,5 +97,7 @@ def test_replays_with_another_seed_are_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_node_that_ends_is_found_where_each_of_its_workers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = finding(monkeypatch, WorkerConnections, "lost_node", lambda self, worker: "", Trouble.LOST_NODE)
+    found = finding(
+        monkeypatch, WorkerConnections, "lost_nodes", lambda self, worker: frozenset(), Trouble.LOST_NODE
+    )
     assert "was given up after 1 deaths" in found

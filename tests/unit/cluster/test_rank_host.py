@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from baton.cluster.rank_host import HostedRanks, RankHost
+from baton.cluster.runtimes.base import HostPlace
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
@@ -57,7 +58,7 @@ class Nodes:
         self.error: WorkerLost | None = None
 
     def hosted(self) -> HostedRanks:
-        return HostedRanks([self.host.address], "127.0.0.1", self.ring, self.agents.node_address)
+        return HostedRanks([self.host.place], "127.0.0.1", self.ring, self.agents.node_address)
 
     def load(self, config: EngineConfig) -> Engine:
         return load_engine(config, sidecar=self.agents.sidecar, nodes=self.hosted())
@@ -177,7 +178,7 @@ def test_host_without_the_cluster_key_is_refused(make: Make, model: Path) -> Non
 
 
 def test_host_that_is_gone_is_worker_lost(model: Path) -> None:
-    hosted = HostedRanks([Address(HOST, 1)], "127.0.0.1", RING, Address("127.0.0.1", 1))
+    hosted = HostedRanks([HostPlace(HOST, 1, "elsewhere")], "127.0.0.1", RING, Address("127.0.0.1", 1))
     with pytest.raises(WorkerLost, match="the host of ranks at 127.0.0.2:1 cannot be reached: .*refused"):
         load_engine(spread(model), nodes=hosted)
 

@@ -18,8 +18,9 @@ R = id_of("r")
 
 
 def worker_at(name: str) -> Worker:
-    """Return a worker; "d0@a" is on the node "a"."""
-    return a_worker(name, node=name.partition("@")[2])
+    """Return a worker; "d0@a" is on the node "a", and "d0@a+b" has ranks on "b", too."""
+    node, *others = name.partition("@")[2].split("+")
+    return a_worker(name, node=node, rank_nodes=tuple(others))
 
 
 @dataclasses.dataclass

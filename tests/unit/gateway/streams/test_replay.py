@@ -179,6 +179,19 @@ def test_workers_of_a_lost_node_count_as_one_death() -> None:
     assert g.submitted().request.attempt == 3
 
 
+@pytest.mark.parametrize(("other", "is_one_death"), [("d0@c+b", True), ("d0@c+d", False)])
+def test_workers_with_ranks_on_a_lost_node_count_as_one_death(other: str, is_one_death: bool) -> None:
+    """The node b; other nodes still have a worker."""
+    g = gateway("p@a+b", other, "d1@a+c")
+    sink = g.open()
+    g.route("d1@a+c", "p@a+b")
+    g["p@a+b"].leave()
+    g.route(other)
+    g[other].leave()
+    g.tick(DOUBT_S)
+    assert (sink.error is None) is is_one_death
+
+
 def test_request_that_killed_the_only_worker_of_a_node_and_its_successor_is_not_replayed() -> None:
     g = gateway("d0@a", "p@b")
     sink = g.open()
