@@ -261,15 +261,17 @@ class RayRuntime:
     async def _place_again(self, name: str) -> None:
         """Place a worker on the nodes of it that are left, and others, once there are enough.
 
-        Its placement group goes first: it holds the room on the nodes that are left.
+        Its placement group goes first: it holds the room on the nodes that are left. WorkerLost: the worker
+        is released meanwhile.
         """
         logger.warning("%s has lost a node of Ray and waits for nodes with room", name)
         await _in_thread(self._ray.util.remove_placement_group, self._placements[name].group)
-        while True:
+        while name in self._needs:
             nodes = await _answering(await _in_thread(self._nodes))
             if await self._place_on(name, self._unsuspected(nodes)) or await self._place_on(name, nodes):
                 return
             await asyncio.sleep(HEAD_LOOK_S)
+        raise WorkerLost(f"{name} is taken away")
 
     def _unsuspected(self, nodes: Sequence[RayNode]) -> list[RayNode]:
         """Return the nodes on which no worker was given up lately."""
@@ -278,6 +280,8 @@ class RayRuntime:
 
     async def _place_on(self, name: str, nodes: Sequence[RayNode]) -> bool:
         """Place the worker on some of these nodes, best on those with the fewest of its role."""
+        if name not in self._needs:  # it was released meanwhile
+            return False
         for node_ids in (self._preferred(name, nodes), [node.id for node in nodes]):
             if await self._place(name, node_ids, MOVE_S):
                 return True
@@ -295,10 +299,14 @@ class RayRuntime:
         return least_used(self._needs[name], nodes, used)
 
     async def _place(self, name: str, node_ids: Sequence[str] | None, timeout_s: float) -> bool:
-        """Place the worker on these nodes, some of them; None: on any. Return False when no room is found."""
-        if node_ids is not None and len(node_ids) < len(self._needs[name]):
+        """Place the worker on some of these nodes; None: on any. Return False when no room is found."""
+        bundles = self._needs.get(name, [])
+        if not bundles or (node_ids is not None and len(node_ids) < len(bundles)):
             return False
-        placement = await _in_thread(self._create_placement_group, self._needs[name], node_ids, timeout_s)
+        placement = await _in_thread(self._create_placement_group, bundles, node_ids, timeout_s)
+        if placement is not None and name not in self._needs:  # it was released meanwhile
+            _in_background(self._ray.util.remove_placement_group, placement.group)
+            return False
         if placement is not None:
             self._placements[name] = placement
         return placement is not None

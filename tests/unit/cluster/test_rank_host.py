@@ -1,5 +1,6 @@
 """Ranks that a host starts, as on another node; the host is in this process."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +17,13 @@ from baton.cluster.runtimes.base import HostPlace
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
-from baton.errors import ConfigError, ModelError, WorkerLost
+from baton.errors import ConfigError, ModelError, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address, WorkerRole
-from baton.rpc.auth import KeyRing, generation
+from baton.rpc.auth import PAGES, KeyRing, LinkKeys, Role
+from baton.rpc.connection import Connection
 from tests.tiny_models import generate, tiny_config, tiny_engine, write_config
 from tests.transfer_ends import KEY, RING
 from tests.waiting import wait_for
@@ -129,8 +131,25 @@ def test_agent_listens_on_its_node_with_the_keys_of_its_host(make: Make, model: 
         settings = EndpointSettings(keys=RING, fingerprint="m", layout=engine.runner.layout).for_rank(0)
         (rank,) = nodes.agents.set_up(settings)
         assert rank.listeners.node == HOST
-        host_ring.replace((generation(NEW_KEY, Kind.WORKER), *RING.generations))
+        port = int(rank.listeners.addresses["tcp"])
+        new_ring = KeyRing.of(NEW_KEY, Kind.WORKER)
+        assert admits(port, RING) and not admits(port, new_ring)
+        host_ring.replace(new_ring.generations)
+        wait_for(lambda: admits(port, new_ring))
+        assert not admits(port, RING)
         rank.close()
+
+
+def admits(port: int, ring: KeyRing) -> bool:
+    """Whether a rank's listener takes the keys of a peer."""
+    sock = socket.create_connection((HOST, port))
+    connection = Connection(sock, LinkKeys(ring, PAGES), Role.CONNECTING)
+    try:
+        connection.handshake()
+    except WireError:
+        return False
+    connection.close()
+    return True
 
 
 def test_rank_that_is_killed_ends_the_engine_and_the_host(make: Make, model: Path) -> None:
