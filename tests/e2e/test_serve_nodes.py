@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -40,8 +42,9 @@ print(*(group["state"] for group in ray.util.placement_group_table().values()))
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
-    found = RayNodes(tmp_path_factory.mktemp("ray"))
+def nodes() -> Iterator[RayNodes]:
+    folder = tempfile.TemporaryDirectory(prefix="baton-ray-", ignore_cleanup_errors=True)
+    found = RayNodes(Path(folder.name))  # pytest's own folders are too long for Ray's sockets
     try:
         asyncio.run(found.start(HEAD, num_cpus=0))
         for address in (FIRST, SECOND):
@@ -49,6 +52,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
         yield found
     finally:
         found.close()
+        folder.cleanup()
 
 
 @contextmanager

@@ -36,6 +36,14 @@ def test_role_goes_to_the_large_enough_nodes_that_have_the_fewest_of_it() -> Non
     assert ray_runtime.least_used([{"GPU": 1.0}], nodes, {}) == []
 
 
+def test_worker_of_several_nodes_goes_to_those_that_have_the_fewest_of_its_role() -> None:
+    nodes = [ray_runtime.RayNode(name, "127.0.0.1", 1, {"CPU": 2}) for name in "abcd"]
+    bundles = [{"CPU": 2.0}] * 2
+    assert ray_runtime.least_used(bundles, nodes, {"a": 1}) == ["b", "c", "d"]
+    assert ray_runtime.least_used(bundles, nodes, {"a": 2, "b": 1, "c": 1}) == ["b", "c", "d"]
+    assert ray_runtime.least_used([{"CPU": 2.0}] * 5, nodes, {"a": 2}) == ["a", "b", "c", "d"]  # too few
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [
