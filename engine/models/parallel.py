@@ -256,14 +256,13 @@ class ReplicaRank:
     ) -> "ReplicaRank":
         """Meet the other ranks of this node at `store`. No default group is made.
 
-        links: carry commands and tensors between stages if the ranks are on several nodes; None: gloo does.
+        links: carry commands and tensors between stages; None: there is one stage, and gloo carries commands.
         The ranks of a stage exchange tensors through NCCL between GPUs, through shared memory between CPUs
         where every rank can map it, and otherwise through gloo. WorkerLost when the ranks do not all come
         within JOIN_TIMEOUT.
         """
         size, (stage, tp_rank) = tp_size * pp_size, divmod(index, tp_size)
         connect = _nccl if device.type == "cuda" else _gloo
-        among_stages = links
         among_tp: StageGroup | None = None
         with _as_worker_lost(f"rank {index} of {size} did not meet the others"):
             commands = links or _gloo(PrefixStore("commands", store), index, size, JOIN_TIMEOUT)
@@ -275,10 +274,8 @@ class ReplicaRank:
             if tp_size > 1 and among_tp is None:
                 stage_store = PrefixStore(f"stage {stage}", store)
                 among_tp = TorchGroup(connect(stage_store, tp_rank, tp_size, STEP_TIMEOUT), tp_size)
-            if pp_size > 1 and links is None:
-                among_stages = connect(PrefixStore("stages", store), index, size, STEP_TIMEOUT)
         tp = TensorParallel(tp_rank, tp_size, among_tp)
-        return cls(tp, Pipeline(stage, pp_size, tp_size, index, among_stages), commands)
+        return cls(tp, Pipeline(stage, pp_size, tp_size, index, links), commands)
 
     @property
     def index(self) -> int:

@@ -1,4 +1,4 @@
-"""Tensors between the ranks of a replica on several nodes, over authenticated TCP connections.
+"""Commands and tensors between the ranks of a replica with several stages, over authenticated connections.
 
 1. Rank 0 listens on its node's address, and so does every other rank with a next stage. Each other rank
    connects to rank 0 and says where it listens (RankHello).
@@ -9,7 +9,7 @@
    need.
 4. A link ends when its peer closes it or dies, or when the peer's machine is silent for LINK_TIMEOUT_S.
 
-torch's gloo neither authenticates its peers nor seals what they send.
+torch's gloo neither authenticates its peers nor seals what they send, and small tensors take it longer.
 """
 
 import logging

@@ -31,12 +31,12 @@ ERROR_OUTPUT: Final = 2  # of the starter, for everything that a TP worker print
 
 
 class RankNetwork(msgspec.Struct, frozen=True, kw_only=True):
-    """The place where the ranks of a worker on several nodes meet: rank 0's listener."""
+    """The place where the ranks of a worker with several stages meet: rank 0's listener."""
 
     rank_zero: Address
     replica: bytes  # random: ranks of another replica, or of an earlier start, are refused
     own_host: str  # the address of this rank's node
-    keys: Generations  # of workers; they never cross the network
+    keys: Generations  # of workers, or of this replica alone; they never cross the network
 
 
 class TpAssignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class TpAssignment(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     host_fd: int = -1  # of the memory of its host pages, which rank 0 maps too; -1: memory of its own
     sidecar: RankSidecar | None = None
-    network: RankNetwork | None = None  # None: all ranks are on one node
+    network: RankNetwork | None = None  # None: there is one stage
     has_guardian: bool = False  # the starter keeps stdin open: its lines are for the sidecar, its end is ours
 
 

@@ -4,7 +4,7 @@
    started there, by `RankNodes`.
 2. The TP worker says READY on its channel before it meets the other ranks, so that rank 0 learns at once of a
    process that died, and after START_TIMEOUT_S of a process that hangs.
-3. The ranks meet, on several nodes over the connections of rank_links.py. They load their parts of the
+3. The ranks meet; with several stages, over the connections of rank_links.py. They load their parts of the
    weights and agree on the size of the pool. A TP worker that fails writes its error to the channel before
    its connections close, so that rank 0 finds the error when it sees them close.
 4. If the caller of the engine has a sidecar for the rank, the sidecar starts beside it.
@@ -52,10 +52,12 @@ from baton.engine.runner.step_inputs import decode
 from baton.errors import ORPHANED, BatonError, ConfigError, WorkerLost
 from baton.kernels import native
 from baton.messages.bounds import Kind
-from baton.rpc.auth import KeyRing
+from baton.rpc.auth import Generations, KeyRing
 
 STOP_COMMAND: Final = b"stop"
 REPLICA_BYTES: Final = 16
+KEY_BYTES: Final = 32
+LOOPBACK: Final = "127.0.0.1"
 
 
 class RunningSidecar(Protocol):
@@ -122,7 +124,12 @@ class TpWorkers:
         share = max(1, self._num_threads // num_here)
         native.set_num_threads(share)
         try:
-            network = None if nodes is None else self._listen(nodes)
+            network = None
+            if nodes is not None:
+                network = self._listen(nodes.host, nodes.keys)
+            elif config.pipeline_parallel_size > 1:
+                own_key = KeyRing.of(secrets.token_bytes(KEY_BYTES), Kind.WORKER)
+                network = self._listen(LOOPBACK, own_key.generations)
             for rank in range(1, config.num_ranks):
                 if nodes is not None and network is not None and rank >= num_here:
                     self._workers.append(nodes.start(rank // num_here, rank, share, network))
@@ -157,12 +164,11 @@ class TpWorkers:
                 raise
             raise failure from error
 
-    def _listen(self, nodes: RankNodes) -> RankNetwork:
-        """Listen for the ranks of other nodes."""
+    def _listen(self, host: str, keys: Generations) -> RankNetwork:
+        """Listen for the other ranks. host: the address of this node."""
         replica = secrets.token_bytes(REPLICA_BYTES)
-        self._listener = RankListener(nodes.host, KeyRing(Kind.WORKER, nodes.keys), replica)
-        address = self._listener.address
-        return RankNetwork(rank_zero=address, replica=replica, own_host=nodes.host, keys=nodes.keys)
+        self._listener = RankListener(host, KeyRing(Kind.WORKER, keys), replica)
+        return RankNetwork(rank_zero=self._listener.address, replica=replica, own_host=host, keys=keys)
 
     def host_pools(self, own: Tensor) -> list[Tensor]:
         """The host pages of the other ranks, by rank, of a replica with a disk tier. own: rank 0's."""
@@ -195,7 +201,7 @@ def shared_zeros(fd: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _connect(
     rank: int, config: EngineConfig, network: RankNetwork | None, listener: RankListener | None = None
 ) -> RankLinks | None:
-    """Connect a rank to ranks of other nodes; None: there are none. listener: of rank 0."""
+    """Connect a rank to ranks of other stages; None: there are none. listener: of rank 0."""
     if network is None:
         return None
     tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
