@@ -3,9 +3,11 @@
 1. On each other node a `RankHost` listens. Rank 0's process connects to each host (`HostedRanks`) and proves
    that it has workers' keys. The host uses its own configuration and keys: neither crosses the network.
 2. StartRank starts a rank as rank 0 starts those of its own node. The host passes the rank's answers on.
-3. A rank that ends with an error ends the host's link, and with it all ranks of the link.
-4. CloseRanks waits for the ranks, which have been told to stop, and kills those that stay. So does the end of
-   the link: a worker that sleeps or ends leaves no rank.
+3. A rank that ends ends the worker: rank 0's process hears of the end and notices it without a step
+   (`HostedRanks.check`). A rank that dies without a word also ends the host's `serve`, and the runtime ends
+   all actors of the worker.
+4. CloseRanks waits for the ranks, which have been told to stop, and kills those that stay. A link that ends
+   without CloseRanks is lost: the host ends its ranks, too, and both ends of the link end the worker.
 5. A rank ends with its host: the host keeps the rank's stdin open. New keys go to ranks the same way.
 """
 
@@ -32,7 +34,7 @@ from baton.engine.runner.rank_process import (
     TpAssignment,
     TpWorkerFailure,
     TpWorkerProcess,
-    ended_early,
+    ended,
     error_of,
 )
 from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost
@@ -128,7 +130,7 @@ class RankHost:
         self._listener = Listener(listener, self._greet, "rank-host", self._dropped)
 
     def serve(self) -> None:
-        """Serve until a rank ends with an error; raises WorkerLost then."""
+        """Serve until a rank dies or the link of rank 0's process is lost; raises WorkerLost then."""
         self._has_failed.wait()
         raise WorkerLost(self._failure)
 
@@ -162,7 +164,7 @@ class _HostedReplica:
     def __init__(
         self, config: WorkerConfig, ring: KeyRing, connection: Connection, failed: Callable[[str], None]
     ) -> None:
-        """failed: called when a rank ends that has not said why."""
+        """failed: called when a rank ends that has not said why, or when the link is lost."""
         self._config = config
         self._ring = ring
         self._connection = connection
@@ -180,6 +182,9 @@ class _HostedReplica:
                 while isinstance(order := _next_message(self._connection, _TO_HOST), StartRank):
                     self._start(order, str(Path(folder) / "store"))
                 timeout_s = order.timeout_s
+            except (PeerGone, WireError) as error:
+                self._failed(f"the link of rank 0's process is lost: {error}")
+                raise
             finally:
                 self._is_closing = True
                 self._ring.unfollow(self._use_keys)
@@ -279,6 +284,12 @@ class HostedRanks:
         )
         return self._links[node].start(order)
 
+    def check(self) -> None:
+        """Raise WorkerLost when a rank has ended or a host is gone. Not after `close`."""
+        error = next(filter(None, (link.error for link in self._links.values())), None)
+        if error is not None:
+            raise WorkerLost(str(error)) from error
+
     def close(self) -> None:
         """As `RankNodes`."""
         for link in self._links.values():
@@ -308,6 +319,11 @@ class _HostLink:
         rank = self._ranks[order.rank] = HostedRank(order.rank, self)
         self._send(order)
         return rank
+
+    @property
+    def error(self) -> BatonError | None:
+        """The error of a rank, or the reason why it is gone."""
+        return next(filter(None, (rank.error for rank in self._ranks.values())), None)
 
     def close(self, timeout_s: float) -> None:
         """Wait for the ranks, which are killed after the timeout, and end the link. May be called again."""
@@ -349,22 +365,22 @@ class HostedRank:
         self._link = link
         self._has_changed = threading.Condition()
         self._is_ready = False
-        self._error: BatonError | None = None  # what the rank said, or why it is gone
+        self.error: BatonError | None = None  # what the rank said, or why it is gone
         self._has_said_why = False
 
     def wait_until_ready(self) -> None:
         """As `TpWorker`."""
         with self._has_changed:
-            if not self._has_changed.wait_for(lambda: self._is_ready or self._error, START_TIMEOUT_S):
+            if not self._has_changed.wait_for(lambda: self._is_ready or self.error, START_TIMEOUT_S):
                 raise WorkerLost(f"rank {self.rank} was not ready within {START_TIMEOUT_S:g} s: it is ended")
-            if not self._is_ready and self._error is not None:
-                raise self._error
+            if not self._is_ready and self.error is not None:
+                raise self.error
 
     def failure(self) -> BatonError | None:
         """As `TpWorker`. The error may come a moment after the end of the rank's other connections."""
         with self._has_changed:
-            self._has_changed.wait_for(lambda: self._error, FAILURE_S)
-            return self._error if self._has_said_why else None
+            self._has_changed.wait_for(lambda: self.error, FAILURE_S)
+            return self.error if self._has_said_why else None
 
     def close(self, timeout_s: float) -> None:
         """As `TpWorker`, of all ranks of the node."""
@@ -380,7 +396,7 @@ class HostedRank:
             case RankSaid(answer=answer):
                 self._fail(error_of(self.rank, answer), has_said_why=True)
             case RankEnded(status=status):
-                self._fail(ended_early(self.rank, status))
+                self._fail(ended(self.rank, status, was_ready=self._is_ready))
 
     def lost(self, why: str) -> None:
         """Note that the host says no more. The link's thread calls."""
@@ -388,6 +404,6 @@ class HostedRank:
 
     def _fail(self, error: BatonError, *, has_said_why: bool = False) -> None:
         with self._has_changed:
-            if self._error is None:
-                self._error, self._has_said_why = error, has_said_why
+            if self.error is None:
+                self.error, self._has_said_why = error, has_said_why
             self._has_changed.notify_all()

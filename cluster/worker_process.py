@@ -80,6 +80,7 @@ class HostedWorker:
         self._ring = KeyRing.of(keys, Kind.WORKER)
         self._weights: Checkpoint | None = None  # while it sleeps
         self._order_number = 0  # see Worker
+        self._nodes: HostedRanks | None = None
         self._open(progress)
 
     def _open(self, progress: Progress | None = None) -> None:
@@ -91,10 +92,10 @@ class HostedWorker:
             keys = self._ring if config.engine.nnodes > 1 else None
             agents = RankAgents(config.engine.num_ranks, host=config.host, keys=keys)
             ends.callback(agents.close)
-            nodes = None
+            self._nodes = None
             if self._rank_hosts:
-                nodes = HostedRanks(self._rank_hosts, config.host, self._ring, agents.node_address)
-            loaded = _load(config, shared, agents, nodes, progress, weights)
+                self._nodes = HostedRanks(self._rank_hosts, config.host, self._ring, agents.node_address)
+            loaded = _load(config, shared, agents, self._nodes, progress, weights)
             self.engine = ends.enter_context(contextlib.closing(loaded))
             self._steps = StepWatchdog(SystemClock(), config.step_timeout_s)
             self.engine.on_batch = self._steps.sized
@@ -221,6 +222,8 @@ class HostedWorker:
         notice_s = until_s = math.inf
         while not (clock.now_s() >= until_s or (clock.now_s() >= notice_s and node.is_idle)):
             self._steps.begin()
+            if self._nodes is not None:
+                self._nodes.check()  # an idle worker, too, ends with its ranks
             node.step()
             if (stop.is_set() or node.is_draining) and until_s == math.inf:
                 node.drain()

@@ -130,7 +130,7 @@ class TpWorkerProcess:
         try:
             answer = self._reader.recv_bytes()
         except EOFError:
-            raise ended_early(self.rank, self.process.wait()) from None
+            raise ended(self.rank, self.process.wait(), was_ready=False) from None
         if answer != READY:
             raise error_of(self.rank, answer)
 
@@ -171,9 +171,11 @@ class TpWorkerProcess:
             self.process.stdin.close()
 
 
-def ended_early(rank: int, status: int) -> WorkerLost:
-    """Return the error of a rank whose process ended before it was ready."""
-    return WorkerLost(f"rank {rank} ended with status {status} before it was ready")
+def ended(rank: int, status: int, *, was_ready: bool) -> WorkerLost:
+    """Return the error of a rank whose process ended without an answer that says why."""
+    return WorkerLost(
+        f"rank {rank} ended with status {status}" + ("" if was_ready else " before it was ready")
+    )
 
 
 def error_of(rank: int, answer: bytes) -> BatonError:

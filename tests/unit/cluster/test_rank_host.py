@@ -14,6 +14,7 @@ import pytest
 
 from baton.cluster.rank_host import HostedRanks, RankHost
 from baton.cluster.runtimes.base import HostPlace
+from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
@@ -51,13 +52,15 @@ class Nodes:
 
     def __init__(self, config: EngineConfig, ring: KeyRing, host_ring: KeyRing) -> None:
         self.ring = ring
-        worker = WorkerConfig(
-            role=WorkerRole.DECODE, name="decode-0", model_name="m", engine=config, routers=(), host=HOST
-        )
-        self.host = RankHost(worker, host_ring)
+        self.host = RankHost(self.worker(config, HOST), host_ring)
         self.agents = RankAgents(config.num_ranks, host="127.0.0.1", keys=ring)
         self.serving = threading.Thread(target=self._serve, daemon=True)
         self.error: WorkerLost | None = None
+
+    def worker(self, config: EngineConfig, host: str) -> WorkerConfig:
+        return WorkerConfig(
+            role=WorkerRole.DECODE, name="decode-0", model_name="m", engine=config, routers=(), host=host
+        )
 
     def hosted(self) -> HostedRanks:
         return HostedRanks([self.host.place], "127.0.0.1", self.ring, self.agents.node_address)
@@ -166,9 +169,25 @@ def test_rank_that_is_killed_ends_the_engine_and_the_host(make: Make, model: Pat
     engine.close()
 
 
+@pytest.mark.parametrize("cut", ["rank", "host"])
+def test_idle_worker_ends_with_a_connection_to_another_node(make: Make, model: Path, cut: str) -> None:
+    config = spread(model)
+    nodes, before = make(config), children()
+    worker = HostedWorker(nodes.worker(config, "127.0.0.1"), RING, rank_hosts=[nodes.host.place])
+    with closing(worker), ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(worker.serve, threading.Event())
+        links: Any = worker.engine.runner.rank.commands if cut == "rank" else worker._nodes
+        for link in links._links.values():
+            link._connection.close()
+        with pytest.raises(WorkerLost, match="rank 1 ended with status" if cut == "rank" else "is gone"):
+            serving.result(20.0)
+    wait_for(lambda: children() == before)
+
+
 def test_ranks_end_with_the_link_of_rank_0(make: Make, model: Path) -> None:
     config = spread(model)
     nodes, before = make(config), children()
+    nodes.serving.start()
     hosted = nodes.hosted()
     with ThreadPoolExecutor(1) as threads:
         loading = threads.submit(load_engine, config, sidecar=nodes.agents.sidecar, nodes=hosted)
@@ -177,6 +196,8 @@ def test_ranks_end_with_the_link_of_rank_0(make: Make, model: Path) -> None:
     for link in hosted._links.values():
         link._connection.close()
     wait_for(lambda: children() == before)
+    nodes.serving.join(20.0)
+    assert "the link of rank 0's process is lost" in str(nodes.error)
     with pytest.raises(WorkerLost):
         generate(engine, [1, 2, 3])
     engine.close()
