@@ -50,6 +50,7 @@ ORPHANS_S: Final = 5.0  # for ranks to end by themselves after rank 0's process,
 CLOSE_S: Final = 5.0  # beyond the ranks' own time, for a host to answer
 FAILURE_S: Final = 2.0  # for the error of a rank to come after the end of its connections
 MAX_LINKS: Final = 2  # the link of a replica that has ended, and that of the next one
+FIRST_ORDER_S: Final = 10.0  # for the first order of a link: rank 0's process sends it at once
 MAX_RANKS: Final = 2**16 - 1
 
 logger = logging.getLogger(__name__)
@@ -103,10 +104,12 @@ _FROM_HOST: Final[msgspec.msgpack.Decoder[FromHost]] = msgspec.msgpack.Decoder(F
 MessageT = TypeVar("MessageT")
 
 
-def _next_message(connection: Connection, decoder: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-    """Return the next message; raises PeerGone or WireError."""
+def _next_message(
+    connection: Connection, decoder: msgspec.msgpack.Decoder[MessageT], timeout_s: float | None = None
+) -> MessageT:
+    """Return the next message; raises PeerGone, WireError or TimeoutError."""
     try:
-        return decoder.decode(connection.recv())
+        return decoder.decode(connection.recv(timeout_s))
     except msgspec.DecodeError as error:
         raise connection.drop(WireError(f"no message of ranks: {error}", reason="message")) from None
 
@@ -117,9 +120,13 @@ def _next_message(connection: Connection, decoder: msgspec.msgpack.Decoder[Messa
 class RankHost:
     """Starts and ends the ranks of one worker on this node, as rank 0's process says."""
 
-    def __init__(self, config: WorkerConfig, ring: KeyRing) -> None:
-        """config: of the worker, with this node's address as `host`. ring: may be replaced later."""
+    def __init__(self, config: WorkerConfig, node: int, ring: KeyRing) -> None:
+        """config: of the worker, with this node's address as `host`. node: counted from 1, of the worker's.
+
+        ring: the keys in it may be replaced later.
+        """
         self._config = config
+        self._node = node
         self._ring = ring
         self._dropped = DroppedPeers()
         self._has_failed = threading.Event()
@@ -143,9 +150,12 @@ class RankHost:
         connection = Connection(sock, keys, Role.ACCEPTING, dropped=self._dropped, schema=SCHEMA)
         try:
             connection.handshake()
-            if not self._listener.keep(sock, connection.close, MAX_LINKS):
-                raise WorkerLost("too many processes are connected")
-            _HostedReplica(self._config, self._ring, connection, self._failed).serve()
+            order = _next_message(connection, _TO_HOST, FIRST_ORDER_S)
+            replica = _HostedReplica(self._config, self._node, self._ring, connection, self._failed)
+            if self._listener.keep(sock, connection.close, MAX_LINKS):
+                replica.serve(order)
+            elif isinstance(order, StartRank):
+                replica.refuse(order, WorkerLost("the host has too many links"))
         except PeerGone:
             logger.info("rank 0 is gone")
         except (BatonError, OSError) as error:
@@ -162,28 +172,37 @@ class _HostedReplica:
     """The ranks of one link, which end with it."""
 
     def __init__(
-        self, config: WorkerConfig, ring: KeyRing, connection: Connection, failed: Callable[[str], None]
+        self,
+        config: WorkerConfig,
+        node: int,
+        ring: KeyRing,
+        connection: Connection,
+        failed: Callable[[str], None],
     ) -> None:
         """failed: called when a rank ends that has not said why, or when the link is lost."""
         self._config = config
         self._ring = ring
         self._connection = connection
         self._failed = failed
+        ranks_per_node = config.engine.ranks_per_node
+        self._to_start = set(range(node * ranks_per_node, (node + 1) * ranks_per_node))
         self._processes: list[TpWorkerProcess] = []
         self._threads: list[threading.Thread] = []
         self._is_closing = False
 
-    def serve(self) -> None:
-        """Serve until the link ends; all ranks have ended on return."""
+    def serve(self, order: ToHost) -> None:
+        """Serve until the link ends; all ranks have ended on return. order: the first."""
         timeout_s = ORPHANS_S
         self._ring.follow(self._use_keys)
         with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
             try:
-                while isinstance(order := _next_message(self._connection, _TO_HOST), StartRank):
+                while isinstance(order, StartRank):
                     self._start(order, str(Path(folder) / "store"))
+                    order = _next_message(self._connection, _TO_HOST)
                 timeout_s = order.timeout_s
             except (PeerGone, WireError) as error:
-                self._failed(f"the link of rank 0's process is lost: {error}")
+                if self._processes:
+                    self._failed(f"the link of rank 0's process is lost: {error}")
                 raise
             finally:
                 self._is_closing = True
@@ -191,12 +210,19 @@ class _HostedReplica:
                 self._end(timeout_s)
         self._send(RanksClosed())
 
+    def refuse(self, order: StartRank, error: BatonError | OSError) -> None:
+        """Say why the rank is not started."""
+        failure = TpWorkerFailure(type(error).__name__, str(error))
+        self._send(RankSaid(rank=order.rank, answer=msgspec.json.encode(failure)))
+
     def _start(self, order: StartRank, rendezvous: str) -> None:
         try:
+            if order.rank not in self._to_start:
+                raise WorkerLost("it is not a rank of this node, or was started before")
+            self._to_start.remove(order.rank)
             process = TpWorkerProcess(self._assignment(order, rendezvous))
         except (BatonError, OSError) as error:
-            failure = TpWorkerFailure(type(error).__name__, str(error))
-            self._send(RankSaid(rank=order.rank, answer=msgspec.json.encode(failure)))
+            self.refuse(order, error)
             return
         self._processes.append(process)
         thread = threading.Thread(target=self._watch, args=(process,), name="rank-watch", daemon=True)

@@ -366,7 +366,7 @@ class RayRuntime:
         hosts = []
         for node in range(1, spec.num_nodes):
             host = self._host_class(f"{spec.name}-node-{node}")
-            hosts.append(host.options(name=None, **self._where(spec, node)).remote(given))
+            hosts.append(host.options(name=None, **self._where(spec, node)).remote(given, node))
         return [actor, *hosts]
 
     def _kill_there(self, node_id: str, pid: int) -> None:

@@ -118,11 +118,12 @@ class ProcessActor(NodeActor):
 class RankHostActor(NodeActor):
     """A Ray actor that starts the ranks of a worker on one of its nodes other than rank 0's."""
 
-    def __init__(self, assignment: bytes) -> None:
-        """assignment: of the worker."""
+    def __init__(self, assignment: bytes, node: int) -> None:
+        """assignment: of the worker. node: of the worker's nodes, counted from 1."""
         super().__init__(_on_this_node(msgspec.json.decode(assignment, type=Assignment)))
         set_up_logging(self._given.name, format=self._given.log_format, force=True)
-        self._host = RankHost(msgspec.json.decode(self._given.config, type=WorkerConfig), self._ring)
+        config = msgspec.json.decode(self._given.config, type=WorkerConfig)
+        self._host = RankHost(config, node, self._ring)
 
     def host_place(self) -> tuple[str, int, str]:
         """Return the fields of the host's HostPlace."""

@@ -12,18 +12,28 @@ import msgspec
 import psutil
 import pytest
 
-from baton.cluster.rank_host import HostedRanks, RankHost
+from baton.cluster import rank_host
+from baton.cluster.rank_host import (
+    MAX_LINKS,
+    SCHEMA,
+    HostedRanks,
+    RankEnded,
+    RankHost,
+    RankSaid,
+    StartRank,
+)
 from baton.cluster.runtimes.base import HostPlace
 from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
-from baton.errors import ConfigError, ModelError, WireError, WorkerLost
+from baton.engine.runner.rank_process import READY, error_of
+from baton.errors import ConfigError, ModelError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address, WorkerRole
-from baton.rpc.auth import PAGES, KeyRing, LinkKeys, Role
+from baton.rpc.auth import PAGES, RANKS, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection
 from tests.tiny_models import generate, tiny_config, tiny_engine, write_config
 from tests.transfer_ends import KEY, RING
@@ -52,7 +62,7 @@ class Nodes:
 
     def __init__(self, config: EngineConfig, ring: KeyRing, host_ring: KeyRing) -> None:
         self.ring = ring
-        self.host = RankHost(self.worker(config, HOST), host_ring)
+        self.host = RankHost(self.worker(config, HOST), 1, host_ring)
         self.agents = RankAgents(config.num_ranks, host="127.0.0.1", keys=ring)
         self.serving = threading.Thread(target=self._serve, daemon=True)
         self.error: WorkerLost | None = None
@@ -201,6 +211,62 @@ def test_ranks_end_with_the_link_of_rank_0(make: Make, model: Path) -> None:
     with pytest.raises(WorkerLost):
         generate(engine, [1, 2, 3])
     engine.close()
+
+
+def dial(nodes: Nodes) -> Connection:
+    """A link to the host, as a process with workers' keys makes it."""
+    sock = socket.create_connection((nodes.host.place.host, nodes.host.place.port))
+    return Connection(sock, LinkKeys(RING, RANKS), Role.CONNECTING, schema=SCHEMA).handshake()
+
+
+def order_of(rank: int) -> bytes:
+    nowhere = Address("127.0.0.1", 1)
+    return msgspec.msgpack.encode(
+        StartRank(rank=rank, num_threads=1, ranks=nowhere, replica=b"", agents=nowhere)
+    )
+
+
+def refusal(link: Connection) -> str:
+    """The next failure that the host reports."""
+    while True:
+        said = msgspec.msgpack.decode(link.recv(20.0), type=RankSaid | RankEnded)
+        if isinstance(said, RankSaid) and said.answer != READY:
+            return str(error_of(said.rank, said.answer))
+
+
+def test_host_starts_each_rank_of_its_node_once(make: Make, model: Path) -> None:
+    nodes, before = make(spread(model)), children()
+    with closing(dial(nodes)) as link:
+        for rank in (1, 1, 777):
+            link.send(order_of(rank))
+        assert refusal(link) == "rank 1: it is not a rank of this node, or was started before"
+        assert refusal(link) == "rank 777: it is not a rank of this node, or was started before"
+        assert len(children() - before) <= 1
+
+
+def test_silent_links_keep_no_replica_from_its_host(make: Make, model: Path) -> None:
+    config = spread(model)
+    nodes = make(config)
+    with closing(dial(nodes)), closing(dial(nodes)), closing(nodes.load(config)) as engine:
+        assert len(generate(engine, [1, 2, 3])) == 8
+
+
+def test_host_with_too_many_links_says_so(make: Make, model: Path) -> None:
+    nodes = make(spread(model))
+    with ExitStack() as links:
+        for _ in range(MAX_LINKS):
+            link = links.enter_context(closing(dial(nodes)))
+            link.send(order_of(777))
+            assert "not a rank of this node" in refusal(link)
+        link = links.enter_context(closing(dial(nodes)))
+        link.send(order_of(1))
+        assert refusal(link) == "rank 1: the host has too many links"
+
+
+def test_silent_link_is_refused(make: Make, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_host, "FIRST_ORDER_S", 0.1)
+    with closing(dial(make(spread(model)))) as link, pytest.raises(PeerGone):
+        link.recv(20.0)
 
 
 def test_rank_that_cannot_load_reports_its_error(make: Make, model: Path, tmp_path: Path) -> None:
