@@ -129,7 +129,7 @@ class TpWorkerProcess:
             raise WorkerLost(f"rank {self.rank} was not ready within {START_TIMEOUT_S:g} s: it is ended")
         try:
             answer = self._reader.recv_bytes()
-        except EOFError:
+        except (EOFError, OSError):  # it was killed, perhaps in the middle of an answer
             raise ended(self.rank, self.process.wait(), was_ready=False) from None
         if answer != READY:
             raise error_of(self.rank, answer)
@@ -138,12 +138,12 @@ class TpWorkerProcess:
         """As `TpWorker`."""
         try:
             return error_of(self.rank, self._reader.recv_bytes()) if self._reader.poll() else None
-        except EOFError:
+        except (EOFError, OSError):
             return None
 
     def watch(self, on_answer: Callable[[bytes], None]) -> int:
         """Call the function with each answer until the process has ended; return its status."""
-        with suppress(EOFError):
+        with suppress(EOFError, OSError):
             while True:
                 on_answer(self._reader.recv_bytes())
         return self.process.wait()
@@ -180,7 +180,10 @@ def ended(rank: int, status: int, *, was_ready: bool) -> WorkerLost:
 
 def error_of(rank: int, answer: bytes) -> BatonError:
     """Return the error that an answer other than READY reports."""
-    failure = msgspec.json.decode(answer, type=TpWorkerFailure)
+    try:
+        failure = msgspec.json.decode(answer, type=TpWorkerFailure)
+    except msgspec.DecodeError as error:
+        return WorkerLost(f"rank {rank} gave an answer that is no TpWorkerFailure: {error}")
     known = {kind.__name__: kind for kind in (ConfigError, ModelError)}
     kind = known.get(failure.kind, WorkerLost)
     return kind(f"rank {rank}: {failure.message}")

@@ -1,6 +1,7 @@
 """Ranks that a host starts, as on another node; the host is in this process."""
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -274,6 +275,39 @@ def test_rank_that_cannot_load_reports_its_error(make: Make, model: Path, tmp_pa
     nodes = make(msgspec.structs.replace(config, model=str(tmp_path / "missing")))
     with pytest.raises(ModelError, match="rank 1: .*missing"):
         nodes.load(config)
+
+
+def test_rank_that_is_killed_in_the_middle_of_an_answer_is_reported(
+    make: Make, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank is left to connect, so a host that does not say so keeps rank 0 waiting for two minutes."""
+    script = tmp_path / "dies"
+    script.write_text("#!/bin/sh\nprintf '\\000\\000\\000\\377half' > /proc/self/fd/$3; kill -9 $$\n")
+    script.chmod(0o755)
+    nodes = make(spread(model))
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(WorkerLost, match="rank 1 ended with status -9 before it was ready"):
+        nodes.load(spread(model))
+
+
+def test_answer_that_no_rank_gives_is_an_error(model: Path) -> None:
+    """Rank 0 would otherwise wait for a rank whose host says what it cannot read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        place = HostPlace(*listener.getsockname(), "elsewhere")
+        lying = threads.submit(lie, listener)
+        with pytest.raises(WorkerLost, match="rank 1 gave an answer that is no TpWorkerFailure"):
+            load_engine(spread(model), nodes=HostedRanks([place], "127.0.0.1", RING, Address("127.0.0.1", 1)))
+        lying.result()
+
+
+def lie(listener: socket.socket) -> None:
+    """Be a host whose ranks say nonsense."""
+    sock, _ = listener.accept()
+    link = Connection(sock, LinkKeys(RING, RANKS), Role.ACCEPTING, schema=SCHEMA).handshake()
+    with closing(link):
+        link.recv()
+        link.send(msgspec.msgpack.encode(RankSaid(rank=1, answer=b"no JSON")))
+        link.recv(20.0)  # CloseRanks
 
 
 def test_host_without_the_cluster_key_is_refused(make: Make, model: Path) -> None:
