@@ -187,6 +187,7 @@ class _HostedReplica:
         ranks_per_node = config.engine.ranks_per_node
         self._to_start = set(range(node * ranks_per_node, (node + 1) * ranks_per_node))
         self._processes: list[TpWorkerProcess] = []
+        self._keys_lock = threading.Lock()  # held while keys are passed on, so that the newest come last
         self._threads: list[threading.Thread] = []
         self._is_closing = False
 
@@ -220,17 +221,21 @@ class _HostedReplica:
             if order.rank not in self._to_start:
                 raise WorkerLost("it is not a rank of this node, or was started before")
             self._to_start.remove(order.rank)
-            process = TpWorkerProcess(self._assignment(order, rendezvous))
+            keys = self._ring.generations
+            process = TpWorkerProcess(self._assignment(order, rendezvous, keys))
         except (BatonError, OSError) as error:
             self.refuse(order, error)
             return
-        self._processes.append(process)
+        with self._keys_lock:
+            self._processes.append(process)
+        if self._ring.generations != keys:  # they were replaced while the process started
+            self._use_keys()
         thread = threading.Thread(target=self._watch, args=(process,), name="rank-watch", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _assignment(self, order: StartRank, rendezvous: str) -> TpAssignment:
-        config, keys, own_host = self._config, self._ring.generations, self._config.host
+    def _assignment(self, order: StartRank, rendezvous: str, keys: Generations) -> TpAssignment:
+        config, own_host = self._config, self._config.host
         model = str(resolve_model(config.engine.model).resolve())
         return TpAssignment(
             config=msgspec.structs.replace(config.engine, model=model),
@@ -265,8 +270,9 @@ class _HostedReplica:
             process.close(0.0)
 
     def _use_keys(self) -> None:
-        for process in self._processes:
-            process.tell(msgspec.json.encode(self._ring.generations))
+        with self._keys_lock:
+            for process in self._processes:
+                process.tell(msgspec.json.encode(self._ring.generations))
 
     def _send(self, message: FromHost) -> None:
         self._connection.send(msgspec.msgpack.encode(message))

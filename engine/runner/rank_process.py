@@ -117,9 +117,9 @@ class TpWorkerProcess:
             self._close_stdin()
 
     def tell(self, line: bytes) -> None:
-        """Write a line to the standard input of a process that still runs."""
+        """Write a line to the standard input of a process that still runs. Does nothing after its end."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError, ValueError):  # ValueError: stdin is closed
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 

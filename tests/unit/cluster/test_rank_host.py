@@ -28,7 +28,7 @@ from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
-from baton.engine.runner.rank_process import READY, error_of
+from baton.engine.runner.rank_process import READY, TpAssignment, TpWorkerProcess, error_of
 from baton.errors import ConfigError, ModelError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.ranks import RankAgents
@@ -151,6 +151,29 @@ def test_agent_listens_on_its_node_with_the_keys_of_its_host(make: Make, model: 
         host_ring.replace(new_ring.generations)
         wait_for(lambda: admits(port, new_ring))
         assert not admits(port, RING)
+        rank.close()
+
+
+def test_keys_that_are_replaced_while_a_rank_starts_reach_it(
+    make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, host_ring, new_ring = (
+        spread(model),
+        KeyRing.of(KEY, Kind.WORKER),
+        KeyRing.of(NEW_KEY, Kind.WORKER),
+    )
+
+    class SlowStart(TpWorkerProcess):
+        def __init__(self, assignment: TpAssignment) -> None:
+            super().__init__(assignment)
+            host_ring.replace((*RING.generations, *new_ring.generations))
+
+    monkeypatch.setattr(rank_host, "TpWorkerProcess", SlowStart)
+    nodes = make(config, RING, host_ring)
+    with closing(nodes.load(config)) as engine:
+        settings = EndpointSettings(keys=RING, fingerprint="m", layout=engine.runner.layout).for_rank(0)
+        (rank,) = nodes.agents.set_up(settings)
+        wait_for(lambda: admits(int(rank.listeners.addresses["tcp"]), new_ring))
         rank.close()
 
 
@@ -293,7 +316,7 @@ def test_rank_that_is_killed_in_the_middle_of_an_answer_is_reported(
 def test_answer_that_no_rank_gives_is_an_error(model: Path) -> None:
     """Rank 0 would otherwise wait for a rank whose host says what it cannot read."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
-        place = HostPlace(*listener.getsockname(), "elsewhere")
+        place = HostPlace("127.0.0.1", listener.getsockname()[1], "elsewhere")
         lying = threads.submit(lie, listener)
         with pytest.raises(WorkerLost, match="rank 1 gave an answer that is no TpWorkerFailure"):
             load_engine(spread(model), nodes=HostedRanks([place], "127.0.0.1", RING, Address("127.0.0.1", 1)))
