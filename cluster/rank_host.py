@@ -15,6 +15,7 @@ import logging
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -262,8 +263,10 @@ class _HostedReplica:
                 self._failed(f"rank {process.rank} ended with status {status}")
 
     def _end(self, timeout_s: float) -> None:
+        """timeout_s: of all ranks together."""
+        until_s = time.monotonic() + timeout_s
         for process in self._processes:
-            process.end(timeout_s)
+            process.end(max(0.0, until_s - time.monotonic()))
         for thread in self._threads:
             thread.join()
         for process in self._processes:
@@ -294,6 +297,8 @@ class HostedRanks:
         self._ring = ring
         self._agents = agents
         self._links: dict[int, _HostLink] = {}  # by node
+        self._ranks: list[HostedRank] = []
+        self._has_changed = threading.Condition()  # a rank is ready, or its error is known
 
     @property
     def keys(self) -> Generations:
@@ -314,18 +319,33 @@ class HostedRanks:
             replica=network.replica,
             agents=self._agents,
         )
-        return self._links[node].start(order)
+        hosted = HostedRank(rank, self._has_changed, self.close)
+        self._ranks.append(hosted)
+        self._links[node].start(order, hosted)
+        return hosted
 
     def check(self) -> None:
         """Raise WorkerLost when a rank has ended or a host is gone. Not after `close`."""
-        error = next(filter(None, (link.error for link in self._links.values())), None)
+        error = next(filter(None, (rank.error for rank in self._ranks)), None)
         if error is not None:
             raise WorkerLost(str(error)) from error
 
-    def close(self) -> None:
+    def failure(self) -> BatonError | None:
+        """As `RankNodes`. The error may come a moment after the end of the rank's other connections."""
+
+        def is_known() -> bool:
+            return any(rank.failure() for rank in self._ranks) or all(rank.error for rank in self._ranks)
+
+        with self._has_changed:
+            self._has_changed.wait_for(is_known, FAILURE_S)
+        return next(filter(None, (rank.failure() for rank in self._ranks)), None)
+
+    def close(self, timeout_s: float = 0.0) -> None:
         """As `RankNodes`."""
         for link in self._links.values():
-            link.close(0.0)
+            link.begin_close(timeout_s)
+        for link in self._links.values():
+            link.close()
 
 
 class _HostLink:
@@ -342,30 +362,25 @@ class _HostLink:
         self._where = where
         self._ranks: dict[int, HostedRank] = {}
         self._have_ended = threading.Event()
-        self._close_lock = threading.Lock()
-        self._is_closed = False
+        self._close_by_s: float | None = None  # from `begin_close` on
         self._thread = threading.Thread(target=self._read, name="rank-host", daemon=True)
         self._thread.start()
 
-    def start(self, order: StartRank) -> "HostedRank":
-        rank = self._ranks[order.rank] = HostedRank(order.rank, self)
+    def start(self, order: StartRank, rank: "HostedRank") -> None:
+        self._ranks[order.rank] = rank
         self._send(order)
-        return rank
 
-    @property
-    def error(self) -> BatonError | None:
-        """The error of a rank, or the reason why it is gone."""
-        return next(filter(None, (rank.error for rank in self._ranks.values())), None)
+    def begin_close(self, timeout_s: float) -> None:
+        """Have the host wait for its ranks, and kill them after the timeout. May be called again."""
+        if self._close_by_s is None:
+            self._close_by_s = time.monotonic() + timeout_s + CLOSE_S
+            with suppress(WorkerLost):
+                self._send(CloseRanks(timeout_s=timeout_s))
 
-    def close(self, timeout_s: float) -> None:
-        """Wait for the ranks, which are killed after the timeout, and end the link. May be called again."""
-        with self._close_lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        with suppress(WorkerLost):
-            self._send(CloseRanks(timeout_s=timeout_s))
-        self._have_ended.wait(timeout_s + CLOSE_S)
+    def close(self) -> None:
+        """Wait for the end of the ranks after `begin_close`, and end the link. May be called again."""
+        assert self._close_by_s is not None
+        self._have_ended.wait(max(0.0, self._close_by_s - time.monotonic()))
         self._connection.close()
         self._thread.join()
 
@@ -392,10 +407,13 @@ class _HostLink:
 class HostedRank:
     """Rank 0's end of a rank on another node: a TpWorker."""
 
-    def __init__(self, rank: int, link: _HostLink) -> None:
+    def __init__(
+        self, rank: int, has_changed: threading.Condition, close_all: Callable[[float], None]
+    ) -> None:
+        """has_changed: shared by all ranks on other nodes. close_all: closes them all."""
         self.rank = rank
-        self._link = link
-        self._has_changed = threading.Condition()
+        self._has_changed = has_changed
+        self._close_all = close_all
         self._is_ready = False
         self.error: BatonError | None = None  # what the rank said, or why it is gone
         self._has_said_why = False
@@ -409,14 +427,12 @@ class HostedRank:
                 raise self.error
 
     def failure(self) -> BatonError | None:
-        """As `TpWorker`. The error may come a moment after the end of the rank's other connections."""
-        with self._has_changed:
-            self._has_changed.wait_for(lambda: self.error, FAILURE_S)
-            return self.error if self._has_said_why else None
+        """As `TpWorker`."""
+        return self.error if self._has_said_why else None
 
     def close(self, timeout_s: float) -> None:
-        """As `TpWorker`, of all ranks of the node."""
-        self._link.close(timeout_s)
+        """As `TpWorker`, of the ranks of all other nodes."""
+        self._close_all(timeout_s)
 
     def told(self, message: RankSaid | RankEnded) -> None:
         """Note a message of the host. The link's thread calls."""

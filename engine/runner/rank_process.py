@@ -91,8 +91,14 @@ class RankNodes(Protocol):
         network: of rank 0.
         """
 
-    def close(self) -> None:
-        """End the ranks that still run, and leave the nodes."""
+    def failure(self) -> BatonError | None:
+        """The error that a rank of another node has reported since it was ready.
+
+        Waits a moment for the report: it may come after the end of the rank's other connections.
+        """
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Wait for the ranks that still run, kill them after the timeout, and leave the nodes."""
 
 
 class TpWorkerProcess:

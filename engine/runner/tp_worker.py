@@ -160,6 +160,8 @@ class TpWorkers:
             yield
         except WorkerLost as error:
             failure = next(filter(None, (worker.failure() for worker in self._workers)), None)
+            if failure is None and self._nodes is not None:
+                failure = self._nodes.failure()
             if failure is None:
                 raise
             raise failure from error

@@ -3,6 +3,7 @@
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -216,6 +217,33 @@ def test_idle_worker_ends_with_a_connection_to_another_node(make: Make, model: P
         with pytest.raises(WorkerLost, match="rank 1 ended with status" if cut == "rank" else "is gone"):
             serving.result(20.0)
     wait_for(lambda: children() == before)
+
+
+def test_hung_ranks_of_a_node_share_every_timeout(
+    make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise rank 0 gives up on the host while ranks live on."""
+    monkeypatch.setattr(rank_host, "CLOSE_S", 0.7)
+    monkeypatch.setattr(rank_host, "FAILURE_S", 0.3)
+    hosted_ranks: list[psutil.Process] = []
+
+    class Noted(TpWorkerProcess):
+        def __init__(self, assignment: TpAssignment) -> None:
+            super().__init__(assignment)
+            hosted_ranks.append(psutil.Process(self.process.pid))
+
+    monkeypatch.setattr(rank_host, "TpWorkerProcess", Noted)
+    config = tiny_config(model, pipeline_parallel_size=4, nnodes=2)
+    nodes = make(config)
+    hosted = nodes.hosted()
+    with closing(load_engine(config, sidecar=nodes.agents.sidecar, nodes=hosted)):
+        for process in hosted_ranks:
+            process.suspend()
+        begun_s = time.monotonic()
+        assert hosted.failure() is None
+        assert time.monotonic() - begun_s < 0.5
+        hosted.close(1.0)
+        assert len(hosted_ranks) == 2 and not any(process.is_running() for process in hosted_ranks)
 
 
 def test_ranks_end_with_the_link_of_rank_0(make: Make, model: Path) -> None:
