@@ -39,7 +39,7 @@ from baton.engine.runner.rank_process import (
     error_of,
 )
 from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost
-from baton.kvtransfer.ranks.agent_arguments import AgentNode, sidecar_on_node
+from baton.kvtransfer.ranks.agent_arguments import AgentNode, AgentsPlace, sidecar_on_node
 from baton.messages.bounds import schema_hash
 from baton.messages.workers import Address
 from baton.rpc.auth import RANKS, Generations, KeyRing, LinkKeys, Role
@@ -70,7 +70,7 @@ class StartRank(HostMessage, frozen=True):
     num_threads: Annotated[int, Meta(ge=1, le=2**16)]
     ranks: Address  # where rank 0 listens for the other ranks
     replica: Annotated[bytes, Meta(max_length=32)]  # as of RankNetwork
-    agents: Address  # where rank 0 listens for the agents of the other ranks
+    agents: AgentsPlace
 
 
 class CloseRanks(HostMessage, frozen=True):
@@ -287,10 +287,12 @@ class _HostedReplica:
 class HostedRanks:
     """The ranks of one replica on other nodes: the RankNodes of the engine."""
 
-    def __init__(self, hosts: Sequence[HostPlace], host: str, ring: KeyRing, agents: Address | None) -> None:
+    def __init__(
+        self, hosts: Sequence[HostPlace], host: str, ring: KeyRing, agents: AgentsPlace | None
+    ) -> None:
         """hosts: of the other nodes, in their order. host: the address of this node.
 
-        agents: where rank 0 listens for the agents of the other nodes' ranks.
+        agents: for the agents of the other nodes' ranks.
         """
         self.host = host
         self._hosts = hosts

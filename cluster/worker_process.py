@@ -90,11 +90,12 @@ class HostedWorker:
             shared = SharedPool()
             ends.callback(shared.close)
             keys = self._ring if config.engine.nnodes > 1 else None
-            agents = RankAgents(config.engine.num_ranks, host=config.host, keys=keys)
+            here = config.engine.ranks_per_node
+            agents = RankAgents(config.engine.num_ranks, ranks_here=here, host=config.host, keys=keys)
             ends.callback(agents.close)
             self._nodes = None
             if self._rank_hosts:
-                self._nodes = HostedRanks(self._rank_hosts, config.host, self._ring, agents.node_address)
+                self._nodes = HostedRanks(self._rank_hosts, config.host, self._ring, agents.node_place)
             loaded = _load(config, shared, agents, self._nodes, progress, weights)
             self.engine = ends.enter_context(contextlib.closing(loaded))
             self._steps = StepWatchdog(SystemClock(), config.step_timeout_s)

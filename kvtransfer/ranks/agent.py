@@ -74,7 +74,9 @@ class RankAgent:
         self._pool = pool
         self._steps = steps
         connection = self._dial().handshake(CONNECT_S)
-        connection.send(encode(AgentHello(rank=rank)))
+        node = self._arguments.node
+        replica = b"" if node is None else node.rank_zero.replica
+        connection.send(encode(AgentHello(rank=rank, replica=replica)))
         self._stream = MessageStream(connection, decode_for_agent, "kv-rank-0")
         self._stream.start(self._inbox.put, self._perform, self._end)
         self._thread = threading.Thread(target=self._run, name="kv-agent", daemon=True)
@@ -97,7 +99,8 @@ class RankAgent:
         node, dropped = self._arguments.node, self._dropped
         try:
             if node is not None and self._keys is not None:
-                sock = socket.create_connection((node.rank_zero.host, node.rank_zero.port), CONNECT_S)
+                address = node.rank_zero.address
+                sock = socket.create_connection((address.host, address.port), CONNECT_S)
                 keys = LinkKeys(self._keys, RANKS)
                 return Connection(sock, keys, Role.CONNECTING, dropped=dropped, schema=RANK_SCHEMA)
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

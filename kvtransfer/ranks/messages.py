@@ -42,6 +42,7 @@ from baton.kvtransfer.protocol.messages import (
     Unit,
     decode_by,
 )
+from baton.kvtransfer.ranks.agent_arguments import MAX_REPLICA_BYTES
 from baton.kvtransfer.transports.base import Count, PieceOutcome, Rank, RankSettings
 from baton.messages.bounds import schema_hash
 from baton.rpc.auth import Generations as KeyGenerations
@@ -160,6 +161,9 @@ class AgentHello(RankMessage, frozen=True):
     """The first message of an agent."""
 
     rank: Rank
+    replica: Annotated[bytes, Meta(max_length=MAX_REPLICA_BYTES)] = (
+        b""  # of AgentsPlace; on rank 0's node b""
+    )
 
 
 class Ready(RankMessage, frozen=True):

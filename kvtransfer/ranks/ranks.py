@@ -40,7 +40,7 @@ from baton.errors import BatonError, ConfigError, WireError, WorkerLost
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import shards_of
-from baton.kvtransfer.ranks.agent_arguments import AgentArguments
+from baton.kvtransfer.ranks.agent_arguments import AgentArguments, AgentsPlace
 from baton.kvtransfer.ranks.executor import Emit, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     RANK_SCHEMA,
@@ -80,6 +80,7 @@ AGENTS_TIMEOUT_S: Final = 60.0  # for all agents to connect; a loaded engine has
 SET_UP_TIMEOUT_S: Final = 60.0
 STOP_S: Final = 5.0  # for agents to confirm that no page leaves them
 SECRET_BYTES: Final = 32
+REPLICA_BYTES: Final = 16
 
 OnLost: TypeAlias = Callable[[int, bool], None]  # (rank, its process is dead)
 
@@ -198,13 +199,22 @@ class _Newcomer(NamedTuple):
 class RankAgents:
     """The agents of ranks 1 and up, if any. A `Ranks` that is given the object owns it."""
 
-    def __init__(self, num_ranks: int, *, host: str = "", keys: KeyRing | None = None) -> None:
-        """num_ranks: of the replica, rank 0 included.
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        ranks_here: int | None = None,
+        host: str = "",
+        keys: KeyRing | None = None,
+    ) -> None:
+        """num_ranks: of the replica, rank 0 included. ranks_here: the first ones, on this node; None: all.
 
-        host: the address of this node, if ranks are on other nodes: `node_address` is for their agents. keys:
+        host: the address of this node, if ranks are on other nodes: `node_place` is for their agents. keys:
         prove them.
         """
         self.num_ranks = num_ranks
+        self._here = range(1, num_ranks if ranks_here is None else ranks_here)
+        self._elsewhere = range(self._here.stop, num_ranks)
         self._keys = keys
         self._dropped = DroppedPeers()
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -213,16 +223,17 @@ class RankAgents:
         self._watch = ProcessWatch()
         listener, self._address = listen_on_host("baton-ranks")
         self._acceptors = [Listener(listener, self._greet_here, "kv-ranks", self._dropped)]
-        self.node_address: Address | None = None
+        self.node_place: AgentsPlace | None = None
         if keys is not None:
             listener = listen(host)
-            self.node_address = Address(*listener.getsockname()[:2])
+            address = Address(*listener.getsockname()[:2])
+            self.node_place = AgentsPlace(address=address, replica=secrets.token_bytes(REPLICA_BYTES))
             self._acceptors.append(Listener(listener, self._greet_elsewhere, "kv-ranks", self._dropped))
 
     @property
     def has_nodes(self) -> bool:
         """True when some ranks are on other nodes."""
-        return self.node_address is not None
+        return self.node_place is not None
 
     @property
     def sidecar(self) -> RankSidecar:
@@ -301,7 +312,7 @@ class RankAgents:
     def _let_in(self, sock: socket.socket, newcomer: _Newcomer) -> None:
         hello = decode_for_rank_zero(newcomer.connection.recv(AGENTS_TIMEOUT_S))
         with self._has_connected:
-            if not isinstance(hello, AgentHello) or not 1 <= hello.rank < self.num_ranks:
+            if not isinstance(hello, AgentHello) or not self._expects(hello, newcomer):
                 raise newcomer.connection.drop(
                     WireError(f"{hello} is not a rank of this replica", reason="rank")
                 )
@@ -312,6 +323,12 @@ class RankAgents:
             self._acceptors[newcomer.process is None].let_in(sock)
             self._newcomers[hello.rank] = newcomer
             self._has_connected.notify_all()
+
+    def _expects(self, hello: AgentHello, newcomer: _Newcomer) -> bool:
+        """Whether the rank is one of this replica, on the node that the newcomer comes from."""
+        if newcomer.process is not None or self.node_place is None:
+            return hello.rank in self._here
+        return hello.rank in self._elsewhere and hello.replica == self.node_place.replica
 
 
 class Ranks:

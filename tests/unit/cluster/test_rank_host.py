@@ -32,6 +32,7 @@ from baton.engine.engine import Engine, load_engine
 from baton.engine.runner.rank_process import READY, TpAssignment, TpWorkerProcess, error_of
 from baton.errors import ConfigError, ModelError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
+from baton.kvtransfer.ranks.agent_arguments import AgentsPlace
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address, WorkerRole
@@ -43,6 +44,7 @@ from tests.waiting import wait_for
 
 HOST = "127.0.0.2"  # of the other node
 PROMPTS = ([1], [3, 1, 4, 1, 5, 9, 2, 6], list(range(60)))
+NOWHERE = AgentsPlace(address=Address("127.0.0.1", 1), replica=b"")
 NEW_KEY = b"the next key of the cluster"
 
 
@@ -65,9 +67,13 @@ class Nodes:
     def __init__(self, config: EngineConfig, ring: KeyRing, host_ring: KeyRing) -> None:
         self.ring = ring
         self.host = RankHost(self.worker(config, HOST), 1, host_ring)
-        self.agents = RankAgents(config.num_ranks, host="127.0.0.1", keys=ring)
+        self.agents = self.make_agents(config)
         self.serving = threading.Thread(target=self._serve, daemon=True)
         self.error: WorkerLost | None = None
+
+    def make_agents(self, config: EngineConfig) -> RankAgents:
+        here = config.ranks_per_node
+        return RankAgents(config.num_ranks, ranks_here=here, host="127.0.0.1", keys=self.ring)
 
     def worker(self, config: EngineConfig, host: str) -> WorkerConfig:
         return WorkerConfig(
@@ -75,7 +81,7 @@ class Nodes:
         )
 
     def hosted(self) -> HostedRanks:
-        return HostedRanks([self.host.place], "127.0.0.1", self.ring, self.agents.node_address)
+        return HostedRanks([self.host.place], "127.0.0.1", self.ring, self.agents.node_place)
 
     def load(self, config: EngineConfig) -> Engine:
         return load_engine(config, sidecar=self.agents.sidecar, nodes=self.hosted())
@@ -133,7 +139,7 @@ def test_worker_that_has_slept_starts_its_ranks_again(make: Make, model: Path) -
     nodes = make(config)
     nodes.load(config).close()
     nodes.agents.close()
-    nodes.agents = RankAgents(config.num_ranks, host="127.0.0.1", keys=RING)
+    nodes.agents = nodes.make_agents(config)
     with closing(nodes.load(config)) as engine:
         assert len(generate(engine, [1, 2, 3])) == 8
 
@@ -272,9 +278,8 @@ def dial(nodes: Nodes) -> Connection:
 
 
 def order_of(rank: int) -> bytes:
-    nowhere = Address("127.0.0.1", 1)
     return msgspec.msgpack.encode(
-        StartRank(rank=rank, num_threads=1, ranks=nowhere, replica=b"", agents=nowhere)
+        StartRank(rank=rank, num_threads=1, ranks=NOWHERE.address, replica=b"", agents=NOWHERE)
     )
 
 
@@ -347,7 +352,7 @@ def test_answer_that_no_rank_gives_is_an_error(model: Path) -> None:
         place = HostPlace("127.0.0.1", listener.getsockname()[1], "elsewhere")
         lying = threads.submit(lie, listener)
         with pytest.raises(WorkerLost, match="rank 1 gave an answer that is no TpWorkerFailure"):
-            load_engine(spread(model), nodes=HostedRanks([place], "127.0.0.1", RING, Address("127.0.0.1", 1)))
+            load_engine(spread(model), nodes=HostedRanks([place], "127.0.0.1", RING, NOWHERE))
         lying.result()
 
 
@@ -369,7 +374,7 @@ def test_host_without_the_cluster_key_is_refused(make: Make, model: Path) -> Non
 
 
 def test_host_that_is_gone_is_worker_lost(model: Path) -> None:
-    hosted = HostedRanks([HostPlace(HOST, 1, "elsewhere")], "127.0.0.1", RING, Address("127.0.0.1", 1))
+    hosted = HostedRanks([HostPlace(HOST, 1, "elsewhere")], "127.0.0.1", RING, NOWHERE)
     with pytest.raises(WorkerLost, match="the host of ranks at 127.0.0.2:1 cannot be reached: .*refused"):
         load_engine(spread(model), nodes=hosted)
 

@@ -17,7 +17,7 @@ from baton.kvtransfer.ranks.agent_arguments import AgentArguments
 from baton.kvtransfer.ranks.messages import RANK_SCHEMA, AgentHello, StopAll, encode
 from baton.kvtransfer.ranks.ranks import RankAgents, RemoteRank, _Newcomer
 from baton.pages import PageLayout
-from baton.rpc.auth import Role
+from baton.rpc.auth import RANKS, LinkKeys, Role
 from baton.rpc.connection import Connection
 from tests.transfer_ends import RING, open_files
 from tests.waiting import wait_for
@@ -135,6 +135,28 @@ def test_agent_of_an_impossible_or_known_rank_is_dropped(agents: RankAgents, ran
     come(agents, 2)
     assert len(agents.set_up(SETTINGS)) == 2
     first.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_of_replica", "is_let_in"), [(1, True, False), (2, False, False), (2, True, True)]
+)
+def test_agent_on_another_node_is_of_this_replica_and_of_that_node(
+    rank: int, *, is_of_replica: bool, is_let_in: bool
+) -> None:
+    agents = RankAgents(NUM_RANKS, ranks_here=2, host="127.0.0.1", keys=RING)
+    place = agents.node_place
+    assert place is not None
+    sock = socket.create_connection((place.address.host, place.address.port))
+    connection = Connection(sock, LinkKeys(RING, RANKS), Role.CONNECTING, schema=RANK_SCHEMA).handshake()
+    replica = place.replica if is_of_replica else b"another"
+    connection.send(encode(AgentHello(rank=rank, replica=replica)))
+    if is_let_in:
+        wait_for(lambda: rank in agents._newcomers)
+    else:
+        with pytest.raises(PeerGone):
+            connection.recv(5.0)
+    connection.close()
+    agents.close()
 
 
 def test_agent_of_another_build_is_refused_and_both_are_named(
