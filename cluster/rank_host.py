@@ -13,12 +13,10 @@
 
 import logging
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
+from contextlib import closing, suppress
 from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -32,6 +30,7 @@ from baton.engine.runner.rank_process import (
     READY,
     START_TIMEOUT_S,
     RankNetwork,
+    Rendezvous,
     TpAssignment,
     TpWorkerFailure,
     TpWorkerProcess,
@@ -196,10 +195,10 @@ class _HostedReplica:
         """Serve until the link ends; all ranks have ended on return. order: the first."""
         timeout_s = ORPHANS_S
         self._ring.follow(self._use_keys)
-        with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
+        with closing(Rendezvous()) as rendezvous:
             try:
                 while isinstance(order, StartRank):
-                    self._start(order, str(Path(folder) / "store"))
+                    self._start(order, rendezvous.path)
                     order = _next_message(self._connection, _TO_HOST)
                 timeout_s = order.timeout_s
             except (PeerGone, WireError) as error:

@@ -10,6 +10,7 @@ This module needs no torch.
 """
 
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,12 +40,29 @@ class RankNetwork(msgspec.Struct, frozen=True, kw_only=True):
     keys: Generations  # of workers, or of this replica alone; they never cross the network
 
 
+class Rendezvous:
+    """A file in memory in which the ranks of a node find each other: nothing is left of a process that is
+    killed.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("baton-rendezvous")
+        os.fchmod(self._descriptor, stat.S_IRUSR | stat.S_IWUSR)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"  # for processes of this user alone
+
+    def close(self) -> None:
+        """Free the file, after the end of the other ranks. May be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
 class TpAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of one TP worker process."""
 
     config: EngineConfig
     rank: int
-    rendezvous: str  # path of the file where the ranks of a node find each other
+    rendezvous: str  # path of the starter's Rendezvous
     num_threads: int
     host_fd: int = -1  # of the memory of its host pages, which rank 0 maps too; -1: memory of its own
     sidecar: RankSidecar | None = None

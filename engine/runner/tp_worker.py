@@ -17,7 +17,6 @@ import mmap
 import os
 import secrets
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -43,6 +42,7 @@ from baton.engine.runner.rank_process import (
     READY,
     RankNetwork,
     RankNodes,
+    Rendezvous,
     TpAssignment,
     TpWorker,
     TpWorkerFailure,
@@ -112,12 +112,11 @@ class TpWorkers:
             raise ConfigError(
                 f"nnodes: {config.nnodes} nodes for a worker need `baton serve` on a Ray cluster of several"
             )
-        self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")  # readable by this user alone
+        self._rendezvous = Rendezvous()
         self._workers: list[TpWorker] = []
         self._nodes = nodes
         self._listener: RankListener | None = None
         self._links: RankLinks | None = None
-        rendezvous = str(Path(self._folder.name) / "store")
         num_here = config.ranks_per_node
         self._num_threads = native.num_threads()
         # Ranks that compete for cores run slower than with fewer threads.
@@ -137,7 +136,7 @@ class TpWorkers:
                 assignment = TpAssignment(
                     config=config,
                     rank=rank,
-                    rendezvous=rendezvous,
+                    rendezvous=self._rendezvous.path,
                     num_threads=share,
                     host_fd=os.memfd_create("kv-host") if config.cache.kv_disk_path is not None else -1,
                     sidecar=sidecar,
@@ -148,7 +147,7 @@ class TpWorkers:
                 worker.wait_until_ready()
             with self.explains_loss():
                 self._links = _connect(0, config, network, self._listener)
-                self.rank = _join(0, rendezvous, config, self._links)
+                self.rank = _join(0, self._rendezvous.path, config, self._links)
         except BaseException:
             self.close(timeout_s=0.0)
             raise
@@ -187,7 +186,7 @@ class TpWorkers:
             self._listener.close()
         if self._links is not None:
             self._links.close()
-        self._folder.cleanup()
+        self._rendezvous.close()
         native.set_num_threads(self._num_threads)
 
 

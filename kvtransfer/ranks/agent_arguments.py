@@ -17,9 +17,7 @@ class AgentsPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The place where `RankAgents` meets the agents of other nodes."""
 
     address: Address
-    replica: Annotated[
-        bytes, Meta(max_length=MAX_REPLICA_BYTES)
-    ]  # random: other replicas' agents are refused
+    replica: Annotated[bytes, Meta(max_length=MAX_REPLICA_BYTES)]  # random; agents with another are refused
 
 
 class AgentNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

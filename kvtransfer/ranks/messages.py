@@ -161,9 +161,8 @@ class AgentHello(RankMessage, frozen=True):
     """The first message of an agent."""
 
     rank: Rank
-    replica: Annotated[bytes, Meta(max_length=MAX_REPLICA_BYTES)] = (
-        b""  # of AgentsPlace; on rank 0's node b""
-    )
+    # As of AgentsPlace; b"" on rank 0's node.
+    replica: Annotated[bytes, Meta(max_length=MAX_REPLICA_BYTES)] = b""
 
 
 class Ready(RankMessage, frozen=True):
