@@ -39,7 +39,7 @@ from baton.engine.runner.rank_process import (
 )
 from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.ranks.agent_arguments import AgentNode, AgentsPlace, sidecar_on_node
-from baton.messages.bounds import schema_hash
+from baton.messages.bounds import LINK_TIMEOUT_S, schema_hash
 from baton.messages.workers import Address
 from baton.rpc.auth import RANKS, Generations, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection, DroppedPeers
@@ -147,7 +147,14 @@ class RankHost:
 
     def _greet(self, sock: socket.socket) -> None:
         keys = LinkKeys(self._ring, RANKS)
-        connection = Connection(sock, keys, Role.ACCEPTING, dropped=self._dropped, schema=SCHEMA)
+        connection = Connection(
+            sock,
+            keys,
+            Role.ACCEPTING,
+            dropped=self._dropped,
+            schema=SCHEMA,
+            link_timeout_s=self._config.link_timeout_s,
+        )
         try:
             connection.handshake()
             order = _next_message(connection, _TO_HOST, FIRST_ORDER_S)
@@ -235,14 +242,16 @@ class _HostedReplica:
         thread.start()
 
     def _assignment(self, order: StartRank, rendezvous: str, keys: Generations) -> TpAssignment:
-        config, own_host = self._config, self._config.host
+        config, own_host, link_timeout_s = self._config, self._config.host, self._config.link_timeout_s
         model = str(resolve_model(config.engine.model).resolve())
         return TpAssignment(
             config=msgspec.structs.replace(config.engine, model=model),
             rank=order.rank,
             rendezvous=rendezvous,
             num_threads=order.num_threads,
-            sidecar=sidecar_on_node(AgentNode(rank_zero=order.agents, host=own_host, keys=keys)),
+            sidecar=sidecar_on_node(
+                AgentNode(rank_zero=order.agents, host=own_host, keys=keys, link_timeout_s=link_timeout_s)
+            ),
             network=RankNetwork(rank_zero=order.ranks, replica=order.replica, own_host=own_host, keys=keys),
             has_guardian=True,
         )
@@ -287,13 +296,19 @@ class HostedRanks:
     """The ranks of one replica on other nodes: the RankNodes of the engine."""
 
     def __init__(
-        self, hosts: Sequence[HostPlace], host: str, ring: KeyRing, agents: AgentsPlace | None
+        self,
+        hosts: Sequence[HostPlace],
+        host: str,
+        ring: KeyRing,
+        agents: AgentsPlace | None,
+        link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
         """hosts: of the other nodes, in their order. host: the address of this node.
 
-        agents: for the agents of the other nodes' ranks.
+        agents: for the agents of the other nodes' ranks. link_timeout_s: of all connections to other nodes.
         """
         self.host = host
+        self.link_timeout_s = link_timeout_s
         self._hosts = hosts
         self._ring = ring
         self._agents = agents
@@ -312,7 +327,7 @@ class HostedRanks:
             raise ConfigError(f"nnodes: there are hosts on {len(self._hosts)} other nodes, not on {node}")
         assert self._agents is not None, "agents of other nodes have an address"
         if node not in self._links:
-            self._links[node] = _HostLink(self._hosts[node - 1], self._ring)
+            self._links[node] = _HostLink(self._hosts[node - 1], self._ring, self.link_timeout_s)
         order = StartRank(
             rank=rank,
             num_threads=num_threads,
@@ -352,12 +367,14 @@ class HostedRanks:
 class _HostLink:
     """The connection to the host of one node."""
 
-    def __init__(self, place: HostPlace, ring: KeyRing) -> None:
+    def __init__(self, place: HostPlace, ring: KeyRing, link_timeout_s: float) -> None:
         where = f"{place.host}:{place.port}"
         try:
             sock = socket.create_connection((place.host, place.port), HANDSHAKE_TIMEOUT_S)
             keys = LinkKeys(ring, RANKS)
-            self._connection = Connection(sock, keys, Role.CONNECTING, schema=SCHEMA).handshake()
+            self._connection = Connection(
+                sock, keys, Role.CONNECTING, schema=SCHEMA, link_timeout_s=link_timeout_s
+            ).handshake()
         except (BatonError, OSError) as error:
             raise WorkerLost(f"the host of ranks at {where} cannot be reached: {error}") from error
         self._where = where

@@ -89,13 +89,19 @@ class HostedWorker:
         with contextlib.ExitStack() as ends:
             shared = SharedPool()
             ends.callback(shared.close)
-            keys = self._ring if config.engine.nnodes > 1 else None
-            here = config.engine.ranks_per_node
-            agents = RankAgents(config.engine.num_ranks, ranks_here=here, host=config.host, keys=keys)
+            agents = RankAgents(
+                config.engine.num_ranks,
+                ranks_here=config.engine.ranks_per_node,
+                host=config.host,
+                keys=self._ring if config.engine.nnodes > 1 else None,
+                link_timeout_s=config.link_timeout_s,
+            )
             ends.callback(agents.close)
             self._nodes = None
             if self._rank_hosts:
-                self._nodes = HostedRanks(self._rank_hosts, config.host, self._ring, agents.node_place)
+                self._nodes = HostedRanks(
+                    self._rank_hosts, config.host, self._ring, agents.node_place, config.link_timeout_s
+                )
             loaded = _load(config, shared, agents, self._nodes, progress, weights)
             self.engine = ends.enter_context(contextlib.closing(loaded))
             self._steps = StepWatchdog(SystemClock(), config.step_timeout_s)

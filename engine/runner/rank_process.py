@@ -103,6 +103,10 @@ class RankNodes(Protocol):
     def keys(self) -> Generations:
         """The keys that prove the ranks to each other."""
 
+    @property
+    def link_timeout_s(self) -> float:
+        """Of connections between the ranks, as of `Connection`."""
+
     def start(self, node: int, rank: int, num_threads: int, network: RankNetwork) -> TpWorker:
         """Start a rank on a node, counted from 1. Raises WorkerLost when the node cannot be reached.
 

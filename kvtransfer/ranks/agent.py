@@ -101,8 +101,14 @@ class RankAgent:
             if node is not None and self._keys is not None:
                 address = node.rank_zero.address
                 sock = socket.create_connection((address.host, address.port), CONNECT_S)
-                keys = LinkKeys(self._keys, RANKS)
-                return Connection(sock, keys, Role.CONNECTING, dropped=dropped, schema=RANK_SCHEMA)
+                return Connection(
+                    sock,
+                    LinkKeys(self._keys, RANKS),
+                    Role.CONNECTING,
+                    dropped=dropped,
+                    schema=RANK_SCHEMA,
+                    link_timeout_s=node.link_timeout_s,
+                )
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.settimeout(CONNECT_S)

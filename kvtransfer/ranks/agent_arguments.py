@@ -26,6 +26,7 @@ class AgentNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rank_zero: AgentsPlace
     host: str  # the address of the agent's node, on which it listens for sources
     keys: Generations  # of workers; they never cross the network
+    link_timeout_s: float  # of WorkerConfig
 
 
 class AgentArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -67,6 +67,7 @@ from baton.kvtransfer.ranks.messages import (
 from baton.kvtransfer.transports.base import RankSettings
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
+from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.messages.workers import Address
 from baton.rpc.auth import RANKS, KeyRing, LinkKeys, LinkSecret, Role
 from baton.rpc.auth import Generations as KeyGenerations
@@ -206,13 +207,15 @@ class RankAgents:
         ranks_here: int | None = None,
         host: str = "",
         keys: KeyRing | None = None,
+        link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
         """num_ranks: of the replica, rank 0 included. ranks_here: the first ones, on this node; None: all.
 
         host: the address of this node, if ranks are on other nodes: `node_place` is for their agents. keys:
-        prove them.
+        prove them. link_timeout_s: of the connections to them.
         """
         self.num_ranks = num_ranks
+        self._link_timeout_s = link_timeout_s
         self._here = range(1, num_ranks if ranks_here is None else ranks_here)
         self._elsewhere = range(self._here.stop, num_ranks)
         self._keys = keys
@@ -300,7 +303,14 @@ class RankAgents:
 
     def _greet(self, sock: socket.socket, secret: LinkSecret, process: int | None) -> None:
         """process: of the agent, which owns the descriptor once it is let in."""
-        connection = Connection(sock, secret, Role.ACCEPTING, dropped=self._dropped, schema=RANK_SCHEMA)
+        connection = Connection(
+            sock,
+            secret,
+            Role.ACCEPTING,
+            dropped=self._dropped,
+            schema=RANK_SCHEMA,
+            link_timeout_s=self._link_timeout_s,
+        )
         try:
             self._let_in(sock, _Newcomer(connection.handshake(AGENTS_TIMEOUT_S), process))
         except (BatonError, TimeoutError, OSError) as error:

@@ -30,13 +30,14 @@ from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
-from baton.engine.runner.rank_process import READY, TpAssignment, TpWorkerProcess, error_of
+from baton.engine.runner.rank_process import READY, RankNetwork, TpAssignment, TpWorkerProcess, error_of
 from baton.errors import ConfigError, ModelError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.agent_arguments import AgentsPlace
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address, WorkerRole
+from baton.rpc import connection as rpc_connection
 from baton.rpc.auth import PAGES, RANKS, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection
 from tests.tiny_models import generate, tiny_config, tiny_engine, write_config
@@ -65,9 +66,10 @@ def children() -> set[psutil.Process]:
 class Nodes:
     """A host, and what rank 0's process has."""
 
-    def __init__(self, config: EngineConfig, ring: KeyRing, host_ring: KeyRing) -> None:
+    def __init__(self, config: EngineConfig, ring: KeyRing, host_ring: KeyRing, **settings: Any) -> None:
+        """settings: of the worker."""
         self.ring = ring
-        self.host = RankHost(self.worker(config, HOST), 1, host_ring)
+        self.host = RankHost(self.worker(config, HOST, **settings), 1, host_ring)
         self.agents = self.make_agents(config)
         self.serving = threading.Thread(target=self._serve, daemon=True)
         self.error: WorkerLost | None = None
@@ -76,9 +78,15 @@ class Nodes:
         here = config.ranks_per_node
         return RankAgents(config.num_ranks, ranks_here=here, host="127.0.0.1", keys=self.ring)
 
-    def worker(self, config: EngineConfig, host: str) -> WorkerConfig:
+    def worker(self, config: EngineConfig, host: str, **settings: Any) -> WorkerConfig:
         return WorkerConfig(
-            role=WorkerRole.DECODE, name="decode-0", model_name="m", engine=config, routers=(), host=host
+            role=WorkerRole.DECODE,
+            name="decode-0",
+            model_name="m",
+            engine=config,
+            routers=(),
+            host=host,
+            **settings,
         )
 
     def hosted(self) -> HostedRanks:
@@ -106,8 +114,10 @@ def make() -> Iterator[Make]:
     before = children()
     with ExitStack() as ends:
 
-        def nodes(config: EngineConfig, ring: KeyRing = RING, host_ring: KeyRing | None = None) -> Nodes:
-            made = Nodes(config, ring, host_ring or KeyRing.of(KEY, Kind.WORKER))
+        def nodes(
+            config: EngineConfig, ring: KeyRing = RING, host_ring: KeyRing | None = None, **settings: Any
+        ) -> Nodes:
+            made = Nodes(config, ring, host_ring or KeyRing.of(KEY, Kind.WORKER), **settings)
             ends.callback(made.close)
             return made
 
@@ -381,6 +391,20 @@ def test_host_without_the_cluster_key_is_refused(make: Make, model: Path) -> Non
     nodes = make(config, RING, KeyRing.of(NEW_KEY, Kind.WORKER))
     with pytest.raises(WorkerLost, match="the host of ranks at 127.0.0.2:.* cannot be reached: .*key"):
         nodes.load(config)
+
+
+def test_host_and_rank_0_notice_silence_after_the_link_timeout(
+    make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts_s: list[float] = []
+    monkeypatch.setattr(rpc_connection, "keep_alive", lambda sock, timeout_s: timeouts_s.append(timeout_s))
+    nodes = make(spread(model), link_timeout_s=3.0)
+    hosted = HostedRanks([nodes.host.place], "127.0.0.1", RING, NOWHERE, link_timeout_s=3.0)
+    keys, nowhere = RING.generations, NOWHERE.address
+    network = RankNetwork(rank_zero=nowhere, replica=b"", own_host="127.0.0.1", keys=keys)
+    hosted.start(1, 1, 1, network)
+    hosted.close()
+    assert timeouts_s == [3.0, 3.0]  # of both ends
 
 
 def test_host_that_is_gone_is_worker_lost(model: Path) -> None:

@@ -13,10 +13,11 @@ import torch
 from baton.errors import PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.agent import RankAgent
-from baton.kvtransfer.ranks.agent_arguments import AgentArguments
+from baton.kvtransfer.ranks.agent_arguments import AgentArguments, AgentNode, sidecar_on_node
 from baton.kvtransfer.ranks.messages import RANK_SCHEMA, AgentHello, StopAll, encode
 from baton.kvtransfer.ranks.ranks import RankAgents, RemoteRank, _Newcomer
 from baton.pages import PageLayout
+from baton.rpc import connection as rpc_connection
 from baton.rpc.auth import RANKS, LinkKeys, Role
 from baton.rpc.connection import Connection
 from tests.transfer_ends import RING, open_files
@@ -157,6 +158,22 @@ def test_agent_on_another_node_is_of_this_replica_and_of_that_node(
             connection.recv(5.0)
     connection.close()
     agents.close()
+
+
+def test_agent_on_another_node_notices_silence_after_the_link_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timeouts_s: list[float] = []
+    monkeypatch.setattr(rpc_connection, "keep_alive", lambda sock, timeout_s: timeouts_s.append(timeout_s))
+    agents = RankAgents(2, ranks_here=1, host="127.0.0.1", keys=RING, link_timeout_s=3.0)
+    assert agents.node_place is not None
+    node = AgentNode(rank_zero=agents.node_place, host="127.0.0.1", keys=RING.generations, link_timeout_s=3.0)
+    agent = RankAgent(sidecar_on_node(node).arguments)
+    agent.start(1, agent.zeros_on_cpu((NUM_PAGES, 1, 2, 1, 4, 8), torch.float32))
+    wait_for(lambda: 1 in agents._newcomers)
+    assert timeouts_s == [3.0, 3.0]  # of both ends
+    agents.close()
+    agent.close()
 
 
 def test_agent_of_another_build_is_refused_and_both_are_named(
