@@ -4,9 +4,9 @@
    connects to rank 0 and says where it listens (RankHello).
 2. When all ranks have come, rank 0 tells each the address of its rank of the stage before (RankWelcome). The
    rank connects there; rank 0 has that link already.
-3. A RankLink carries tensors in both directions, each in the order in which they were sent. A thread reads
-   all that comes, so a sender never waits for the receiver's step. No more comes than the steps in flight
-   need.
+3. A RankLink carries tensors in both directions. Each direction keeps its order, and a receiver's tensors
+   are filled in the order in which it began to receive them. A thread reads all that comes, so a sender never
+   waits for the receiver's step. No more comes than the steps in flight need.
 4. A link ends when its peer closes it or dies, or when the peer's machine is silent for LINK_TIMEOUT_S.
 
 torch's gloo neither authenticates its peers nor seals what they send, and small tensors take it longer.
@@ -17,11 +17,12 @@ import math
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import Empty, Queue
-from typing import Annotated, Final, NamedTuple, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 import torch
@@ -69,6 +70,7 @@ class RankLink:
         self._connection = connection
         self._peer = peer
         self._outbox = Outbox(connection, max_unsent_bytes=math.inf, timeout_s=STEP_S)
+        self._begun: deque[Arrival] = deque()  # not filled in yet, oldest first
         self._arrived: Queue[bytes | BatonError] = Queue()  # parts of tensors; the last item is an error
         self._thread = threading.Thread(target=self._read, name=f"rank-{peer}", daemon=True)
         self._thread.start()
@@ -80,25 +82,36 @@ class RankLink:
             for start in range(0, len(content), MAX_BODY_BYTES):
                 self._outbox.send(bytes(content[start : start + MAX_BODY_BYTES]))
 
-    def receive(self, tensor: Tensor, timeout_s: float | None) -> None:
-        """Fill the contiguous tensor with the next one that the peer has sent, which must be as large.
+    def receive(self, tensor: Tensor) -> "Arrival":
+        """Begin to receive the peer's next tensor, which must be as large as this contiguous one."""
+        arrival = Arrival(self, tensor)
+        self._begun.append(arrival)
+        return arrival
 
-        RuntimeError when it has not come in time, or the peer is gone.
+    def fill(self, arrival: "Arrival", timeout_s: float | None) -> None:
+        """Fill in the tensor of the arrival, after those of arrivals that began before.
+
+        RuntimeError when a tensor has not come in time, or the peer is gone.
         """
-        content, start = _bytes_of(tensor), 0
         with self._as_runtime_error():
-            while start < len(content):
-                part = self._next_part(timeout_s)
-                if len(part) > len(content) - start:
-                    raise self._connection.drop(WireError("the tensor is too large", reason="length"))
-                content[start : start + len(part)] = part
-                start += len(part)
+            while not arrival.is_here:
+                self._fill(self._begun[0], timeout_s)
+                self._begun.popleft()
 
     def close(self) -> None:
         """End the link and its threads. Tensors that are still under way are lost."""
         self._connection.close()
         self._outbox.close()
         self._thread.join()
+
+    def _fill(self, arrival: "Arrival", timeout_s: float | None) -> None:
+        content = _bytes_of(arrival.tensor)
+        while not arrival.is_here:
+            part, start = self._next_part(timeout_s), arrival.num_filled
+            if len(part) > len(content) - start:
+                raise self._connection.drop(WireError("the tensor is too large", reason="length"))
+            content[start : start + len(part)] = part
+            arrival.num_filled += len(part)
 
     def _next_part(self, timeout_s: float | None) -> bytes:
         try:
@@ -132,15 +145,22 @@ class _Sent:
         return True
 
 
-class _Arrival(NamedTuple):
-    """A tensor that is received by `wait`, in the order of these calls."""
+class Arrival:
+    """A tensor that has begun to be received."""
 
-    link: RankLink
-    tensor: Tensor
+    def __init__(self, link: RankLink, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.num_filled = 0  # bytes
+        self._link = link
+
+    @property
+    def is_here(self) -> bool:
+        """Return True once the whole tensor is filled in."""
+        return self.num_filled == self.tensor.nbytes
 
     def wait(self, timeout: timedelta = STEP_TIMEOUT, /) -> bool:
         """RuntimeError when the peer is gone or silent. IDLE_TIMEOUT waits as long as the peer lives."""
-        self.link.receive(self.tensor, None if timeout >= IDLE_TIMEOUT else timeout.total_seconds())
+        self._link.fill(self, None if timeout >= IDLE_TIMEOUT else timeout.total_seconds())
         return True
 
 
@@ -156,9 +176,9 @@ class RankLinks:
         self._links[dst].send(*tensors)
         return _Sent()
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> _Arrival:
-        """Begin to receive one tensor."""
-        return _Arrival(self._links[src], *tensors)
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Arrival:
+        """Begin to receive one tensor: the rank's tensors fill these in the order of the calls."""
+        return self._links[src].receive(*tensors)
 
     def close(self) -> None:
         """End all links."""

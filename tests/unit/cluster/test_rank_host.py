@@ -40,7 +40,7 @@ from baton.messages.workers import Address, WorkerRole
 from baton.rpc import connection as rpc_connection
 from baton.rpc.auth import PAGES, RANKS, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection
-from tests.tiny_models import generate, tiny_config, tiny_engine, write_config
+from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, token_ids, write_config
 from tests.transfer_ends import KEY, RING
 from tests.waiting import wait_for
 
@@ -55,8 +55,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("nodes") / "model", num_hidden_layers=4)
 
 
-def spread(model: Path, tp_size: int = 1) -> EngineConfig:
-    return tiny_config(model, pipeline_parallel_size=2, tensor_parallel_size=tp_size, nnodes=2)
+def spread(model: Path, tp_size: int = 1, **settings: Any) -> EngineConfig:
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": tp_size, "nnodes": 2}
+    return tiny_config(model, **sizes, **settings)
 
 
 def children() -> set[psutil.Process]:
@@ -162,6 +163,27 @@ def test_worker_that_has_slept_starts_its_ranks_again(make: Make, model: Path) -
     nodes.agents = nodes.make_agents(config)
     with closing(nodes.load(config)) as engine:
         assert len(generate(engine, [1, 2, 3])) == 8
+
+
+def test_host_pages_are_pinned_while_steps_are_in_flight(make: Make, model: Path) -> None:
+    num_bytes = 24 * 2**11  # 24 pages of 4 tokens in a stage of 2 layers
+    cache = {"kv_cache_memory_bytes": num_bytes, "host_cache_memory_bytes": num_bytes}
+    config = spread(model, cache=cache)
+    prompt, other = list(range(48)), [*range(40, 100), *range(20)]
+    with closing(make(config).load(config)) as engine:
+        expected = [token_ids(generate(engine, [1, 2, last], max_tokens=20)) for last in (3, 4)]
+        generate(engine, prompt, max_tokens=1)
+        generate(engine, other, max_tokens=1)  # some of the prompt's pages go to the host
+        keys = engine.page_keys(prompt, b"", 4)
+        assert None in [engine.scheduler.cache.page_of(key) for key in keys]
+        for last in (3, 4):
+            add(engine, str(last), [1, 2, last], max_tokens=20)
+        outputs = [output for _ in range(6) for output in engine.step()]
+        assert (pages := engine.pin(keys, "a reader"))
+        outputs += run_to_end(engine)
+        found = [[each.token_id for each in outputs if each.request_id == str(last)] for last in (3, 4)]
+        assert found == expected
+        engine.pages.release(pages, "a reader")
 
 
 def test_agent_listens_on_its_node_with_the_keys_of_its_host(make: Make, model: Path) -> None:

@@ -75,6 +75,18 @@ def test_tensors_come_in_the_order_in_which_they_were_sent(connect: Connect) -> 
         assert torch.equal(received(first, 1, tensor[::2].contiguous()), tensor[::2])
 
 
+def test_tensors_are_filled_in_the_order_in_which_they_began_to_be_received(connect: Connect) -> None:
+    first, second = connect()
+    sent, filled = [values(seed, 2 + seed, dtype="float32") for seed in range(3)], list[Tensor]()
+    for tensor in sent:
+        first.send([tensor], 1, 0)
+        filled.append(torch.zeros_like(tensor))
+    arrivals = [second.recv([tensor], 0, 0) for tensor in filled]
+    for chosen in (1, 0, 2):
+        arrivals[chosen].wait(timedelta(seconds=10))
+        assert torch.equal(filled[chosen], sent[chosen])
+
+
 def test_large_tensors_pass_each_other_though_none_is_received_yet(connect: Connect) -> None:
     """Both ranks send more than sockets hold before either receives."""
     first, second = connect()
