@@ -21,7 +21,6 @@ from baton.config.environment import cache_directory, prepare_nccl
 from baton.engine.cache.disk_tier import DiskTier, open_store
 from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
-from baton.engine.models.loading.checkpoint import fingerprint
 from baton.engine.models.loading.weights import Checkpoint, HostCheckpoint, Progress
 from baton.engine.models.model import attention_mlp_crossover, parameter_bytes
 from baton.engine.models.parallel import PendingTensor, ReplicaRank
@@ -35,6 +34,7 @@ from baton.engine.runner.model_runner import (
     ZerosOnCpu,
     choose_device,
     choose_dtype,
+    model_fingerprint,
     open_checkpoint,
     page_bytes,
 )
@@ -99,8 +99,7 @@ def load_engine(
             _allocate(runner, zeros_on_cpu)
             if sidecar is not None:
                 runner.rank.smallest(0)  # the ranks meet here once their sidecars have started
-        dummy_seed = config.seed if config.load_format == "dummy" else None
-        name = fingerprint(directory, dummy_seed=dummy_seed, quantization=config.quantization)
+        name = model_fingerprint(config)
         return Engine(runner, clock or SystemClock(), name, tp_workers, draft_model)
     except BaseException:
         if tp_workers:

@@ -27,7 +27,7 @@ from baton.adapters import Adapter, AdapterFiles, read_adapter
 from baton.config.engine import CacheConfig, EngineConfig
 from baton.engine.cache.page_pool import ALWAYS_PASSED, mark_of
 from baton.engine.models.decoder import Decoder
-from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint, fingerprint
 from baton.engine.models.loading.weights import (
     Adapters,
     AdapterTensors,
@@ -532,6 +532,12 @@ def open_checkpoint(config: EngineConfig, model_config: ModelConfig, device: tor
         return dummy_checkpoint(model_config, config.seed, device)
     base_prefix = ARCHITECTURES[model_config.architecture].base_prefix
     return SafetensorsCheckpoint(Path(config.model), base_prefix)
+
+
+def model_fingerprint(config: EngineConfig) -> str:
+    """Return the fingerprint of the model with weights as the configuration loads them. Raises ModelError."""
+    dummy_seed = config.seed if config.load_format == "dummy" else None
+    return fingerprint(Path(config.model), dummy_seed=dummy_seed, quantization=config.quantization)
 
 
 def choose_device(name: str, rank: int) -> torch.device:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from baton.engine.models.parallel import IDLE_TIMEOUT, JOIN_TIMEOUT, STEP_TIMEOUT
 from baton.engine.runner.rank_process import RankNetwork
-from baton.errors import BatonError, PeerGone, WireError, WorkerLost
+from baton.errors import BatonError, ModelError, PeerGone, WireError, WorkerLost
 from baton.messages.bounds import MAX_BODY_BYTES, Kind, schema_hash
 from baton.messages.workers import Address
 from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
@@ -49,6 +49,8 @@ class RankHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     replica: Annotated[bytes, Meta(max_length=32)]  # as of RankNetwork
     rank: Annotated[int, Meta(ge=1, le=2**16 - 1)]
+    node: Annotated[str, Meta(max_length=255)]  # its address
+    model: Annotated[str, Meta(max_length=64)]  # the fingerprint of the model's files on that node
     address: Address | None  # at which its rank of the next stage reaches it, if there is one
 
 
@@ -240,38 +242,52 @@ class RankListener:
 
 
 def connect_ranks(
-    rank: int, network: RankNetwork, listener: RankListener | None, *, tp_size: int, pp_size: int
+    rank: int, network: RankNetwork, listener: RankListener | None, *, model: str, tp_size: int, pp_size: int
 ) -> RankLinks:
     """Connect this rank to the ranks that it exchanges tensors with.
 
-    listener: of rank 0; other ranks make their own. WorkerLost when the ranks do not all come in time.
+    listener: of rank 0; other ranks make their own. model: its fingerprint on this node. WorkerLost when the
+    ranks do not all come in time; ModelError, on rank 0, when another node has another model.
     """
     try:
         if rank == 0:
             assert listener is not None
-            return RankLinks(_welcome(listener, tp_size, pp_size))
-        return RankLinks(_join(rank, network, tp_size, pp_size))
+            return RankLinks(_welcome(listener, model, tp_size, pp_size))
+        return RankLinks(_join(rank, network, model, tp_size, pp_size))
     except (WireError, TimeoutError, OSError) as error:
         raise WorkerLost(f"rank {rank} of {tp_size * pp_size} did not meet the others: {error}") from error
 
 
-def _welcome(listener: RankListener, tp_size: int, pp_size: int) -> dict[int, RankLink]:
+def _welcome(listener: RankListener, model: str, tp_size: int, pp_size: int) -> dict[int, RankLink]:
     """On rank 0: wait for all other ranks, and tell each where its rank of the stage before is."""
     came = listener.admit(range(1, tp_size * pp_size))
-    for rank, (_, connection) in came.items():
-        before = came.get(rank - tp_size)
-        connection.send(msgspec.msgpack.encode(RankWelcome(before=before and before[0].address)))
+    try:
+        for rank, (hello, _) in came.items():
+            if hello.model != model:
+                where = f"rank {rank}: the model's files on node {hello.node}"
+                raise ModelError(f"{where} differ from those on the node of rank 0")
+        for rank, (_, connection) in came.items():
+            before = came.get(rank - tp_size)
+            connection.send(msgspec.msgpack.encode(RankWelcome(before=before and before[0].address)))
+    except BaseException:
+        for _, connection in came.values():
+            connection.close()
+        raise
     return {rank: RankLink(connection, rank) for rank, (_, connection) in came.items()}
 
 
-def _join(rank: int, network: RankNetwork, tp_size: int, pp_size: int) -> dict[int, RankLink]:
+def _join(rank: int, network: RankNetwork, model: str, tp_size: int, pp_size: int) -> dict[int, RankLink]:
     ring = KeyRing(Kind.WORKER, network.keys)
     after, before = rank + tp_size, rank - tp_size
     listener = None
     if after < tp_size * pp_size:
         listener = RankListener(network.own_host, ring, network.replica)
     hello = RankHello(
-        replica=network.replica, rank=rank, address=None if listener is None else listener.address
+        replica=network.replica,
+        rank=rank,
+        node=network.own_host,
+        model=model,
+        address=None if listener is None else listener.address,
     )
     opened: dict[int, Connection] = {}
     try:

@@ -36,7 +36,7 @@ from baton.config.environment import cache_directory
 from baton.engine.cache.page_pool import StepMarks
 from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import read_model_config
-from baton.engine.runner.model_runner import ModelRunner, choose_device
+from baton.engine.runner.model_runner import ModelRunner, choose_device, model_fingerprint
 from baton.engine.runner.rank_links import RankLinks, RankListener, connect_ranks
 from baton.engine.runner.rank_process import (
     READY,
@@ -206,7 +206,8 @@ def _connect(
     if network is None:
         return None
     tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-    return connect_ranks(rank, network, listener, tp_size=tp_size, pp_size=pp_size)
+    model = model_fingerprint(config)
+    return connect_ranks(rank, network, listener, model=model, tp_size=tp_size, pp_size=pp_size)
 
 
 def _join(rank: int, rendezvous: str, config: EngineConfig, links: RankLinks | None) -> ReplicaRank:

@@ -179,7 +179,8 @@ def test_host_pages_are_pinned_while_steps_are_in_flight(make: Make, model: Path
         for last in (3, 4):
             add(engine, str(last), [1, 2, last], max_tokens=20)
         outputs = [output for _ in range(6) for output in engine.step()]
-        assert (pages := engine.pin(keys, "a reader"))
+        pages = engine.pin(keys, "a reader")
+        assert pages is not None
         outputs += run_to_end(engine)
         found = [[each.token_id for each in outputs if each.request_id == str(last)] for last in (3, 4)]
         assert found == expected
@@ -406,6 +407,13 @@ def lie(listener: socket.socket) -> None:
         link.recv()
         link.send(msgspec.msgpack.encode(RankSaid(rank=1, answer=b"no JSON")))
         link.recv(20.0)  # CloseRanks
+
+
+def test_other_weights_on_another_node_are_an_error_that_names_the_node(make: Make, model: Path) -> None:
+    config = spread(model)
+    nodes = make(msgspec.structs.replace(config, seed=2))
+    with pytest.raises(ModelError, match="rank 1: the model's files on node 127.0.0.2 differ from those"):
+        nodes.load(config)
 
 
 def test_host_without_the_cluster_key_is_refused(make: Make, model: Path) -> None:

@@ -17,7 +17,7 @@ from baton.engine.models.parallel import ReplicaRank
 from baton.engine.runner import rank_links
 from baton.engine.runner.rank_links import SCHEMA, RankHello, RankLinks, RankListener, connect_ranks
 from baton.engine.runner.rank_process import RankNetwork
-from baton.errors import BatonError, WorkerLost
+from baton.errors import BatonError, ModelError, WorkerLost
 from baton.messages.bounds import MAX_BODY_BYTES, Kind
 from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection
@@ -26,6 +26,7 @@ from tests.transfer_ends import RING
 
 HOST = "127.0.0.1"
 REPLICA = b"this replica"
+MODEL = "the fingerprint of the model"
 STRANGERS = KeyRing.of(b"the key of another cluster", Kind.WORKER)
 Connect = Callable[..., list[RankLinks]]
 
@@ -42,7 +43,7 @@ def connect() -> Iterator[Connect]:
 
                 def join(rank: int) -> RankLinks:
                     own = None if rank else listener
-                    return connect_ranks(rank, network, own, tp_size=tp_size, pp_size=pp_size)
+                    return connect_ranks(rank, network, own, model=MODEL, tp_size=tp_size, pp_size=pp_size)
 
                 found = list(threads.map(join, range(size)))
             for links in found:
@@ -50,6 +51,11 @@ def connect() -> Iterator[Connect]:
             return found
 
         yield connected
+
+
+def join(rank: int, network: RankNetwork, listener: RankListener | None, model: str = MODEL) -> RankLinks:
+    """As one of two ranks."""
+    return connect_ranks(rank, network, listener, model=model, tp_size=1, pp_size=2)
 
 
 def network_at(listener: RankListener, ring: KeyRing = RING, replica: bytes = REPLICA) -> RankNetwork:
@@ -148,9 +154,9 @@ def test_strangers_and_ranks_of_other_replicas_are_refused(
     listener = RankListener(HOST, RING, REPLICA)
     with ThreadPoolExecutor(1) as threads:
         network = network_at(listener, ring, replica)
-        joining = threads.submit(connect_ranks, 1, network, None, tp_size=1, pp_size=2)
+        joining = threads.submit(join, 1, network, None)
         with pytest.raises(WorkerLost, match="rank 1 did not connect within 1 s"):
-            connect_ranks(0, network, listener, tp_size=1, pp_size=2)
+            join(0, network, listener)
         with pytest.raises(WorkerLost):
             joining.result()
     assert complaint in caplog.text
@@ -160,12 +166,23 @@ def test_newcomers_that_prove_nothing_do_not_hold_up_the_ranks(connect: Connect)
     listener = RankListener(HOST, RING, REPLICA)
     silent = [socket.create_connection((listener.address.host, listener.address.port)) for _ in range(3)]
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(connect_ranks, 1, network_at(listener), None, tp_size=1, pp_size=2)
-        zero = connect_ranks(0, network_at(listener), listener, tp_size=1, pp_size=2)
+        joining = threads.submit(join, 1, network_at(listener), None)
+        zero = join(0, network_at(listener), listener)
         for links in (zero, joining.result()):
             links.close()
     for sock in silent:
         sock.close()
+
+
+def test_rank_with_another_model_is_an_error_that_names_its_node() -> None:
+    listener = RankListener(HOST, RING, REPLICA)
+    network = msgspec.structs.replace(network_at(listener), own_host="127.0.0.9")
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(join, 1, network, None, "of another model")
+        with pytest.raises(ModelError, match=r"rank 1: the model's files on node 127\.0\.0\.9 differ"):
+            join(0, network_at(listener), listener)
+        with pytest.raises(WorkerLost):
+            joining.result()
 
 
 def test_rank_that_comes_twice_is_refused() -> None:
@@ -183,7 +200,8 @@ def test_rank_that_comes_twice_is_refused() -> None:
 def says_hello(listener: RankListener, rank: int) -> Connection:
     sock = socket.create_connection((listener.address.host, listener.address.port))
     connection = Connection(sock, LinkKeys(RING, RANKS), Role.CONNECTING, schema=SCHEMA).handshake()
-    connection.send(msgspec.msgpack.encode(RankHello(replica=REPLICA, rank=rank, address=None)))
+    hello = RankHello(replica=REPLICA, rank=rank, node=HOST, model=MODEL, address=None)
+    connection.send(msgspec.msgpack.encode(hello))
     return connection
 
 
