@@ -448,6 +448,11 @@ class HostedRank:
         """As `TpWorker`."""
         return self.error if self._has_said_why else None
 
+    def check(self) -> None:
+        """As `TpWorker`."""
+        if self.error is not None:
+            raise self.error
+
     def close(self, timeout_s: float) -> None:
         """As `TpWorker`, of the ranks of all other nodes."""
         self._close_all(timeout_s)

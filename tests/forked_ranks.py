@@ -47,6 +47,11 @@ class ForkedRank:
             raise subprocess.TimeoutExpired("rank", timeout_s)
         return self._process.exitcode
 
+    def poll(self) -> int | None:
+        """Return the exit status; None: it runs."""
+        self._process.join(0)
+        return self._process.exitcode
+
     def kill(self) -> None:
         self._process.kill()
 

@@ -18,8 +18,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import Empty, Queue
 from typing import Annotated, Final, TypeVar
@@ -41,6 +41,7 @@ from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 JOIN_S: Final = JOIN_TIMEOUT.total_seconds()
+CHECK_S: Final = 0.1  # between looks whether a rank has ended that is to come
 STEP_S: Final = STEP_TIMEOUT.total_seconds()
 
 
@@ -99,6 +100,10 @@ class RankLink:
             while not arrival.is_here:
                 self._fill(self._begun[0], timeout_s)
                 self._begun.popleft()
+
+    def flush(self) -> None:
+        """Wait until the kernel has all that was sent, or the peer is gone."""
+        self._outbox.close()
 
     def close(self) -> None:
         """End the link and its threads. Tensors that are still under way are lost."""
@@ -182,6 +187,11 @@ class RankLinks:
         """Begin to receive one tensor: the rank's tensors fill these in the order of the calls."""
         return self._links[src].receive(*tensors)
 
+    def flush(self) -> None:
+        """Wait until the kernel has all that was sent: it sends that on after the end of the process."""
+        for link in self._links.values():
+            link.flush()
+
     def close(self) -> None:
         """End all links."""
         for link in self._links.values():
@@ -191,8 +201,14 @@ class RankLinks:
 class RankListener:
     """Admits other ranks of the replica to this one."""
 
-    def __init__(self, host: str, keys: KeyRing, replica: bytes) -> None:
-        """host: the address of this node. Raises OSError."""
+    def __init__(
+        self, host: str, keys: KeyRing, replica: bytes, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """host: the address of this node. check: raises the error of a rank that will not come.
+
+        Raises OSError.
+        """
+        self._check = check
         self._keys = LinkKeys(keys, RANKS)
         self._replica = replica
         self._came: Queue[tuple[RankHello, Connection]] = Queue()
@@ -206,17 +222,21 @@ class RankListener:
         came: dict[int, tuple[RankHello, Connection]] = {}
         until_s = time.monotonic() + JOIN_S
         try:
-            while len(came) < len(ranks):
-                hello, connection = self._came.get(timeout=max(0.0, until_s - time.monotonic()))
-                if hello.rank not in ranks or hello.rank in came:
-                    connection.close()
-                    continue
-                came[hello.rank] = hello, connection
-        except Empty:
+            while missing := [rank for rank in ranks if rank not in came]:
+                self._check()
+                if time.monotonic() >= until_s:
+                    names = ", ".join(map(str, missing))
+                    raise WorkerLost(f"rank {names} did not connect within {JOIN_S:g} s")
+                with suppress(Empty):
+                    hello, connection = self._came.get(timeout=CHECK_S)
+                    if hello.rank in missing:
+                        came[hello.rank] = hello, connection
+                    else:
+                        connection.close()
+        except BaseException:
             for _, connection in came.values():
                 connection.close()
-            missing = ", ".join(str(rank) for rank in ranks if rank not in came)
-            raise WorkerLost(f"rank {missing} did not connect within {JOIN_S:g} s") from None
+            raise
         finally:
             self.close()
         return came

@@ -88,6 +88,9 @@ class TpWorker(Protocol):
     def failure(self) -> BatonError | None:
         """The error that the TP worker has reported since it was ready."""
 
+    def check(self) -> None:
+        """Raise the TP worker's own error, or WorkerLost, if its process has ended. Returns at once."""
+
     def close(self, timeout_s: float) -> None:
         """Wait for the process; kill it after the timeout."""
 
@@ -130,6 +133,7 @@ class TpWorkerProcess:
         self.rank = assignment.rank
         self.host_fd = assignment.host_fd
         self._reader, writer = Pipe(duplex=False)
+        self._failure: BatonError | None = None
         # A process group of its own: Ctrl-C in the terminal is for rank 0, which then sends STOP_COMMAND.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "baton.engine.runner.tp_worker", str(writer.fileno())],
@@ -164,10 +168,18 @@ class TpWorkerProcess:
 
     def failure(self) -> BatonError | None:
         """As `TpWorker`."""
-        try:
-            return error_of(self.rank, self._reader.recv_bytes()) if self._reader.poll() else None
-        except (EOFError, OSError):
-            return None
+        with suppress(EOFError, OSError):
+            if self._failure is None and self._reader.poll():
+                self._failure = error_of(self.rank, self._reader.recv_bytes())
+        return self._failure
+
+    def check(self) -> None:
+        """As `TpWorker`."""
+        status = self.process.poll()
+        if (failure := self.failure()) is not None:
+            raise failure
+        if status is not None:
+            raise ended(self.rank, status, was_ready=True)
 
     def watch(self, on_answer: Callable[[bytes], None]) -> int:
         """Call the function with each answer until the process has ended; return its status."""

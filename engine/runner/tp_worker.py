@@ -8,7 +8,8 @@
    weights and agree on the size of the pool. A TP worker that fails writes its error to the channel before
    its connections close, so that rank 0 finds the error when it sees them close.
 4. If the caller of the engine has a sidecar for the rank, the sidecar starts beside it.
-5. The TP worker runs every step that it receives; a closed connection or STOP_COMMAND ends it.
+5. The TP worker runs every step that it receives, until STOP_COMMAND. Only after that its exit status is 0;
+   a closed connection ends it, too.
 """
 
 import io
@@ -49,7 +50,7 @@ from baton.engine.runner.rank_process import (
     TpWorkerProcess,
 )
 from baton.engine.runner.step_inputs import decode
-from baton.errors import ORPHANED, BatonError, ConfigError, WorkerLost
+from baton.errors import FAILED, ORPHANED, BatonError, ConfigError, WorkerLost
 from baton.kernels import native
 from baton.messages.bounds import Kind
 from baton.rpc.auth import Generations, KeyRing
@@ -158,17 +159,22 @@ class TpWorkers:
         try:
             yield
         except WorkerLost as error:
-            failure = next(filter(None, (worker.failure() for worker in self._workers)), None)
-            if failure is None and self._nodes is not None:
-                failure = self._nodes.failure()
-            if failure is None:
+            failures = [failure for worker in self._workers if (failure := worker.failure()) is not None]
+            if not failures and self._nodes is not None and (late := self._nodes.failure()) is not None:
+                failures.append(late)
+            if not failures or error in failures:
                 raise
-            raise failure from error
+            # A rank that fails may cause others to lose it.
+            raise min(failures, key=lambda failure: isinstance(failure, WorkerLost)) from error
+
+    def _check(self) -> None:
+        for worker in self._workers:
+            worker.check()
 
     def _listen(self, host: str, keys: Generations) -> RankNetwork:
         """Listen for the other ranks. host: the address of this node."""
         replica = secrets.token_bytes(REPLICA_BYTES)
-        self._listener = RankListener(host, KeyRing(Kind.WORKER, keys), replica)
+        self._listener = RankListener(host, KeyRing(Kind.WORKER, keys), replica, self._check)
         return RankNetwork(rank_zero=self._listener.address, replica=replica, own_host=host, keys=keys)
 
     def host_pools(self, own: Tensor) -> list[Tensor]:
@@ -229,6 +235,8 @@ def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
     channel.send_bytes(READY)
     links = _connect(assignment.rank, config, assignment.network)
     _run_rank(assignment, _join(assignment.rank, assignment.rendezvous, config, links))
+    if links is not None:
+        links.flush()
 
 
 def _run_rank(assignment: TpAssignment, rank: ReplicaRank) -> None:
@@ -262,8 +270,11 @@ def _stdin() -> io.FileIO:
 
 
 def _run_steps(runner: ModelRunner) -> None:
-    while (command := runner.rank.receive_command()) != STOP_COMMAND:
-        runner.execute(decode(command))
+    try:
+        while (command := runner.rank.receive_command()) != STOP_COMMAND:
+            runner.execute(decode(command))
+    except WorkerLost:
+        sys.exit(ORPHANED)  # nothing to report: rank 0 is gone, or loses the same rank
 
 
 def _report(channel: Connection, error: Exception) -> None:
@@ -279,11 +290,11 @@ def main() -> None:
     channel = Connection(int(sys.argv[1]), readable=False)
     try:
         run_tp_worker(msgspec.json.decode(_stdin().readline(), type=TpAssignment), channel)
-    except (WorkerLost, BrokenPipeError):
-        sys.exit(0)  # rank 0 is gone: there is no reader for an error
+    except BrokenPipeError:
+        sys.exit(ORPHANED)  # the starter is gone: there is no reader for an error
     except BatonError as error:
         _report(channel, error)
-        sys.exit(1)
+        sys.exit(FAILED)
     except Exception as error:
         _report(channel, error)
         raise  # a bug: the traceback goes to the error output

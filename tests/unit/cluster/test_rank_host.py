@@ -19,6 +19,7 @@ from baton.cluster import rank_host
 from baton.cluster.rank_host import (
     MAX_LINKS,
     SCHEMA,
+    HostedRank,
     HostedRanks,
     RankEnded,
     RankHost,
@@ -31,7 +32,7 @@ from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
 from baton.engine.runner.rank_process import READY, RankNetwork, TpAssignment, TpWorkerProcess, error_of
-from baton.errors import ConfigError, ModelError, PeerGone, WireError, WorkerLost
+from baton.errors import ORPHANED, ConfigError, ModelError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.agent_arguments import AgentsPlace
 from baton.kvtransfer.ranks.ranks import RankAgents
@@ -295,6 +296,17 @@ def test_hung_ranks_of_a_node_share_every_timeout(
         assert len(hosted_ranks) == 2 and not any(process.is_running() for process in hosted_ranks)
 
 
+def test_host_ends_when_rank_0_leaves_a_rank_without_stopping_it(make: Make, model: Path) -> None:
+    config = spread(model)
+    nodes = make(config)
+    nodes.serving.start()
+    with closing(nodes.load(config)) as engine:
+        links: Any = engine.runner.rank.commands
+        links.close()
+        nodes.serving.join(20.0)
+        assert str(nodes.error) == f"rank 1 ended with status {ORPHANED}"
+
+
 def test_ranks_end_with_the_link_of_rank_0(make: Make, model: Path) -> None:
     config = spread(model)
     nodes, before = make(config), children()
@@ -407,6 +419,30 @@ def lie(listener: socket.socket) -> None:
         link.recv()
         link.send(msgspec.msgpack.encode(RankSaid(rank=1, answer=b"no JSON")))
         link.recv(20.0)  # CloseRanks
+
+
+class Unreachable(HostedRanks):
+    """Gives the ranks of other nodes an address of rank 0 where nothing listens."""
+
+    def start(self, node: int, rank: int, num_threads: int, network: RankNetwork) -> HostedRank:
+        elsewhere = msgspec.structs.replace(network, rank_zero=NOWHERE.address)
+        return super().start(node, rank, num_threads, elsewhere)
+
+
+def test_reason_why_a_rank_cannot_join_is_reported_at_once(make: Make, model: Path) -> None:
+    config = spread(model)
+    nodes = make(config)
+    hosted = Unreachable([nodes.host.place], "127.0.0.1", RING, nodes.agents.node_place)
+    with pytest.raises(WorkerLost, match="rank 1: rank 1 of 2 did not meet the others: .*refused"):
+        load_engine(config, sidecar=nodes.agents.sidecar, nodes=hosted)
+
+
+def test_reason_why_an_agent_cannot_join_is_reported(make: Make, model: Path) -> None:
+    config = spread(model)
+    nodes = make(config)
+    hosted = HostedRanks([nodes.host.place], "127.0.0.1", RING, NOWHERE)
+    with pytest.raises(WorkerLost, match="rank 1: rank 0 cannot be reached: .*refused"):
+        load_engine(config, sidecar=nodes.agents.sidecar, nodes=hosted)
 
 
 def test_other_weights_on_another_node_are_an_error_that_names_the_node(make: Make, model: Path) -> None:

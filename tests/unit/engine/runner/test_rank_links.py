@@ -1,6 +1,7 @@
 """Links between ranks on several nodes: order, loss, silence, strangers, and a replica over them."""
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -183,6 +184,33 @@ def test_rank_with_another_model_is_an_error_that_names_its_node() -> None:
             join(0, network_at(listener), listener)
         with pytest.raises(WorkerLost):
             joining.result()
+
+
+def test_wait_for_a_rank_ends_when_it_will_not_come() -> None:
+    first = threading.Event()
+
+    def check() -> None:
+        if first.is_set():
+            raise WorkerLost("rank 2 ended with status 1")
+
+    listener = RankListener(HOST, RING, REPLICA, check)
+    with ThreadPoolExecutor(1) as threads:
+        admitting = threads.submit(listener.admit, (1, 2))
+        came = says_hello(listener, 1)
+        first.set()
+        with pytest.raises(WorkerLost, match="rank 2 ended with status 1"):
+            admitting.result(10.0)  # of JOIN_S
+    with pytest.raises(BatonError):
+        came.recv(5.0)
+
+
+def test_flush_waits_until_the_peer_has_all_that_was_sent(connect: Connect) -> None:
+    first, second = connect()
+    large = torch.ones(20 * MAX_BODY_BYTES, dtype=torch.uint8)
+    first.send([large], 1, 0)
+    first.flush()
+    first.close()
+    assert received(second, 0, large).all()
 
 
 def test_rank_that_comes_twice_is_refused() -> None:
