@@ -1,7 +1,6 @@
 """One model replica on this machine's devices: `load_engine` makes an Engine, which is a `Replica`."""
 
 import logging
-import os
 import random
 import time
 from collections import deque
@@ -22,9 +21,9 @@ from baton.engine.cache.disk_tier import DiskTier, open_store
 from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.models.loading.weights import Checkpoint, HostCheckpoint, Progress
-from baton.engine.models.model import attention_mlp_crossover, parameter_bytes
+from baton.engine.models.model import attention_mlp_crossover
 from baton.engine.models.parallel import PendingTensor, ReplicaRank
-from baton.engine.models.registry import RANK_CHECKS, ModelConfig, read_model_config
+from baton.engine.models.registry import RANK_CHECKS, read_model_config
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.adapter_slots import AdapterSlots
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, load_logits_processor
@@ -32,8 +31,8 @@ from baton.engine.runner.model_runner import (
     KvPool,
     ModelRunner,
     ZerosOnCpu,
+    check_memory,
     choose_device,
-    choose_dtype,
     model_fingerprint,
     open_checkpoint,
     page_bytes,
@@ -49,7 +48,7 @@ from baton.engine.scheduler.sequence import Batch, Drafter, PageCopy, Sequence, 
 from baton.engine.speculation.draft_lengths import time_steps
 from baton.engine.speculation.draft_model import ModelDrafter, load_draft_model
 from baton.engine.speculation.lookup import lookup_drafter
-from baton.errors import ConfigError, InvalidRequest, ModelError, WorkerLost
+from baton.errors import ConfigError, InvalidRequest, WorkerLost
 from baton.kernels import native
 from baton.kernels.native import huge_zeros
 from baton.kernels.sample import SamplingTensors
@@ -89,7 +88,7 @@ def load_engine(
     model_config = read_model_config(directory)
     for check in RANK_CHECKS.values():
         check(model_config, config)
-    _check_memory(model_config, config)
+    check_memory(config, model_config)
     tp_workers = TpWorkers(config, sidecar, nodes) if config.num_ranks > 1 else None
     try:
         runner = ModelRunner(config, model_config, tp_workers.rank if tp_workers else ReplicaRank())
@@ -613,22 +612,6 @@ def choose_async(config: EngineConfig, device: torch.device) -> bool:
         return False
     chosen = config.scheduler.async_scheduling
     return device.type == "cuda" if chosen is None else chosen
-
-
-def _check_memory(model_config: ModelConfig, config: EngineConfig) -> None:
-    """ModelError when a CPU has less memory in all than the weights of its ranks.
-
-    Linux reports the shortage only after the memory is full. A GPU refuses at once.
-    """
-    device = choose_device(config.device, 0)
-    if device.type != "cpu":
-        return
-    needed = parameter_bytes(model_config, choose_dtype(config.dtype, model_config, device))
-    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > present:
-        raise ModelError(
-            f"{config.model}: {needed:,} bytes of weights; this machine has {present:,} of memory"
-        )
 
 
 def _allocate(runner: ModelRunner, zeros_on_cpu: ZerosOnCpu) -> None:

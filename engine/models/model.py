@@ -95,9 +95,9 @@ def adapted_shapes(config: ModelConfig) -> Mapping[str, Shape]:
     return _survey(config)[0].adapted_layers
 
 
-def parameter_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of all parameters in `dtype`."""
-    survey, _ = _survey(config)
+def parameter_bytes(config: ModelConfig, dtype: str, layers: range | None = None) -> int:
+    """Bytes of the parameters in `dtype`. layers: of the pipeline stages that read them; None: all."""
+    survey, _ = _survey(config, layers)
     return sum(
         math.prod(shape) * survey.stored_bytes.get(name, DTYPE_BYTES[dtype])
         for name, shape in survey.shapes.items()

@@ -185,6 +185,31 @@ def check_fits(cache: CacheConfig, num_pages: int, layout: PageLayout, max_model
     )
 
 
+def check_memory(config: EngineConfig, model_config: ModelConfig, node: int = 0) -> None:
+    """ModelError when a CPU has less memory in all than the weights of its ranks.
+
+    Linux reports the shortage only after the memory is full. A GPU refuses at once. node: this one, counted
+    from 0 among the nodes of the worker.
+    """
+    device = choose_device(config.device, 0)
+    if device.type != "cpu":
+        return
+    layers = _layers_of_node(config, model_config, node) if config.nnodes > 1 else None
+    needed = parameter_bytes(model_config, choose_dtype(config.dtype, model_config, device), layers)
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > present:
+        raise ModelError(
+            f"{config.model}: {needed:,} bytes of weights; this machine has {present:,} of memory"
+        )
+
+
+def _layers_of_node(config: EngineConfig, model_config: ModelConfig, node: int) -> range:
+    sizes = split_layers(model_config, config.pipeline_parallel_size)
+    stages_per_node = config.pipeline_parallel_size // config.nnodes
+    first, stop = node * stages_per_node, (node + 1) * stages_per_node
+    return range(sum(sizes[:first]), sum(sizes[:stop]))
+
+
 def _available_bytes() -> int:
     """Memory that Linux grants without swapping. File caches count as available."""
     meminfo = Path("/proc/meminfo")

@@ -37,7 +37,7 @@ from baton.config.environment import cache_directory
 from baton.engine.cache.page_pool import StepMarks
 from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import read_model_config
-from baton.engine.runner.model_runner import ModelRunner, choose_device, model_fingerprint
+from baton.engine.runner.model_runner import ModelRunner, check_memory, choose_device, model_fingerprint
 from baton.engine.runner.rank_links import RankLinks, RankListener, connect_ranks
 from baton.engine.runner.rank_process import (
     READY,
@@ -232,6 +232,8 @@ def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
     native.keep_builds_in(cache_directory())
     native.set_num_threads(assignment.num_threads)
     choose_device(config.device, assignment.rank)  # raises an error before the rank is READY
+    if assignment.network is not None:
+        check_memory(config, read_model_config(Path(config.model)), assignment.rank // config.ranks_per_node)
     channel.send_bytes(READY)
     links = _connect(assignment.rank, config, assignment.network)
     _run_rank(assignment, _join(assignment.rank, assignment.rendezvous, config, links))

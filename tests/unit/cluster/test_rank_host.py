@@ -452,6 +452,13 @@ def test_other_weights_on_another_node_are_an_error_that_names_the_node(make: Ma
         nodes.load(config)
 
 
+def test_rank_checks_the_memory_of_its_own_node(make: Make, model: Path, tmp_path: Path) -> None:
+    huge = write_config(tmp_path / "huge", num_hidden_layers=4, hidden_size=2**16, intermediate_size=2**30)
+    nodes = make(spread(huge))
+    with pytest.raises(ModelError, match=r"rank 1: .*/huge: [\d,]+ bytes of weights; this machine has"):
+        nodes.load(spread(model))
+
+
 def test_host_without_the_cluster_key_is_refused(make: Make, model: Path) -> None:
     config = spread(model)
     nodes = make(config, RING, KeyRing.of(NEW_KEY, Kind.WORKER))

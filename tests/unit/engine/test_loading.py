@@ -14,7 +14,9 @@ from baton.cluster.model_directory import resolve_model
 from baton.engine.engine import load_engine
 from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
 from baton.engine.models.loading.weights import HostCheckpoint
-from baton.engine.runner.model_runner import ModelRunner
+from baton.engine.models.model import parameter_bytes
+from baton.engine.models.registry import read_model_config
+from baton.engine.runner.model_runner import ModelRunner, check_memory
 from baton.errors import ConfigError, ModelError
 from tests.tiny_models import generate, tiny_config, tiny_engine, token_ids, write_config
 
@@ -119,6 +121,25 @@ def test_weights_that_no_memory_of_the_machine_holds_are_refused_before_any_is_m
     )
     with pytest.raises(ModelError, match=r"bytes of weights; this machine has [\d,]+ of memory"):
         tiny_engine(directory)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_node_holds_the_weights_of_its_own_stages_alone(
+    tmp_path: Path, ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_config(tmp_path, num_hidden_layers=4, tie_word_embeddings=ties)
+    model_config, config = read_model_config(directory), tiny_config(directory)
+    sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(0.7 * parameter_bytes(model_config, "float32"))}
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    with pytest.raises(ModelError, match="bytes of weights"):
+        check_memory(config, model_config)
+    two = tiny_config(directory, pipeline_parallel_size=4, nnodes=2)
+    for node in (0, 1):
+        check_memory(two, model_config, node)
+        sizes["SC_PHYS_PAGES"] //= 2
+        with pytest.raises(ModelError, match="bytes of weights"):
+            check_memory(two, model_config, node)
+        sizes["SC_PHYS_PAGES"] *= 2
 
 
 def test_step_too_large_for_the_device_names_the_settings_to_lower(
