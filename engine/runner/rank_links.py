@@ -30,7 +30,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from baton.engine.models.parallel import IDLE_TIMEOUT, JOIN_TIMEOUT, STEP_TIMEOUT
-from baton.engine.runner.rank_process import RankNetwork
+from baton.engine.runner.rank_process import START_TIMEOUT_S, RankNetwork
 from baton.errors import BatonError, ModelError, PeerGone, WireError, WorkerLost
 from baton.messages.bounds import MAX_BODY_BYTES, Kind, schema_hash
 from baton.messages.workers import Address
@@ -312,7 +312,7 @@ def _join(rank: int, network: RankNetwork, model: str, tp_size: int, pp_size: in
     opened: dict[int, Connection] = {}
     try:
         opened[0] = _dial(network.rank_zero, hello, ring)
-        welcome = _received(opened[0], RankWelcome, JOIN_S)
+        welcome = _received(opened[0], RankWelcome, START_TIMEOUT_S + JOIN_S)  # the last rank may be late
         if welcome.before is not None:
             opened[before] = _dial(welcome.before, hello, ring)
         if listener is not None:

@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -184,6 +184,17 @@ def test_rank_with_another_model_is_an_error_that_names_its_node() -> None:
             join(0, network_at(listener), listener)
         with pytest.raises(WorkerLost):
             joining.result()
+
+
+def test_early_rank_waits_for_ranks_that_start_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 admits ranks once the last one has started; JOIN_S counts from then."""
+    monkeypatch.setattr(rank_links, "JOIN_S", 0.2)
+    listener = RankListener(HOST, RING, REPLICA)
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(join, 1, network_at(listener), None)
+        assert not wait([joining], timeout=1.0).done
+        for links in (join(0, network_at(listener), listener), joining.result()):
+            links.close()
 
 
 def test_wait_for_a_rank_ends_when_it_will_not_come() -> None:
