@@ -29,6 +29,11 @@ class RecordingSidecar:
         self._steps = steps
         self._note(f"start {rank} {list(pool.shape)}")
 
+    def hear(self, line: bytes) -> None:
+        self._note(f"hears {line.decode().strip()}")
+        if b"nonsense" in line:
+            raise ValueError("nonsense")
+
     def close(self) -> None:
         is_used = bool(torch.frombuffer(self._memory, dtype=self._pool.dtype).any())
         self._note(f"close, steps have written: {is_used}")

@@ -13,6 +13,7 @@
 """
 
 import io
+import logging
 import math
 import mmap
 import os
@@ -55,6 +56,7 @@ from baton.kernels import native
 from baton.messages.bounds import Kind
 from baton.rpc.auth import Generations, KeyRing
 
+logger = logging.getLogger(__name__)
 STOP_COMMAND: Final = b"stop"
 REPLICA_BYTES: Final = 16
 KEY_BYTES: Final = 32
@@ -83,7 +85,9 @@ class RunningSidecar(Protocol):
         """
 
     def hear(self, line: bytes) -> None:
-        """A line from the process that started the rank, if that keeps the rank's stdin open. Any thread."""
+        """Take a line that the rank's host has written to its stdin. Called on any thread; only for ranks on
+        other nodes.
+        """
 
     def close(self) -> None:
         """End the sidecar's threads."""
@@ -229,6 +233,7 @@ def _join(rank: int, rendezvous: str, config: EngineConfig, links: RankLinks | N
 def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
     """Serve as one rank until rank 0 sends STOP_COMMAND or its connection closes."""
     config = assignment.config
+    guardian = _Guardian() if assignment.has_guardian else None
     native.keep_builds_in(cache_directory())
     native.set_num_threads(assignment.num_threads)
     choose_device(config.device, assignment.rank)  # raises an error before the rank is READY
@@ -236,12 +241,12 @@ def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
         check_memory(config, read_model_config(Path(config.model)), assignment.rank // config.ranks_per_node)
     channel.send_bytes(READY)
     links = _connect(assignment.rank, config, assignment.network)
-    _run_rank(assignment, _join(assignment.rank, assignment.rendezvous, config, links))
+    _run_rank(assignment, _join(assignment.rank, assignment.rendezvous, config, links), guardian)
     if links is not None:
         links.flush()
 
 
-def _run_rank(assignment: TpAssignment, rank: ReplicaRank) -> None:
+def _run_rank(assignment: TpAssignment, rank: ReplicaRank, guardian: "_Guardian | None") -> None:
     config = assignment.config
     runner = ModelRunner(config, read_model_config(Path(config.model)), rank)
     runner.load()
@@ -251,23 +256,56 @@ def _run_rank(assignment: TpAssignment, rank: ReplicaRank) -> None:
         _run_steps(runner)
         return
     with closing(make_sidecar(assignment.sidecar)) as sidecar:
-        if assignment.has_guardian:
-            threading.Thread(target=_hear_guardian, args=(sidecar,), name="guardian", daemon=True).start()
+        if guardian is not None:
+            guardian.pass_lines_to(sidecar)
         runner.allocate(sidecar.zeros_on_cpu, host_zeros)
         sidecar.start(assignment.rank, runner.pool.device, runner.steps)
         rank.smallest(0)  # rank 0 waits here for all sidecars
         _run_steps(runner)
 
 
-def _hear_guardian(sidecar: RunningSidecar) -> None:
-    """Give lines of stdin to the sidecar. At the end of stdin, end the process; never return."""
-    for line in _stdin():
+class _Guardian:
+    """Ends this process when the one that started it closes stdin or dies, and passes lines to the sidecar.
+
+    A thread reads from now on. Lines that come before there is a sidecar are kept for it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sidecar: RunningSidecar | None = None
+        self._early: list[bytes] = []
+        threading.Thread(target=self._read, name="guardian", daemon=True).start()
+
+    def pass_lines_to(self, sidecar: RunningSidecar) -> None:
+        """Give the lines to this sidecar, those that have come and those that will."""
+        with self._lock:
+            self._sidecar = sidecar
+            for line in self._early:
+                _pass_on(line, sidecar)
+
+    def _read(self) -> None:
+        for line in _stdin():
+            with self._lock:
+                if self._sidecar is None:
+                    self._early.append(line)
+                else:
+                    _pass_on(line, self._sidecar)
+        os._exit(ORPHANED)
+
+
+def _pass_on(line: bytes, sidecar: RunningSidecar) -> None:
+    try:
         sidecar.hear(line)
-    os._exit(ORPHANED)
+    except Exception:
+        logger.exception("the sidecar of this rank cannot take a line of its host")
 
 
 def _stdin() -> io.FileIO:
-    """Return unbuffered stdin. With a buffer, the end of the process would wait for the buffer's lock."""
+    """Return unbuffered stdin.
+
+    The guardian's thread blocks in a read. A buffered read would hold a lock that the interpreter needs to
+    exit.
+    """
     return io.FileIO(sys.stdin.fileno(), closefd=False)
 
 

@@ -7,25 +7,31 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import psutil
 import pytest
 import torch
+from torch._C._distributed_c10d import FileStore
 
-from baton.config.engine import RankSidecar
+from baton.config.engine import EngineConfig, RankSidecar
 from baton.engine.cache.page_pool import mark_of
 from baton.engine.engine import load_engine
+from baton.engine.models.parallel import ReplicaRank
 from baton.engine.runner import rank_process
+from baton.engine.runner.rank_links import RankListener
+from baton.engine.runner.rank_process import RankNetwork, TpAssignment, TpWorkerProcess
 from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import TpWorkers, make_sidecar
 from baton.engine.scheduler.sequence import Batch
-from baton.errors import ConfigError, ModelError, WorkerLost
+from baton.errors import ORPHANED, ConfigError, ModelError, WorkerLost
 from tests.forked_ranks import forked_ranks
 from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, write_config
+from tests.transfer_ends import RING
+from tests.waiting import wait_for
 
 
 def children() -> list[psutil.Process]:
@@ -294,3 +300,67 @@ def test_unexpected_error_of_a_rank_is_reported_as_worker_lost(tiny_model: Path)
     with pytest.raises(WorkerLost, match="rank 1: ValueError: invalid literal"):
         load_engine(tiny_config(tiny_model, tensor_parallel_size=2), sidecar=sidecar)
     assert children() == before
+
+
+# Ranks whose starter keeps their stdin open, as the host of ranks on another node does.
+
+
+@pytest.mark.usefixtures("forked")
+def test_rank_that_waits_for_its_welcome_ends_with_its_host(tiny_model: Path, tmp_path: Path) -> None:
+    listener = RankListener("127.0.0.1", RING, b"replica")
+    network = RankNetwork(
+        rank_zero=listener.address, replica=b"replica", own_host="127.0.0.1", keys=RING.generations
+    )
+    config = tiny_config(tiny_model, pipeline_parallel_size=2, nnodes=2)
+    with (
+        closing(listener),
+        guarded_rank(config, tmp_path, network=network) as rank,
+        closing(listener.admit((1,))[1][1]),
+    ):
+        assert rank.process.stdin is not None
+        rank.process.stdin.close()
+        assert rank.process.wait(20.0) == ORPHANED
+
+
+@pytest.mark.usefixtures("forked")
+def test_sidecar_hears_lines_from_before_its_start_and_survives_nonsense(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(tiny_model, tensor_parallel_size=2)
+    sidecar = RankSidecar(factory=FACTORY, arguments=str(tmp_path))
+    with guarded_rank(config, tmp_path, sidecar=sidecar) as rank:
+        for line in (b"early", b"nonsense"):
+            rank.tell(line)
+        zero = ReplicaRank.join(0, FileStore(str(tmp_path / "store"), 2), torch.device("cpu"), tp_size=2)
+        for most in (100, 0, 0):  # pages, host pages, sidecars that have started
+            zero.smallest(most)
+        for line in (b"nonsense again", b"late"):
+            rank.tell(line)
+        heard = [f"hears {line}" for line in ("early", "nonsense", "nonsense again", "late")]
+        wait_for(lambda: [note for note in notes(tmp_path) if "hears" in note] == heard)
+        assert rank.process.stdin is not None
+        rank.process.stdin.close()
+        assert rank.process.wait(20.0) == ORPHANED
+
+
+def notes(folder: Path) -> list[str]:
+    return (folder / "rank").read_text().splitlines()
+
+
+@contextmanager
+def guarded_rank(config: EngineConfig, folder: Path, **settings: Any) -> Iterator[TpWorkerProcess]:
+    """Rank 1 of two."""
+    rank = TpWorkerProcess(
+        TpAssignment(
+            config=config,
+            rank=1,
+            rendezvous=str(folder / "store"),
+            num_threads=1,
+            has_guardian=True,
+            **settings,
+        )
+    )
+    try:
+        yield rank
+    finally:
+        rank.close(0.0)
