@@ -5,7 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -146,6 +146,9 @@ class Engine(Replica):
         self.wait_s: float | None = None  # after a step that computed nothing: the time until one can
         self.on_batch: Callable[[int], None] = lambda num_tokens: None  # called before each batch runs
         self._tp_workers = tp_workers
+        self._explains_loss: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if tp_workers is None else tp_workers.explains_loss
+        )
         self._why_lost: str | None = None  # the failure after which the ranks may have different states
         self._busy_since_s: float | None = None  # the end of the last step, if there was more work
         self._in_flight: deque[_Step] = deque()  # launched; their tokens are still to come
@@ -243,13 +246,15 @@ class Engine(Replica):
         A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. Any
         other failure, an interrupt included, loses all requests: pages may be known by now although their
         contents were never written, so all contents become unknown. Pages that are claimed, kept or leased
-        stay with their holders. With several ranks, `add` then raises WorkerLost.
+        stay with their holders. With several ranks, the error is the one that a lost rank has reported, if
+        any, and `add` then raises WorkerLost.
         """
         self._expire()
         sequences = self.scheduler.sequences()
         try:
             refused = self._place_adapters() if self._adapters.held else []
-            return refused + self._step(watch)
+            with self._explains_loss():
+                return refused + self._step(watch)
         except BaseException as error:
             self.scheduler.lose([sequence.key for sequence in sequences])
             self._finish_drafting(sequences)
@@ -482,7 +487,8 @@ class Engine(Replica):
     def _copy_to_device(self, copies: tuple[PageCopy, ...], pages: list[int], reader: Owner) -> None:
         self._step_meter.end()
         try:
-            self._run(Batch(copies_to_device=copies), None).wait()
+            with self._explains_loss():
+                self._run(Batch(copies_to_device=copies), None).wait()
         except BaseException as error:
             self.pages.release(pages, reader)
             self._note_loss(error)

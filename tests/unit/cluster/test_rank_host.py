@@ -254,6 +254,14 @@ def test_rank_that_is_killed_ends_the_engine_and_the_host(make: Make, model: Pat
     engine.close()
 
 
+def test_step_raises_the_error_of_a_rank_on_another_node(make: Make, model: Path) -> None:
+    config = spread(model)
+    with closing(make(config).load(config)) as engine:
+        engine.runner.rank.send_command(b"no step")
+        with pytest.raises(WorkerLost, match="rank 1: .*Error: "):
+            generate(engine, [1, 2, 3])
+
+
 @pytest.mark.parametrize("cut", ["rank", "host"])
 def test_idle_worker_ends_with_a_connection_to_another_node(make: Make, model: Path, cut: str) -> None:
     config = spread(model)

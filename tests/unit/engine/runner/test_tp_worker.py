@@ -127,6 +127,22 @@ def test_tp_worker_killed_while_serving_is_reported_and_the_engine_still_closes(
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("pins", [False, True])
+def test_error_of_another_rank_is_what_a_step_or_a_pin_raises(tiny_model: Path, pins: bool) -> None:
+    prompt, num_bytes = list(range(48)), 24 * 4 * 256  # 24 pages of 4 tokens on each rank, and on its host
+    cache = {"kv_cache_memory_bytes": num_bytes, "host_cache_memory_bytes": num_bytes}
+    with closing(tiny_engine(tiny_model, tensor_parallel_size=2, cache=cache)) as engine:
+        generate(engine, prompt)
+        generate(engine, [*range(20, 60), *range(40)])  # some of the prompt's pages go to the host
+        engine.runner.rank.send_command(b"no step")
+        with pytest.raises(WorkerLost, match="rank 1: .*Error: "):
+            if pins:
+                engine.pin(engine.page_keys(prompt, b"", 4), "a borrower")
+            else:
+                generate(engine, [1, 2, 3])
+
+
+@pytest.mark.usefixtures("forked")
 def test_interrupted_step_leaves_the_ranks_apart_and_the_next_request_fails(
     tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
