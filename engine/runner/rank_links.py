@@ -6,14 +6,13 @@
    rank connects there; rank 0 has that link already.
 3. A RankLink carries tensors in both directions. Each direction keeps its order, and a receiver's tensors
    are filled in the order in which it began to receive them. A thread reads all that comes, so a sender never
-   waits for the receiver's step. No more comes than the steps in flight need.
+   waits for the receiver's step. No more comes than the steps in flight need, at most MAX_WAITING_BYTES.
 4. A link ends when its peer closes it or dies, or when the peer's machine is silent for LINK_TIMEOUT_S.
 
 torch's gloo neither authenticates its peers nor seals what they send, and small tensors take it longer.
 """
 
 import logging
-import math
 import socket
 import threading
 import time
@@ -43,6 +42,8 @@ logger = logging.getLogger(__name__)
 JOIN_S: Final = JOIN_TIMEOUT.total_seconds()
 CHECK_S: Final = 0.1  # between looks whether a rank has ended that is to come
 STEP_S: Final = STEP_TIMEOUT.total_seconds()
+HEAD_BYTES: Final = 8  # before each tensor: its length
+MAX_WAITING_BYTES: Final = 4 * 2**30  # at one end of a link, for the peer or for the steps of this rank
 
 
 class RankHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,17 +73,22 @@ class RankLink:
         """connection: past its greeting. peer: the other rank."""
         self._connection = connection
         self._peer = peer
-        self._outbox = Outbox(connection, max_unsent_bytes=math.inf, timeout_s=STEP_S)
+        self._outbox = Outbox(connection, max_unsent_bytes=MAX_WAITING_BYTES, timeout_s=STEP_S)
         self._begun: deque[Arrival] = deque()  # not filled in yet, oldest first
         self._arrived: Queue[bytes | BatonError] = Queue()  # parts of tensors; the last item is an error
+        self._lock = threading.Lock()
+        self._num_waiting_bytes = 0  # in `_arrived`
+        self._error: BatonError | None = None  # after which no tensor is received
         self._thread = threading.Thread(target=self._read, name=f"rank-{peer}", daemon=True)
         self._thread.start()
 
     def send(self, tensor: Tensor) -> None:
         """Send the tensor without waiting for the peer. RuntimeError when the peer is gone."""
         content = _bytes_of(tensor.contiguous())
+        first = MAX_BODY_BYTES - HEAD_BYTES
         with self._as_runtime_error():
-            for start in range(0, len(content), MAX_BODY_BYTES):
+            self._outbox.send(b"".join((len(content).to_bytes(HEAD_BYTES, "little"), content[:first])))
+            for start in range(first, len(content), MAX_BODY_BYTES):
                 self._outbox.send(bytes(content[start : start + MAX_BODY_BYTES]))
 
     def receive(self, tensor: Tensor) -> "Arrival":
@@ -94,12 +100,13 @@ class RankLink:
     def fill(self, arrival: "Arrival", timeout_s: float | None) -> None:
         """Fill in the tensor of the arrival, after those of arrivals that began before.
 
-        RuntimeError when a tensor has not come in time, or the peer is gone.
+        RuntimeError when a tensor has not come in time or has another size, or the peer is gone. The link is
+        of no use then.
         """
         with self._as_runtime_error():
             while not arrival.is_here:
-                self._fill(self._begun[0], timeout_s)
-                self._begun.popleft()
+                self._fill(self._begun[0].tensor, timeout_s)
+                self._begun.popleft().is_here = True
 
     def flush(self) -> None:
         """Wait until the kernel has all that was sent, or the peer is gone."""
@@ -111,29 +118,51 @@ class RankLink:
         self._outbox.close()
         self._thread.join()
 
-    def _fill(self, arrival: "Arrival", timeout_s: float | None) -> None:
-        content = _bytes_of(arrival.tensor)
-        while not arrival.is_here:
-            part, start = self._next_part(timeout_s), arrival.num_filled
-            if len(part) > len(content) - start:
-                raise self._connection.drop(WireError("the tensor is too large", reason="length"))
+    def _fill(self, tensor: Tensor, timeout_s: float | None) -> None:
+        content, part = _bytes_of(tensor), memoryview(self._next_part(timeout_s))
+        num_bytes = int.from_bytes(part[:HEAD_BYTES], "little")
+        if num_bytes != len(content):
+            raise self._ended(f"expected a tensor of {len(content)} bytes, got {num_bytes}", "length")
+        part, start = part[HEAD_BYTES:], 0
+        while True:
+            if len(part) > num_bytes - start:
+                raise self._ended("a tensor is longer than its head says", "length")
             content[start : start + len(part)] = part
-            arrival.num_filled += len(part)
+            start += len(part)
+            if start == num_bytes:
+                return
+            part = memoryview(self._next_part(timeout_s))
 
     def _next_part(self, timeout_s: float | None) -> bytes:
+        if self._error is not None:
+            raise self._error
         try:
             part = self._arrived.get(timeout=timeout_s)
         except Empty:
-            raise TimeoutError(f"it was silent for {timeout_s:g} s") from None
+            raise self._ended(f"it was silent for {timeout_s:g} s", "slow") from None
         if isinstance(part, BatonError):
-            self._arrived.put(part)
+            self._error = part
             raise part
+        with self._lock:
+            self._num_waiting_bytes -= len(part)
         return part
+
+    def _ended(self, why: str, reason: str) -> BatonError:
+        """End the link, and return the error."""
+        self._error = self._connection.drop(WireError(why, reason=reason))
+        return self._error
 
     def _read(self) -> None:
         try:
             while True:
-                self._arrived.put(self._connection.recv())
+                part = self._connection.recv()
+                with self._lock:
+                    self._num_waiting_bytes += len(part)
+                    num_bytes = self._num_waiting_bytes
+                if num_bytes > MAX_WAITING_BYTES:
+                    message = f"{num_bytes} bytes wait for the steps of this rank, no more is kept"
+                    raise self._connection.drop(WireError(message, reason="slow"))
+                self._arrived.put(part)
         except (PeerGone, WireError) as error:
             self._arrived.put(error)
 
@@ -141,7 +170,7 @@ class RankLink:
     def _as_runtime_error(self) -> Iterator[None]:
         try:
             yield
-        except (BatonError, TimeoutError) as error:
+        except BatonError as error:
             raise RuntimeError(f"rank {self._peer}: {error}") from error
 
 
@@ -157,13 +186,8 @@ class Arrival:
 
     def __init__(self, link: RankLink, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.num_filled = 0  # bytes
+        self.is_here = False  # True once the tensor is filled in
         self._link = link
-
-    @property
-    def is_here(self) -> bool:
-        """Return True once the whole tensor is filled in."""
-        return self.num_filled == self.tensor.nbytes
 
     def wait(self, timeout: timedelta = STEP_TIMEOUT, /) -> bool:
         """RuntimeError when the peer is gone or silent. IDLE_TIMEOUT waits as long as the peer lives."""

@@ -16,7 +16,14 @@ from torch._C._distributed_c10d import FileStore
 
 from baton.engine.models.parallel import ReplicaRank
 from baton.engine.runner import rank_links
-from baton.engine.runner.rank_links import SCHEMA, RankHello, RankLinks, RankListener, connect_ranks
+from baton.engine.runner.rank_links import (
+    HEAD_BYTES,
+    SCHEMA,
+    RankHello,
+    RankLinks,
+    RankListener,
+    connect_ranks,
+)
 from baton.engine.runner.rank_process import RankNetwork
 from baton.errors import BatonError, ModelError, WorkerLost
 from baton.messages.bounds import MAX_BODY_BYTES, Kind
@@ -130,11 +137,35 @@ def test_rank_that_is_gone_is_reported_once_its_tensors_have_been_received(conne
         first.send([tensor], 1, 0)
 
 
-def test_tensor_of_another_size_ends_the_link(connect: Connect) -> None:
+@pytest.mark.parametrize("num_sent", [3, 5])
+def test_tensor_of_another_size_ends_the_link(connect: Connect, num_sent: int) -> None:
     first, second = connect()
-    first.send([torch.zeros(5)], 1, 0)
-    with pytest.raises(RuntimeError, match="rank 0: the tensor is too large"):
-        received(second, 0, torch.zeros(4))
+    for _ in range(2):
+        first.send([torch.zeros(num_sent)], 1, 0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"rank 0: expected a tensor of 16 bytes, got {4 * num_sent}"):
+            received(second, 0, torch.zeros(4))
+
+
+@pytest.mark.parametrize("size", [0, MAX_BODY_BYTES - HEAD_BYTES, 2 * MAX_BODY_BYTES - HEAD_BYTES + 1])
+def test_tensor_of_any_size_is_followed_by_the_next_one(connect: Connect, size: int) -> None:
+    first, second = connect()
+    sent = [torch.full((size,), 7, dtype=torch.uint8), torch.arange(5)]
+    for tensor in sent:
+        first.send([tensor], 1, 0)
+    for tensor in sent:
+        assert torch.equal(received(second, 0, tensor), tensor)
+
+
+def test_tensors_that_no_step_takes_end_the_link(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = connect()
+    monkeypatch.setattr(rank_links, "MAX_WAITING_BYTES", 3 * MAX_BODY_BYTES)
+    large = torch.ones(4 * MAX_BODY_BYTES, dtype=torch.uint8)
+    first.send([large], 1, 0)
+    with pytest.raises(RuntimeError, match="rank 1: the peer is gone"):
+        received(first, 1, large)  # no rank 1 sends any
+    with pytest.raises(RuntimeError, match=r"rank 0: \d+ bytes wait for the steps of this rank"):
+        received(second, 0, large)
 
 
 @pytest.mark.parametrize(
