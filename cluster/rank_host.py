@@ -252,7 +252,13 @@ class _HostedReplica:
             sidecar=sidecar_on_node(
                 AgentNode(rank_zero=order.agents, host=own_host, keys=keys, link_timeout_s=link_timeout_s)
             ),
-            network=RankNetwork(rank_zero=order.ranks, replica=order.replica, own_host=own_host, keys=keys),
+            network=RankNetwork(
+                rank_zero=order.ranks,
+                replica=order.replica,
+                own_host=own_host,
+                link_timeout_s=link_timeout_s,
+                keys=keys,
+            ),
             has_guardian=True,
         )
 

@@ -7,7 +7,7 @@
 3. A RankLink carries tensors in both directions. Each direction keeps its order, and a receiver's tensors
    are filled in the order in which it began to receive them. A thread reads all that comes, so a sender never
    waits for the receiver's step. No more comes than the steps in flight need, at most MAX_WAITING_BYTES.
-4. A link ends when its peer closes it or dies, or when the peer's machine is silent for LINK_TIMEOUT_S.
+4. A link ends when its peer closes it or dies, or when the peer's machine is silent for `link_timeout_s`.
 
 torch's gloo neither authenticates its peers nor seals what they send, and small tensors take it longer.
 """
@@ -31,7 +31,7 @@ from torch import Tensor
 from baton.engine.models.parallel import IDLE_TIMEOUT, JOIN_TIMEOUT, STEP_TIMEOUT
 from baton.engine.runner.rank_process import START_TIMEOUT_S, RankNetwork
 from baton.errors import BatonError, ModelError, PeerGone, WireError, WorkerLost
-from baton.messages.bounds import MAX_BODY_BYTES, Kind, schema_hash
+from baton.messages.bounds import LINK_TIMEOUT_S, MAX_BODY_BYTES, Kind, schema_hash
 from baton.messages.workers import Address
 from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection, DroppedPeers, Outbox
@@ -226,13 +226,19 @@ class RankListener:
     """Admits other ranks of the replica to this one."""
 
     def __init__(
-        self, host: str, keys: KeyRing, replica: bytes, check: Callable[[], None] = lambda: None
+        self,
+        host: str,
+        keys: KeyRing,
+        replica: bytes,
+        check: Callable[[], None] = lambda: None,
+        link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
         """host: the address of this node. check: raises the error of a rank that will not come.
 
         Raises OSError.
         """
         self._check = check
+        self._link_timeout_s = link_timeout_s
         self._keys = LinkKeys(keys, RANKS)
         self._replica = replica
         self._came: Queue[tuple[RankHello, Connection]] = Queue()
@@ -272,7 +278,14 @@ class RankListener:
             self._came.get()[1].close()
 
     def _greet(self, sock: socket.socket) -> None:
-        connection = Connection(sock, self._keys, Role.ACCEPTING, dropped=self._dropped, schema=SCHEMA)
+        connection = Connection(
+            sock,
+            self._keys,
+            Role.ACCEPTING,
+            dropped=self._dropped,
+            link_timeout_s=self._link_timeout_s,
+            schema=SCHEMA,
+        )
         try:
             connection.handshake()
             hello = _received(connection, RankHello)
@@ -321,11 +334,13 @@ def _welcome(listener: RankListener, model: str, tp_size: int, pp_size: int) -> 
 
 
 def _join(rank: int, network: RankNetwork, model: str, tp_size: int, pp_size: int) -> dict[int, RankLink]:
-    ring = KeyRing(Kind.WORKER, network.keys)
     after, before = rank + tp_size, rank - tp_size
     listener = None
     if after < tp_size * pp_size:
-        listener = RankListener(network.own_host, ring, network.replica)
+        timeout_s = network.link_timeout_s
+        listener = RankListener(
+            network.own_host, KeyRing(Kind.WORKER, network.keys), network.replica, link_timeout_s=timeout_s
+        )
     hello = RankHello(
         replica=network.replica,
         rank=rank,
@@ -335,10 +350,10 @@ def _join(rank: int, network: RankNetwork, model: str, tp_size: int, pp_size: in
     )
     opened: dict[int, Connection] = {}
     try:
-        opened[0] = _dial(network.rank_zero, hello, ring)
+        opened[0] = _dial(network.rank_zero, hello, network)
         welcome = _received(opened[0], RankWelcome, START_TIMEOUT_S + JOIN_S)  # the last rank may be late
         if welcome.before is not None:
-            opened[before] = _dial(welcome.before, hello, ring)
+            opened[before] = _dial(welcome.before, hello, network)
         if listener is not None:
             opened[after] = listener.admit((after,))[after][1]
     except BaseException:
@@ -351,9 +366,10 @@ def _join(rank: int, network: RankNetwork, model: str, tp_size: int, pp_size: in
     return {peer: RankLink(connection, peer) for peer, connection in opened.items()}
 
 
-def _dial(address: Address, hello: RankHello, ring: KeyRing) -> Connection:
+def _dial(address: Address, hello: RankHello, network: RankNetwork) -> Connection:
     sock = socket.create_connection((address.host, address.port), HANDSHAKE_TIMEOUT_S)
-    connection = Connection(sock, LinkKeys(ring, RANKS), Role.CONNECTING, schema=SCHEMA).handshake()
+    keys, timeout_s = LinkKeys(KeyRing(Kind.WORKER, network.keys), RANKS), network.link_timeout_s
+    connection = Connection(sock, keys, Role.CONNECTING, link_timeout_s=timeout_s, schema=SCHEMA).handshake()
     connection.send(msgspec.msgpack.encode(hello))
     return connection
 

@@ -23,6 +23,7 @@ import msgspec
 
 from baton.config.engine import EngineConfig, RankSidecar
 from baton.errors import BatonError, ConfigError, ModelError, WorkerLost
+from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.messages.workers import Address
 from baton.rpc.auth import Generations
 
@@ -37,6 +38,7 @@ class RankNetwork(msgspec.Struct, frozen=True, kw_only=True):
     rank_zero: Address
     replica: bytes  # random: ranks of another replica, or of an earlier start, are refused
     own_host: str  # the address of this rank's node
+    link_timeout_s: float = LINK_TIMEOUT_S  # of the connections to other ranks
     keys: Generations  # of workers, or of this replica alone; they never cross the network
 
 

@@ -53,7 +53,7 @@ from baton.engine.runner.rank_process import (
 from baton.engine.runner.step_inputs import decode
 from baton.errors import FAILED, ORPHANED, BatonError, ConfigError, WorkerLost
 from baton.kernels import native
-from baton.messages.bounds import Kind
+from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.rpc.auth import Generations, KeyRing
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class TpWorkers:
         try:
             network = None
             if nodes is not None:
-                network = self._listen(nodes.host, nodes.keys)
+                network = self._listen(nodes.host, nodes.keys, nodes.link_timeout_s)
             elif config.pipeline_parallel_size > 1:
                 own_key = KeyRing.of(secrets.token_bytes(KEY_BYTES), Kind.WORKER)
                 network = self._listen(LOOPBACK, own_key.generations)
@@ -175,11 +175,17 @@ class TpWorkers:
         for worker in self._workers:
             worker.check()
 
-    def _listen(self, host: str, keys: Generations) -> RankNetwork:
+    def _listen(self, host: str, keys: Generations, link_timeout_s: float = LINK_TIMEOUT_S) -> RankNetwork:
         """Listen for the other ranks. host: the address of this node."""
-        replica = secrets.token_bytes(REPLICA_BYTES)
-        self._listener = RankListener(host, KeyRing(Kind.WORKER, keys), replica, self._check)
-        return RankNetwork(rank_zero=self._listener.address, replica=replica, own_host=host, keys=keys)
+        replica, ring = secrets.token_bytes(REPLICA_BYTES), KeyRing(Kind.WORKER, keys)
+        self._listener = RankListener(host, ring, replica, self._check, link_timeout_s)
+        return RankNetwork(
+            rank_zero=self._listener.address,
+            replica=replica,
+            own_host=host,
+            link_timeout_s=link_timeout_s,
+            keys=keys,
+        )
 
     def host_pools(self, own: Tensor) -> list[Tensor]:
         """The host pages of the other ranks, by rank, of a replica with a disk tier. own: rank 0's."""
@@ -216,7 +222,7 @@ def _connect(
     if network is None:
         return None
     tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-    model = model_fingerprint(config)
+    model = model_fingerprint(config) if config.nnodes > 1 else ""
     return connect_ranks(rank, network, listener, model=model, tp_size=tp_size, pp_size=pp_size)
 
 
@@ -237,7 +243,7 @@ def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
     native.keep_builds_in(cache_directory())
     native.set_num_threads(assignment.num_threads)
     choose_device(config.device, assignment.rank)  # raises an error before the rank is READY
-    if assignment.network is not None:
+    if config.nnodes > 1:
         check_memory(config, read_model_config(Path(config.model)), assignment.rank // config.ranks_per_node)
     channel.send_bytes(READY)
     links = _connect(assignment.rank, config, assignment.network)

@@ -31,6 +31,7 @@ from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
+from baton.engine.runner import tp_worker
 from baton.engine.runner.rank_process import READY, RankNetwork, TpAssignment, TpWorkerProcess, error_of
 from baton.errors import ORPHANED, ConfigError, ModelError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
@@ -486,6 +487,26 @@ def test_host_and_rank_0_notice_silence_after_the_link_timeout(
     hosted.start(1, 1, 1, network)
     hosted.close()
     assert timeouts_s == [3.0, 3.0]  # of both ends
+
+
+def test_links_between_ranks_have_the_timeout_of_the_worker(
+    make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[RankNetwork | None] = []
+
+    class Noted(TpWorkerProcess):
+        def __init__(self, assignment: TpAssignment) -> None:
+            given.append(assignment.network)
+            super().__init__(assignment)
+
+    for module in (rank_host, tp_worker):
+        monkeypatch.setattr(module, "TpWorkerProcess", Noted)
+    config = tiny_config(model, pipeline_parallel_size=4, nnodes=2)
+    nodes = make(config, link_timeout_s=3.0)
+    agents, timeout_s = nodes.agents.node_place, 3.0
+    hosted = HostedRanks([nodes.host.place], "127.0.0.1", RING, agents, link_timeout_s=timeout_s)
+    load_engine(config, sidecar=nodes.agents.sidecar, nodes=hosted).close()
+    assert [network and network.link_timeout_s for network in given] == 3 * [timeout_s]
 
 
 def test_host_that_is_gone_is_worker_lost(model: Path) -> None:

@@ -27,6 +27,7 @@ from baton.engine.runner.rank_links import (
 from baton.engine.runner.rank_process import RankNetwork
 from baton.errors import BatonError, ModelError, WorkerLost
 from baton.messages.bounds import MAX_BODY_BYTES, Kind
+from baton.rpc import connection as rpc_connection
 from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection
 from tests.tensor_parallel_peer import CPU, values
@@ -215,6 +216,22 @@ def test_rank_with_another_model_is_an_error_that_names_its_node() -> None:
             join(0, network_at(listener), listener)
         with pytest.raises(WorkerLost):
             joining.result()
+
+
+def test_silence_is_noticed_after_the_link_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts_s: list[float] = []
+    monkeypatch.setattr(rpc_connection, "keep_alive", lambda sock, timeout_s: timeouts_s.append(timeout_s))
+    listener = RankListener(HOST, RING, REPLICA, link_timeout_s=3.0)
+    network = msgspec.structs.replace(network_at(listener), link_timeout_s=3.0)
+    with ThreadPoolExecutor(3) as threads:
+
+        def join(rank: int) -> RankLinks:
+            own = None if rank else listener
+            return connect_ranks(rank, network, own, model=MODEL, tp_size=1, pp_size=3)
+
+        for links in list(threads.map(join, range(3))):
+            links.close()
+    assert timeouts_s == 6 * [3.0]  # both ends of three links
 
 
 def test_early_rank_waits_for_ranks_that_start_late(monkeypatch: pytest.MonkeyPatch) -> None:
