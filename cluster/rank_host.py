@@ -1,7 +1,8 @@
 """The ranks of a worker on nodes other than rank 0's.
 
 1. On each other node a `RankHost` listens. Rank 0's process connects to each host (`HostedRanks`) and proves
-   that it has workers' keys. The host uses its own configuration and keys: neither crosses the network.
+   that it has workers' keys. The host has the worker's configuration and keys from the runtime; rank 0 sends
+   neither.
 2. StartRank starts a rank as rank 0 starts those of its own node. The host passes the rank's answers on.
 3. A rank that ends ends the worker: rank 0's process hears of the end and notices it without a step
    (`HostedRanks.check`). A rank that dies without a word also ends the host's `serve`, and the runtime ends

@@ -2,13 +2,13 @@
 
 1. `open` joins the Ray at an address, or starts a Ray for this machine alone. Ray's own ports answer only
    clients with its token.
-2. `place` creates a placement group for each worker, and spreads each role over the nodes. A worker's ranks
-   are in one bundle, so they share a node, or in one bundle for each of its nodes (`nnodes`).
+2. `place` creates a placement group for each worker, and spreads each role over the nodes. A worker has one
+   bundle for each of its nodes (`nnodes`, mostly 1); ranks of a bundle share a node.
 3. `spawn` starts a worker in its placement group, with a RankHostActor in each further bundle: when one of
    these actors ends, the others are ended. A router or a gateway runs on the present node, where
    clients connect. Ray restarts nothing: the supervisor starts a process again, in the same placement group.
    A worker that was given up, or whose node does not answer, moves to another node with room, if there is
-   one: Ray itself takes a minute to notice that a node hangs.
+   one: Ray itself takes a minute to notice that a node hangs. A worker of several nodes may keep some.
 4. While Ray's head is away no process can be started, and calls that ask the head hang. Running processes go
    on: `spawn` waits for the head, and no call that asks the head runs on the event loop.
 5. `close` ends the actors, removes the placement groups, and leaves Ray, which ends if it was started here.
@@ -55,6 +55,7 @@ SYSTEM_CONFIG: Final = {"worker_niceness": 0, "prestart_worker_first_driver": Fa
 ALONE_ROOM: Final = 4  # times the cores of the first workers, for those of `baton scale`
 CONNECT_TIMEOUT_S: Final = 5.0
 TRY_S: Final = 1.0  # for Ray to find room on the nodes that are preferred
+ACTOR_START_S: Final = 120.0  # for an actor's process to start: Ray never gives up while the node hangs
 MOVE_S: Final = 5.0  # for Ray to find room on any node that is not suspected
 PROBE_TIMEOUT_S: Final = 1.0
 SUSPECT_S: Final = 120.0  # a node where a worker was given up is avoided so long; Ray decides earlier
@@ -226,15 +227,20 @@ class RayRuntime:
             for actor in actors:
                 _in_background(self._ray.kill, actor)
 
-    def give_up(self, name: str, actors: Sequence[Any], places: Sequence[tuple[int, str]]) -> None:
+    def give_up(self, name: str, actors: Sequence[Any], places: Sequence[tuple[int, str] | None]) -> None:
         """End actors that may not answer: through Ray, and by SIGKILL to their processes and their ranks.
 
-        places: the process and the node of those actors that have said them.
+        places: the process and the node of each actor; None: the actor has not said them, so its node is
+        suspected, and no other is.
         """
         self._given_up.add(name)
         self.kill(actors)
-        for pid, node_id in places:
-            self._suspects[node_id] = time.monotonic()
+        known = [place for place in places if place is not None]
+        suspects = {node_id for _, node_id in known}
+        if len(known) < len(places) and name in self._placements:
+            suspects = set(self._placements[name].node_ids) - suspects
+        self._suspects |= dict.fromkeys(suspects, time.monotonic())
+        for pid, node_id in known:
             if node_id == self._node_id:
                 kill_tree(pid)
             else:
@@ -254,7 +260,7 @@ class RayRuntime:
         if await self._place_on(name, others):
             logger.warning("%s moves to another node of Ray", name)
             _in_background(self._ray.util.remove_placement_group, old.group)
-        elif not is_whole and len(old.node_ids) > 1:
+        elif len(old.node_ids) > 1:
             await self._place_again(name)
         # Otherwise Ray starts the worker on its old nodes as soon as possible.
 
@@ -264,7 +270,7 @@ class RayRuntime:
         Its placement group goes first: it holds the room on the nodes that are left. WorkerLost: the worker
         is released meanwhile.
         """
-        logger.warning("%s has lost a node of Ray and waits for nodes with room", name)
+        logger.warning("%s is placed again, as soon as enough nodes of Ray have room", name)
         await _in_thread(self._ray.util.remove_placement_group, self._placements[name].group)
         while name in self._needs:
             nodes = await _answering(await _in_thread(self._nodes))
@@ -459,7 +465,8 @@ class RayProcess:
         self._kind = spec.kind
         self._errors = runtime.errors
         self._has_loop = not spec.num_ranks  # a router or a gateway, which reports that its event loop runs
-        self._places: list[tuple[int, str]] = []  # (process id, id of the node)
+        # Of each actor, once `ready` has asked: its process id, and the id of its node.
+        self._asked_places: list[asyncio.Future[tuple[int, str]]] = []
         hosts = actors[1:]
         self._end = self.actor.serve.remote(*(host.host_place.remote() for host in hosts))
         self._host_ends = [host.serve.remote() for host in hosts]
@@ -470,7 +477,7 @@ class RayProcess:
         reporting = asyncio.ensure_future(self.actor.report.remote())
         ending = asyncio.ensure_future(self._end)
         try:
-            self._places = [await actor.place.remote() for actor in self.actors]
+            await self._until_started()
             # When a host of ranks ends before it has a place, `serve` does not begin and reports nothing.
             await asyncio.wait((reporting, ending), return_when=asyncio.FIRST_COMPLETED)
             if not reporting.done():
@@ -479,10 +486,23 @@ class RayProcess:
         except self._errors.RayError as error:
             raise WorkerLost(f"{self.name}: it ended before it served: {first_line(error)}") from None
         finally:
-            for future in (reporting, ending):
+            futures = (reporting, ending, *self._asked_places)
+            for future in futures:
                 future.cancel()
-            await asyncio.gather(reporting, ending, return_exceptions=True)
+            await asyncio.gather(*futures, return_exceptions=True)
         return address_in(report, self.name)
+
+    async def _until_started(self) -> None:
+        """Wait for the processes of all actors. Gives them up, with a WorkerLost, when one does not start."""
+        self._asked_places = [asyncio.ensure_future(actor.place.remote()) for actor in self.actors]
+        done, late = await asyncio.wait(
+            self._asked_places, timeout=ACTOR_START_S, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for place in done:
+            place.result()  # raises its error
+        if late:
+            self.give_up()
+            raise WorkerLost(f"{self.name}: a node of Ray has started no process in {ACTOR_START_S:g} s")
 
     async def loading(self) -> Loading | None:
         try:
@@ -519,7 +539,7 @@ class RayProcess:
 
     def give_up(self) -> None:
         self._runtime.ended(self)
-        self._runtime.give_up(self.name, self.actors, self._places)
+        self._runtime.give_up(self.name, self.actors, list(map(_result, self._asked_places)))
 
     async def silent_s(self) -> float:
         if not self._has_loop:
@@ -532,6 +552,12 @@ class RayProcess:
             return now_s - self._asked_s
         answered, self._asked = self._asked, None
         return 0.0 if answered.exception() else answered.result()  # `watch` reports its end
+
+
+def _result(future: asyncio.Future[ResultT]) -> ResultT | None:
+    """Return the result of a call; None: there is none yet, or it has failed."""
+    has_failed = future.done() and (future.cancelled() or future.exception() is not None)
+    return future.result() if future.done() and not has_failed else None
 
 
 def _in_thread(call: Callable[..., ResultT], *arguments: Any) -> asyncio.Future[ResultT]:

@@ -69,7 +69,8 @@ class TpAssignment(msgspec.Struct, frozen=True, kw_only=True):
     host_fd: int = -1  # of the memory of its host pages, which rank 0 maps too; -1: memory of its own
     sidecar: RankSidecar | None = None
     network: RankNetwork | None = None  # None: there is one stage
-    has_guardian: bool = False  # the starter keeps stdin open: its lines are for the sidecar, its end is ours
+    # The starter keeps stdin open: lines go to the sidecar, and the rank ends when stdin closes.
+    has_guardian: bool = False
 
 
 class TpWorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

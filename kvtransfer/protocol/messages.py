@@ -78,9 +78,8 @@ class RankListenerAddresses(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     incarnation: Incarnation  # the rank's process, which may die while other ranks live
     host: Annotated[str, Meta(min_length=1, max_length=64)]  # equal for ranks that share a kernel
     device: Literal["cpu", "cuda"]
-    node: Annotated[str, Meta(max_length=255)] = (
-        ""  # the address of the rank's node; "": rank 0's, or the link's
-    )
+    # The address of the rank's node. "": rank 0's node; if that is "", too, the link's address.
+    node: Annotated[str, Meta(max_length=255)] = ""
     addresses: Annotated[dict[TransportName, ListenerAddress], Meta(max_length=8)] = {}
 
 

@@ -15,8 +15,8 @@ The life of a remote rank:
 4. When the connection ends, the rank is lost: its open transfers fail and no transfer begins. The agent stops
    its pushes and closes its listeners, but only the death of its process proves that: until then the pages of
    its shards stay reserved.
-5. When a pidfd reports that death, all commands to the rank count as done. No pidfd knows a process on
-   another node: the pages stay reserved until this process ends, as it does after the next step.
+5. When a pidfd reports that death, all commands to the rank count as done. A process on another node has no
+   pidfd. Its pages stay reserved until rank 0's process ends, which the lost rank causes.
 
 A push names the step that writes its pages, and each rank waits until that step has written its own pages
 (kvtransfer/ranks/executor.py): a digest would not show that a page was sent too early.

@@ -26,6 +26,8 @@ pytest.importorskip("ray")
 
 NUM_CORES: Final = 8  # of each node with ranks, for Ray
 BACK_S: Final = 120.0
+HUNG_S: Final = 240.0
+THIRD: Final = "127.0.0.6"
 BODY: Final[dict[str, Any]] = {
     "model": "tiny",
     "prompt": "the sun and the moon and a star; " * 6,
@@ -171,6 +173,27 @@ def test_killed_node_ends_its_workers_which_come_back_with_it(cluster: Served, n
     until(lambda: len(cluster.status()) == 2, BACK_S)
     assert all(cluster.has_replaced(name, id_) for name, id_ in before.items())
     assert answer(cluster) == expected
+
+
+@pytest.mark.slow
+def test_workers_of_a_node_that_hangs_move_to_another_and_keep_their_other_node(
+    cluster: Served, nodes: RayNodes
+) -> None:
+    """The raylet of the hung node still accepts connections; Ray takes it for dead after a minute."""
+    expected = answer(cluster)
+    asyncio.run(nodes.start(THIRD, num_cpus=NUM_CORES))
+    before = {name: entry.worker.id for name, entry in cluster.status().items()}
+    for pid in nodes.pids(SECOND):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: all(cluster.has_replaced(name, id_) for name, id_ in before.items()), HUNG_S)
+        assert answer(cluster) == expected
+        assert ranks_on(nodes, FIRST) and ranks_on(nodes, THIRD)
+    finally:
+        nodes.kill(SECOND)  # a raylet that Ray takes for dead ends when it goes on
+    asyncio.run(nodes.start(SECOND, num_cpus=NUM_CORES))
+    nodes.kill(THIRD)  # other tests use two nodes
+    until(lambda: answer(cluster) == expected, BACK_S)
 
 
 def answer(cluster: Served) -> str:

@@ -1,10 +1,16 @@
 import asyncio
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-
-ray_runtime = pytest.importorskip("baton.cluster.runtimes.ray")
+from baton.cluster.runtimes import ray as ray_runtime
+from baton.cluster.runtimes.base import ProcessFailed, ProcessSpec
+from baton.errors import ConfigError, WorkerLost
+from baton.messages.bounds import Kind
 
 
 @pytest.mark.parametrize(
@@ -66,3 +72,88 @@ def test_first_line_of_an_error_of_ray_is_shown() -> None:
     raised = exceptions.RayTaskError("serve", "Traceback ...\n  at length", ValueError("page 7\nand more"))
     assert ray_runtime.first_line(raised) == "ValueError: page 7"
     assert ray_runtime.first_line(RuntimeError()) == "RuntimeError"
+
+
+class Call:
+    """A method of an actor: a call of it is answered, or stays pending as on a node that hangs."""
+
+    def __init__(self, answer: object = None) -> None:
+        self._answer = answer
+
+    def remote(self, *_: object) -> "asyncio.Future[Any]":
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._answer is not None:
+            future.set_result(self._answer)
+        return future
+
+
+class Actor:
+    """An actor that has started on a node; None: it cannot start."""
+
+    def __init__(self, node_id: str | None) -> None:
+        self.place = Call(None if node_id is None else (NO_PID, node_id))
+        self.serve, self.report, self.host_place = Call(), Call(), Call()
+
+
+class Runtime(ray_runtime.RayRuntime):
+    """Has nodes in place of those of Ray. No placement group has room on a node that hangs."""
+
+    def __init__(self, nodes: Sequence[Any], hung: str) -> None:
+        super().__init__(b"key", address="127.0.0.1:1")
+        self.hung = hung
+        self._found = nodes
+        self._ray = SimpleNamespace(
+            exceptions=SimpleNamespace(RayError=RuntimeError),
+            util=SimpleNamespace(remove_placement_group=lambda group: None),
+            is_initialized=lambda: False,
+        )
+        self._node_id = "head"
+        self._needs["decode-0"] = [{"CPU": 1.0}] * 2
+        self._roles["decode-0"] = "decode"
+        self._placements["decode-0"] = ray_runtime.Placement("first", ("a", "b"))
+
+    def _nodes(self) -> list[Any]:
+        return list(self._found)
+
+    def _create_placement_group(self, bundles: Any, node_ids: Any, timeout_s: float) -> Any:
+        chosen = tuple(node_ids)[: len(bundles)]
+        return None if self.hung in chosen else ray_runtime.Placement("second", chosen)
+
+    def _kill_there(self, node_id: str, pid: int) -> None:
+        self.killed = node_id, pid
+
+
+NO_PID = 2**22 + 1
+
+
+@pytest.fixture
+def three_nodes() -> Iterator[list[Any]]:
+    """Their raylets accept connections, also that of a node that hangs."""
+    with ExitStack() as sockets:
+        nodes = []
+        for name in "abc":
+            listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+            nodes.append(ray_runtime.RayNode(name, "127.0.0.1", listener.getsockname()[1], {"CPU": 2.0}))
+        yield nodes
+
+
+@pytest.mark.parametrize("hung", ["a", "b"])
+def test_worker_that_cannot_start_on_a_hung_node_is_placed_beside_it(
+    three_nodes: list[Any], hung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_runtime, "ACTOR_START_S", 0.05)
+
+    async def check() -> None:
+        runtime = Runtime(three_nodes, hung)
+        actors = [Actor(None if name == hung else name) for name in "ab"]
+        spec = ProcessSpec(
+            kind=Kind.WORKER, name="decode-0", config=ProcessFailed("", False), num_ranks=2, num_nodes=2
+        )
+        process = ray_runtime.RayProcess(spec, actors, runtime)
+        with pytest.raises(WorkerLost, match="decode-0: a node of Ray has started no process in 0.05 s"):
+            await asyncio.wait_for(process.ready(), 5.0)
+        await asyncio.wait_for(runtime._move_if_needed("decode-0"), 5.0)
+        assert set(runtime._placements["decode-0"].node_ids) == {"a", "b", "c"} - {hung}
+        assert runtime.killed == ("b" if hung == "a" else "a", NO_PID), "the actor that has started"
+
+    asyncio.run(check())
