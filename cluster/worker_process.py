@@ -45,7 +45,7 @@ from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.messages.bounds import Kind
 from baton.messages.control import Hello
-from baton.messages.workers import MAX_RANK_NODES, Address, Worker, WorkerRole
+from baton.messages.workers import Address, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.rpc.auth import ClusterKeys, KeyRing
 from baton.rpc.liveness import StepWatchdog
@@ -307,7 +307,7 @@ class HostedWorker:
             kv_dtype=engine.runner.layout.kv_dtype,
             num_host_pages=engine.scheduler.cache.host.num_places,
             node=node_name(),
-            rank_nodes=tuple(each.node for each in self._rank_hosts[:MAX_RANK_NODES]),
+            rank_nodes=tuple(each.node for each in self._rank_hosts),
             pid=os.getpid(),
             order_number=self._order_number,
         )

@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 from baton.messages.bounds import (
     DEFAULT_KV_STREAMS,
     LINK_TIMEOUT_S,
+    MAX_NODES,
     MAX_ROUTERS,
     MAX_WORKERS,
     STEP_TIMEOUT_S,
@@ -67,7 +68,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # Pipeline stages of each worker of this role; None: engine.pipeline_parallel_size.
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
     # Nodes of Ray over which the stages of each worker of this role are spread; None: engine.nnodes.
-    nnodes: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    nnodes: Annotated[int, Meta(ge=1, le=MAX_NODES)] | None = None
     # Whole experts on each rank of this role; None: engine.enable_expert_parallel.
     enable_expert_parallel: bool | None = None
     page_size: Annotated[int, Meta(ge=1)] | None = None  # tokens in a KV page; None: engine.cache.page_size

@@ -12,6 +12,7 @@ from msgspec import Meta
 from baton.adapters import MAX_RANK
 from baton.config.loader import build
 from baton.errors import ConfigError
+from baton.messages.bounds import MAX_NODES
 
 # Far beyond any step that a machine could finish; they bound the memory of one step.
 NumSequences: TypeAlias = Annotated[int, Meta(ge=1, le=2**16)]
@@ -136,7 +137,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # tensor_parallel_size ranks.
     pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
     # Nodes of Ray over which the stages of one worker are spread, consecutive stages together. CPUs only.
-    nnodes: Annotated[int, Meta(ge=1)] = 1
+    nnodes: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 1
     # Each tensor-parallel rank has whole experts of a mixture, instead of a part of every expert.
     enable_expert_parallel: bool = False
     # Tokens, prompt and output together, one of each at least; None: the model's own limit.

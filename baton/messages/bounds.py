@@ -14,6 +14,7 @@ from msgspec import Meta
 
 SHORT_ID_CHARS: Final = 8
 MAX_WORKERS: Final = 1024
+MAX_NODES: Final = 64  # over which the ranks of one worker are spread
 MAX_ROUTERS: Final = 8  # of one cluster
 MAX_EVENTS: Final = 16_384  # in one message
 MAX_PULLED_PAGES: Final = 28_672  # as kvtransfer allows

@@ -7,7 +7,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.messages.bounds import MAX_ROUTERS, Attempt, Count, Id, Moment, Name, Seconds
+from baton.messages.bounds import MAX_NODES, MAX_ROUTERS, Attempt, Count, Id, Moment, Name, Seconds
 from baton.messages.status import Sizes, TimesByName
 
 
@@ -26,9 +26,6 @@ class WorkerRole(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-MAX_RANK_NODES: Final = 64  # that a worker names
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +53,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_num_batched_tokens: Count = 0  # in one step; 0: unknown
     node: Name = ""  # name of the machine, for operators
     # The machines of its ranks beside `node`.
-    rank_nodes: Annotated[tuple[Name, ...], Meta(max_length=MAX_RANK_NODES)] = ()
+    rank_nodes: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES - 1)] = ()
     pid: Count = 0  # process id on that machine
     is_asleep: bool = False  # it has neither weights nor pages, and takes no work until it is woken
     sleep_level: Annotated[int, Meta(ge=0, le=2)] = 0  # level of the order that it follows; 0: it is awake

@@ -85,6 +85,10 @@ def test_stages_of_a_worker_are_spread_over_its_nodes() -> None:
             "nnodes: 1 pipeline stages .* cannot be spread evenly over 2 nodes",
         ),
         (
+            {"ray_address": "auto", "engine": {"nnodes": 65, "pipeline_parallel_size": 65}},
+            "engine.nnodes: expected int, at least 1, at most 64, got 65",
+        ),
+        (
             {"engine": {"nnodes": 2, "pipeline_parallel_size": 2}},
             "nnodes: 2 nodes for a worker need a Ray cluster of several nodes: give --ray-address",
         ),
