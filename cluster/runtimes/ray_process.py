@@ -121,7 +121,8 @@ class RankHostActor(NodeActor):
     def __init__(self, assignment: bytes, node: int) -> None:
         """assignment: of the worker. node: of the worker's nodes, counted from 1."""
         super().__init__(_on_this_node(msgspec.json.decode(assignment, type=Assignment)))
-        set_up_logging(self._given.name, format=self._given.log_format, force=True)
+        name = f"{self._given.name}-node-{node}"
+        set_up_logging(name, format=self._given.log_format, force=True)
         config = msgspec.json.decode(self._given.config, type=WorkerConfig)
         self._host = RankHost(config, node, self._ring)
 

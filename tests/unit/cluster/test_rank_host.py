@@ -26,7 +26,7 @@ from baton.cluster.rank_host import (
     RankSaid,
     StartRank,
 )
-from baton.cluster.runtimes.base import HostPlace
+from baton.cluster.runtimes.base import HostPlace, ProcessSpec, assignment
 from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
@@ -507,6 +507,27 @@ def test_links_between_ranks_have_the_timeout_of_the_worker(
     hosted = HostedRanks([nodes.host.place], "127.0.0.1", RING, agents, link_timeout_s=timeout_s)
     load_engine(config, sidecar=nodes.agents.sidecar, nodes=hosted).close()
     assert [network and network.link_timeout_s for network in given] == 3 * [timeout_s]
+
+
+def test_log_lines_of_a_host_name_its_node(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's have the worker's name alone."""
+    ray_process = pytest.importorskip("baton.cluster.runtimes.ray_process")
+    names: list[str] = []
+    monkeypatch.setattr(ray_process, "set_up_logging", lambda name, **_: names.append(name))
+    monkeypatch.setattr(ray_process, "_node_id", lambda: "elsewhere")
+    monkeypatch.setenv("BATON_NODE_NAME", "elsewhere")
+    config = WorkerConfig(
+        role=WorkerRole.DECODE,
+        name="decode-0",
+        model_name="m",
+        engine=spread(model),
+        routers=(NOWHERE.address,),
+        host=HOST,
+    )
+    spec = ProcessSpec(kind=Kind.WORKER, name="decode-0", config=config)
+    actor = ray_process.RankHostActor(assignment(spec, RING), 1)
+    assert names == ["decode-0-node-1"]
+    actor._host.close()
 
 
 def test_host_that_is_gone_is_worker_lost(model: Path) -> None:
