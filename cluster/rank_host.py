@@ -108,7 +108,7 @@ MessageT = TypeVar("MessageT")
 def _next_message(
     connection: Connection, decoder: msgspec.msgpack.Decoder[MessageT], timeout_s: float | None = None
 ) -> MessageT:
-    """Return the next message; raises PeerGone, WireError or TimeoutError."""
+    """Return the next message; raises PeerGone or WireError, and TimeoutError after the timeout."""
     try:
         return decoder.decode(connection.recv(timeout_s))
     except msgspec.DecodeError as error:
@@ -116,6 +116,14 @@ def _next_message(
 
 
 # On the other nodes.
+
+
+def _first_order(connection: Connection) -> ToHost:
+    try:
+        return _next_message(connection, _TO_HOST, FIRST_ORDER_S)
+    except TimeoutError:
+        message = f"no order has come within {FIRST_ORDER_S:g} s"
+        raise connection.drop(WireError(message, reason="order")) from None
 
 
 class RankHost:
@@ -158,7 +166,7 @@ class RankHost:
         )
         try:
             connection.handshake()
-            order = _next_message(connection, _TO_HOST, FIRST_ORDER_S)
+            order = _first_order(connection)
             replica = _HostedReplica(self._config, self._node, self._ring, connection, self._failed)
             if self._listener.keep(sock, connection.close, MAX_LINKS):
                 replica.serve(order)
@@ -167,7 +175,7 @@ class RankHost:
         except PeerGone:
             logger.info("rank 0 is gone")
         except (BatonError, OSError) as error:
-            logger.warning("the ranks of this node end: %s", error)
+            logger.warning("a link of rank 0's process ends, and its ranks with it: %s", error)
         finally:
             connection.close()
 

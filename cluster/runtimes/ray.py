@@ -56,6 +56,7 @@ ALONE_ROOM: Final = 4  # times the cores of the first workers, for those of `bat
 CONNECT_TIMEOUT_S: Final = 5.0
 TRY_S: Final = 1.0  # for Ray to find room on the nodes that are preferred
 ACTOR_START_S: Final = 120.0  # for an actor's process to start: Ray never gives up while the node hangs
+REPORT_S: Final = 1.0  # for a worker's report to come after the end of a host: it says more
 MOVE_S: Final = 5.0  # for Ray to find room on any node that is not suspected
 PROBE_TIMEOUT_S: Final = 1.0
 SUSPECT_S: Final = 120.0  # a node where a worker was given up is avoided so long; Ray decides earlier
@@ -475,18 +476,20 @@ class RayProcess:
 
     async def ready(self) -> Address:
         reporting = asyncio.ensure_future(self.actor.report.remote())
-        ending = asyncio.ensure_future(self._end)
+        ends = [asyncio.ensure_future(end) for end in (self._end, *self._host_ends)]
         try:
             await self._until_started()
-            # When a host of ranks ends before it has a place, `serve` does not begin and reports nothing.
-            await asyncio.wait((reporting, ending), return_when=asyncio.FIRST_COMPLETED)
+            # A host of ranks may end or hang while rank 0 waits for it, or before `serve` begins.
+            done, _ = await asyncio.wait((reporting, *ends), return_when=asyncio.FIRST_COMPLETED)
+            if reporting not in done:
+                await asyncio.wait((reporting,), timeout=REPORT_S)
             if not reporting.done():
-                await ending
+                await next(end for end in ends if end in done)
             report = _REPORTS.decode(await reporting)
         except self._errors.RayError as error:
             raise WorkerLost(f"{self.name}: it ended before it served: {first_line(error)}") from None
         finally:
-            futures = (reporting, ending, *self._asked_places)
+            futures = (reporting, *ends, *self._asked_places)
             for future in futures:
                 future.cancel()
             await asyncio.gather(*futures, return_exceptions=True)

@@ -82,7 +82,9 @@ class Call:
 
     def remote(self, *_: object) -> "asyncio.Future[Any]":
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self._answer is not None:
+        if isinstance(self._answer, Exception):
+            future.set_exception(self._answer)
+        elif self._answer is not None:
             future.set_result(self._answer)
         return future
 
@@ -90,9 +92,10 @@ class Call:
 class Actor:
     """An actor that has started on a node; None: it cannot start."""
 
-    def __init__(self, node_id: str | None) -> None:
+    def __init__(self, node_id: str | None = "a", *, ends: bool = False) -> None:
+        self.serve = Call(RuntimeError("its node is lost") if ends else None)
+        self.report, self.host_place = Call(), Call()
         self.place = Call(None if node_id is None else (NO_PID, node_id))
-        self.serve, self.report, self.host_place = Call(), Call(), Call()
 
 
 class Runtime(ray_runtime.RayRuntime):
@@ -124,6 +127,9 @@ class Runtime(ray_runtime.RayRuntime):
 
 
 NO_PID = 2**22 + 1
+SPEC = ProcessSpec(
+    kind=Kind.WORKER, name="decode-0", config=ProcessFailed("", False), num_ranks=2, num_nodes=2
+)
 
 
 @pytest.fixture
@@ -146,14 +152,22 @@ def test_worker_that_cannot_start_on_a_hung_node_is_placed_beside_it(
     async def check() -> None:
         runtime = Runtime(three_nodes, hung)
         actors = [Actor(None if name == hung else name) for name in "ab"]
-        spec = ProcessSpec(
-            kind=Kind.WORKER, name="decode-0", config=ProcessFailed("", False), num_ranks=2, num_nodes=2
-        )
-        process = ray_runtime.RayProcess(spec, actors, runtime)
+        process = ray_runtime.RayProcess(SPEC, actors, runtime)
         with pytest.raises(WorkerLost, match="decode-0: a node of Ray has started no process in 0.05 s"):
             await asyncio.wait_for(process.ready(), 5.0)
         await asyncio.wait_for(runtime._move_if_needed("decode-0"), 5.0)
         assert set(runtime._placements["decode-0"].node_ids) == {"a", "b", "c"} - {hung}
         assert runtime.killed == ("b" if hung == "a" else "a", NO_PID), "the actor that has started"
+
+    asyncio.run(check())
+
+
+def test_worker_whose_host_ends_while_it_loads_is_lost(three_nodes: list[Any]) -> None:
+    """Rank 0 itself may wait for minutes for ranks that load."""
+
+    async def check() -> None:
+        process = ray_runtime.RayProcess(SPEC, [Actor(), Actor(ends=True)], Runtime(three_nodes, "b"))
+        with pytest.raises(WorkerLost, match="decode-0: it ended before it served: its node is lost"):
+            await asyncio.wait_for(process.ready(), 5.0)
 
     asyncio.run(check())
