@@ -243,6 +243,7 @@ class RankListener:
         self._replica = replica
         self._came: Queue[tuple[RankHello, Connection]] = Queue()
         self._dropped = DroppedPeers()
+        self._lock = threading.Lock()  # of changes of `_came` until the listener closes
         listener = listen(host)
         self.address = Address(*listener.getsockname()[:2])
         self._listener = Listener(listener, self._greet, "ranks", self._dropped)
@@ -274,8 +275,9 @@ class RankListener:
     def close(self) -> None:
         """Admit no more ranks. May be called twice."""
         self._listener.close()
-        while not self._came.empty():
-            self._came.get()[1].close()
+        with self._lock:
+            while not self._came.empty():
+                self._came.get()[1].close()
 
     def _greet(self, sock: socket.socket) -> None:
         connection = Connection(
@@ -291,8 +293,11 @@ class RankListener:
             hello = _received(connection, RankHello)
             if hello.replica != self._replica:
                 raise connection.drop(WireError("it is a rank of another replica", reason="rank"))
-            self._listener.let_in(sock)
-            self._came.put((hello, connection))
+            with self._lock:
+                if self._listener.is_closing:
+                    raise WorkerLost("no more ranks are admitted")
+                self._listener.let_in(sock)
+                self._came.put((hello, connection))
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("a rank was refused: %s", error)
             connection.close()

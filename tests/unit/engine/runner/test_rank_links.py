@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from queue import Queue
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ from baton.engine.runner.rank_links import (
     connect_ranks,
 )
 from baton.engine.runner.rank_process import RankNetwork
-from baton.errors import BatonError, ModelError, WorkerLost
+from baton.errors import BatonError, ModelError, PeerGone, WorkerLost
 from baton.messages.bounds import MAX_BODY_BYTES, Kind
 from baton.rpc import connection as rpc_connection
 from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
@@ -260,6 +261,28 @@ def test_wait_for_a_rank_ends_when_it_will_not_come() -> None:
         with pytest.raises(WorkerLost, match="rank 2 ended with status 1"):
             admitting.result(10.0)  # of JOIN_S
     with pytest.raises(BatonError):
+        came.recv(5.0)
+
+
+def test_rank_that_comes_while_the_listener_closes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_come, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(Queue[object]):
+        def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+            has_come.set()
+            assert may_go_on.wait(10.0)
+            super().put(item, block, timeout)
+
+    monkeypatch.setattr(rank_links, "Queue", Slow)
+    listener = RankListener(HOST, RING, REPLICA)
+    came = says_hello(listener, 1)
+    assert has_come.wait(10.0)
+    with ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(listener.close)
+        wait([closing], timeout=0.3)
+        may_go_on.set()
+        closing.result()
+    with pytest.raises(PeerGone):
         came.recv(5.0)
 
 
