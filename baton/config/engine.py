@@ -136,7 +136,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Stages over which one worker splits the layers of the model, on CPUs only. Each stage has
     # tensor_parallel_size ranks.
     pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
-    # Nodes of Ray over which the stages of one worker are spread, consecutive stages together. CPUs only.
+    # Nodes of Ray over which the stages of one worker are spread: each node has as many consecutive stages.
+    # CPUs only.
     nnodes: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 1
     # Each tensor-parallel rank has whole experts of a mixture, instead of a part of every expert.
     enable_expert_parallel: bool = False
