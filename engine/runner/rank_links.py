@@ -1,9 +1,9 @@
 """Commands and tensors between the ranks of a replica with several stages, over authenticated connections.
 
 1. Rank 0 listens on its node's address, and so does every other rank with a next stage. Each other rank
-   connects to rank 0 and says where it listens (RankHello).
-2. When all ranks have come, rank 0 tells each the address of its rank of the stage before (RankWelcome). The
-   rank connects there; rank 0 has that link already.
+   connects to rank 0 and says where it listens, and which model its node has (RankHello).
+2. When all ranks have come, with the same model, rank 0 tells each the address of its rank of the stage
+   before (RankWelcome). The rank connects there; rank 0 has that link already.
 3. A RankLink carries tensors in both directions. Each direction keeps its order, and a receiver's tensors
    are filled in the order in which it began to receive them. A thread reads all that comes, so a sender never
    waits for the receiver's step. No more comes than the steps in flight need, at most MAX_WAITING_BYTES.
