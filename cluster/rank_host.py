@@ -14,10 +14,12 @@
 
 import logging
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -31,7 +33,6 @@ from baton.engine.runner.rank_process import (
     READY,
     START_TIMEOUT_S,
     RankNetwork,
-    Rendezvous,
     TpAssignment,
     TpWorkerFailure,
     TpWorkerProcess,
@@ -211,10 +212,10 @@ class _HostedReplica:
         """Serve until the link ends; all ranks have ended on return. order: the first."""
         timeout_s = ORPHANS_S
         self._ring.follow(self._use_keys)
-        with closing(Rendezvous()) as rendezvous:
+        with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
             try:
                 while isinstance(order, StartRank):
-                    self._start(order, rendezvous.path)
+                    self._start(order, str(Path(folder) / "store"))
                     order = _next_message(self._connection, _TO_HOST)
                 timeout_s = order.timeout_s
             except (PeerGone, WireError) as error:

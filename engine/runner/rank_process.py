@@ -10,10 +10,8 @@ This module needs no torch.
 """
 
 import os
-import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Pipe
@@ -43,38 +41,12 @@ class RankNetwork(msgspec.Struct, frozen=True, kw_only=True):
     keys: Generations  # of workers, or of this replica alone; they never cross the network
 
 
-class Rendezvous:
-    """A file in memory in which the ranks of a node find each other: nothing is left of a process that is
-    killed.
-
-    torch's FileStore writes to its path once more when it is freed, perhaps long after `close`: the path must
-    not name another file then. It leads through a thread, and ends with that.
-    """
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("baton-rendezvous")
-        os.fchmod(self._descriptor, stat.S_IRUSR | stat.S_IWUSR)
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._is_closing.wait, name="rendezvous", daemon=True)
-        self._thread.start()
-        # For processes of this user alone.
-        self.path = f"/proc/{os.getpid()}/task/{self._thread.native_id}/fd/{self._descriptor}"
-
-    def close(self) -> None:
-        """Free the file, after the end of the other ranks. May be called twice."""
-        self._is_closing.set()
-        self._thread.join()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
 class TpAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of one TP worker process."""
 
     config: EngineConfig
     rank: int
-    rendezvous: str  # path of the starter's Rendezvous
+    rendezvous: str  # path of the file where the ranks of a node find each other
     num_threads: int
     host_fd: int = -1  # of the memory of its host pages, which rank 0 maps too; -1: memory of its own
     sidecar: RankSidecar | None = None

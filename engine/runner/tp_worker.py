@@ -19,6 +19,7 @@ import mmap
 import os
 import secrets
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -44,7 +45,6 @@ from baton.engine.runner.rank_process import (
     READY,
     RankNetwork,
     RankNodes,
-    Rendezvous,
     TpAssignment,
     TpWorker,
     TpWorkerFailure,
@@ -117,7 +117,8 @@ class TpWorkers:
             raise ConfigError(
                 f"nnodes: {config.nnodes} nodes for a worker need `baton serve` on a Ray cluster of several"
             )
-        self._rendezvous = Rendezvous()
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")  # readable by this user alone
+        rendezvous = str(Path(self._folder.name) / "store")
         self._workers: list[TpWorker] = []
         self._nodes = nodes
         self._listener: RankListener | None = None
@@ -141,7 +142,7 @@ class TpWorkers:
                 assignment = TpAssignment(
                     config=config,
                     rank=rank,
-                    rendezvous=self._rendezvous.path,
+                    rendezvous=rendezvous,
                     num_threads=share,
                     host_fd=os.memfd_create("kv-host") if config.cache.kv_disk_path is not None else -1,
                     sidecar=sidecar,
@@ -152,7 +153,7 @@ class TpWorkers:
                 worker.wait_until_ready()
             with self.explains_loss():
                 self._links = _connect(0, config, network, self._listener)
-                self.rank = _join(0, self._rendezvous.path, config, self._links)
+                self.rank = _join(0, rendezvous, config, self._links)
         except BaseException:
             self.close(timeout_s=0.0)
             raise
@@ -202,7 +203,7 @@ class TpWorkers:
             self._listener.close()
         if self._links is not None:
             self._links.close()
-        self._rendezvous.close()
+        self._folder.cleanup()
         native.set_num_threads(self._num_threads)
 
 

@@ -2,7 +2,6 @@
 
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -146,15 +145,6 @@ def test_stages_on_two_nodes_give_the_tokens_and_logprobs_of_one_rank(
         assert len(children() - before) == 2 * tp_size - 1
         assert answers(engine) == expected
     assert children() == before, "a rank outlives its engine"
-
-
-def test_ranks_keep_no_file_that_a_killed_process_would_leave(
-    make: Make, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    config = spread(model, tp_size=2)
-    with closing(make(config).load(config)):
-        assert not list(tmp_path.iterdir())
 
 
 def test_worker_that_has_slept_starts_its_ranks_again(make: Make, model: Path) -> None:

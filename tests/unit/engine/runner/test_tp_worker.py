@@ -23,7 +23,7 @@ from baton.engine.engine import load_engine
 from baton.engine.models.parallel import ReplicaRank
 from baton.engine.runner import rank_process
 from baton.engine.runner.rank_links import RankListener
-from baton.engine.runner.rank_process import RankNetwork, Rendezvous, TpAssignment, TpWorkerProcess
+from baton.engine.runner.rank_process import RankNetwork, TpAssignment, TpWorkerProcess
 from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import TpWorkers, make_sidecar
 from baton.engine.scheduler.sequence import Batch
@@ -178,19 +178,6 @@ def test_copy_that_fails_leaves_the_ranks_apart_too(
             engine.pin(engine.page_keys(prompt, b"", 4), "a borrower")
         with pytest.raises(WorkerLost, match="the ranks may differ, the engine must be loaded again"):
             generate(engine, [1, 2, 3])
-
-
-def test_store_that_is_freed_late_writes_to_no_other_file() -> None:
-    """The next file may have the descriptor of the one in which ranks have met."""
-    rendezvous = Rendezvous()
-    store = FileStore(rendezvous.path, 1)
-    store.set("key", "value")
-    rendezvous.close()
-    wait_for(lambda: not Path(rendezvous.path).exists())
-    next_file = os.memfd_create("next")
-    del store
-    assert os.fstat(next_file).st_size == 0
-    os.close(next_file)
 
 
 @pytest.mark.parametrize(
