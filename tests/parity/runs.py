@@ -12,6 +12,7 @@ from torch import Tensor
 from baton.adapters import Adapter
 from baton.config.engine import RankSidecar, engine_config
 from baton.engine.engine import Engine, load_engine
+from baton.engine.models.model import split_layers
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.step_inputs import NO_SLOTS, StepArrays
 from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceStatus
@@ -39,7 +40,9 @@ def engine(directory: Path, sidecar: RankSidecar | None = None, **settings: Any)
     """Yield an engine; at the end its ledgers must be sound and its work done."""
     cache = {"kv_cache_memory_bytes": 2**22, **settings.pop("cache", {})}
     if "num_kv_tokens" in settings:
-        cache["kv_cache_memory_bytes"] = settings.pop("num_kv_tokens") * _token_bytes(directory)
+        cache["kv_cache_memory_bytes"] = settings.pop("num_kv_tokens") * _token_bytes(
+            directory, settings.get("pipeline_parallel_size", 1)
+        )
     config = engine_config({"model": str(directory), "device": "cpu", "cache": cache, **settings})
     made = load_engine(config, sidecar=sidecar)
     try:
@@ -50,12 +53,13 @@ def engine(directory: Path, sidecar: RankSidecar | None = None, **settings: Any)
         made.close()
 
 
-def _token_bytes(directory: Path) -> int:
+def _token_bytes(directory: Path, num_stages: int) -> int:
+    """Return the bytes of a token in the stage with the most layers."""
     model = read_model_config(directory)
     return PageLayout(
         tp_size=1,
         page_size=1,
-        num_layers=model.num_layers,
+        num_layers=max(split_layers(model, num_stages)),
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=model.dtype,

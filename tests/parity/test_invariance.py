@@ -71,7 +71,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "pipeline_parallel_size": 2,
         "cache": {"page_size": 4},
         "max_model_len": 140,
-        "num_kv_tokens": 80,  # of all layers: each stage has pages for twice as many
+        "num_kv_tokens": 160,
     },
     "pipeline-2-tensor-parallel-2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
     "ngram": {"speculative": NGRAM},
