@@ -33,7 +33,6 @@ from baton.cluster.model_directory import resolve_model, served_name
 from baton.cluster.runtimes.base import (
     ALIVE_EVERY_S,
     Assignment,
-    HostPlace,
     Loading,
     LoopAlive,
     ProcessFailed,
@@ -44,7 +43,7 @@ from baton.cluster.runtimes.base import (
 from baton.config.cluster import WorkerConfig
 from baton.errors import DRAINED, ORPHANED, STOPPED_TWICE, BatonError, ConfigError, status_of
 from baton.messages.bounds import Kind
-from baton.messages.workers import Address
+from baton.messages.workers import Address, HostPlace
 from baton.rpc.auth import Generations, KeyRing
 from baton.rpc.process import freeze_gc, frozen_imports, raise_descriptor_limit
 

@@ -26,7 +26,6 @@ import msgspec
 from msgspec import Meta
 
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.runtimes.base import HostPlace
 from baton.config.cluster import WorkerConfig
 from baton.config.environment import node_name
 from baton.engine.runner.rank_process import (
@@ -42,7 +41,7 @@ from baton.engine.runner.rank_process import (
 from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.ranks.agent_arguments import AgentNode, AgentsPlace, sidecar_on_node
 from baton.messages.bounds import LINK_TIMEOUT_S, schema_hash
-from baton.messages.workers import Address
+from baton.messages.workers import Address, HostPlace
 from baton.rpc.auth import RANKS, Generations, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection, DroppedPeers
 from baton.rpc.listener import Listener, listen

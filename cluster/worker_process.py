@@ -30,7 +30,7 @@ import msgspec
 from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.rank_host import HostedRanks
-from baton.cluster.runtimes.base import HostPlace, Progress
+from baton.cluster.runtimes.base import Progress
 from baton.config.cluster import DRAIN_NOTICE_S, WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.config.environment import node_name
@@ -45,7 +45,7 @@ from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.messages.bounds import Kind
 from baton.messages.control import Hello
-from baton.messages.workers import Address, Worker, WorkerRole
+from baton.messages.workers import Address, HostPlace, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.rpc.auth import ClusterKeys, KeyRing
 from baton.rpc.liveness import StepWatchdog

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,14 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class HostPlace(NamedTuple):
+    """A process that hosts ranks of a worker: its address for rank 0's process, and the name of its node."""
+
+    host: str
+    port: int
+    node: str
 
 
 Routers: TypeAlias = Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_ROUTERS)]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Final, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -79,14 +79,6 @@ class ProcessFailed(msgspec.Struct, frozen=True, tag=True):
         """Describe an error. The text of an error that is not Baton's begins with its type."""
         reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
         return cls(reason[:MAX_REPORT_CHARS], is_users_error(error))
-
-
-class HostPlace(NamedTuple):
-    """A process that hosts ranks of a worker: its address for rank 0's process, and the name of its node."""
-
-    host: str
-    port: int
-    node: str
 
 
 Report: TypeAlias = ProcessStarted | ProcessFailed

@@ -16,7 +16,6 @@ from baton.cluster.process import run
 from baton.cluster.rank_host import RankHost
 from baton.cluster.runtimes.base import (
     Assignment,
-    HostPlace,
     Loading,
     LoopAlive,
     ProcessFailed,
@@ -28,6 +27,7 @@ from baton.cluster.runtimes.base import (
 from baton.config.cluster import WorkerConfig
 from baton.config.environment import set_node_name
 from baton.errors import ORPHANED, BatonError
+from baton.messages.workers import HostPlace
 from baton.rpc.auth import Generations, KeyRing
 
 # `serve` blocks one thread, `report` another; the other calls run meanwhile.

@@ -74,7 +74,7 @@ class RankLink:
         self._connection = connection
         self._peer = peer
         self._outbox = Outbox(connection, max_unsent_bytes=MAX_WAITING_BYTES, timeout_s=STEP_S)
-        self._begun: deque[Arrival] = deque()  # not filled in yet, oldest first
+        self._begun: deque[PendingReceive] = deque()  # not filled in yet, oldest first
         self._arrived: Queue[bytes | BatonError] = Queue()  # parts of tensors; the last item is an error
         self._lock = threading.Lock()
         self._num_waiting_bytes = 0  # in `_arrived`
@@ -91,13 +91,13 @@ class RankLink:
             for start in range(first, len(content), MAX_BODY_BYTES):
                 self._outbox.send(bytes(content[start : start + MAX_BODY_BYTES]))
 
-    def receive(self, tensor: Tensor) -> "Arrival":
+    def receive(self, tensor: Tensor) -> "PendingReceive":
         """Begin to receive the peer's next tensor, which must be as large as this contiguous one."""
-        arrival = Arrival(self, tensor)
+        arrival = PendingReceive(self, tensor)
         self._begun.append(arrival)
         return arrival
 
-    def fill(self, arrival: "Arrival", timeout_s: float | None) -> None:
+    def fill(self, arrival: "PendingReceive", timeout_s: float | None) -> None:
         """Fill in the tensor of the arrival, after those of arrivals that began before.
 
         RuntimeError when a tensor has not come in time or has another size, or the peer is gone. The link is
@@ -181,7 +181,7 @@ class _Sent:
         return True
 
 
-class Arrival:
+class PendingReceive:
     """A tensor that has begun to be received."""
 
     def __init__(self, link: RankLink, tensor: Tensor) -> None:
@@ -207,7 +207,7 @@ class RankLinks:
         self._links[dst].send(*tensors)
         return _Sent()
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Arrival:
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> PendingReceive:
         """Begin to receive one tensor: the rank's tensors fill these in the order of the calls."""
         return self._links[src].receive(*tensors)
 

@@ -25,7 +25,7 @@ from baton.cluster.rank_host import (
     RankSaid,
     StartRank,
 )
-from baton.cluster.runtimes.base import HostPlace, ProcessSpec, assignment
+from baton.cluster.runtimes.base import ProcessSpec, assignment
 from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
@@ -37,7 +37,7 @@ from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.agent_arguments import AgentsPlace
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.messages.bounds import Kind
-from baton.messages.workers import Address, WorkerRole
+from baton.messages.workers import Address, HostPlace, WorkerRole
 from baton.rpc import connection as rpc_connection
 from baton.rpc.auth import PAGES, RANKS, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection
