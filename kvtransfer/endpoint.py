@@ -89,7 +89,7 @@ from baton.kvtransfer.ranks.messages import (
     ShardVerified,
 )
 from baton.kvtransfer.ranks.ranks import RankAgents, Ranks
-from baton.kvtransfer.transports.base import AUTO, RankSettings
+from baton.kvtransfer.transports.base import AUTO, RankSettings, TransportSet
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.kvtransfer.transports.registry import transport_set
@@ -577,12 +577,11 @@ class KvEndpoint(PageEndpoint):
         OSError when the address is in use.
         """
         own, incarnation = settings.for_rank(0), secrets.token_bytes(ID_BYTES)
-        self.dropped = dropped = DroppedPeers()
+        self.dropped = DroppedPeers()
         clock = clock or SystemClock()
         # SimpleQueue is faster, but its `get` may wait for ever: Python subtracts the time that has passed
         # from the timeout, and takes a negative one for none.
         self._inbox: Queue[Call] = Queue()
-        inbox = self._inbox.put
         transports = transport_set(settings.transport)
         self._here = here = RankExecutor(
             own,
@@ -590,34 +589,39 @@ class KvEndpoint(PageEndpoint):
             shared,
             incarnation,
             transports,
-            inbox,
+            self._inbox.put,
             self._on_shard_event,
             clock=clock,
-            dropped=dropped,
+            dropped=self.dropped,
             steps=steps,
             node=settings.host if agents is not None and agents.has_nodes else "",
         )
         ranks = Ranks(own, here, agents, clock)
         super().__init__(settings, incarnation, ledger, clock, ranks)
         try:
-            self._peers = Peers(
-                (settings.host, settings.port),
-                LinkKeys(settings.keys, PAGES),
-                settings.hello(incarnation, ranks.listeners),
-                transports,
-                inbox,
-                self._received,
-                self._on_link_lost,
-                clock=clock,
-                dropped=dropped,
-                link_timeout_s=settings.link_timeout_s,
-            )
+            self._peers = self._listen(transports, clock)
         except OSError:  # the address is in use
             ranks.close()
             raise
-        ranks.start(inbox, self._on_shard_event, self._on_rank_lost)
+        ranks.start(self._inbox.put, self._on_shard_event, self._on_rank_lost)
         settings.keys.follow(self._use_keys)
         self._use_keys()  # keys may have been added while the ranks connected
+
+    def _listen(self, transports: TransportSet, clock: Clock) -> Peers:
+        """Listen for other endpoints. Raises OSError when the address is in use."""
+        settings = self.settings
+        return Peers(
+            (settings.host, settings.port),
+            LinkKeys(settings.keys, PAGES),
+            settings.hello(self.incarnation, self._ranks.listeners),
+            transports,
+            self._inbox.put,
+            self._received,
+            self._on_link_lost,
+            clock=clock,
+            dropped=self.dropped,
+            link_timeout_s=settings.link_timeout_s,
+        )
 
     def _use_keys(self) -> None:
         """Give the ranks the keys of the ring. Any thread may call."""

@@ -10,6 +10,15 @@ from typing import Any, Final, NamedTuple
 
 from tests.waiting import wait_for
 
+# A stream of a hundred tokens, whatever the model says.
+BODY: Final[dict[str, Any]] = {
+    "model": "tiny",
+    "prompt": "the sun and the moon and a star; " * 6,
+    "max_tokens": 100,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
 PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}
 
 

@@ -93,7 +93,7 @@ class RankNodes(Protocol):
 
     @property
     def link_timeout_s(self) -> float:
-        """Of connections between the ranks, as of `Connection`."""
+        """The link timeout of the connections between ranks, in seconds; see `Connection`."""
 
     def start(self, node: int, rank: int, num_threads: int, network: RankNetwork) -> TpWorker:
         """Start a rank on a node, counted from 1. Raises WorkerLost when the node cannot be reached.

@@ -335,7 +335,7 @@ class RankAgents:
             self._has_connected.notify_all()
 
     def _expects(self, hello: AgentHello, newcomer: _Newcomer) -> bool:
-        """Whether the rank is one of this replica, on the node that the newcomer comes from."""
+        """Return whether the rank belongs to this replica and runs on the newcomer's node."""
         if newcomer.process is not None or self.node_place is None:
             return hello.rank in self._here
         return hello.rank in self._elsewhere and hello.replica == self.node_place.replica

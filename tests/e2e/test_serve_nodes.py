@@ -19,7 +19,7 @@ from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.offline.llm import LLM
 from baton.cluster.runtimes.base import descendants
 from baton.request import SamplingParams
-from tests.event_stream import Refused, SteadyClients
+from tests.event_stream import BODY, Refused, SteadyClients
 from tests.served import Served, are_gone, command_line, served, stop, until
 
 pytest.importorskip("ray")
@@ -28,14 +28,6 @@ NUM_CORES: Final = 8  # of each node with ranks, for Ray
 BACK_S: Final = 120.0
 HUNG_S: Final = 240.0
 THIRD: Final = "127.0.0.6"
-BODY: Final[dict[str, Any]] = {
-    "model": "tiny",
-    "prompt": "the sun and the moon and a star; " * 6,
-    "max_tokens": 100,
-    "temperature": 0,
-    "ignore_eos": True,
-    "stream": True,
-}
 GROUPS: Final = """
 import sys, ray
 ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2], logging_level="ERROR")
@@ -220,5 +212,5 @@ def test_two_stages_of_two_ranks_give_the_tokens_of_one_engine(nodes: RayNodes) 
 def test_worker_without_enough_nodes_says_what_is_missing(nodes: RayNodes) -> None:
     arguments = ("-pp", "3", "--nnodes", "3", "--start-timeout", "10")
     with pytest.raises(AssertionError, match="3 nodes for one worker .nnodes."), serving(nodes, *arguments):
-        raise NotImplementedError("it serves")
+        pytest.fail("the cluster serves")
     until(lambda: "PENDING" not in states_of_groups(nodes))

@@ -13,19 +13,11 @@ from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.cluster_record import find_record
 from baton.cluster.redis_server import find_program
 from baton.cluster.runtimes.base import descendants
-from tests.event_stream import SteadyClients
+from tests.event_stream import BODY, SteadyClients
 from tests.served import Served, are_gone, command_line, served, stop, until
 
 pytest.importorskip("ray")
 
-BODY = {
-    "model": "tiny",
-    "prompt": "the sun and the moon and a star; " * 6,
-    "max_tokens": 100,
-    "temperature": 0,
-    "ignore_eos": True,
-    "stream": True,
-}
 OPTIONS = ("tiny", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 
 

@@ -220,7 +220,7 @@ def test_keys_that_are_replaced_while_a_rank_starts_reach_it(
 
 
 def admits(port: int, ring: KeyRing) -> bool:
-    """Whether a rank's listener takes the keys of a peer."""
+    """Return whether a rank's listener accepts a peer with these keys."""
     sock = socket.create_connection((HOST, port))
     connection = Connection(sock, LinkKeys(ring, PAGES), Role.CONNECTING)
     try:

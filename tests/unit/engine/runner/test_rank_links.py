@@ -201,8 +201,10 @@ def test_newcomers_that_prove_nothing_do_not_hold_up_the_ranks(connect: Connect)
     silent = [socket.create_connection((listener.address.host, listener.address.port)) for _ in range(3)]
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, 1, network_at(listener), None)
-        zero = join(0, network_at(listener), listener)
-        for links in (zero, joining.result()):
+        zero, one = join(0, network_at(listener), listener), joining.result()
+        zero.send([torch.arange(3)], 1, 0)
+        assert received(one, 0, torch.arange(3)).tolist() == [0, 1, 2]
+        for links in (zero, one):
             links.close()
     for sock in silent:
         sock.close()
