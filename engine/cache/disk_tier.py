@@ -25,11 +25,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
 from mmap import mmap
 from pathlib import Path
+from queue import SimpleQueue
 from struct import Struct
 from typing import Final, NamedTuple, TypeAlias
 
@@ -51,7 +53,8 @@ _LEAST_SEGMENTS: Final = 4
 _VERSION: Final = b"baton-kv-2"
 _HEAD: Final = Struct("<10sxxxxxxQ32s")  # version, serial, checksum of both with the identity of the pages
 _ENTRY: Final = Struct("<16s16s16s")  # key, checksum of the page, checksum of the entry
-_READ_BYTES: Final = 8 * 2**20  # of one read, at most
+_READ_BYTES: Final = 4 * 2**20  # of one read, at most
+_READS_AT_ONCE: Final = 4
 _BATCH_BYTES: Final = 64 * 2**20  # of pages that are put in the order of the files
 _POLL_S: Final = 0.001
 STOP_S: Final = 5.0  # for the order that the thread is at
@@ -162,15 +165,44 @@ class DiskStore:
         return dropped
 
     def read(self, pages: Mapping[bytes, PageParts]) -> Iterator[tuple[bytes, bool]]:
-        """Read pages in the order of the files; yield each key once its page was read, and True.
+        """Read pages about in the order of the files; yield each key once its page was read, and True.
 
         False, with anything in the page, if the record is absent or damaged; a damaged record is forgotten.
+        Several reads are under way at once, because a disk that waits for the next order is idle. None is
+        under way once the iterator has ended, been closed or raised OSError: the pages may be used again.
         """
         runs = self._runs(pages)
         yield from ((key, False) for key in pages if key not in self._where)
         for keys in runs:
             self._where[keys[0]].used = next(self._serials)
-            yield from self._read_run(keys, [pages[key] for key in keys])
+        waiting = deque(runs)
+        results: SimpleQueue[dict[bytes, bool] | Exception] = SimpleQueue()
+
+        def read_runs() -> None:
+            with suppress(IndexError):  # no run is waiting
+                while keys := waiting.popleft():
+                    try:
+                        results.put(self._read_run(keys, [pages[key] for key in keys]))
+                    except Exception as error:
+                        results.put(error)
+
+        num_threads = min(len(runs), _READS_AT_ONCE)
+        threads = [threading.Thread(target=read_runs, daemon=True) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in runs:
+                result = results.get()
+                if isinstance(result, Exception):
+                    raise result
+                for key, is_valid in result.items():
+                    if not is_valid:
+                        self._forget(key)
+                    yield key, is_valid
+        finally:
+            waiting.clear()
+            for thread in threads:
+                thread.join()
 
     def _runs(self, pages: Mapping[bytes, PageParts]) -> list[list[bytes]]:
         """Return the keys that are here, in the order of the files; each list is one read."""
@@ -186,8 +218,8 @@ class DiskStore:
             last = place
         return runs
 
-    def _read_run(self, keys: Sequence[bytes], pages: Sequence[PageParts]) -> list[tuple[bytes, bool]]:
-        """Read adjacent pages at once, and check them; forget those that are damaged."""
+    def _read_run(self, keys: Sequence[bytes], pages: Sequence[PageParts]) -> dict[bytes, bool]:
+        """Read adjacent pages with one call, and return whether each has its contents. Changes nothing."""
         segment = self._where[keys[0]]
         buffers: list[memoryview] = []
         for page in pages:
@@ -195,14 +227,11 @@ class DiskStore:
                 buffers.append(self._gap.data)
             buffers += [part.data for part in page]
         num_read = self._read_buffers(segment, buffers, self._data + segment.keys[keys[0]][0] * self._stride)
-        found = []
-        for number, (key, page) in enumerate(zip(keys, pages, strict=True)):
-            is_whole = num_read >= number * self._stride + self.page_bytes
-            is_valid = is_whole and self._checksum(key, page) == segment.keys[key][1]
-            if not is_valid:
-                self._forget(segment, key)
-            found.append((key, is_valid))
-        return found
+        num_whole = (num_read + len(self._gap)) // self._stride  # no gap follows the last page
+        return {
+            key: number < num_whole and self._checksum(key, page) == segment.keys[key][1]
+            for number, (key, page) in enumerate(zip(keys, pages, strict=True))
+        }
 
     def _read_buffers(self, segment: _Segment, buffers: Sequence[memoryview], offset: int) -> int:
         """Read past the system's cache of files where that is possible.
@@ -220,11 +249,11 @@ class DiskStore:
                 self._can_be_direct = False
         return os.preadv(segment.fd, buffers, offset)
 
-    def _forget(self, segment: _Segment, key: bytes) -> None:
+    def _forget(self, key: bytes) -> None:
         """Remove a damaged record, also for the next process."""
         self.num_damaged += 1
+        segment = self._where.pop(key)
         slot, _ = segment.keys.pop(key)
-        del self._where[key]
         _write(segment.fd, [bytes(_ENTRY.size)], _BLOCK + slot * _ENTRY.size)
 
     def close(self) -> None:
