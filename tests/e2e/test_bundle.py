@@ -100,3 +100,15 @@ def test_router_that_does_not_answer_is_named(cluster: Served, tmp_path: Path) -
     assert f"not in it: the router at {address.host}:{address.port} does not answer" in told
     with zipfile.ZipFile(path) as archive:
         assert sum(name.endswith("/recording") for name in archive.namelist()) == 1
+
+
+def test_gateways_that_are_gone_are_named(cluster: Served, tmp_path: Path) -> None:
+    """The supervisor stands still: it would replace the gateway within seconds."""
+    path, gateway = tmp_path / "part.zip", cluster.listening_on(cluster.port)
+    os.kill(cluster.process.pid, signal.SIGSTOP)
+    try:
+        os.kill(gateway, signal.SIGKILL)
+        told = cluster.baton("bundle", "--out", str(path), "--port", str(cluster.port))
+    finally:
+        os.kill(cluster.process.pid, signal.SIGCONT)
+    assert "not in it: the metrics" in told  # a router may know the address for a moment longer

@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import http.client
 import re
+import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from baton.cluster.cli.connections import HttpClient, add_router_options, router
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cluster_key import Keys
 from baton.cluster.cluster_record import find_record, url
-from baton.cluster.operator_node import connected
+from baton.cluster.operator_node import Operator, connected
 from baton.config.loader import duration_s
 from baton.errors import BatonError, ConfigError, PeerGone, WorkerLost
 from baton.messages.operations import Status
@@ -31,6 +32,7 @@ from baton.messages.workers import Address, Routers
 from baton.sim.replay import Replay, frame_chunks
 
 FORMAT: Final = 1
+REPORTS_S: Final = 5.0  # for the reports of gateways to a router
 SCRAPE_TIMEOUT_S: Final = 10.0
 MAX_SCRAPE_BYTES: Final = 64 * 2**20
 NO_ANSWER: Final = (TimeoutError, PeerGone)
@@ -86,7 +88,7 @@ async def collect(routers: Routers, keys: Keys, last_s: float) -> Bundle:
     for router in routers:
         try:
             async with connected([router], keys) as operator:
-                statuses.append(await operator.status())
+                statuses.append(await _reported_status(operator))
                 chunks = await operator.recording(last_s)
         except NO_ANSWER:
             bundle.missing.append(f"the router at {spelled((router,))} does not answer")
@@ -105,10 +107,22 @@ async def collect(routers: Routers, keys: Keys, last_s: float) -> Bundle:
     return bundle
 
 
+async def _reported_status(operator: Operator) -> Status:
+    """Return the status of a router, to which a gateway that has just connected reports within a second."""
+    until_s = time.monotonic() + REPORTS_S
+    status = await operator.status()
+    while len(status.gateways) < max(1, status.num_gateways) and time.monotonic() < until_s:
+        await asyncio.sleep(0.25)
+        status = await operator.status()
+    return status
+
+
 async def _scrape(bundle: Bundle, statuses: Sequence[Status]) -> None:
     """Add the metrics of each address, which are those of all gateways behind the port."""
     gateways = {each.id: each for status in statuses for each in status.gateways}
     addresses = {each.address for each in gateways.values() if each.address is not None}
+    if not addresses:
+        bundle.missing.append("the metrics: no gateway has told a router its address")
     for address in sorted(addresses, key=lambda address: (address.host, address.port)):
         try:
             metrics = await asyncio.to_thread(_metrics_of, address)
