@@ -13,7 +13,7 @@ from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.runtimes.base import ProcessSpec
 from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.engine import EngineConfig, EngineSettings
-from baton.config.gateway import GatewayConfig, GatewayModel, text_settings
+from baton.config.gateway import GatewayConfig, GatewayModel, TextSettings, text_settings
 from baton.engine.models.loading.checkpoint import read_entries
 from baton.engine.models.registry import (
     RANK_CHECKS,
@@ -238,11 +238,14 @@ def check_parsers(config: ServeConfig) -> None:
     )
 
 
-def speech_of(directory: Path, chat_template: str | None = None) -> Speech:
+def speech_of(directory: Path, settings: TextSettings) -> Speech:
     """Return the form of the model's prompts.
 
-    Raises ModelError for a damaged file, and ConfigError for a `chat_template` that cannot be read.
+    Raises ModelError for a damaged file, and ConfigError for settings that do not fit the model.
     """
     if not (directory / "tokenizer.json").exists():
         return "token ids"
-    return "text" if ChatTemplate.from_directory(directory, chat_template) is None else "chat"
+    template = ChatTemplate.from_directory(
+        directory, settings.chat_template, settings.default_chat_template_kwargs
+    )
+    return "text" if template is None else "chat"

@@ -263,5 +263,7 @@ def _served_model(
         bodies=BodyReader.from_directory(directory, TextSettings(**text_settings(config))),
         service=service,
         created_s=int(time.time()),
-        defaults=read_sampling_defaults(directory, config.generation_config),
+        defaults=read_sampling_defaults(
+            directory, config.generation_config, config.override_generation_config
+        ),
     )

@@ -62,6 +62,8 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "tool_call_parser": None,
     "reasoning_parser": None,
     "generation_config": "auto",
+    "override_generation_config": None,
+    "default_chat_template_kwargs": {},
     "vllm_metric_names": True,
     "max_connections": 4096,
     "max_body_bytes": 4 * 2**20,

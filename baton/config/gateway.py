@@ -7,14 +7,38 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
 from baton.messages.bounds import LINK_TIMEOUT_S, LinkTimeout, Port
 from baton.messages.workers import Routers
+from baton.request import SamplingParams
 
 OPERATOR_HOST: Final = "127.0.0.1"
 ORIGIN: Final = re.compile(r"https?://[a-zA-Z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-fA-F:]+\](:\d{1,5})?")
 Timeout: TypeAlias = Annotated[float, Meta(ge=0.01, le=86_400)]
 HeldBytes: TypeAlias = Annotated[int, Meta(ge=1024, le=2**50)]
+
+
+class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters of requests that give none of their own, by the keys of generation_config.json."""
+
+    temperature: float | None = None  # of requests without one; so are all but max_new_tokens
+    top_p: float | None = None  # 1: tokens of any probability
+    top_k: int | None = None  # -1: all tokens
+    min_p: float | None = None  # 0: tokens of any probability
+    repetition_penalty: float | None = None  # 1: none
+    max_new_tokens: int | None = None  # of every answer, at most
+
+    def sampling(self, **defaults: Any) -> SamplingParams:
+        """Return the parameters. defaults: those of keys without a value. Raises InvalidRequest."""
+        fields = msgspec.structs.asdict(self)
+        fields["max_tokens"] = fields.pop("max_new_tokens")
+        given = {name: value for name, value in fields.items() if value is not None}
+        return SamplingParams(**{**defaults, **given})
+
+    def overridden(self, by: "GenerationConfig | None") -> "GenerationConfig":
+        """Return the values of `by`, and those of this one that `by` lacks."""
+        fields = {} if by is None else msgspec.structs.asdict(by)
+        return msgspec.structs.replace(self, **{n: value for n, value in fields.items() if value is not None})
 
 
 class TextSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +51,17 @@ class TextSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reasoning_parser: str | None = None
     # "auto": sampling defaults of the model's generation_config.json, as in vLLM; "vllm": vLLM's own defaults
     generation_config: Literal["auto", "vllm"] = "auto"
+    # Sampling defaults in place of the model's, as in vLLM, such as {"temperature": 0.6}.
+    override_generation_config: GenerationConfig | None = None
+    # chat_template_kwargs of requests that do not set them, as in vLLM, such as {"enable_thinking": false}.
+    default_chat_template_kwargs: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if self.override_generation_config is not None:
+            try:
+                self.override_generation_config.sampling()
+            except InvalidRequest as error:
+                raise ConfigError(f"gateway.override_generation_config: {error}") from None
 
 
 def text_settings(settings: TextSettings) -> dict[str, Any]:
@@ -75,6 +110,7 @@ class GatewaySettings(TextSettings, frozen=True, kw_only=True):
     resume_window_s: Timeout = 600.0  # after an event of a resumable stream, in which it may be resumed there
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for origin in self.allowed_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ConfigError(

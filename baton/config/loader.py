@@ -212,6 +212,8 @@ def _describe(expected: Any) -> str:
         return "one of " + ", ".join(repr(choice) for choice in arguments)
     if origin in (Union, UnionType):
         return " | ".join(_describe(argument) for argument in arguments)
+    if origin is dict or _is_struct(expected):
+        return "a mapping"
     if expected is NoneType:
         return "None"
     return expected.__name__ if isinstance(expected, type) and not arguments else str(expected)

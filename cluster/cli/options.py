@@ -75,6 +75,8 @@ METAVARS: Final = {
     "chat_template": "FILE",
     "tool_call_parser": "NAME",
     "reasoning_parser": "NAME",
+    "override_generation_config": "JSON",
+    "default_chat_template_kwargs": "JSON",
     "cluster_key_file": "FILE",
     "decision_log": "FILE",
     "allowed_origins": "ORIGINS",
@@ -105,9 +107,33 @@ INSTEAD: Final = {
     "--master-addr": "Ray starts the ranks of --nnodes on its nodes; leave it out",
     "--scheduling-policy": "requests are served in their order; --scheduler-policy is about batches",
     "--tokenizer": "the tokenizer is read from the model's directory; leave it out",
-    "--revision": "the model is a directory of yours; leave it out",
+    "--revision": "the revision of a repository follows its name: ORGANIZATION/NAME@REVISION",
     "--trust-remote-code": "no code of a model is ever run; leave it out",
     "--shutdown-timeout": "give --drain-timeout",
+    "--distributed-executor-backend": "give --runtime ray or --runtime local",
+    "--data-parallel-size": "give --prefill N and --decode N, the workers of each role",
+    "--api-server-count": "give --gateways",
+    "--swap-space": "give --host-cache-memory, the host memory of KV pages",
+    "--kv-offloading-size": "give --host-cache-memory, the host memory of KV pages",
+    "--num-gpu-blocks-override": "give --kv-cache-memory",
+    "--cpu-offload-gb": "weights stay on the device; leave it out",
+    "--enable-chunked-prefill": "long prompts are always computed in chunks; leave it out",
+    "--enable-sleep-mode": "every model can sleep; leave it out",
+    "--enable-prompt-tokens-details": "usage always has the cached tokens; leave it out",
+    "--enable-log-requests": "no request is logged; `baton explain` shows what became of one",
+    "--disable-log-requests": "no request is logged; leave it out",
+    "--uvicorn-log-level": "set BATON_LOG_LEVEL",
+    "--ssl-keyfile": "a proxy in front ends TLS: see docs/operations.md",
+    "--ssl-certfile": "a proxy in front ends TLS: see docs/operations.md",
+    "--root-path": "a proxy in front takes a prefix off: see docs/operations.md",
+    "--hf-overrides": "change config.json in the model's directory",
+    "--rope-scaling": "change config.json in the model's directory",
+    "--download-dir": "set HF_HOME",
+    "--max-logprobs": "a request may ask for 20; leave it out",
+    "--guided-decoding-backend": "llguidance keeps all forms; leave it out",
+    "--compilation-config": "nothing is compiled by torch; leave it out",
+    "--attention-backend": "the kernels are Baton's own; leave it out",
+    "--enforce-eager": "on a GPU, CUDA graphs are always used; leave it out",
 }
 
 Read: TypeAlias = Callable[[str], object]
@@ -366,9 +392,12 @@ class Parser(argparse.ArgumentParser):
             return f"unknown option {flag!r}: {INSTEAD[flag].replace('baton COMMAND', self.prog)}"
         flags = list(self._option_string_actions)
         begun = [known for known in flags if len(flag) > 2 and known.startswith(flag)]
-        nearest = begun if len(begun) == 1 else difflib.get_close_matches(flag, flags, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "put -- before a text that starts with a dash"
-        return f"unknown option {argument!r}; {hint}"
+        nearest = begun if len(begun) == 1 else difflib.get_close_matches(flag, flags, n=1, cutoff=0.7)
+        if nearest:
+            return f"unknown option {argument!r}; did you mean {nearest[0]}?"
+        if flag.startswith("--"):
+            return f"unknown option {flag!r}"
+        return f"unknown option {argument!r}; put -- before a text that starts with a dash"
 
 
 def in_flags(message: str, settings: Iterable[Setting], arguments: argparse.Namespace) -> str:

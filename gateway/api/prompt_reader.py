@@ -138,7 +138,9 @@ class PromptReader:
         settings = settings or TextSettings()
         return cls(
             Tokenizer.find(directory),
-            ChatTemplate.from_directory(directory, settings.chat_template),
+            ChatTemplate.from_directory(
+                directory, settings.chat_template, settings.default_chat_template_kwargs
+            ),
             read_vocab_size(directory),
             tool_call_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,

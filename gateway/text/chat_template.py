@@ -9,7 +9,7 @@ docs/decisions/0004 says why.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -109,11 +109,13 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         *,
         tool_source: str | None = None,
+        default_kwargs: Mapping[str, object] | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile the template. Raises ModelError when `source` is no template.
 
-        tool_source: a separate template for chats with tools. now: the time for templates that show a date.
+        tool_source: a separate template for chats with tools. default_kwargs: of callers that do not set
+        them; raises ConfigError for a name that no template reads. now: for templates that show a date.
         """
         self.source = source if tool_source is None else tool_source  # that tells the forms of answers
         self._has_own_for_tools = tool_source is not None
@@ -139,22 +141,37 @@ class ChatTemplate:
             }
         except minijinja.TemplateError as error:
             raise ModelError(f"the chat template is damaged: {error}") from None
+        self._default_kwargs = dict(default_kwargs or {})
+        for name in self._default_kwargs:
+            if self._is_reserved(name) or not any(name in read for read in self._variables.values()):
+                raise ConfigError(
+                    f"gateway.default_chat_template_kwargs: the chat template leaves no {name!r} to callers"
+                )
 
     @classmethod
-    def from_directory(cls, directory: Path, file: str | None = None) -> "ChatTemplate | None":
+    def from_directory(
+        cls,
+        directory: Path,
+        file: str | None = None,
+        default_kwargs: Mapping[str, object] | None = None,
+    ) -> "ChatTemplate | None":
         """Read the model's template, from `chat_template.jinja` first, as in `transformers`.
 
         Returns None when the model has no template: it completes text and cannot chat. file: a template in
-        place of the model's own; raises ConfigError when it cannot be read.
+        place of the model's own; raises ConfigError when it cannot be read. default_kwargs: see `__init__`.
         """
         config = read_tokenizer_config(directory)
         source = read_text(directory / TEMPLATE_FILE) if file is None else _given(Path(file))
-        if source is not None:
-            return cls(source, config.special_tokens())
-        source = config.template("default")
+        tool_source = None
         if source is None:
-            return None
-        return cls(source, config.special_tokens(), tool_source=config.template("tool_use"))
+            source, tool_source = config.template("default"), config.template("tool_use")
+        if source is not None:
+            return cls(
+                source, config.special_tokens(), tool_source=tool_source, default_kwargs=default_kwargs
+            )
+        if default_kwargs:
+            raise ConfigError("gateway.default_chat_template_kwargs: the model has no chat template")
+        return None
 
     def render(
         self,
@@ -169,14 +186,16 @@ class ChatTemplate:
         kwargs: the caller's own variables of the template, such as `enable_thinking`. Raises ApiError, which
         names the key, for a reserved name and for a name that the template does not read.
         """
-        self._check_kwargs(kwargs or {}, has_tools=bool(tools))
+        variables = self._variables_of(has_tools=bool(tools))
+        self._check_kwargs(kwargs or {}, variables)
+        defaults = {name: value for name, value in self._default_kwargs.items() if name in variables}
         try:
             prompt = self._environment.render_template(
                 TOOLS_NAME if tools and self._has_own_for_tools else NAME,
                 messages=messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
-                **(kwargs or {}),
+                **{**defaults, **(kwargs or {})},
                 **self._special_tokens,
             )
         except minijinja.TemplateError as error:
@@ -220,13 +239,18 @@ class ChatTemplate:
 
     def reads(self, name: str, *, has_tools: bool = False) -> bool:
         """Tell whether the template, or the one for chats with tools, reads a variable of this name."""
-        return name in self._variables[TOOLS_NAME if has_tools and self._has_own_for_tools else NAME]
+        return name in self._variables_of(has_tools=has_tools)
 
-    def _check_kwargs(self, kwargs: Mapping[str, object], *, has_tools: bool) -> None:
-        variables = self._variables[TOOLS_NAME if has_tools and self._has_own_for_tools else NAME]
+    def _variables_of(self, *, has_tools: bool) -> frozenset[str]:
+        return self._variables[TOOLS_NAME if has_tools and self._has_own_for_tools else NAME]
+
+    def _is_reserved(self, name: str) -> bool:
+        return name in RESERVED or name in self._special_tokens
+
+    def _check_kwargs(self, kwargs: Mapping[str, object], variables: Collection[str]) -> None:
         for name in kwargs:
             param = name if name == REASONING_EFFORT else "chat_template_kwargs"
-            if name in RESERVED or name in self._special_tokens:
+            if self._is_reserved(name):
                 raise invalid(f"{param}: {name!r} is not for callers to set", param=param)
             if name not in variables:
                 raise invalid(f"{param}: the chat template of this model reads no {name!r}", param=param)

@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import openai
 import pytest
 
+from baton.config.gateway import GenerationConfig
 from baton.gateway.text.tokenizer import Tokenizer
 from tests.e2e.conftest import client_of
 from tests.engine_frontend import EngineFrontend, tiny_engine
@@ -89,6 +91,23 @@ def test_prompt_may_begin_the_reasoning_or_end_it(served: Served, client: openai
     assert asked("12", enable_thinking=False) == ("12", None)
     assert asked(THOUGHT, enable_thinking=False) == (THOUGHT, None)
     assert asked("12", enable_thinking=True) == ("12", None)
+
+
+def test_settings_give_the_variables_and_the_length_of_requests_without_them(tmp_path: Path) -> None:
+    with (
+        ServedGateway(
+            ScriptedService,
+            model=tool_model(tmp_path, TEMPLATE),
+            default_chat_template_kwargs={"enable_thinking": False},
+            override_generation_config=GenerationConfig(max_new_tokens=3),
+        ) as gateway,
+        client_of(gateway.url) as client,
+    ):
+        gateway.service.play = writing(THOUGHT)
+        num_tokens = ask(client).usage.prompt_tokens
+        kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+        assert ask(client, max_tokens=2, extra_body=kwargs).usage.prompt_tokens < num_tokens
+        assert [each.sampling.max_tokens for each in gateway.service.requests] == [3, 2]
 
 
 def test_reasoning_comes_before_a_call(served: Served, client: openai.OpenAI) -> None:

@@ -155,7 +155,7 @@ def _model(config: ServeConfig) -> Iterator[Finding]:
 
     try:
         directory = check_model(config)
-        speech = speech_of(directory, config.gateway.chat_template)
+        speech = speech_of(directory, config.gateway)
     except BatonError as error:
         yield _error(
             str(error), "give the directory of a whole model of this machine, and settings that fit it"

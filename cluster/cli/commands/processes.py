@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 ROUTER_KEYS: Final = ("host", "port", "policy", "redis", "decision_log", "local_prefill_tokens")
 GATEWAY_KEYS: Final = (
     *("served_model_name", "host", "port", "chat_template", "tool_call_parser", "reasoning_parser"),
+    *("generation_config", "override_generation_config", "default_chat_template_kwargs"),
     *("operator_port", "allowed_origins", "lora_modules", "tenants_file"),
 )
 WORKER_KEYS: Final = (

@@ -74,7 +74,7 @@ def _question(config: ServeConfig) -> tuple[str, dict[str, object]]:
     """Return a route, and a body that the model can answer there."""
     from baton.cluster.serve_plan import speech_of
 
-    match speech_of(resolve_model(config.model), config.gateway.chat_template):
+    match speech_of(resolve_model(config.model), config.gateway):
         case "chat":
             return "chat/completions", {"messages": [{"role": "user", "content": "What is a baton?"}]}
         case "text":
@@ -125,7 +125,7 @@ def _check(config: ServeConfig) -> None:
         check_parsers(each)
         if each.ray_address is None or Path(each.model).is_dir() or is_repository(each.model):
             directory = check_model(each)
-            if speech_of(directory, each.gateway.chat_template) == "token ids":
+            if speech_of(directory, each.gateway) == "token ids":
                 say(f"warning: {directory} has no tokenizer: prompts are token ids, and so are answers")
 
 

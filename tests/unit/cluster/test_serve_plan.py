@@ -20,7 +20,7 @@ from baton.cluster.serve_plan import (
 )
 from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.engine import EngineSettings
-from baton.config.gateway import GatewayConfig, GatewayModel
+from baton.config.gateway import GatewayConfig, GatewayModel, TextSettings
 from baton.config.loader import build
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError, ModelError
@@ -307,11 +307,11 @@ def test_parser_that_does_not_exist_is_named(setting: str) -> None:
 
 def test_form_of_prompts_follows_from_the_model_files(tmp_path: Path) -> None:
     with_config_alone(tmp_path)
-    assert speech_of(tmp_path) == "token ids"
+    assert speech_of(tmp_path, TextSettings()) == "token ids"
     without_weights(tmp_path)
-    assert speech_of(tmp_path) == "chat"
+    assert speech_of(tmp_path, TextSettings()) == "chat"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": None}))
-    assert speech_of(tmp_path) == "text"
+    assert speech_of(tmp_path, TextSettings()) == "text"
 
 
 def test_adapters_are_checked_before_any_process_starts(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ SERVE_FLAGS = """
 --kv-digests --no-kv-digests --kv-streams
 --router-policy --redis --decision-log --recording --recording-memory-bytes --local-prefill-tokens
 --chat-template
---tool-call-parser --reasoning-parser --operator-port --allowed-origins --otlp-traces-endpoint --tenants
+--tool-call-parser --reasoning-parser --generation-config --override-generation-config
+--default-chat-template-kwargs --operator-port --allowed-origins --otlp-traces-endpoint --tenants
 --lora-modules --wake-on-request --no-wake-on-request
 --cluster-key-file --start-timeout --link-timeout --step-timeout --drain-timeout --config --log-format
 --planner --planner-ttft-ms --planner-tpot-ms --planner-attainment --planner-max-workers --planner-times
@@ -199,6 +200,14 @@ def test_wrong_option_is_one_line_and_status_2(baton: Baton, option: str, compla
         ("tiny --decode 0", "--decode: expected 1 or more"),
         ("tiny --host 0.0.0.0", "--host: '0.0.0.0' can be reached from other machines"),
         ("tiny --runtime local --ray-address auto", "--ray-address: runtime 'local'"),
+        (
+            """tiny --override-generation-config '{"top_p": 2}'""",
+            "--override-generation-config: top_p must be",
+        ),
+        (
+            "tiny --default-chat-template-kwargs x",
+            "--default-chat-template-kwargs: expected a mapping, got 'x'",
+        ),
         ("tiny --page-size 3", "--page-size: expected a power of two, got 3"),
         ("tiny --prefill-page-size 5", "cache.page_size: expected a power of two, got 5"),
         ("", "model: expected a value, got none"),

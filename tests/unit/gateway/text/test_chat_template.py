@@ -151,6 +151,20 @@ def test_template_of_the_settings_replaces_the_models_own(tmp_path: Path) -> Non
             ChatTemplate.from_directory(tmp_path, str(tmp_path / wrong))
 
 
+def test_default_variables_hold_where_the_template_reads_them(tmp_path: Path) -> None:
+    def template(source: str, **defaults: object) -> ChatTemplate:
+        return ChatTemplate(source, {"bos_token": "<s>"}, tool_source="{{ y }}", default_kwargs=defaults)
+
+    found = template("{{ x }}", x=1, y=2)
+    assert (found.render(MESSAGES), found.render(MESSAGES, tools=TOOLS)) == ("1", "2")
+    assert found.render(MESSAGES, kwargs={"x": 3}) == "3"
+    for name in ("z", "messages", "bos_token"):
+        with pytest.raises(ConfigError, match=f"^gateway.default_chat_template_kwargs: .* no '{name}'"):
+            template("{{ x }} {{ messages }} {{ bos_token }}", **{name: 1})
+    with pytest.raises(ConfigError, match="default_chat_template_kwargs: the model has no chat template"):
+        ChatTemplate.from_directory(tmp_path, default_kwargs={"x": 1})
+
+
 def test_special_tokens_are_strings_or_objects_with_their_content(tmp_path: Path) -> None:
     config = {
         "bos_token": "<s>",

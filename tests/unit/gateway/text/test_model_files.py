@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.config.gateway import GenerationConfig
 from baton.errors import ModelError
 from baton.gateway.text.model_files import read_sampling_defaults, read_vocab_size
 from baton.request import SamplingParams
@@ -18,6 +19,15 @@ def test_generation_config_gives_defaults(tmp_path: Path) -> None:
 def test_setting_ignores_the_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(FILE)
     assert read_sampling_defaults(tmp_path, "vllm") == SamplingParams(max_tokens=None)
+
+
+def test_override_goes_before_the_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(FILE)
+    override = GenerationConfig(temperature=0.0, min_p=0.1)
+    expected = SamplingParams(temperature=0.0, top_k=20, min_p=0.1, max_tokens=9)
+    assert read_sampling_defaults(tmp_path, "auto", override) == expected
+    expected = SamplingParams(temperature=0.0, min_p=0.1, max_tokens=None)
+    assert read_sampling_defaults(tmp_path, "vllm", override) == expected
 
 
 def test_model_without_files_has_the_defaults_of_vllm(tmp_path: Path) -> None:
