@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 import torch
+from torch import Tensor
 
 from baton.clock import Clock, SystemClock
 from baton.config.engine import EngineConfig, RankSidecar, SpeculativeConfig
@@ -50,6 +51,7 @@ from baton.engine.speculation.draft_model import ModelDrafter, load_draft_model
 from baton.engine.speculation.lookup import lookup_drafter
 from baton.errors import ConfigError, InvalidRequest, WorkerLost
 from baton.kernels import native
+from baton.kernels.decoder_stack import OnLayers
 from baton.kernels.native import huge_zeros
 from baton.kernels.sample import SamplingTensors
 from baton.messages.workers import Load, Tier
@@ -378,7 +380,8 @@ class Engine(Replica):
             self._last_step = step.batch, step_s
         else:  # proposing is part of the step
             whole_s = ended_s - max(step.began_s, self._busy_since_s or 0.0)
-            self.scheduler.drafter.observe(step.batch, whole_s)
+            # A full pipeline and an empty one take about as long from the plan of a step to its tokens.
+            self.scheduler.drafter.observe(step.batch, ended_s - step.began_s)
             self._last_step = (
                 step.batch,
                 whole_s / (1 if step.batch.prompt_chunks else sampled.tokens_a_sequence),
@@ -520,18 +523,23 @@ class Engine(Replica):
         if sampling is not None:
             arrays = arrays._replace(sampling=sampling)
         meter = self._step_meter
-        if self.runner.rank.size > 1:
-            self.runner.rank.send_command(encode(arrays))
         if meter.is_sampled:
             meter.lap("build")
-        on_layers = None if watch is None else watch.layers_written
-        out = self.runner.execute(arrays, on_layers, tokens_R)
-        answer = PendingTensor(out) if self.runner.pp.size == 1 else self.runner.answer(arrays)
+        answer = self._launch(arrays, None if watch is None else watch.layers_written, tokens_R)
         if meter.is_sampled:
             meter.lap("forward")
         if batch.copies_to_host:
             self.pages.note_copies(device_page for device_page, _ in batch.copies_to_host)
         return answer
+
+    def _launch(
+        self, arrays: StepArrays, on_layers: OnLayers | None = None, tokens_R: Tensor | None = None
+    ) -> PendingTensor:
+        """Run rank 0's part of a step that all ranks compute; return the answer, as `_run`."""
+        if self.runner.rank.size > 1:
+            self.runner.rank.send_command(encode(arrays))
+        out = self.runner.execute(arrays, on_layers, tokens_R)
+        return PendingTensor(out) if self.runner.pp.size == 1 else self.runner.answer(arrays)
 
     def _make_drafter(self, config: SpeculativeConfig, draft_model: ModelRunner | None) -> Drafter:
         costs = time_steps(self.time_step, self.runner.config.scheduler)
@@ -541,11 +549,11 @@ class Engine(Replica):
         return lookup_drafter(config, costs, forced_tokens)
 
     def time_step(self, arrays: StepArrays) -> float:
-        """The seconds of a step of padding."""
+        """The seconds of a step of padding, from its launch to its answer."""
+        if self.runner.pp.size > 1:  # as in most steps, the last stage sends tokens
+            arrays = arrays._replace(sampling=SamplingTensors.greedy(len(arrays.logit_rows)))
         started_s = perf_counter()
-        if self.runner.rank.size > 1:
-            self.runner.rank.send_command(encode(arrays))
-        self.runner.execute(arrays)
+        self._launch(arrays).wait()
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
         return perf_counter() - started_s

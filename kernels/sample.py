@@ -90,6 +90,12 @@ class SamplingTensors:
     has_top_k: bool = True
     has_top_p: bool = True
 
+    @classmethod
+    def greedy(cls, num_rows: int) -> SamplingTensors:
+        """The parameters of so many rows on a CPU that take the token of the largest logit."""
+        tensors = (torch.zeros(num_rows, dtype=dtype) for dtype in _DTYPES.values())
+        return cls(*tensors, has_random=False, has_top_k=False, has_top_p=False)
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors, in the order of the fields."""

@@ -170,17 +170,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "scheduler.async_scheduling: with speculative decoding, a step is planned from the tokens of "
                 "the step before"
             )
-        if self.pipeline_parallel_size > 1:
-            self._check_stages()
-
-    def _check_stages(self) -> None:
-        """Raise ConfigError for settings that do not work with several pipeline stages."""
-        refused = {
-            "speculative": self.speculative is not None,
-            "cache.kv_disk_path": self.cache.kv_disk_path is not None,
-        }
-        for key in (key for key, is_on in refused.items() if is_on):
-            raise ConfigError(f"{key}: this does not work with pipeline_parallel_size above 1 yet")
+        if self.pipeline_parallel_size > 1 and self.cache.kv_disk_path is not None:
+            raise ConfigError(
+                "cache.kv_disk_path: this does not work with pipeline_parallel_size above 1 yet"
+            )
 
     def check_nodes(self) -> None:
         """Raise ConfigError unless the stages of a worker can be spread evenly over its nodes."""

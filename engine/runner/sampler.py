@@ -260,21 +260,21 @@ class Sampler:
 
         None when the batch needs more than logits, such as logits processors, or draws nothing.
         """
-        if batch.drafts or any(sequence.needs_prompt_logprobs for sequence in batch.sequences):
+        if any(sequence.needs_prompt_logprobs for sequence in batch.sequences):
             return None
-        sequences = _sampling_sequences(batch)
-        for sequence in sequences:
+        for sequence in _sampling_sequences(batch):
             sampling = sequence.sampling
             if sampling.logprobs is not None or any(each.applies(sampling) for each in self._processors):
                 return None
-        return _tensors([*map(Row, sequences)], self._device) if sequences else None
+        rows = _rows(batch)
+        return _tensors(rows, self._device) if rows else None
 
     def drawn(self, batch: Batch, token_ids_R: Tensor) -> Draws:
         """Return the draws of a batch that was drawn with `parameters_of_draws`."""
         self._sequences = None  # their positions are no longer those of the kept tensors
         is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
-        rows = [*map(Row, _sampling_sequences(batch))]
-        return Draws(token_ids_R, rows, is_sampled, None, {}, has_drafts=False, is_cuda=False)
+        has_drafts = bool(batch.drafts)
+        return Draws(token_ids_R, _rows(batch), is_sampled, None, {}, has_drafts=has_drafts, is_cuda=False)
 
     def _draw(self, logits_RV: Tensor, tensors: SamplingTensors) -> Tensor:
         """Draw. Rows with a filter are masked where their tokens are, or most likely would be, banned."""
@@ -328,7 +328,7 @@ class Sampler:
             self._tensors.position_B.add_(1)  # every one that sampled has one more token
             return self._tensors
         self._sequences = None if batch.drafts else sequences
-        rows = self._rows = _draft_rows(batch) if batch.drafts else [*map(Row, sequences)]
+        rows = self._rows = _rows(batch)
         self._tensors = _tensors(rows, self._device)
         self._processed = _processed_rows(self._processors, rows)
         self._filtered = _take_filtered(self._processed) if self._device.type == "cpu" else None
@@ -348,8 +348,10 @@ def _sampling_sequences(batch: Batch) -> list[Sequence]:
     return [*compress(batch.sequences, (chunk.samples for chunk in batch.chunks))]
 
 
-def _draft_rows(batch: Batch) -> list[Row]:
+def _rows(batch: Batch) -> list[Row]:
     """The rows of the chunks that sample: one after the sequence's own tokens, and one after each draft."""
+    if not batch.drafts:
+        return [*map(Row, _sampling_sequences(batch))]
     return [
         Row(chunk.sequence, chunk.drafts[:num_drafts])
         for chunk in batch.chunks

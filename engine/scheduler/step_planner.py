@@ -209,6 +209,8 @@ class StepPlanner:
         """Lengthen decodes by drafts, with the budget and the pages that nothing else of this step wants."""
         decodes = [self.queues.by_key[key] for key in self._decodes]
         decodes = [each for each in decodes if not each.needs_prompt_logprobs]
+        if not decodes:
+            return
         drafts = drafter.propose(decodes, sum(self._decodes.values()) + sum(self._chunks.values()))
         for key, token_ids in drafts.items():
             sequence = self.queues.by_key[key]

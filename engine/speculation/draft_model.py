@@ -59,6 +59,8 @@ def load_draft_model(config: EngineConfig, target: ModelConfig) -> ModelRunner |
         model=str(directory),
         speculative=None,
         tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        nnodes=1,
         enable_expert_parallel=False,
         max_model_len=most,
     )

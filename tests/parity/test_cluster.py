@@ -81,6 +81,12 @@ FAST: Final = (
         prefill_page_size=64,
         decode_settings={"speculative": {"method": "suffix", "prompt_lookup_min": 1}},
     ),
+    Topology(
+        "drafts, tp 2 to pp 2",
+        prefill_tp=2,
+        decode_pp=2,
+        decode_settings={"speculative": {"method": "ngram", "prompt_lookup_min": 1}},
+    ),
 )
 SLOW: Final = tuple(
     Topology(f"{p}P+{d}D, {transport}, pages {a} to {b}", p, d, 1, 1, a, b, transport)

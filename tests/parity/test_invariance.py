@@ -74,6 +74,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_kv_tokens": 160,
     },
     "pipeline-2-tensor-parallel-2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "pipeline-2-ngram": {"pipeline_parallel_size": 2, "speculative": NGRAM},
+    "pipeline-2-ngram-few-pages": {
+        "pipeline_parallel_size": 2,
+        "cache": {"page_size": 4},
+        "max_model_len": 140,
+        "num_kv_tokens": 160,
+        "scheduler": {"max_num_batched_tokens": 24},
+        "speculative": NGRAM,
+    },
+    "pipeline-2-tensor-parallel-2-ngram": {
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "speculative": NGRAM,
+    },
     "ngram": {"speculative": NGRAM},
     "ngram-few-pages": {
         "cache": {"page_size": 4},
@@ -93,6 +107,9 @@ DEAR = {
     "pipeline-2-chunk-7": "llama-gqa7-biased",
     "pipeline-2-few-pages": "llama-gqa7-biased",
     "pipeline-2-tensor-parallel-2": "llama-gqa7-biased",
+    "pipeline-2-ngram": "mistral-window",
+    "pipeline-2-ngram-few-pages": "llama-gqa7-biased",
+    "pipeline-2-tensor-parallel-2-ngram": "mistral-window",
 }
 
 

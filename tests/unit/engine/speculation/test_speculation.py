@@ -14,6 +14,8 @@ from baton.clock import ManualClock
 from baton.config.engine import engine_config
 from baton.engine import engine as engine_module
 from baton.engine.engine import Engine
+from baton.engine.models.parallel import PendingTensor
+from baton.engine.runner.step_inputs import StepArrays
 from baton.engine.speculation.draft_lengths import DRAFTED_STEPS, MIN_GAIN, Acceptance, StepCosts
 from baton.engine.speculation.draft_model import ModelDrafter
 from baton.errors import ConfigError
@@ -23,6 +25,7 @@ from tests import disturbed_requests
 from tests.disturbed_requests import answers, repeated_prompt
 from tests.tiny_models import VOCAB_SIZE, add, generate, run_to_end, tiny_engine, token_ids, write_config
 
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 # Long and less random answers repeat themselves, so that lookups find something.
 SAMPLINGS: Final[list[dict[str, Any]]] = [
     *disturbed_requests.SAMPLINGS,
@@ -32,6 +35,7 @@ SAMPLINGS: Final[list[dict[str, Any]]] = [
 FLAT: Final = {1: 1.0, 4096: 1.0}  # every step takes a second
 NGRAM: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}
 SUFFIX: dict[str, Any] = {"method": "suffix", "prompt_lookup_min": 2, "num_speculative_tokens": 5}
+FEW_PAGES: Final = {"page_size": 16, "kv_cache_memory_bytes": 2**17}
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +56,23 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (NGRAM, {"scheduler": {"max_num_batched_tokens": 5}}),
     (NGRAM, {"cache": {"page_size": 1, "host_cache_memory_bytes": 2**16, "kv_cache_memory_bytes": 2**17}}),
     (NGRAM, {"tensor_parallel_size": 2}),
+    (NGRAM, {"pipeline_parallel_size": 2}),
     (NGRAM, {"scheduler": {"policy": "static"}}),
     (SUFFIX, {}),
     (SUFFIX, {"scheduler": {"policy": "dynamic"}}),
+    ({"model": "same"}, {"pipeline_parallel_size": 2}),
     ({"model": "same"}, {}),
     ({"model": "same", "num_speculative_tokens": 3}, {"tensor_parallel_size": 2}),
     ({"model": "same"}, {"scheduler": {"max_num_batched_tokens": 9}}),
     ({"model": "weaker"}, {}),
-    ({"model": "weaker"}, {"cache": {"page_size": 16, "kv_cache_memory_bytes": 2**17}}),
+    ({"model": "weaker"}, {"cache": FEW_PAGES}),
+    ({"model": "weaker"}, {"pipeline_parallel_size": 2, "cache": FEW_PAGES}),
+]
+SLOW: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (SUFFIX, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+    ({"model": "same"}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+    ({"model": "weaker"}, {"pipeline_parallel_size": 2, "scheduler": {"max_num_batched_tokens": 9}}),
+    (NGRAM, {"pipeline_parallel_size": 2, "scheduler": {"policy": "static"}}),
 ]
 
 
@@ -70,7 +83,11 @@ def plain(tiny_model: Path) -> list[Any]:
     return [answers(engine, seed, SAMPLINGS, repeated_prompt) for seed in range(3)]
 
 
-@pytest.mark.parametrize(("speculative", "settings"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("speculative", "settings"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=str,
+)
 def test_tokens_and_logprobs_are_those_without(
     speculative: dict[str, Any],
     settings: dict[str, Any],
@@ -78,7 +95,7 @@ def test_tokens_and_logprobs_are_those_without(
     tiny_model: Path,
     weaker_model: Path,
 ) -> None:
-    num_seeds = 1 if settings.get("tensor_parallel_size") else 3
+    num_seeds = 1 if {"tensor_parallel_size", "pipeline_parallel_size"} & settings.keys() else 3
     models = {"same": str(tiny_model), "weaker": str(weaker_model)}
     if "model" in speculative:
         speculative = {**speculative, "model": models[speculative["model"]]}
@@ -109,6 +126,24 @@ def test_draft_model_that_is_the_target_is_always_right(tiny_model: Path) -> Non
     # The first step with draft tokens is a try of two; the others have four.
     assert num_steps(engine, [5, 6, 7], **sampling) == (expected, 1 + 1 + 37 // 5 + 1)
     assert engine.load().num_accepted_tokens == engine.load().num_draft_tokens == 2 + 7 * 4 + 1
+
+
+def test_last_stage_draws_after_drafts_too(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[StepArrays] = []
+    made = tiny_engine(tiny_model, speculative=NGRAM, pipeline_parallel_size=2)
+    answer = made.runner.answer
+
+    def note(arrays: StepArrays) -> PendingTensor:
+        steps.append(arrays)
+        return answer(arrays)
+
+    monkeypatch.setattr(made.runner, "answer", note)
+    for sampling in ({"temperature": 0.0}, {"temperature": 0.5, "seed": 3, "top_p": 0.9}):
+        expected = token_ids(generate(tiny_engine(tiny_model), [5, 6] * 8, max_tokens=40, **sampling))
+        assert token_ids(generate(made, [5, 6] * 8, max_tokens=40, **sampling)) == expected
+    assert all(step.sampling is not None for step in steps)
+    assert any(len(step.logit_rows) > 1 for step in steps) and made.load().num_accepted_tokens > 0
+    made.close()
 
 
 def test_answer_that_was_given_before_is_copied(tiny_model: Path) -> None:
