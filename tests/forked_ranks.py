@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,14 @@ import pytest
 
 from baton.engine.runner import rank_process, tp_worker
 from tests.remote import CONTEXT
+
+
+@pytest.fixture(scope="module")
+def ranks_are_forked() -> Iterator[None]:
+    """Fork the ranks of the engines that a file's tests load."""
+    forkserver.ensure_running()  # before a test that looks at the children of its process
+    with forked_ranks():
+        yield
 
 
 @contextmanager
@@ -38,6 +47,8 @@ class ForkedRank:
         with stdin, answers:
             self._process = CONTEXT.Process(target=_run_rank, args=(stdin, answers, folder))
             self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Return the exit status. Raises subprocess.TimeoutExpired."""

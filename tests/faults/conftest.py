@@ -5,9 +5,10 @@ from contextlib import ExitStack
 import pytest
 
 from tests.endpoint_host import Host
+from tests.forked_ranks import ranks_are_forked
 from tests.replicas import replicas
 
-__all__ = ["replicas"]
+__all__ = ["ranks_are_forked", "replicas"]
 
 
 @pytest.fixture

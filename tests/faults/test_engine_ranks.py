@@ -22,6 +22,8 @@ from tests.transfer_ends import RING
 from tests.waiting import wait_for
 from tests.watched_agent import pages_of, watched
 
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
+
 PROMPT: Final = tuple((7 * i + i * i) % 131 for i in range(75))
 TRANSFER: Final = b"named by whoever"
 NEW_TOKENS: Final = 8
@@ -175,9 +177,9 @@ def test_an_engine_goes_on_from_the_pages_of_another(
 
 
 def test_an_engine_whose_other_rank_is_killed_ends_its_transfers(make: Make) -> None:
-    before = set(psutil.Process().children())
+    before = set(psutil.Process().children(recursive=True))
     source, destination = make(2, 16), make(1, 16)
-    (tp_worker,) = set(psutil.Process().children()) - before
+    (tp_worker,) = set(psutil.Process().children(recursive=True)) - before
     grant(source, destination, 4)
 
     tp_worker.kill()

@@ -5,9 +5,10 @@ from typing import NamedTuple, Protocol
 import pytest
 
 from baton.cluster.cli.main import main
+from tests.forked_ranks import ranks_are_forked
 from tests.tiny_models import tiny_model
 
-__all__ = ["Baton", "Result", "baton", "tiny_model"]
+__all__ = ["Baton", "Result", "baton", "ranks_are_forked", "tiny_model"]
 
 
 class Result(NamedTuple):

@@ -1,6 +1,7 @@
 """Ranks that a host starts, as on another node; the host is in this process."""
 
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
-from baton.engine.runner import tp_worker
+from baton.engine.runner import rank_process, tp_worker
 from baton.engine.runner.rank_process import READY, RankNetwork, TpAssignment, TpWorkerProcess, error_of
 from baton.errors import ORPHANED, ConfigError, ModelError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
@@ -44,6 +45,8 @@ from baton.rpc.connection import Connection
 from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, token_ids, write_config
 from tests.transfer_ends import KEY, RING
 from tests.waiting import wait_for
+
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 
 HOST = "127.0.0.2"  # of the other node
 PROMPTS = ([1], [3, 1, 4, 1, 5, 9, 2, 6], list(range(60)))
@@ -395,6 +398,7 @@ def test_rank_that_is_killed_in_the_middle_of_an_answer_is_reported(
     script.write_text("#!/bin/sh\nprintf '\\000\\000\\000\\377half' > /proc/self/fd/$3; kill -9 $$\n")
     script.chmod(0o755)
     nodes = make(spread(model))
+    monkeypatch.setattr(rank_process, "subprocess", subprocess)
     monkeypatch.setattr(sys, "executable", str(script))
     with pytest.raises(WorkerLost, match="rank 1 ended with status -9 before it was ready"):
         nodes.load(spread(model))

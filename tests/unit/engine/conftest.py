@@ -1,14 +1,13 @@
 from collections.abc import Iterator
-from multiprocessing import forkserver
 
 import pytest
 import torch
 
-from tests.forked_ranks import forked_ranks
+from tests.forked_ranks import ranks_are_forked
 from tests.tensor_parallel_peer import Pair
 from tests.tiny_models import tiny_model
 
-__all__ = ["pair", "tiny_model"]
+__all__ = ["pair", "ranks_are_forked", "tiny_model"]
 
 
 @pytest.fixture(scope="session")
@@ -18,10 +17,3 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made = Pair(tmp_path_factory.mktemp("pair"))
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def ranks_are_forked() -> Iterator[None]:
-    forkserver.ensure_running()  # before a test that looks at the children of its process
-    with forked_ranks():
-        yield
