@@ -14,6 +14,8 @@ from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.tiny_models import generate, tiny_engine, token_ids, write_config
 
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
+
 NUM_LAYERS = 5
 PROMPT = tuple(range(1, 22))
 

@@ -18,6 +18,7 @@ from baton.engine.models.model import parameter_bytes
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.model_runner import ModelRunner, check_memory
 from baton.errors import ConfigError, ModelError
+from tests.forked_ranks import forked_ranks
 from tests.tiny_models import generate, tiny_config, tiny_engine, token_ids, write_config
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -97,7 +98,8 @@ def test_experts_of_any_width_can_be_shared_out(tmp_path: Path) -> None:
         tiny_engine(directory, tensor_parallel_size=2)
     with closing(tiny_engine(directory)) as alone:
         expected = token_ids(generate(alone, PROMPT))
-    with closing(tiny_engine(directory, tensor_parallel_size=2, enable_expert_parallel=True)) as engine:
+    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with forked_ranks(), closing(tiny_engine(directory, **settings)) as engine:
         assert token_ids(generate(engine, PROMPT)) == expected
 
 

@@ -28,6 +28,7 @@ from tests.parity.runs import PreemptInTurn
 from tests.tiny_models import run_to_end, tiny_engine, token_ids, write_config
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
+
 TINY: Final = resolve_model("tiny")
 VOCAB_SIZE: Final = 1024  # of the logits; the tokenizer has fewer tokens
 END_ID: Final = 1
@@ -127,8 +128,6 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "two ranks": {"tensor_parallel_size": 2},
     "swapped out": {"cache": {"host_cache_memory_bytes": 2**22}},
     "drafts": {"speculative": {"method": "ngram", "prompt_lookup_min": 1}},
-    "two stages": {"pipeline_parallel_size": 2},
-    "drafts over two stages": {"speculative": {"method": "suffix"}, "pipeline_parallel_size": 2},
     "drafts of a model": {"speculative": {"model": str(TINY), "num_speculative_tokens": 3}},
 }
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,6 +51,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def forked() -> Iterator[None]:
     """For tests of ranks that run: a start takes seconds of a core less."""
+    forkserver.ensure_running()  # before a test that looks at the children of its process
     with forked_ranks():
         yield
 
@@ -113,6 +115,7 @@ def test_step_that_computes_nothing_ends_when_every_rank_has_come_to_its_end(tin
         assert len(early.result()) == 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_tp_worker_killed_while_serving_is_reported_and_the_engine_still_closes(
     tiny_model: Path, temporary: Path
 ) -> None:
@@ -232,6 +235,7 @@ def test_tp_worker_without_its_device_reports_its_error(
     assert children() == before and not list(temporary.iterdir())
 
 
+@pytest.mark.usefixtures("forked")
 def test_killed_tp_worker_without_an_error_is_worker_lost(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

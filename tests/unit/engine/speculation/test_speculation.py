@@ -27,6 +27,8 @@ from tests.tiny_models import VOCAB_SIZE, add, generate, run_to_end, tiny_engine
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 # Long and less random answers repeat themselves, so that lookups find something.
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
+
 SAMPLINGS: Final[list[dict[str, Any]]] = [
     *disturbed_requests.SAMPLINGS,
     {"temperature": 0.0, "max_tokens": 60},
