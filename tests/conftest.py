@@ -8,8 +8,10 @@ wheel end a process with a segmentation fault when the system has the same libra
 """
 
 import gc
+import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -82,6 +84,15 @@ def _no_thread_outlives_its_file() -> Iterator[None]:
         if time.monotonic() > deadline_s:
             pytest.fail(f"threads outlive the tests of this file: {', '.join(each.name for each in left)}")
         time.sleep(0.005)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_gets_no_threads() -> Iterator[None]:
+    """Fail the last test of a file that gives torch threads: in later tests they would spin as they wait."""
+    num_before = torch.get_num_threads() if (torch := sys.modules.get("torch")) else math.inf
+    yield
+    if (torch := sys.modules.get("torch")) and torch.get_num_threads() > num_before:
+        pytest.fail(f"torch has {torch.get_num_threads()} threads after this file, {num_before} before it")
 
 
 class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no annotations

@@ -67,7 +67,7 @@ def test_adapter_gives_the_logits_and_tokens_of_merged_weights(
         torch.testing.assert_close(logits, oracle.logits(prompt), atol=1e-4, rtol=1e-4)
         assert (plain - logits).abs().max() > 0.1, "the adapter changes little"
         (got,) = alone(made, [asked(adapter, prompt)])
-    assert got == oracle.greedy(prompt, len(got))
+    assert got == oracle.greedy(prompt, got)
 
 
 def test_mixture_of_adapters_changes_no_token(model_directory: Directory, tmp_path: Path) -> None:

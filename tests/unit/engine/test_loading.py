@@ -98,7 +98,7 @@ def test_experts_of_any_width_can_be_shared_out(tmp_path: Path) -> None:
         tiny_engine(directory, tensor_parallel_size=2)
     with closing(tiny_engine(directory)) as alone:
         expected = token_ids(generate(alone, PROMPT))
-    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with forked_ranks(), closing(tiny_engine(directory, **settings)) as engine:
         assert token_ids(generate(engine, PROMPT)) == expected
 

@@ -1,36 +1,14 @@
 """The offset between two clocks, from the times of pings."""
 
-import asyncio
 import math
-import sys
-from asyncio.subprocess import PIPE
 from random import Random
 
 import pytest
 
 from baton.messages.bounds import MAX_SECONDS
-from baton.messages.workers import Address
 from baton.rpc.peer_clock import DRIFT, ClockOffset, PeerClock, PingTimes
-from tests.event_loop import on_loop
-from tests.unit.baton.rpc.rpc_peers import Recorder, hosted, until
 
 AHEAD_S = 1234.5  # the peer's clock
-MAX_ERROR_S = 100e-6
-# Another process, which serves a node, tells its address, and computes all the time in a thread.
-PEER = """
-import asyncio, hashlib, sys, threading
-from tests.unit.baton.rpc.rpc_peers import Recorder, hosted
-def compute():
-    while True:
-        hashlib.sha256(bytes(1 << 20))  # without the interpreter's lock, as kernels compute
-        sum(range(1000))
-threading.Thread(target=compute, daemon=True).start()
-async def main():
-    async with hosted(Recorder("b")) as (_, address):
-        print(address.port, flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-asyncio.run(main())
-"""
 
 
 class Wire:
@@ -126,25 +104,3 @@ def test_no_times_of_a_peer_give_an_offset_that_no_message_carries(times: tuple[
     assert clock.offset is None or (
         math.isfinite(clock.offset.offset_s) and clock.offset.error_s <= MAX_SECONDS
     )
-
-
-@on_loop
-async def test_clocks_of_two_processes_of_one_machine_agree() -> None:
-    """Both processes have the machine's monotonic clock, so the true offset is 0."""
-    node = Recorder("a")
-    async with hosted(node) as (rpc_server, _):
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", PEER, stdin=PIPE, stdout=PIPE)
-        try:
-            assert process.stdout is not None
-            rpc_server.dial(Address("127.0.0.1", int(await process.stdout.readline())))
-            await until(lambda: node.num_joined == 1)
-            (peer,) = node.peers
-            found: list[float] = []
-            for _ in range(60):
-                await asyncio.sleep(0.1)
-                if peer.clock_offset is not None:
-                    found.append(abs(peer.clock_offset.offset_s))
-            assert found and found[-1] <= MAX_ERROR_S, found
-        finally:
-            process.kill()
-            await process.communicate()

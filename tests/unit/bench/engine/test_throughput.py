@@ -8,6 +8,7 @@ import pytest
 from baton.bench import machine
 from baton.bench.engine import throughput as bench
 from baton.config.engine import EngineConfig
+from baton.kernels import native
 from tests.tiny_models import write_config
 
 
@@ -70,7 +71,9 @@ def test_throughput_beside_a_rival_is_of_the_same_work(
 def test_stages_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PIPELINE_TOKENS", 4)
     write_config(tmp_path)
+    num_threads = native.num_threads()
     bench.measure.main(None, [str(tmp_path), "--pipeline", "2", "--rounds", "1", "--output", str(tmp_path)])
+    native.set_num_threads(num_threads)
     rows = {row["name"]: row for row in json.loads((tmp_path / "engine.json").read_text())["rows"]}
     assert rows["1 stages of 1 thread"]["value"] > 0 and rows["2 stages / 1"]["value"] > 0
     assert [rows[f"  stage {stage} is busy"]["note"] for stage in (0, 1)] == ["1 layers"] * 2
