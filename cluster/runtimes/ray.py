@@ -59,6 +59,9 @@ ACTOR_START_S: Final = 120.0  # for an actor's process to start: Ray never gives
 REPORT_S: Final = 1.0  # for a worker's report to come after the end of a host: it says more
 MOVE_S: Final = 5.0  # for Ray to find room on any node that is not suspected
 PROBE_TIMEOUT_S: Final = 1.0
+GREETING_TIMEOUT_S: Final = 5.0  # of a busy node
+HTTP2_SETTINGS: Final = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # an empty frame of type 4, the first of each side
+HTTP2_GREETING: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 SUSPECT_S: Final = 120.0  # a node where a worker was given up is avoided so long; Ray decides earlier
 HEAD_LOOK_S: Final = 1.0
 HEAD_AWAY_S: Final = 3.0  # without an answer of the head
@@ -603,14 +606,20 @@ async def _answering(nodes: Sequence[RayNode], among: Collection[str] | None = N
 
 
 async def _listens(node: RayNode) -> bool:
-    """Return whether the node's raylet accepts connections. A hung node may still accept them."""
+    """Return whether the raylet greets a client, as gRPC servers do: a hung one only accepts connections."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(node.address, node.port)
+            reader, writer = await asyncio.open_connection(node.address, node.port)
     except (OSError, TimeoutError):
         return False
-    writer.close()
-    return True
+    try:
+        async with asyncio.timeout(GREETING_TIMEOUT_S):
+            writer.write(HTTP2_GREETING)
+            return (await reader.readexactly(len(HTTP2_SETTINGS)))[3] == HTTP2_SETTINGS[3]
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        return False
+    finally:
+        writer.close()
 
 
 def _check_reachable(address: str) -> None:

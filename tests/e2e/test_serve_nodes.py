@@ -171,7 +171,7 @@ def test_killed_node_ends_its_workers_which_come_back_with_it(cluster: Served, n
 def test_workers_of_a_node_that_hangs_move_to_another_and_keep_their_other_node(
     cluster: Served, nodes: RayNodes
 ) -> None:
-    """The raylet of the hung node still accepts connections; Ray takes it for dead after a minute."""
+    """Ray takes the hung node for dead after a minute."""
     expected = answer(cluster)
     asyncio.run(nodes.start(THIRD, num_cpus=NUM_CORES))
     before = {name: entry.worker.id for name, entry in cluster.status().items()}

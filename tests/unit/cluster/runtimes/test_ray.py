@@ -1,5 +1,7 @@
 import asyncio
 import socket
+import socketserver
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -132,15 +134,39 @@ SPEC = ProcessSpec(
 )
 
 
+class Raylet(socketserver.BaseRequestHandler):
+    """Greets a client as a raylet does."""
+
+    def handle(self) -> None:
+        self.request.sendall(ray_runtime.HTTP2_SETTINGS)
+
+
+def node_at(name: str, port: int) -> ray_runtime.RayNode:
+    return ray_runtime.RayNode(name, "127.0.0.1", port, {"CPU": 2.0})
+
+
 @pytest.fixture
 def three_nodes() -> Iterator[list[Any]]:
-    """Their raylets accept connections, also that of a node that hangs."""
-    with ExitStack() as sockets:
+    """Their raylets answer, also that of a node that starts no process."""
+    with ExitStack() as servers:
         nodes = []
         for name in "abc":
-            listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
-            nodes.append(ray_runtime.RayNode(name, "127.0.0.1", listener.getsockname()[1], {"CPU": 2.0}))
+            server = servers.enter_context(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Raylet))
+            servers.callback(server.shutdown)
+            threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+            nodes.append(node_at(name, server.server_address[1]))
         yield nodes
+
+
+def test_raylet_that_only_accepts_connections_does_not_answer(
+    three_nodes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_runtime, "GREETING_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as hung, socket.create_server(("127.0.0.1", 0)) as gone:
+        others = node_at("hung", hung.getsockname()[1]), node_at("gone", gone.getsockname()[1])
+        gone.close()
+        found = asyncio.run(ray_runtime._answering([*others, *three_nodes], {"hung", "gone", "a", "c"}))
+    assert [node.id for node in found] == ["a", "c"]
 
 
 @pytest.mark.parametrize("hung", ["a", "b"])
