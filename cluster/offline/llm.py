@@ -12,11 +12,14 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
+import msgspec
+
+from baton.cluster.cli.options import INSTEAD, settings_of
 from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.offline.generation import (
     Completion,
@@ -34,7 +37,8 @@ from baton.cluster.offline.generation import (
     read_prompt,
 )
 from baton.cluster.offline.progress import watch
-from baton.config.engine import engine_config
+from baton.config.engine import EngineConfig, engine_config
+from baton.config.loader import flatten, leaves, nest
 from baton.engine.engine import load_engine
 from baton.engine.models.loading.weights import Progress
 from baton.engine.models.registry import read_model_config
@@ -47,6 +51,36 @@ from baton.rpc import process
 from baton.token_ids import TokenIds
 
 ItemT = TypeVar("ItemT")
+
+
+def _by_key(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return the settings of EngineConfig with those that are named as an option of `baton` under their keys.
+
+    Raises ConfigError for an option of vLLM that Baton lacks, and for a setting that is given twice.
+    """
+    known = settings_of(EngineConfig, "engine.")
+    keys = {
+        flag.lstrip("-").replace("-", "_"): key.removeprefix("engine.")
+        for key, setting in known.items()
+        for flag in setting.flags
+        if not flag.startswith("--no-")
+    }
+    parts = {
+        name: msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
+        for name, value in settings.items()
+    }
+    found: dict[str, object] = {}
+    for name, value in flatten(parts, leaves(EngineConfig).keys() | keys).items():
+        option = "--" + name.replace("_", "-")
+        if name not in keys and option in INSTEAD:
+            raise ConfigError(f"{name}: {INSTEAD[option]}")
+        key = keys.get(name, name)
+        if key in found:
+            raise ConfigError(f"{name}: {key} is given twice")
+        found[key] = value
+    for part in {key.partition(".")[0] for key in found if "." in key} & found.keys():
+        raise ConfigError(f"{part}: expected a mapping, got {found[part]!r}")
+    return nest(found)
 
 
 class OneThread:
@@ -124,13 +158,14 @@ class LLM:
         generation_config: "auto" takes the sampling of calls without `sampling_params` from the model's
             generation_config.json, "vllm" takes SamplingParams().
         settings: fields of EngineConfig, such as `max_model_len=4096`; a part is a mapping or its struct,
-            such as `cache={"page_size": 64}`. With `load_format="dummy"` the directory may lack a tokenizer:
+            such as `cache={"page_size": 64}`. The names of the command line, which are vLLM's, do as well:
+            `block_size=64, max_num_seqs=8`. With `load_format="dummy"` the directory may lack a tokenizer:
             prompts are token ids then, and texts "".
 
         Raises ModelError for the directory, and ConfigError for a setting; the message says what to change.
         """
         directory = resolve_model(model)
-        config = resolve_draft_model(engine_config({"model": str(directory), **settings}))
+        config = resolve_draft_model(engine_config({"model": str(directory), **_by_key(settings)}))
         read_model_config(directory)  # its errors come first, before minutes of loading
         if generation_config not in ("auto", "vllm"):
             raise ConfigError(f"generation_config: expected 'auto' or 'vllm', got {generation_config!r}")

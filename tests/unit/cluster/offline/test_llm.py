@@ -106,6 +106,28 @@ def test_engine_seed_repeats_answers_without_a_seed() -> None:
     assert drawn[0] == drawn[1]
 
 
+def test_settings_may_have_the_names_of_options() -> None:
+    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 3, "speculative_config": {"method": "ngram"}}
+    with LLM("tiny", **settings, cache={"kv_cache_memory_bytes": "16MiB"}) as llm:
+        config = llm.engine.runner.config
+    assert (config.cache.page_size, config.cache.kv_cache_memory_bytes) == (8, 2**24)
+    assert config.scheduler.max_num_seqs == 3 and config.speculative is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 8, "cache": {"page_size": 8}}, "page_size: cache.page_size is given twice"),
+        ({"swap_space": 4}, "swap_space: give --host-cache-memory"),
+        ({"max_num_seq": 4}, "unknown configuration key 'max_num_seq'; did you mean"),
+        ({"cache": 5, "block_size": 8}, "cache: expected a mapping, got 5"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("tiny", **settings)
+
+
 def test_a_stop_string_over_two_tokens_ends_the_request(llm: LLM) -> None:
     endless = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
     deltas = []
