@@ -179,7 +179,8 @@ class StepPlanner:
     def schedule_decodes(self) -> int:
         """Give every decode its token and, when its last page is full, a page; return how many run.
 
-        In a pipeline the decodes that have waited longest run, and the others are left for the next steps.
+        In a pipeline the decodes that have waited longest run, and the others are left for the next steps. An
+        other one takes the place of a decode that gets no page: without it, no step might free any.
         Without shortage this is the whole cost of planning a decode step.
         """
         decodes, page_size = self.queues.decodes, self._pool.page_size
@@ -198,8 +199,11 @@ class StepPlanner:
                 for sequence in full:
                     self._held.add(sequence.share, 1)
             return len(sequences)
-        for sequence in sorted(sequences, key=self._held.preemption_order):
-            if self.budget and not self.is_preempted(sequence) and self._find_pages(sequence, 1):
+        order, others = self._held.preemption_order, decodes.sequences[len(sequences) :]
+        for sequence in (*sorted(sequences, key=order), *sorted(others, key=order)):
+            if not self.budget or len(self._decodes) == self._max_decodes:
+                break
+            if not self.is_preempted(sequence) and self._find_pages(sequence, 1):
                 self._take_pages(sequence, 1)
                 self._decodes[sequence.key] = 1
                 self.budget -= 1

@@ -1,5 +1,7 @@
 """Preemption: the order of candidates against a slow oracle, modes, and sequences that come back."""
 
+import random
+from collections import deque
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,11 +11,18 @@ from hypothesis import strategies as st
 
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.scheduler.preemption import HeldPages, PreemptionCandidates, PreemptionRates, cheaper_mode
-from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceKey, SequenceQueues, SequenceStatus
+from baton.engine.scheduler.sequence import (
+    Batch,
+    PreemptMode,
+    Sequence,
+    SequenceKey,
+    SequenceQueues,
+    SequenceStatus,
+)
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.accounts import scheduling_key
-from tests.scheduling import PROMPT, Harness
+from tests.scheduling import PROMPT, BareScheduler, Harness
 
 PAGE_SIZE = 4
 NUM_PAGES = 40
@@ -242,3 +251,24 @@ def test_only_a_running_sequence_can_be_preempted() -> None:
     (sequence,) = harness.add("a", PROMPT)
     with pytest.raises(ValueError, match="is waiting, not running"):
         harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_steps_in_flight_end_although_pages_are_short(seed: int) -> None:
+    """In a pipeline of two stages: the decode that has waited longest may find no page, and no victim."""
+    rng = random.Random(seed)
+    made = BareScheduler(24, num_pages=rng.randint(12, 20), page_size=2)
+    scheduler, in_flight = made.scheduler, deque[Batch]()
+    scheduler.num_batches = 2
+    for _ in range(4):
+        made.ask(rng.randint(1, 10), max_tokens=rng.randint(1, 13))
+    for _ in range(200):
+        batch = scheduler.apply(scheduler.plan())
+        if not batch.is_empty:
+            scheduler.launch(batch)
+            in_flight.append(batch)
+        if in_flight and (batch.is_empty or len(in_flight) == 2):
+            oldest = in_flight.popleft()
+            scheduler.commit(oldest, [7 if each else None for each in oldest.placeholders()])
+    assert not in_flight and not scheduler.has_work()
+    scheduler.check_integrity()
