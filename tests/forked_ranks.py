@@ -3,20 +3,23 @@
 A forked rank runs `main` of tp_worker.py as `python -m` does. test_tp_worker.py starts ranks as Baton does.
 """
 
+import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from baton.engine.runner import rank_process, tp_worker
 from tests.remote import CONTEXT
+
+FIRST_OWN: Final = 512  # of the descriptors of a forked rank; tests have fewer open
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +42,18 @@ def forked_ranks() -> Iterator[None]:
 class ForkedRank:
     """The part of subprocess.Popen that rank_process.py uses."""
 
-    def __init__(self, channel: int, folder: os.PathLike[str]) -> None:
-        """channel: the rank writes its answers to a duplicate of this descriptor."""
+    def __init__(self, channel: int, memory: Sequence[int], folder: os.PathLike[str]) -> None:
+        """channel: the rank writes its answers to a duplicate of this descriptor.
+
+        memory: descriptors of host pages, which the rank knows by their numbers.
+        """
         reader, writer = os.pipe()
         self.stdin = open(writer, "wb")  # noqa: SIM115  # closed by its user
         stdin, answers = Connection(reader, writable=False), Connection(os.dup(channel), readable=False)
-        with stdin, answers:
-            self._process = CONTEXT.Process(target=_run_rank, args=(stdin, answers, folder))
+        with ExitStack() as stack:
+            shared = {number: stack.enter_context(Connection(os.dup(number))) for number in memory}
+            own = stack.enter_context(stdin), stack.enter_context(answers)
+            self._process = CONTEXT.Process(target=_run_rank, args=(*own, shared, folder))
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -68,16 +76,21 @@ class ForkedRank:
 
 
 def _start_rank(command: Sequence[str], *, pass_fds: Sequence[int], **settings: Any) -> Any:
-    channel, *others = pass_fds
-    if others:  # memory of host pages, which the rank knows by the number of its descriptor
-        return subprocess.Popen(command, pass_fds=pass_fds, **settings)
-    return ForkedRank(channel, settings["cwd"])
+    channel, *memory = pass_fds
+    return ForkedRank(channel, memory, settings["cwd"])
 
 
-def _run_rank(stdin: Connection, answers: Connection, folder: os.PathLike[str]) -> None:
+def _run_rank(
+    stdin: Connection, answers: Connection, memory: Mapping[int, Connection], folder: os.PathLike[str]
+) -> None:
     os.setpgid(0, 0)
     os.chdir(folder)
     os.dup2(rank_process.ERROR_OUTPUT, sys.stdout.fileno())
-    sys.stdin = open(stdin.fileno(), closefd=False)  # noqa: SIM115
-    sys.argv = [tp_worker.__name__, str(answers.fileno())]
+    # Out of the way of the numbers that the memory gets.
+    own = [fcntl.fcntl(each.fileno(), fcntl.F_DUPFD, FIRST_OWN) for each in (stdin, answers)]
+    shared = {number: fcntl.fcntl(each.fileno(), fcntl.F_DUPFD, FIRST_OWN) for number, each in memory.items()}
+    for number, descriptor in shared.items():
+        os.dup2(descriptor, number)
+    sys.stdin = open(own[0], closefd=False)  # noqa: SIM115
+    sys.argv = [tp_worker.__name__, str(own[1])]
     tp_worker.main()
