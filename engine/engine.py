@@ -183,9 +183,10 @@ class Engine(Replica):
         max_bytes = runner.config.cache.kv_disk_bytes
         host_pools = [runner.pool.host]
         if self._tp_workers is not None:
-            host_pools += self._tp_workers.host_pools(runner.pool.host)
+            host_pools += self._tp_workers.host_pools(runner.pool.host, runner.layout)
         store = open_store(root, identity, runner.tp.size * runner.layout.page_bytes, max_bytes)
-        return DiskTier(store, [*map(page_bytes, host_pools)], runner.steps.has_passed, host.is_current)
+        has_passed = runner.replica_steps.has_passed
+        return DiskTier(store, [*map(page_bytes, host_pools)], has_passed, host.is_current)
 
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
@@ -467,11 +468,13 @@ class Engine(Replica):
                 return
             part = known[first : first + cache.host.num_pages]
             copies = tuple((page, host_page) for host_page, (_, page) in enumerate(part))
-            self._run(Batch(copies_to_host=copies), None)
+            self._run(Batch(copies_to_host=copies), None).wait()
             self._wait_for_copies()
             disk.put(((key, host_page) for host_page, (key, _) in enumerate(part)), until_s)
 
     def _wait_for_copies(self) -> None:
+        for step in self._in_flight:
+            step.answer.wait()
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
 

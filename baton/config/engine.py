@@ -170,9 +170,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "scheduler.async_scheduling: with speculative decoding, a step is planned from the tokens of "
                 "the step before"
             )
-        if self.pipeline_parallel_size > 1 and self.cache.kv_disk_path is not None:
+        if self.nnodes > 1 and self.cache.kv_disk_path is not None:
             raise ConfigError(
-                "cache.kv_disk_path: this does not work with pipeline_parallel_size above 1 yet"
+                "cache.kv_disk_path: rank 0 writes the pages of all ranks of a worker, which this does only "
+                f"where they share a node yet: expected nnodes 1, got {self.nnodes}"
             )
 
     def check_nodes(self) -> None:

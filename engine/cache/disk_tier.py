@@ -412,7 +412,7 @@ class DiskTier:
         has_passed: Callable[[int], bool],
         is_current: Callable[[int, int], bool],
     ) -> None:
-        """host_pages: of each rank. has_passed: see `StepMarks`; of rank 0, which ends its steps last.
+        """host_pages: of each rank. has_passed: see `StepMarks`; of steps that all ranks have ended.
 
         is_current(page, generation): True when the host page still has the contents of that generation.
         """

@@ -160,11 +160,13 @@ class PendingTensor(NamedTuple):
     tensor: Tensor  # filled in once `wait` has returned
     arrival: PendingCollective | None = None  # None: it is here
     receiver: str = ""
+    on_arrival: Callable[[], None] = lambda: None  # called by `wait`
 
     def wait(self) -> Tensor:
         """The tensor. WorkerLost when the sender is gone."""
         if self.arrival is not None:
             _wait(self.arrival, self.receiver)
+        self.on_arrival()
         return self.tensor
 
 

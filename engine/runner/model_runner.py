@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
@@ -310,6 +311,8 @@ class ModelRunner:
         self.model: Model
         self.pool: KvPool
         self.steps = DeviceSteps(self.device)
+        # On rank 0: the steps that every rank has ended. A step of one stage ends with a sum over all ranks.
+        self.replica_steps = self.steps if self.pp.size == 1 else DeviceSteps(self.device)
         self.adapters = Adapters(self.device, adapted_shapes(model_config)) if config.enable_lora else None
         self._graphs: StepGraphs | None = None  # on a GPU, as the uploads
         self._uploads: StepUploads | None = None
@@ -455,8 +458,14 @@ class ModelRunner:
         """
         num_rows = len(arrays.logit_rows)
         if arrays.sampling is None:
-            return self.pp.receive_answer(torch.empty(num_rows, self.model_config.vocab_size))
-        return self.pp.receive_answer(torch.empty(num_rows, dtype=torch.int64))
+            answer = self.pp.receive_answer(torch.empty(num_rows, self.model_config.vocab_size))
+        else:
+            answer = self.pp.receive_answer(torch.empty(num_rows, dtype=torch.int64))
+        return answer._replace(on_arrival=partial(self._note_answer, mark_of(arrays.step)))
+
+    def _note_answer(self, mark: int) -> None:
+        if not self.replica_steps.has_passed(mark):  # the answer to a later step may have been waited for
+            self.replica_steps.make(mark)
 
     def _layer_groups(self, arrays: StepArrays, on_layers: OnLayers | None) -> LayerGroups:
         """Cut this rank's layers where the groups of the replica's layers end.
@@ -507,8 +516,7 @@ class ModelRunner:
     ) -> Tensor:
         self.pool.copy(arrays.copies_to_host, arrays.copies_to_device)
         if not len(arrays.token_ids):
-            empty_RV = torch.empty((0, self.model_config.vocab_size), device=self.device)
-            return self.tp.all_reduce(empty_RV)  # afterwards the pages have been copied on every rank
+            return self._end_copies()
         has_graph = self._graphs is not None and not len(arrays.adapter_slots)
         shape = self._graphs.shape_of(arrays) if self._graphs is not None and has_graph else None
         if self._graphs is None or shape is None or (groups is not None and shape.num_tokens):
@@ -517,6 +525,16 @@ class ModelRunner:
         if groups is not None:
             groups.on_layers(0, len(self.layers))
         return logits_RV
+
+    def _end_copies(self) -> Tensor:
+        """Return no logits, on the last stage after every rank of the replica has copied the step's pages."""
+        token = torch.zeros(1)
+        if not self.pp.is_first:
+            self.pp.receive(token)
+        empty_RV = self.tp.all_reduce(torch.empty((0, self.model_config.vocab_size), device=self.device))
+        if not self.pp.is_last:
+            self.pp.send_on(token)
+        return empty_RV
 
     def _forward(
         self,

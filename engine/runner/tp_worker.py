@@ -54,6 +54,7 @@ from baton.engine.runner.step_inputs import decode
 from baton.errors import FAILED, ORPHANED, BatonError, ConfigError, WorkerLost
 from baton.kernels import native
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
+from baton.pages import PageLayout
 from baton.rpc.auth import Generations, KeyRing
 
 logger = logging.getLogger(__name__)
@@ -188,10 +189,14 @@ class TpWorkers:
             keys=keys,
         )
 
-    def host_pools(self, own: Tensor) -> list[Tensor]:
+    def host_pools(self, own: Tensor, layout: PageLayout) -> list[Tensor]:
         """The host pages of the other ranks, by rank, of a replica with a disk tier. own: rank 0's."""
+        num_pages, _, *shape = own.shape  # stages may have other numbers of layers
         processes = (worker for worker in self._workers if isinstance(worker, TpWorkerProcess))
-        return [shared_zeros(process.host_fd, own.shape, own.dtype) for process in processes]
+        return [
+            shared_zeros(each.host_fd, (num_pages, len(layout.layers_of(each.rank)), *shape), own.dtype)
+            for each in processes
+        ]
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for the processes, which have received STOP_COMMAND; kill them after the timeout."""

@@ -1,17 +1,30 @@
 """Prefixes that a new engine finds on the disk of the one before."""
 
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import pytest
 
 from baton.engine.cache.disk_tier import DiskStore
 from baton.engine.engine import Engine
 from baton.messages.workers import Tier
 from baton.request import StepOutput
-from tests.tiny_models import VOCAB_SIZE, add, generate, tiny_engine, token_ids
+from tests.tiny_models import (
+    VOCAB_SIZE,
+    add,
+    generate,
+    run_to_end,
+    tiny_engine,
+    token_ids,
+    write_config,
+)
+
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 
 PAGE_BYTES: Final = 4 * 512
 PROMPT: Final = [(5 * i + i * i) % VOCAB_SIZE for i in range(49)]
@@ -24,26 +37,30 @@ def always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.engine.cache.disk_tier.DiskTier.pays", lambda *_: True)
 
 
+TWO_STAGES: Final[dict[str, Any]] = {"pipeline_parallel_size": 2}
+
+
 def engine_in(
-    root: Path, *, num_host_pages: int = 24, tensor_parallel_size: int = 1, **settings: Any
+    root: Path, *, num_host_pages: int = 24, ranks: Mapping[str, Any] = {}, **settings: Any
 ) -> Engine:
+    """Return an engine with 24 pages."""
+    part_bytes = PAGE_BYTES // prod(ranks.values())
     cache = {
-        "kv_cache_memory_bytes": 24 * PAGE_BYTES,
-        "host_cache_memory_bytes": num_host_pages * PAGE_BYTES,
+        "kv_cache_memory_bytes": 24 * part_bytes,
+        "host_cache_memory_bytes": num_host_pages * part_bytes,
         "kv_disk_path": str(root / "kv"),
         "kv_disk_bytes": 2**22,
     }
-    tp = tensor_parallel_size
-    return tiny_engine(root / "model", cache={**cache, **settings}, tensor_parallel_size=tp)
+    return tiny_engine(root / "model", cache={**cache, **settings}, **ranks)
 
 
 def num_cached(outputs: list[StepOutput]) -> int:
     return outputs[-1].num_cached_tokens
 
 
-def computed_before(root: Path) -> list[int | None]:
+def computed_before(root: Path, ranks: Mapping[str, Any] = {}, **settings: Any) -> list[int | None]:
     """Return the tokens of PROMPT, of an engine that has ended and left the pages on the disk."""
-    engine = engine_in(root)
+    engine = engine_in(root, ranks=ranks, **settings)
     outputs = generate(engine, PROMPT)
     engine.close()
     assert num_cached(outputs) == 0
@@ -66,19 +83,111 @@ def test_engine_that_starts_again_continues_from_the_disk_with_the_same_tokens(t
     second.close()
 
 
-def test_replica_of_two_ranks_has_its_prefixes_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"tensor_parallel_size": 2},
+        TWO_STAGES,
+        {"tensor_parallel_size": 2, **TWO_STAGES},
+    ],
+    ids=str,
+)
+def test_replica_of_several_ranks_has_its_prefixes_again(ranks: Mapping[str, int], tmp_path: Path) -> None:
     expected = computed_before(tmp_path)
-    first = engine_in(tmp_path, tensor_parallel_size=2)
-    assert not num_cached(generate(first, PROMPT))  # pages of one rank are no pages of two
+    first = engine_in(tmp_path, ranks=ranks)
+    assert not num_cached(generate(first, PROMPT))  # pages of one rank are no pages of several
     first.close()
-    second = engine_in(tmp_path, tensor_parallel_size=2)
+    second = engine_in(tmp_path, ranks=ranks)
     again = generate(second, PROMPT)
     assert token_ids(again) == expected and num_cached(again) == 48 and read_of(second) == 12
-    second.scheduler.cache.make_room(24 * 2)
+    second.scheduler.cache.make_room(24)
     for prompt in OTHERS[:2]:
         generate(second, prompt)
     again = generate(second, PROMPT)
     assert token_ids(again) == expected and num_cached(again)
+    second.scheduler.check_integrity()
+    second.close()
+
+
+def test_stages_of_unequal_size_keep_their_parts_of_a_page(tmp_path: Path) -> None:
+    """At the end, and before requests, steps of copies alone go through all stages."""
+    write_config(tmp_path / "model", num_hidden_layers=4)
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("kv_cache_memory_bytes", "host_cache_memory_bytes"), 24 * 2 * PAGE_BYTES
+    )
+    expected, ranks = computed_before(tmp_path, **sizes), {"pipeline_parallel_size": 3}
+    first = engine_in(tmp_path, ranks=ranks, **sizes)
+    assert sorted(first.runner.layout.stage_layers) == [1, 1, 2] and not num_cached(generate(first, PROMPT))
+    first.close()
+    second = engine_in(tmp_path, ranks=ranks, **sizes)
+    keys = second.page_keys(PROMPT[:48], b"", 4)
+    is_coming = second.load_pages(keys)
+    while is_coming is not None and is_coming():
+        pass
+    pages = second.pin(keys, "a peer")  # copies them from the host to the device
+    assert pages is not None and read_of(second) == 12
+    second.pages.release(pages, "a peer")
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and num_cached(again) == 48
+    second.scheduler.check_integrity()
+    second.close()
+
+
+def test_page_is_written_once_every_stage_has_copied_it_to_the_host(tmp_path: Path) -> None:
+    before = psutil.Process().children(recursive=True)
+    first = engine_in(tmp_path, ranks=TWO_STAGES)
+    (stage,) = set(psutil.Process().children(recursive=True)) - set(before)
+    expected = token_ids(generate(first, PROMPT))
+    first.scheduler.cache.make_room(24)  # the next step copies all pages to the host
+    add(first, "next", OTHERS[0])
+    stage.suspend()
+    assert first.step() == []
+    first.take_page_changes()  # offers the pages to the disk tier
+    threading.Event().wait(0.05)
+    num_written = first.load().counters["disk_pages_written"]
+    stage.resume()
+    assert num_written == 0
+    run_to_end(first)
+    first.close()
+    second = engine_in(tmp_path, ranks=TWO_STAGES)
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and num_cached(again) == 48
+    second.close()
+
+
+def test_pages_of_another_layout_are_not_read(tmp_path: Path) -> None:
+    """The parts of two stages are as large as those of two tensor-parallel ranks."""
+    expected = computed_before(tmp_path, TWO_STAGES)
+    split = engine_in(tmp_path, ranks={"tensor_parallel_size": 2})
+    again = generate(split, PROMPT)
+    assert token_ids(again) == expected and not num_cached(again)
+    split.close()
+
+
+def test_page_with_a_damaged_part_of_the_second_stage_is_computed_again(tmp_path: Path) -> None:
+    expected = computed_before(tmp_path, TWO_STAGES)
+    for path in (tmp_path / "kv").glob("*/segment-*.kv"):
+        content = bytearray(path.read_bytes())
+        for at in range(8192, len(content), 4096):
+            content[at + PAGE_BYTES // 2] ^= 1
+        path.write_bytes(content)
+    second = engine_in(tmp_path, ranks=TWO_STAGES)
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and not num_cached(again)
+    assert second.load().counters["disk_pages_damaged"] == 12
+    second.scheduler.check_integrity()
+    second.close()
+
+
+def test_page_that_ends_before_the_second_stage_is_computed_again(tmp_path: Path) -> None:
+    expected = computed_before(tmp_path, TWO_STAGES)
+    (path,) = (tmp_path / "kv").glob("*/segment-*.kv")
+    num_later = (48 + len(expected)) // 4 - 12  # pages with tokens of the answer
+    os.truncate(path, path.stat().st_size - num_later * 4096 - PAGE_BYTES // 2)
+    second = engine_in(tmp_path, ranks=TWO_STAGES)
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and num_cached(again) == 44
+    assert second.load().counters["disk_pages_damaged"] == 1
     second.scheduler.check_integrity()
     second.close()
 
@@ -98,8 +207,9 @@ def test_damaged_page_costs_a_recompute_and_no_token(tmp_path: Path) -> None:
     second.close()
 
 
-def test_pages_that_left_the_host_come_back_from_the_disk(tmp_path: Path) -> None:
-    engine = engine_in(tmp_path)
+@pytest.mark.parametrize("ranks", [{}, TWO_STAGES], ids=str)
+def test_pages_that_left_the_host_come_back_from_the_disk(ranks: Mapping[str, int], tmp_path: Path) -> None:
+    engine = engine_in(tmp_path, ranks=ranks)
     expected = token_ids(generate(engine, PROMPT))
     host, disk = engine.scheduler.cache.host, engine.scheduler.cache.host.disk
     assert disk is not None

@@ -173,10 +173,10 @@ def test_every_stage_has_a_layer(tiny_model: Path) -> None:
         tiny_engine(tiny_model, pipeline_parallel_size=3)
 
 
-def test_disk_tier_is_refused(tiny_model: Path) -> None:
+def test_disk_tier_of_stages_on_several_nodes_is_refused(tiny_model: Path) -> None:
     cache = {"kv_disk_path": "pages", "host_cache_memory_bytes": 2**16}
-    with pytest.raises(ConfigError, match="does not work with pipeline_parallel_size above 1 yet"):
-        tiny_config(tiny_model, pipeline_parallel_size=2, cache=cache)
+    with pytest.raises(ConfigError, match="cache.kv_disk_path: .* expected nnodes 1, got 2"):
+        tiny_config(tiny_model, pipeline_parallel_size=2, nnodes=2, cache=cache)
 
 
 def test_ranks_are_counted() -> None:
