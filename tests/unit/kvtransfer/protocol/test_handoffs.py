@@ -1,4 +1,4 @@
-"""The rules of each side's hand-off. test_handoff_interleavings.py checks page safety in random order."""
+"""The rules of each side's hand-off. test_handoff_interleavings.py checks ends and pages in random order."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -27,7 +27,6 @@ from baton.kvtransfer.protocol.messages import (
     MAX_DIGESTS,
     MAX_PAGES,
     MAX_SHARDS,
-    ON_HOST,
     Abort,
     AnyMessage,
     Commit,
@@ -46,23 +45,17 @@ from baton.kvtransfer.protocol.messages import (
 from baton.kvtransfer.protocol.source import Pin, SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
     CloseShard,
-    HashUnits,
     OpenShard,
-    PushEnded,
     PushUnits,
-    ReachPeer,
     ShardEvent,
     ShardOpened,
     ShardReached,
-    ShardStopped,
     ShardVerified,
     UnitsHashed,
-    VerifyShard,
     WriterStopped,
 )
-from baton.kvtransfer.transports.base import PieceOutcome
 from baton.pages import PageLayout
-from tests.numbered_pages import PEER_RANK, NumberedPages, handoff_context, key_of, wanted_pages
+from tests.numbered_pages import NumberedPages, handoff_context, key_of, wanted_pages
 
 ID, EPOCH, NUM_UNITS, NUM_PAGES = b"t" * 16, 7, 4, 8
 HOLDER = b"h" * 16
@@ -162,10 +155,6 @@ class Source(Side):
     def pushed(self, shard: int, first: int, stop: int, digests: bytes) -> list[Action]:
         return self.hear(UnitsHashed, shard, first=first, stop=stop, digests=digests)
 
-    def push_failed(self, reason: str) -> list[Action]:
-        outcome = PieceOutcome(is_done=False, reason=reason)
-        return self.hear(PushEnded, 0, first=0, stop=NUM_UNITS, outcome=outcome)
-
     def to(self, state: SourceState) -> "Source":
         source = self.handoff
         if state is not SourceState.OPENING:
@@ -214,8 +203,6 @@ def in_state(state: State) -> Side:
     return Source().to(state) if isinstance(state, SourceState) else Destination().to(state)
 
 
-EACH_STATE = pytest.mark.parametrize("state", [*SourceState, *DestinationState], ids=str)
-SILENT_SIDES = pytest.mark.parametrize("state", [SourceState.COMMITTING, DestinationState.RECEIVING], ids=str)
 LAYOUT = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 MESSAGES: list[AnyMessage] = [
     EndpointHello(protocol=1, incarnation=HOLDER, fingerprint="f", layout=LAYOUT),
@@ -245,7 +232,7 @@ LEGAL: dict[State, set[str]] = {
 }
 
 
-@EACH_STATE
+@pytest.mark.parametrize("state", [*SourceState, *DestinationState], ids=str)
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_table_of_legal_messages(state: State, message: AnyMessage) -> None:
     handoff = in_state(state).handoff
@@ -258,30 +245,7 @@ def test_table_of_legal_messages(state: State, message: AnyMessage) -> None:
     assert not (finished(handoff.receive(message)) and has_ended)
 
 
-@EACH_STATE
-@pytest.mark.parametrize("end", ["abort", "peer_lost", "Abort", "Released"])
-def test_transfer_can_end_in_every_state_once_and_frees_all_pages(state: State, end: str) -> None:
-    side = in_state(state)
-    handoff, actions = side.handoff, list[Action]()
-    is_source = isinstance(handoff, SourceHandoff)
-    had_ended = handoff.outcome is not None
-    for _ in range(2):
-        if end == "Released" and not is_source:
-            actions += handoff.receive(Released(**OF_TRANSFER))
-        elif end in ("Abort", "Released"):
-            actions += handoff.receive(Abort(**OF_TRANSFER, reason="no more"))
-        else:
-            actions += handoff.abort("cancelled") if end == "abort" else handoff.peer_lost()
-    for _ in range(2):
-        actions += side.hear(ShardStopped if is_source else WriterStopped)
-    assert len(finished(actions)) == (not had_ended)
-    assert handoff.is_closed and handoff.outcome is not None
-    side.pool.release([page for page in range(NUM_PAGES) if "sequence" in side.pool.owners(page)], "sequence")
-    assert side.pool.num_free == NUM_PAGES
-    side.pool.check_integrity()
-
-
-@SILENT_SIDES
+@pytest.mark.parametrize("state", [SourceState.COMMITTING, DestinationState.RECEIVING], ids=str)
 def test_messages_of_the_peer_renew_the_lease_up_to_the_transfers_time_limit(state: State) -> None:
     side = in_state(state)
     for _ in range(19):
@@ -336,33 +300,6 @@ def test_wrong_number_of_digests_is_the_callers_mistake() -> None:
         Source().to(SourceState.STREAMING).pushed(0, 0, NUM_UNITS, b"digests")
 
 
-def test_each_rank_is_told_of_the_destination_and_of_each_source_page_once() -> None:
-    source = Source(grant(num_shards=2))
-    reaches = source.handoff.begin()
-    assert reaches == [
-        ReachPeer(
-            transfer=ID,
-            shard=shard,
-            link=1,
-            destination=PEER_RANK,
-            layers=(0, 1),
-            digest_key=bytes(32),
-            epoch=EPOCH,
-            pages=grant().pages,
-            generations=grant().generations,
-        )
-        for shard in (0, 1)
-    ]
-    source.handoff.offer(source.pages[:1], 1)
-    assert source.hear(ShardReached, 1, transport="") == []  # the other rank's transport is not open
-    told = [
-        *source.hear(ShardReached, 0, transport="tcp"),
-        *source.handoff.offer(source.pages[1:], NUM_UNITS),
-    ]
-    pages = [each.more_pages for each in told if isinstance(each, PushUnits)]
-    assert pages == [tuple(source.pages[:1])] * 2 + [tuple(source.pages[1:])] * 2
-
-
 def holder(request: PullRequest, pin: Pin | None = None) -> Source:
     """A source whose first pages are in the prefix cache."""
     side = Source(request, pin)
@@ -370,14 +307,6 @@ def holder(request: PullRequest, pin: Pin | None = None) -> Source:
         side.pool.mark_known(page)
     side.pool.release(side.pages, "sequence")
     return side
-
-
-def test_wanted_pages_in_host_memory_are_found_by_their_keys() -> None:
-    keys = b"".join(map(key_of, (0, 1, 2, 3)))
-    wanted = pull((7, 1, 9, 8), (ON_HOST, 1, ON_HOST, ON_HOST))
-    side = holder(msgspec.structs.replace(wanted, wanted_keys=keys))
-    assert pushes(side.reached()) == [(0, 0, NUM_UNITS)]
-    assert side.handoff.pages == [0, 1, 2, 3]
 
 
 def find_nothing(keys: Sequence[bytes], owner: Owner) -> None:
@@ -414,46 +343,6 @@ def test_wrong_hint_is_refused_and_pins_nothing(
 
 
 # The destination.
-
-
-def test_granted_pages_have_two_owners_until_they_are_verified() -> None:
-    side = Destination()
-    destination = side.handoff
-    (opened,) = destination.grant("sequence")
-    pages = tuple(destination.pages)
-    granted = msgspec.structs.replace(grant(), pages=pages)
-    assert opened == OpenShard(
-        transfer=ID,
-        shard=0,
-        epoch=EPOCH,
-        num_units=NUM_UNITS,
-        pages=pages,
-        generations=granted.generations,
-        source=PEER_RANK,
-        layers=(0, 1),
-        digest_key=bytes(32),
-    )
-    assert side.hear(ShardOpened) == [Send(granted)]
-    assert side.pool.owners(pages[0]) == {("receive", ID), ("writer", ID, 0)}
-    assert destination.receive(wrote()) == [HashUnits(transfer=ID, shard=0, first=0, stop=2)]
-    last = HashUnits(transfer=ID, shard=0, first=2, stop=4)
-    assert destination.receive(commit(2)) == [last, closing(is_confirmed=True)]
-    assert side.hear(WriterStopped) == [VerifyShard(transfer=ID, shard=0, digests=DIGESTS)]
-    assert side.verified(0, ()) == [Finished(HandoffOutcome.ADOPTED, ""), Send(VERIFIED)]
-    assert side.pool.owners(pages[0]) == {"sequence"}
-
-
-def test_transfer_that_ends_before_every_rank_has_opened_is_told_in_order() -> None:
-    side = Destination(num_shards=2)
-    side.handoff.grant("sequence")
-    side.hear(ShardOpened, 0)
-    actions = side.handoff.abort("the test")
-    assert [type(message) for message in sent(actions)] == [Grant, Abort]
-    assert actions[2:] == [
-        Finished(HandoffOutcome.CANCELLED, "the test"),
-        *(closing(shard, is_confirmed=False) for shard in (0, 1)),
-    ]
-    assert side.hear(ShardOpened, 1) == []
 
 
 def test_corrupt_units_are_requested_again_under_a_new_hold_and_once() -> None:
