@@ -50,13 +50,10 @@ class Served:
 
     def post(self, route: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Return the HTTP status and the JSON body."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read())
-        finally:
-            connection.close()
 
     def complete(self, prompt: str, max_tokens: int = 32) -> str:
         """Return the greedy continuation."""

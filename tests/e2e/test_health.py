@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from baton.gateway.api.admin import PROVED_S
@@ -16,13 +16,10 @@ WAIT_S = 120.0  # of a slow machine
 
 
 def ask(cluster: Served, path: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=30)
-    try:
+    with closing(http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=30)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
 
 
 def num_transferred(cluster: Served) -> int:

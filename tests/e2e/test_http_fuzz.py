@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -235,13 +236,12 @@ def damage_bytes(chance: random.Random, data: bytes) -> bytes:
 def check_body(served: ServedGateway[EngineFrontend], seed: int) -> int:
     """The status that the body of this seed gets."""
     path, data = damaged_body(random.Random(seed))
-    connection = http.client.HTTPConnection(served.address.host, served.address.port, timeout=TIMEOUT_S)
-    try:
+    with closing(
+        http.client.HTTPConnection(served.address.host, served.address.port, timeout=TIMEOUT_S)
+    ) as connection:
         connection.request("POST", path, data)
         response = connection.getresponse()
         answer = response.read()
-    finally:
-        connection.close()
     told = f"seed {seed}: {path} {data[:300]!r} -> {response.status} {answer[:300]!r}"
     assert response.status in STATUSES, told
     assert response.headers["x-request-id"], told

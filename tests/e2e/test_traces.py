@@ -5,6 +5,7 @@ import json
 import secrets
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
@@ -37,14 +38,11 @@ def cluster(collector: Collector) -> Iterator[Served]:
 
 def ask(cluster: Served, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any], str]:
     """Return the status, the answer and the traceparent of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=60)
-    try:
+    with closing(http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=60)) as connection:
         headers = {"Content-Type": "application/json", **headers}
         connection.request("POST", "/v1/completions", json.dumps({"model": "tiny", **body}), headers)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read()), answer.headers["traceparent"] or ""
-    finally:
-        connection.close()
 
 
 def only(spans: list[CollectedSpan], name: str) -> CollectedSpan:

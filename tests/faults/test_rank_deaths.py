@@ -2,6 +2,7 @@
 
 import signal
 import time
+from contextlib import closing
 
 import pytest
 
@@ -16,8 +17,8 @@ from tests.waiting import wait_for
 def test_a_killed_rank_of_the_source_fails_its_transfers_and_no_page_stays(
     replicas: Replicas, transport: str
 ) -> None:
-    destination, source = replicas("destination", 1), new_replica(2, transport=transport)
-    try:
+    destination = replicas("destination", 1)
+    with closing(new_replica(2, transport=transport)) as source:
         source.fill(1)
         assert source.send(destination.address(), NUM_UNITS) == "handed_over"
         transfer = source.begin(destination.address(), NUM_UNITS)
@@ -30,8 +31,6 @@ def test_a_killed_rank_of_the_source_fails_its_transfers_and_no_page_stays(
         assert all_back_s(source, destination) < BACK_S
         assert destination.ended()[-1][0] in ("recompute", "refused")
         assert source.outcome(source.begin(destination.address(), NUM_UNITS)) == "failed"
-    finally:
-        source.close()
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
@@ -39,8 +38,7 @@ def test_a_killed_rank_of_the_destination_fails_its_transfers_alone(
     replicas: Replicas, transport: str
 ) -> None:
     source, other = replicas("source", 2, transport=transport), replicas("destination", 1)
-    destination = new_replica(2)
-    try:
+    with closing(new_replica(2)) as destination:
         assert source.send(destination.address(), NUM_UNITS) == "handed_over"
         transfer = source.begin(destination.address(), NUM_UNITS)
         wait_for(lambda: destination.counts()["FREE"] < NUM_PAGES)
@@ -51,8 +49,6 @@ def test_a_killed_rank_of_the_destination_fails_its_transfers_alone(
         assert source.send(destination.address(), NUM_UNITS) == "failed"
         assert "rank 1 is lost" in source.ended()[-1][1]
         assert source.send(other.address(), NUM_UNITS) == "handed_over"
-    finally:
-        destination.close()
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
@@ -61,16 +57,13 @@ def test_a_rank_of_the_source_killed_while_it_writes_leaves_no_page_behind(
 ) -> None:
     destination = replicas("destination", 2)
     for delay_s in (0.0, 0.002, 0.01):
-        source = new_replica(2, transport=transport)
-        try:
+        with closing(new_replica(2, transport=transport)) as source:
             assert source.send(destination.address(), NUM_UNITS) == "handed_over"
             transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
             time.sleep(delay_s)
             source.others[0].kill()
             assert source.outcome(transfer) in ("failed", "handed_over")
             assert all_back_s(source, destination) < BACK_S
-        finally:
-            source.close()
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])

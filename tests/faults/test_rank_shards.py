@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -56,16 +57,15 @@ def test_the_spans_of_a_transfer_of_many_shards_add_up(replicas: Replicas) -> No
 @pytest.mark.parametrize(("num_sources", "num_destinations"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("transport", ["gloo", *OPTIONAL])
 def test_every_shard_has_a_pair(num_sources: int, num_destinations: int, transport: str) -> None:
-    source, destination = (new_replica(number, 16, transport) for number in (num_sources, num_destinations))
-    try:
+    with (
+        closing(new_replica(num_sources, transport=transport)) as source,
+        closing(new_replica(num_destinations, transport=transport)) as destination,
+    ):
         source.fill(1)
         for _ in range(2):
             assert source.send(destination.address(), NUM_UNITS) == "handed_over"
             assert destination.ended()[-1] == ("adopted", "", source.sent)
         assert source.endpoint.transport_of == {0: transport, 1: transport}
-    finally:
-        source.close()
-        destination.close()
 
 
 @pytest.mark.parametrize(("page_size", "other_page_size"), [(16, 64), (64, 16)])
@@ -130,11 +130,10 @@ def test_a_flipped_bit_of_one_shard_is_written_again(replicas: Replicas) -> None
 def test_pages_have_no_digests_only_if_both_ends_say_so(
     transport: str, ours: bool, theirs: bool, num_ranks: int
 ) -> None:
-    source, destination = (
-        Host(transport=transport, num_ranks=num_ranks, has_digests=has_digests)
-        for has_digests in (ours, theirs)
-    )
-    try:
+    with (
+        closing(Host(transport=transport, num_ranks=num_ranks, has_digests=ours)) as source,
+        closing(Host(transport=transport, num_ranks=num_ranks, has_digests=theirs)) as destination,
+    ):
         source.fill(1)
         for num_flipped in (0, 1):
             destination.flip_bits(num_flipped)
@@ -143,9 +142,6 @@ def test_pages_have_no_digests_only_if_both_ends_say_so(
             is_damaged = num_flipped and not ours and not theirs
             assert outcome == "adopted" and (digest != source.sent) == is_damaged
         assert all_back_s(source, destination) < BACK_S
-    finally:
-        source.close()
-        destination.close()
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])

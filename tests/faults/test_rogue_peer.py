@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import msgspec
 import pytest
@@ -147,15 +147,12 @@ def test_silent_strangers_keep_no_peer_out(host: Host) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_peer_that_the_chosen_transport_cannot_reach_is_refused(transport: str) -> None:
-    host = Host(transport=transport)
-    try:
+    with closing(Host(transport=transport)) as host:
         with RoguePeer(host.address(), host="another", addresses={"shm": "x"}) as peer:
             if transport == "shm":
                 with pytest.raises(PeerGone):
                     peer.connection.recv(5.0)
         assert answer_s(host) < AT_ONCE_S
-    finally:
-        host.close()
 
 
 @pytest.mark.parametrize("num_units", [0, 2**16 + 1])

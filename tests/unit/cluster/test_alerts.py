@@ -5,6 +5,7 @@ statuses that routers can send. Prometheus' own promtool evaluates the rules.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple, TypeAlias
@@ -117,8 +118,7 @@ def pair_status(pair: WorkerPair) -> Status:
 
 def of_real_workers(scene: Scene, num_minutes: int, has_flips: bool) -> Scrapes:
     """Answer a request each minute, with two real workers."""
-    pair = WorkerPair(scene.model)
-    try:
+    with closing(WorkerPair(scene.model)) as pair:
 
         def status_at(minute: int) -> Status:
             if minute:
@@ -127,8 +127,6 @@ def of_real_workers(scene: Scene, num_minutes: int, has_flips: bool) -> Scrapes:
             return pair_status(pair)
 
         return scraped(num_minutes, status_at)
-    finally:
-        pair.close()
 
 
 def without_shared_memory(scene: Scene) -> Scrapes:

@@ -7,7 +7,7 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
@@ -235,13 +235,10 @@ def prometheus(folder: Path, target_port: int) -> Iterator[Prometheus]:
 
 def test_prometheus_answers_each_query_and_evaluates_each_rule(tmp_path: Path, tiny_model: Path) -> None:
     program("prometheus")
-    pair = WorkerPair(tiny_model)
-    try:
+    with closing(WorkerPair(tiny_model)) as pair:
         for host in (pair.prefill, pair.decode):
             pair.tell(host, ROUTER, KvEventsWanted())
         target = Target(pair)
-    finally:
-        pair.close()
     asked = [query.replace("$__rate_interval", "60s") for query in queries()]
     with serving(target) as port, prometheus(tmp_path, port) as made:
         wait_for(lambda: target.num_scrapes >= NUM_SCRAPES, STARTS_S, interval_s=0.1)

@@ -1,6 +1,7 @@
 """A step reports layers with written keys and values while later layers are still to come."""
 
 from collections.abc import Sequence as Ordered
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -97,8 +98,7 @@ def test_step_without_chunks_is_not_announced(engine: Engine) -> None:
 
 def test_two_ranks_tell_the_same(tmp_path: Path) -> None:
     directory = write_config(tmp_path / "model", num_hidden_layers=NUM_LAYERS)
-    engine = tiny_engine(directory, tensor_parallel_size=2)
-    try:
+    with closing(tiny_engine(directory, tensor_parallel_size=2)) as engine:
         watch = Watch(engine, 2)
         add(engine)
         engine.step(watch)
@@ -106,8 +106,6 @@ def test_two_ranks_tell_the_same(tmp_path: Path) -> None:
         final = watch.pages()
         for (_, stop), seen in zip(watch.ranges, watch.seen, strict=True):
             assert torch.equal(seen[:, :stop], final[:, :stop])
-    finally:
-        engine.close()
 
 
 def test_exception_of_the_watch_fails_the_step(engine: Engine) -> None:

@@ -33,16 +33,13 @@ def test_no_process_of_an_engine_is_ended_by_a_dead_nccl_peer(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
-    try:
+    with closing(tiny_engine(tiny_model, tensor_parallel_size=2)):
         (tp_worker,) = [
             each for each in psutil.Process().children() if "tp_worker" in " ".join(each.cmdline())
         ]
         inherited = tp_worker.environ()
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
         assert inherited["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    finally:
-        engine.close()
 
 
 def test_directory_without_a_model_is_refused(tmp_path: Path, tiny_model: Path) -> None:

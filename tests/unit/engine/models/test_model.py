@@ -1,6 +1,7 @@
 """Architectures: the parameters of `transformers`' models, and an architecture from outside the tree."""
 
 import json
+from contextlib import closing
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -211,11 +212,8 @@ class OutsideFused(Outside):
 
 
 def answer(directory: Path, **keys: object) -> list[int | None]:
-    engine = tiny_engine(write_config(directory, **keys))
-    try:
+    with closing(tiny_engine(write_config(directory, **keys))) as engine:
         return token_ids(generate(engine, [5, 9, 2, 7, 1, 8, 3], max_tokens=12, ignore_eos=True))
-    finally:
-        engine.close()
 
 
 def test_outside_architecture_generates_by_name_and_by_model_type(

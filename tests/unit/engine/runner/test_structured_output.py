@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -137,12 +138,9 @@ def test_tokens_are_those_of_an_undisturbed_run(plain: Engine, tokenizer: Tokeni
     expected = {key: token_ids(outputs) for key, outputs in answers(plain, requests(tokenizer)).items()}
     mode = PreemptMode.SWAP if way == "swapped out" else PreemptMode.RECOMPUTE
     disturbs = PreemptInTurn(mode) if way in ("recomputed", "swapped out") else None
-    made = engine(**WAYS.get(way, {}))
-    try:
+    with closing(engine(**WAYS.get(way, {}))) as made:
         found = answers(made, requests(tokenizer), disturbs)
         assert {key: token_ids(outputs) for key, outputs in found.items()} == expected
-    finally:
-        made.close()
 
 
 class MasksFirst:
