@@ -11,7 +11,7 @@ steps and prompts. There are no tenants' shares, no refusals and no pulls from p
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from operator import itemgetter
+from operator import attrgetter
 from random import Random
 from typing import Final, NamedTuple, Protocol
 
@@ -19,8 +19,16 @@ from baton.clock import Clock
 from baton.messages.control import Measured
 from baton.messages.workers import PrefillTimes, Worker, WorkerRole
 from baton.request import Request
-from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS
-from baton.router.policies.candidates import TIE
+from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, WorkerInFlight
+from baton.router.policies.candidates import (
+    DecodeCandidate,
+    PairCandidate,
+    PrefillCandidate,
+    cheapest,
+    local_pair,
+    prompt_costs,
+    remote_pair,
+)
 from baton.router.policies.cost import (
     BALANCE_S,
     MAX_COMBINED,
@@ -31,16 +39,10 @@ from baton.router.policies.cost import (
     Arrivals,
     DecayedSum,
 )
-from baton.router.policies.cost_model import (
-    HANDOFF_PRIOR,
-    PREFILL_PRIOR,
-    STEP_PRIOR,
-    Fit,
-    StepFit,
-)
+from baton.router.policies.cost_model import HANDOFF_PRIOR, PREFILL_PRIOR, STEP_PRIOR, Fit, Speeds, StepFit
 from baton.router.queue.admission import AHEAD_S, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS
 
-_TOTAL: Final = itemgetter(0)
+_TOTAL_S: Final = attrgetter("total_s")
 
 
 class LightWorker(Protocol):
@@ -53,59 +55,23 @@ class LightWorker(Protocol):
         ...
 
 
-class LightSpeeds:
-    """The times of one worker as the production router learns them: see CostModel."""
-
-    __slots__ = ("_handoffs", "prefill", "step")
-
-    def __init__(self, step: StepFit) -> None:
-        """step: of all workers of the role."""
-        self.prefill, self.step = Fit(PREFILL_PRIOR), step
-        self._handoffs: dict[str, Fit] = {}  # by decode worker
-
-    def handoff(self, decode: str) -> tuple[float, ...]:
-        """Return the seconds of a hand-off: fixed, and of a byte."""
-        fit = self._handoffs.get(decode)
-        return HANDOFF_PRIOR if fit is None else fit.coefficients
-
-    def learn(self, measured: Measured, handoffs: Sequence[tuple[str, PrefillTimes]]) -> None:
-        """Learn from the worker's measurements. handoffs: of its prompts, with the decode workers."""
-        for times in measured.prefills:
-            num_new = times.num_new_tokens
-            self.prefill.learn(times.used_s, 1.0, num_new, num_new * (times.num_tokens - 0.5 * num_new))
-        for each in measured.steps:
-            quantities = each.num_sequences, each.num_context_tokens, each.num_new_tokens
-            self.step.learn(each.step_s, 1.0, *quantities)
-        for decode, times in handoffs:
-            if decode not in self._handoffs:
-                self._handoffs[decode] = Fit(HANDOFF_PRIOR)
-            self._handoffs[decode].learn(times.exposed_s, 1.0, times.moved_bytes)
-        for fit in (self.prefill, *self._handoffs.values()):
-            fit.settle()
-
-
-class Account:
-    """The load of one worker, as the router counts it: see WorkerInFlight."""
+class Account(WorkerInFlight):
+    """The load of one worker, as the router counts it, and the worker's times, as the router learns them."""
 
     __slots__ = (
-        *("bit", "computing_tokens", "given", "id", "num_attempts", "num_computing", "num_decoding"),
-        *("num_output_tokens", "num_tokens", "peer", "since_s", "slots", "speeds", "work_s", "worker"),
+        *("bit", "computing_tokens", "given", "handoffs", "id", "num_output_tokens", "peer", "slots"),
+        *("speeds", "worker"),
     )
 
-    def __init__(self, peer: LightWorker, bit: int, now_s: float, speeds: LightSpeeds) -> None:
+    def __init__(self, peer: LightWorker, bit: int, now_s: float, step: StepFit) -> None:
+        """step: of all workers of the role."""
+        super().__init__()
         self.peer, self.bit, self.worker, self.id = peer, bit, peer.worker, peer.worker.id
-        self.speeds = speeds
+        self.speeds = Speeds(Fit(PREFILL_PRIOR), step)
+        self.handoffs: dict[str, Fit] = {}  # by decode worker
         self.given = DecayedSum(BALANCE_S, now_s)  # tokens of prompts
         self.slots = max(1, self.worker.num_pages * self.worker.page_size)
-        self.num_attempts = self.num_tokens = self.num_computing = self.computing_tokens = 0
-        self.num_decoding = self.num_output_tokens = 0
-        self.work_s = self.since_s = 0.0
-
-    def wait_s(self, now_s: float) -> float:
-        """See WorkerInFlight."""
-        if not self.num_computing:
-            return 0.0
-        return self.work_s - min(now_s - self.since_s, self.work_s / self.num_computing)
+        self.computing_tokens = self.num_output_tokens = 0
 
     def has_slot(self, now_s: float) -> bool:
         """See Capacity in router/queue/admission.py."""
@@ -127,25 +93,24 @@ class Account:
         excess = max(share, (self.num_attempts + 1) / max(1, self.worker.max_num_seqs)) - 1.0
         return excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
 
+    def handoff_s(self, decode: str, num_bytes: float) -> float:
+        """Seconds of a hand-off to a decode worker."""
+        fit = self.handoffs.get(decode)
+        fixed_s, byte_s = HANDOFF_PRIOR if fit is None else fit.coefficients
+        return fixed_s + byte_s * num_bytes
 
-class _Prompt(NamedTuple):
-    total_s: float
-    compute_s: float
-    num_new: int
-    account: Account
-
-
-class _Decode(NamedTuple):
-    """Seconds of decoding: with the prompt from elsewhere, and what a prompt computed here costs beside."""
-
-    total_s: float
-    account: Account
-    room_s: float
-    delay_s: float
-    patience_s: float
-
-
-_Candidate = tuple[float, _Prompt, Account]
+    def learn(self, measured: Measured, handoffs: Sequence[tuple[str, PrefillTimes]]) -> None:
+        """Learn from the worker's measurements. handoffs: of its prompts, with the decode workers."""
+        for prefill in measured.prefills:
+            self.speeds.learn_prefill(prefill)
+        for step in measured.steps:
+            self.speeds.learn_step(step)
+        for decode, times in handoffs:
+            if decode not in self.handoffs:
+                self.handoffs[decode] = Fit(HANDOFF_PRIOR)
+            self.handoffs[decode].learn(times.exposed_s, 1.0, times.moved_bytes)
+        for fit in (self.speeds.prefill, *self.handoffs.values()):
+            fit.settle()
 
 
 class _Entry(NamedTuple):
@@ -174,6 +139,7 @@ class LightRouter:
         self._decodes: list[Account] = []
         self._queue: deque[Request] = deque()
         self._entries: dict[str, _Entry] = {}
+        self._accounts: dict[str, Account] = {}
         self._by_bit: dict[int, Account] = {}
 
     def __len__(self) -> int:
@@ -183,8 +149,8 @@ class LightRouter:
     def join(self, peer: LightWorker) -> int:
         """Add a worker; return its bit."""
         role = peer.worker.role
-        account = Account(peer, 1 << len(self._by_bit), self._clock.now_s(), LightSpeeds(self._steps[role]))
-        self._by_bit[account.bit] = account
+        account = Account(peer, 1 << len(self._by_bit), self._clock.now_s(), self._steps[role])
+        self._accounts[account.id] = self._by_bit[account.bit] = account
         (self._prefills if role is WorkerRole.PREFILL else self._decodes).append(account)
         return account.bit
 
@@ -195,7 +161,7 @@ class LightRouter:
 
     def measured(self, bit: int, measured: Measured, handoffs: Sequence[tuple[str, PrefillTimes]]) -> None:
         """Learn from a worker's measurements. handoffs: of its prompts, with the decode workers."""
-        self._by_bit[bit].speeds.learn(measured, handoffs)
+        self._by_bit[bit].learn(measured, handoffs)
 
     def started(self, request_id: str) -> None:
         """Take the first token of a request."""
@@ -259,91 +225,41 @@ class LightRouter:
         """
         num_tokens = request.num_tokens
         num_output = min(EXPECTED_OUTPUT_TOKENS, request.sampling.max_tokens or EXPECTED_OUTPUT_TOKENS)
-        held, rate = self._num_held(request), self._arrivals.rate(now_s)
-        num_kv = num_tokens + num_output
+        held, num_kv = self._num_held(request), num_tokens + num_output
         accounts = [each for each in self._compared(self._decodes, held) if each.has_room(num_kv)]
         if not accounts:
             return None
-        prefills = self._compared(self._prefills, held)
-        prompts = [self._prompt(each, num_tokens, held, rate, now_s) for each in prefills]
-        decodes = [self._decode(each, num_tokens, num_output, now_s) for each in accounts]
-        candidates = self._local_candidates(decodes, num_tokens, held, rate, now_s)
-        candidates += self._remote_candidates(prompts, decodes, num_tokens, held)
-        placed = [each for each in candidates if each[1].account is not each[2] or each[2].has_slot(now_s)]
-        _, prompt, decode = self._cheapest(placed or candidates, now_s)
-        if needs_slot and not prompt.account.has_slot(now_s):
-            return None
-        return _Entry(prompt.account, decode, num_kv, num_output, prompt.num_new, prompt.compute_s)
-
-    def _local_candidates(
-        self, decodes: Sequence[_Decode], num_tokens: int, held: Mapping[int, int], rate: float, now_s: float
-    ) -> list[_Candidate]:
-        """See `local_pair` in router/policies/candidates.py."""
-        found: list[_Candidate] = []
-        for _, account, room_s, delay_s, patience_s in decodes:
-            prompt = self._prompt(account, num_tokens, held, rate, now_s)
-            stalled_s = account.num_decoding * min(prompt.compute_s, patience_s)
-            found.append((prompt.total_s + room_s + delay_s + stalled_s, prompt, account))
-        found.sort(key=_TOTAL)
-        return found[:MAX_COMBINED]
-
-    def _remote_candidates(
-        self, prompts: list[_Prompt], decodes: list[_Decode], num_tokens: int, held: Mapping[int, int]
-    ) -> list[_Candidate]:
-        """See `remote_pair` in router/policies/candidates.py."""
-        if not prompts:
-            return []
-        best = sorted(prompts, key=_TOTAL)[:MAX_COMBINED]
-        found: list[_Candidate] = []
-        for decode in sorted(decodes, key=_TOTAL)[:MAX_COMBINED]:
-            account = decode.account
-            num_bytes = max(0, num_tokens - held.get(account.bit, 0)) * self._token_bytes
-            for prompt in best:
-                fixed_s, byte_s = prompt.account.speeds.handoff(account.id)
-                total_s = prompt.total_s + fixed_s + byte_s * num_bytes + decode.total_s
-                found.append((total_s, prompt, account))
-        return found
-
-    def _cheapest(self, candidates: Sequence[_Candidate], now_s: float) -> _Candidate:
-        """See `cheapest` in router/policies/candidates.py."""
-        least_s = min([each[0] for each in candidates])
-        tie_s = least_s * TIE
-        equals = [each for each in candidates if each[0] <= least_s + tie_s]
-        if len(equals) > 1:
-            most_s = min([each[1].compute_s for each in equals]) + tie_s
-            equals = [each for each in equals if each[1].compute_s <= most_s]
-        if len(equals) == 1:
-            return equals[0]
+        prefills = [_prefill(each, held, now_s) for each in self._compared(self._prefills, held)]
+        decodes = [_decode(each, _prefill(each, held, now_s), num_tokens, num_output) for each in accounts]
+        candidates = self._candidates(decodes, prefills, num_tokens, now_s)
+        placed = [each for each in candidates if each.prefill or self._accounts[each.decode].has_slot(now_s)]
         random = self._random.getrandbits(32)
-        one, other = equals[random % len(equals)], equals[random // len(equals) % len(equals)]
-        if one is other:
-            return one
-        is_less = other[1].account.given.at(now_s) < one[1].account.given.at(now_s)
-        return other if is_less else one
+        chosen = cheapest(placed or candidates, random, lambda id_: self._accounts[id_].given.at(now_s))
+        computed_by = self._accounts[chosen.computed_by]
+        if needs_slot and not computed_by.has_slot(now_s):
+            return None
+        decode, compute_s = self._accounts[chosen.decode], chosen.prompt_cost.compute_s
+        return _Entry(computed_by, decode, num_kv, num_output, chosen.num_new_tokens, compute_s)
 
-    def _prompt(
-        self, account: Account, num_tokens: int, held: Mapping[int, int], rate: float, now_s: float
-    ) -> _Prompt:
-        """See `prompt_costs` in router/policies/candidates.py."""
-        fixed_s, token_s, pair_s = account.speeds.prefill.coefficients
-        num_new = max(1, num_tokens - held.get(account.bit, 0))
-        compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
-        wait_s = account.wait_s(now_s)
-        total_s = wait_s + compute_s + compute_s * (wait_s + compute_s) * rate
-        return _Prompt(total_s, compute_s, num_new, account)
-
-    def _decode(self, account: Account, num_tokens: int, num_output: int, now_s: float) -> _Decode:
-        """See `PromptScorer.decode_candidates`."""
-        fixed_s, sequence_s, context_s, token_s = account.speeds.step.coefficients
-        step_s = fixed_s + sequence_s * account.num_attempts + context_s * account.num_tokens
-        room_s = account.room_s(num_tokens + num_output, step_s)
-        delay_s = account.num_attempts * num_output * (sequence_s + context_s * num_tokens)
-        patience_s = inf
-        if account.num_decoding:
-            longest_s = step_s + token_s * account.worker.max_num_batched_tokens
-            mean_left = 0.5 * account.num_output_tokens / account.num_decoding
-            patience_s = max(0.0, mean_left * longest_s - account.wait_s(now_s))
-        return _Decode(room_s + 0.5 * step_s + delay_s, account, room_s, delay_s, patience_s)
+    def _candidates(
+        self,
+        decodes: Sequence[DecodeCandidate],
+        prefills: Sequence[PrefillCandidate],
+        num_tokens: int,
+        now_s: float,
+    ) -> list[PairCandidate]:
+        """See CostPolicy."""
+        rate = self._arrivals.rate(now_s)
+        local_costs = prompt_costs([each.as_prefill for each in decodes], num_tokens, arrival_rate=rate)
+        candidates = sorted(map(local_pair, local_costs, decodes), key=_TOTAL_S)[:MAX_COMBINED]
+        best = sorted(prompt_costs(prefills, num_tokens, arrival_rate=rate), key=_TOTAL_S)[:MAX_COMBINED]
+        for decode in sorted(decodes, key=_TOTAL_S)[:MAX_COMBINED] if best else ():
+            num_bytes = max(0, num_tokens - decode.as_prefill.num_held_tokens) * self._token_bytes
+            for cost in best:
+                account = self._accounts[cost.candidate.worker]
+                handoff_s = account.handoff_s(decode.as_prefill.worker, num_bytes)
+                candidates.append(remote_pair(cost, decode, handoff_s))
+        return candidates
 
     def _compared(self, accounts: Sequence[Account], held: Mapping[int, int]) -> Sequence[Account]:
         """See CostPolicy: all in an order that begins at random; of very many, those that hold most and some
@@ -360,3 +276,22 @@ class LightRouter:
         drawn.sort(key=lambda each: (each.work_s, each.num_attempts))
         found += drawn[: MAX_HOLDERS + NUM_KEPT - len(found)]
         return list({each.bit: each for each in found}.values())
+
+
+def _prefill(account: Account, held: Mapping[int, int], now_s: float) -> PrefillCandidate:
+    num_held, coefficients = held.get(account.bit, 0), account.speeds.prefill.coefficients
+    return PrefillCandidate(account.id, account.wait_s(now_s), num_held, coefficients)
+
+
+def _decode(account: Account, prefill: PrefillCandidate, num_tokens: int, num_output: int) -> DecodeCandidate:
+    """See `PromptScorer.decode_candidates`. prefill: the same worker."""
+    fixed_s, sequence_s, context_s, token_s = account.speeds.step.coefficients
+    step_s = fixed_s + sequence_s * account.num_attempts + context_s * account.num_tokens
+    room_s = account.room_s(num_tokens + num_output, step_s)
+    delay_s = account.num_attempts * num_output * (sequence_s + context_s * num_tokens)
+    patience_s = inf
+    if account.num_decoding:
+        longest_s = step_s + token_s * account.worker.max_num_batched_tokens
+        mean_left = 0.5 * account.num_output_tokens / account.num_decoding
+        patience_s = max(0.0, mean_left * longest_s - prefill.wait_s)
+    return DecodeCandidate(prefill, account.num_decoding, room_s, room_s + 0.5 * step_s, delay_s, patience_s)
