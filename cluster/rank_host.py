@@ -333,11 +333,9 @@ class HostedRanks:
 
     @property
     def keys(self) -> Generations:
-        """As `RankNodes`."""
         return self._ring.generations
 
     def start(self, node: int, rank: int, num_threads: int, network: RankNetwork) -> "HostedRank":
-        """As `RankNodes`."""
         if not 1 <= node <= len(self._hosts):
             raise ConfigError(f"nnodes: there are hosts on {len(self._hosts)} other nodes, not on {node}")
         assert self._agents is not None, "agents of other nodes have an address"
@@ -372,7 +370,6 @@ class HostedRanks:
         return next(filter(None, (rank.failure() for rank in self._ranks)), None)
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """As `RankNodes`."""
         for link in self._links.values():
             link.begin_close(timeout_s)
         for link in self._links.values():
@@ -452,7 +449,6 @@ class HostedRank:
         self._has_said_why = False
 
     def wait_until_ready(self) -> None:
-        """As `TpWorker`."""
         with self._has_changed:
             if not self._has_changed.wait_for(lambda: self._is_ready or self.error, START_TIMEOUT_S):
                 raise WorkerLost(f"rank {self.rank} was not ready within {START_TIMEOUT_S:g} s: it is ended")
@@ -460,11 +456,9 @@ class HostedRank:
                 raise self.error
 
     def failure(self) -> BatonError | None:
-        """As `TpWorker`."""
         return self.error if self._has_said_why else None
 
     def check(self) -> None:
-        """As `TpWorker`."""
         if self.error is not None:
             raise self.error
 

@@ -480,16 +480,13 @@ class SimRanks:
 
     @property
     def registrations(self) -> ReceiveRegistrations:
-        """See ReplicaRanks."""
         return self._ranks[0].registrations
 
     def complaint(self) -> str | None:
-        """See ReplicaRanks."""
         lost = [str(rank.number) for rank in self._ranks if rank.is_lost]
         return f"rank {', '.join(lost)} is lost" if lost else None
 
     def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[messages.Route]:
-        """See ReplicaRanks."""
         assert num_layer_groups == 1, "the model has one layer"
         listeners = RankListenerAddresses(incarnation=link.hello.incarnation, host="simulated", device="cpu")
         peer = partial(PeerRank, host="", layout=link.hello.layout, listeners=listeners)
@@ -499,7 +496,6 @@ class SimRanks:
         """See ReplicaRanks. The work for a link ends with its transfers."""
 
     def perform(self, rank: int, command: messages.Command) -> None:
-        """See ReplicaRanks."""
         self._ranks[rank].perform(command)
 
 
@@ -521,7 +517,6 @@ class SimLink(Link):
         end.on_end = self._lost
 
     def send(self, message: AnyMessage) -> None:
-        """See Link."""
         self._end.send(encode(message))
 
     def digest_key(self, transfer: bytes) -> bytes:
@@ -529,12 +524,10 @@ class SimLink(Link):
         return transfer.ljust(32)
 
     def drop(self, error: WireError) -> None:
-        """See Link."""
         self._endpoint.recorder.dropped(self._endpoint.process.name, error)
         self._end.abort()
 
     def close(self) -> None:
-        """See Link."""
         self._end.close()
 
     def _lost(self) -> None:
@@ -585,7 +578,6 @@ class SimEndpoint(PageEndpoint):
         return any(rank.registrations.num_open() or rank.pieces.num_transfers for rank in ranks)
 
     def counts(self) -> dict[str, int]:
-        """See PageEndpoint."""
         counts = self.ranks[0].registrations.counts()
         return super().counts() | {"pieces": counts["landed_pieces"], "stale_pieces": counts["stale_pieces"]}
 

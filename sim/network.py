@@ -515,12 +515,10 @@ class HostPeer:
 
     @property
     def silence_s(self) -> float:
-        """See Peer."""
         return self._end.silence_s
 
     @property
     def quiet_s(self) -> float:
-        """See Peer."""
         return self._end.quiet_s
 
     @property
@@ -529,7 +527,6 @@ class HostPeer:
         return SAME_CLOCK
 
     def send(self, message: AnyMessage) -> None:
-        """See Peer."""
         self._end.send(encode(message))
 
     def send_now(self, message: AnyMessage) -> None:
@@ -537,7 +534,6 @@ class HostPeer:
         self._end.carry(encode(message))
 
     def close(self) -> None:
-        """See Peer."""
         self._end.close()
 
     def abort(self) -> None:

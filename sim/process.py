@@ -57,7 +57,6 @@ class OffsetClock:
         self._offset_s = offset_s
 
     def now_s(self) -> float:
-        """See Clock."""
         return self._events.now_s + self._offset_s
 
     def jump(self, seconds: float) -> None:
@@ -196,7 +195,6 @@ class TimedProcess(SimProcess):
         self._is_in_turn = False
 
     def now_s(self) -> float:
-        """See Clock."""
         now_s = self._events.now_s
         return self._busy_until_s if self._is_in_turn and self._busy_until_s > now_s else now_s
 
@@ -206,7 +204,6 @@ class TimedProcess(SimProcess):
         return self._busy_until_s > self._events.now_s
 
     def later(self, delay_s: float, call: Call) -> None:
-        """See SimProcess."""
         self._events.at(self.now_s() + delay_s, lambda: self._due(call))
 
     def _take_turn(self) -> None:

@@ -119,7 +119,6 @@ class _RecordedClock:
         self.reading_s = now_s
 
     def now_s(self) -> float:
-        """See Clock."""
         return self.reading_s
 
 

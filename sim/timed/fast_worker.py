@@ -184,7 +184,6 @@ class FastWorker:
             self._take(message.request, message.decode, message.source)
 
     def close(self) -> None:
-        """See Peer."""
         raise AssertionError("the router gave up a worker that is well")
 
     def tick(self) -> None:
@@ -239,7 +238,6 @@ class FastWorker:
             self._num_context += request.num_tokens + 1
 
     def take(self, request: Request, decode: LightWorker) -> None:
-        """See LightWorker."""
         assert isinstance(decode, FastWorker)
         self.cluster.holders[request.request_id] = decode
         self._take(request, decode.worker.id)

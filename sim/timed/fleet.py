@@ -267,5 +267,4 @@ class FastGateway:
             self._rejected(message)
 
     def close(self) -> None:
-        """See Peer."""
         raise AssertionError("the router gave up its gateway")

@@ -109,7 +109,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     transfer_bytes_per_s: float = 10e9
 
     def step_s(self, work: StepWork) -> float:
-        """See WorkTimes."""
         prompt_s = work.num_new * self.prefill_token_s + work.num_pairs * self.prefill_pair_s
         if work.num_context == 0 and work.num_new:
             return self.prefill_s + prompt_s
@@ -125,11 +124,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return self.step_s(StepWork(0, 0, num_new, num_new * (num_tokens - num_new / 2)))
 
     def transfer_s(self, num_bytes: int, num_transfers: int = 1) -> float:
-        """See WorkTimes."""
         return self.transfer_base_s + num_bytes * num_transfers / self.transfer_bytes_per_s
 
     def handoff_s(self, num_tokens: int, num_transfers: int = 1) -> float:
-        """See WorkTimes."""
         return self.exposed_s
 
 
@@ -369,7 +366,6 @@ class FittedTimes:
         self._scale = scale
 
     def step_s(self, work: StepWork) -> float:
-        """See WorkTimes."""
         seconds, validity = self._scale * (self._steps.seconds(work) + self._loop_s), self.validity
         validity.inside_s += seconds
         for (name, most), value in zip(self._steps.most.items(), work, strict=True):
@@ -378,7 +374,6 @@ class FittedTimes:
         return seconds
 
     def transfer_s(self, num_bytes: int, num_transfers: int = 1) -> float:
-        """See WorkTimes."""
         transfer = self._transfer
         streams = transfer.streams[min(num_transfers, len(transfer.streams)) - 1]
         seconds = self._scale * streams * (transfer.fixed_s + transfer.curve.at(num_bytes))
@@ -386,7 +381,6 @@ class FittedTimes:
         return seconds
 
     def handoff_s(self, num_tokens: int, num_transfers: int = 1) -> float:
-        """See WorkTimes."""
         num_bytes = num_tokens * self.kv_token_bytes
         return self._scale * self._handoff_s + self.transfer_s(num_bytes, num_transfers)
 
