@@ -11,6 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
+import msgspec
+
 from baton.config.cluster import DRAIN_NOTICE_S
 from baton.config.router import RouterConfig
 from baton.decode_worker.worker import DecodeWorker
@@ -30,12 +32,13 @@ from baton.rpc.liveness import BEAT_S, StepWatchdog
 from baton.rpc.peers import PeerRegistry, new_router_id
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 from baton.sim.endpoint import SimEndpoint
-from baton.sim.engine import KV_DTYPE, MODEL, SimEngine, TokenMachine
+from baton.sim.engine import KV_DTYPE, MODEL, SimEngine, fingerprint_of
 from baton.sim.network import MAX_DEATH_DELAY_S, End, Host, Network, Recorder
 from baton.sim.process import Events, OffsetClock, SimProcess
 
 CODEC: Final = Codec(bytes(32))
 LOSS_CHANCES: Final = (0.0, 0.05, 1.0)  # of messages through Redis; one of these in each simulation
+NOWHERE: Final = Address("sim", 0)
 FIRST_PORT: Final = 1  # of a router; the ports of other processes follow
 SLOW_DIAL_S: Final = 0.5  # until a link to a paused process is given up
 MAX_CLOCK_OFFSET_S: Final = 1e6
@@ -101,7 +104,6 @@ class SharedLink:
         """See RedisLink."""
 
     def share(self, message: AnyShared) -> None:
-        """See RedisLink."""
         body = CODEC.encode_shared(message)
         self._process.send(lambda: self._stream.carry(self._process, body))
 
@@ -239,26 +241,18 @@ class SimGateway:
         self.num_orders -= 1
 
 
-class WorkerPlan(NamedTuple):
-    """The properties that a worker keeps through all its lives."""
-
-    name: str
-    role: WorkerRole
-    machine: TokenMachine
-    node: str = ""
-    make_engine: Callable[[TokenMachine, SimProcess], SimEngine] | None = None  # None: a model of numbers
+MakeEngine: TypeAlias = Callable[[Worker, SimProcess], SimEngine]
 
 
 class SimWorker:
     """One life of a worker."""
 
-    def __init__(self, context: SimContext, plan: WorkerPlan) -> None:
-        self.plan = plan = plan._replace(role=context.roles.get(plan.name, plan.role))
-        self.process = process = context.new_process(plan.name)
-        if plan.make_engine is None:
-            self.engine = SimEngine(plan.machine, process.clock, process.spend)
-        else:
-            self.engine = plan.make_engine(plan.machine, process)
+    def __init__(self, context: SimContext, described: Worker, make_engine: MakeEngine) -> None:
+        """described: what stays the same in all its lives; the role, until it flips."""
+        role = context.roles.get(described.name, described.role)
+        self.described = msgspec.structs.replace(described, role=role, kv_dtype=KV_DTYPE)
+        self.process = process = context.new_process(described.name)
+        self.engine = make_engine(described, process)
         self.endpoint = SimEndpoint(
             process,
             self.engine.pages,
@@ -266,7 +260,7 @@ class SimWorker:
             context.network,
             context.random,
             context.recorder,
-            fingerprint=plan.machine.fingerprint,
+            fingerprint=described.fingerprint,
         )
         self.endpoint.pin, self.endpoint.fetch = self.engine.pin, self.engine.load_pages
         self._context = context
@@ -286,7 +280,7 @@ class SimWorker:
 
     def flip(self, role: WorkerRole) -> None:
         """Drain and join again in another role, as an operator orders it."""
-        self._context.roles[self.plan.name] = role
+        self._context.roles[self.described.name] = role
         self.process.post(lambda: self._flip(role))
 
     def _flip(self, role: WorkerRole) -> None:
@@ -317,32 +311,21 @@ class SimWorker:
                 self.process.die()
             else:
                 self._host.close()
-                self.plan = self.plan._replace(role=self.worker.next_role)
+                self.described = msgspec.structs.replace(self.described, role=self.worker.next_role)
                 self._join()
 
     def _hello(self, address: Address, kv_address: Address) -> Hello:
-        plan, machine = self.plan, self.plan.machine
-        worker = Worker(
-            id=self._context.new_id(plan.name),
-            name=plan.name,
+        worker = msgspec.structs.replace(
+            self.described,
+            id=self._context.new_id(self.described.name),
             incarnation=next(self._context.starts),
-            role=plan.role,
-            model=machine.model or MODEL,
-            node=plan.node,
-            fingerprint=machine.fingerprint,
-            kv_dtype=KV_DTYPE,
             address=address,
             kv_address=kv_address,
-            page_size=machine.page_size,
-            num_pages=machine.num_pages,
-            max_num_seqs=machine.max_num_seqs,
-            max_num_batched_tokens=machine.max_num_batched_tokens,
-            max_model_len=machine.max_model_len,
         )
         return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
 
     def _make_worker(self, hello: Hello) -> PrefillWorker | DecodeWorker:
-        is_prefill = self.plan.role is WorkerRole.PREFILL
+        is_prefill = self.described.role is WorkerRole.PREFILL
         wanted = () if is_prefill else (WorkerRole.PREFILL,)
         peer_registry = PeerRegistry(hello, self._context.routers, self._host.dial, wanted)
         clock, links = self.process.clock, KvLinks(self._connect)
@@ -445,7 +428,7 @@ class Slot:
 
     def _died(self, life: Life) -> None:
         self._context.recorder.say(f"{self.name} has died")
-        node = life.plan.node if isinstance(life, SimWorker) else ""
+        node = life.described.node if isinstance(life, SimWorker) else ""
         self._context.count_death(life.process.killed_by[:REQUEST_ID_LENGTH], node)
         if life is not self.life:
             return
@@ -474,22 +457,25 @@ class Deployment:
             local_prefill_tokens=random.choice((0, 4, 8, 16)),
             seed=random.getrandbits(32),
         )
-        plans = [
-            _worker_plan(model, role, number, random)
+        drawn = [
+            _draw_worker(model, role, number, random)
             for model in models
             for role in WorkerRole
             for number in range(random.randint(1, 3))
         ]
-        nodes = [f"node-{number % context.num_nodes}" for number in range(len(plans))]
+        nodes = [f"node-{number % context.num_nodes}" for number in range(len(drawn))]
         placement.shuffle(nodes)
-        plans = [plan._replace(node=node) for plan, node in zip(plans, nodes, strict=True)]
         self.routers = [
             self._slot(f"router-{number}", partial(SimRouter, context, f"router-{number}", settings, address))
             for number, address in enumerate(context.routers)
         ]
         gateways = [f"gateway-{number}" for number in range(random.randint(1, 2))]
         self.gateways = [self._slot(name, partial(SimGateway, context, name)) for name in gateways]
-        self.workers = [self._slot(plan.name, partial(SimWorker, context, plan)) for plan in plans]
+        self.workers = []
+        for (worker, make_engine), node in zip(drawn, nodes, strict=True):
+            described = msgspec.structs.replace(worker, node=node)
+            start = partial(SimWorker, context, described, make_engine)
+            self.workers.append(self._slot(worker.name, start))
 
     @property
     def slots(self) -> list[Slot]:
@@ -520,19 +506,29 @@ class Deployment:
 
 def _node_of(slot: Slot) -> str:
     assert isinstance(slot.life, SimWorker)
-    return slot.life.plan.node
+    return slot.life.described.node
 
 
-def _worker_plan(model: str, role: WorkerRole, number: int, random: Random) -> WorkerPlan:
+def _draw_worker(model: str, role: WorkerRole, number: int, random: Random) -> tuple[Worker, MakeEngine]:
+    """Draw a worker without ids and addresses, which each of its lives has anew."""
     page_size = random.choice((4, 4, 8, 16))
-    machine = TokenMachine(
+    worker = Worker(
+        id="",
+        name=f"{model}-{role.value}-{number}".lstrip("-"),
+        role=role,
+        model=model or MODEL,
+        fingerprint=fingerprint_of(model),
+        address=NOWHERE,
+        kv_address=NOWHERE,
         page_size=page_size,
         num_pages=random.choice((2, 2, 3, 8)) * MAX_MODEL_LEN // page_size,
         max_num_seqs=random.choice((2, 4, 16)),
         max_num_batched_tokens=random.choice((16, 32, 128)),
         max_model_len=MAX_MODEL_LEN,
-        step_s=random.uniform(0.01, 0.06),
-        token_s=random.uniform(0.0001, 0.003),
-        model=model,
     )
-    return WorkerPlan(f"{model}-{role.value}-{number}".lstrip("-"), role, machine)
+    step_s, token_s = random.uniform(0.01, 0.06), random.uniform(0.0001, 0.003)
+
+    def make_engine(worker: Worker, process: SimProcess) -> SimEngine:
+        return SimEngine(worker, process.clock, process.spend, step_s=step_s, token_s=token_s)
+
+    return worker, make_engine

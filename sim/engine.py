@@ -7,7 +7,6 @@ computes the answer of an undisturbed run without an engine.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 from zlib import crc32
 
@@ -19,6 +18,7 @@ from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, SequenceProgress
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
+from baton.messages.workers import Worker
 from baton.pages import PageKeys
 from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput
 from baton.sim.process import Crash
@@ -67,14 +67,14 @@ class KvMemory:
         return page, slice(first, first + unit_tokens * ENTRY_BYTES)
 
 
-def run_chunk(memory: KvMemory, chunk: ScheduledChunk, model: str = "") -> int | None:
+def run_chunk(memory: KvMemory, chunk: ScheduledChunk, fingerprint: str) -> int | None:
     """Read the KV before the chunk, write the chunk's KV, and return the next token if one is due.
 
-    model: its name; models of different names continue a prompt differently.
+    fingerprint: of the model; models of different fingerprints continue a prompt differently.
     """
     sequence, page_size = chunk.sequence, memory.page_size
     table = sequence.page_table
-    context = memory.read(table, chunk.start, crc32(sequence.cache_salt, crc32(model.encode())))
+    context = memory.read(table, chunk.start, crc32(sequence.cache_salt, crc32(fingerprint.encode())))
     for position in range(chunk.start, chunk.start + chunk.num_tokens):
         entry = entry_of(context, sequence.token_ids[position], position)
         memory.write(table[position // page_size], position % page_size, entry)
@@ -94,7 +94,7 @@ def golden(request: Request, seed: int | None, max_model_len: int) -> tuple[list
     seed: the request's, or the seed that its gateway minted.
     """
     sampling, token_ids = request.sampling, list(request.token_ids)
-    context = crc32(request.cache_salt, crc32(request.model.encode()))
+    context = crc32(request.cache_salt, crc32(fingerprint_of(request.model).encode()))
     for position, token_id in enumerate(token_ids):
         context = crc32(entry_of(context, token_id, position), context)
     num_prompt, answer = len(token_ids), list[int]()
@@ -144,23 +144,9 @@ IDLE_STEP_S: Final = 0.02  # a step without a batch
 STEPS_PER_CHECK: Final = 16  # between two integrity checks
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenMachine:
-    """Sizes and speed of a simulated replica."""
-
-    page_size: int
-    num_pages: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    step_s: float  # of an empty batch
-    token_s: float  # for each token of the batch
-    model: str = ""  # as in Request.model
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the model's weights."""
-        return f"{MODEL} {self.model}"
+def fingerprint_of(model: str) -> str:
+    """Return the fingerprint of a model's weights. model: as in Request.model."""
+    return f"{MODEL} {model}"
 
 
 class SimEngine(Replica):
@@ -168,24 +154,31 @@ class SimEngine(Replica):
 
     def __init__(
         self,
-        machine: TokenMachine,
+        worker: Worker,
         clock: Clock,
         spend: Callable[[float], None],
+        *,
+        step_s: float = 0.0,
+        token_s: float = 0.0,
         memory: KvMemory | None = None,
     ) -> None:
-        """spend: called with the duration of each step. memory: of the pages; None: of its own."""
-        self.machine = machine
-        self.memory = memory or KvMemory(machine.num_pages, machine.page_size)
+        """worker: has the sizes. spend: called with the duration of each step.
+
+        step_s: of an empty batch. token_s: for each token of the batch. memory: of the pages; None: of its
+        own.
+        """
+        self.memory = memory or KvMemory(worker.num_pages, worker.page_size)
         self.more_s = 0.0  # a fault: each step takes this much longer
-        self._spend = spend
+        self._fingerprint = worker.fingerprint
+        self._spend, self._step_s, self._token_s = spend, step_s, token_s
         self._num_steps = 0
-        pool = PagePool(machine.num_pages, machine.page_size)
-        keys = PageKeys(model_fingerprint=machine.fingerprint, dtype=KV_DTYPE, page_size=machine.page_size)
+        pool = PagePool(worker.num_pages, worker.page_size)
+        keys = PageKeys(model_fingerprint=worker.fingerprint, dtype=KV_DTYPE, page_size=worker.page_size)
         config = SchedulerConfig(
-            max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
+            max_num_seqs=worker.max_num_seqs, max_num_batched_tokens=worker.max_num_batched_tokens
         )
         scheduler = Scheduler(config, PrefixCache(pool, keys, HostTier()), clock)
-        super().__init__(scheduler, clock, vocab_size=VOCAB_SIZE, max_model_len=machine.max_model_len)
+        super().__init__(scheduler, clock, vocab_size=VOCAB_SIZE, max_model_len=worker.max_model_len)
 
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
@@ -230,10 +223,10 @@ class SimEngine(Replica):
     def _duration_s(self, batch: Batch) -> float:
         if not batch.sequences:
             return IDLE_STEP_S
-        return self.machine.step_s + self.machine.token_s * batch.num_tokens + self.more_s
+        return self._step_s + self._token_s * batch.num_tokens + self.more_s
 
     def _run(self, chunk: ScheduledChunk) -> int | None:
-        sequence, pool, size = chunk.sequence, self.pages, self.machine.page_size
+        sequence, pool, size = chunk.sequence, self.pages, self.pages.page_size
         if POISON in sequence.token_ids:
             raise Crash(sequence.request_id)
         last = chunk.start + chunk.num_tokens - 1
@@ -242,4 +235,4 @@ class SimEngine(Replica):
             owners = pool.owners(page)
             assert sequence.key in owners, f"{sequence.key} reads page {page} of {owners}"
             assert not is_written or len(owners) == 1, f"{sequence.key} writes page {page} of {owners}"
-        return run_chunk(self.memory, chunk, self.machine.model)
+        return run_chunk(self.memory, chunk, self._fingerprint)

@@ -126,7 +126,7 @@ class Faults:
 
     def _worker(self, *roles: WorkerRole) -> Slot:
         wanted = roles or tuple(WorkerRole)
-        return self._any([slot for slot in self._deployment.workers if _worker_of(slot).plan.role in wanted])
+        return self._any([slot for slot in self._deployment.workers if _role_of(slot) in wanted])
 
     def _wire(self) -> Wire | None:
         wires = list(self._network.wires)
@@ -190,11 +190,11 @@ class Faults:
     def _flip(self) -> str:
         """Have a worker take the other role, if another worker of its role is there."""
         slot, roles = self._worker(), self._deployment.context.roles
-        role = _worker_of(slot).plan.role
+        role = _role_of(slot)
         others = [
             other.name
             for other in self._deployment.workers
-            if other is not slot and _worker_of(other).plan.role is role is roles.get(other.name, role)
+            if other is not slot and _role_of(other) is role is roles.get(other.name, role)
         ]
         if not others or roles.get(slot.name, role) is not role:
             return f"{slot.name} is the last {role} worker and does not flip"
@@ -324,3 +324,7 @@ def _by_weight(*faults: tuple[Fault, int]) -> list[Fault]:
 def _worker_of(slot: Slot) -> SimWorker:
     assert isinstance(slot.life, SimWorker)
     return slot.life
+
+
+def _role_of(slot: Slot) -> WorkerRole:
+    return _worker_of(slot).described.role

@@ -108,7 +108,7 @@ def _deployment() -> tuple[Events, Deployment]:
         context = SimContext(events, Network(events, network), ids, Recorder(events, None), LIMITS)
         deployment = Deployment(context, cluster, nodes)
         routers, gateways = deployment.lives(SimRouter), deployment.lives(SimGateway)
-        roles = [each.plan.role for each in deployment.lives(SimWorker)]
+        roles = [each.described.role for each in deployment.lives(SimWorker)]
         is_cost = type(routers[0].router.cluster_state.policy) is CostPolicy
         if (
             is_cost

@@ -17,10 +17,10 @@ from baton.errors import BatonError
 from baton.gateway.streams.request_stream import ReplayLimits
 from baton.gateway.streams.timeline import CallMarks, RequestMarks, assemble
 from baton.messages.timeline import RequestTimeline
-from baton.messages.workers import WorkerRole
+from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
-from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker, WorkerPlan
-from baton.sim.engine import KvMemory, SimEngine, TokenMachine
+from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker
+from baton.sim.engine import KvMemory, SimEngine
 from baton.sim.network import Network, Recorder
 from baton.sim.process import Events, TimedProcess
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
@@ -53,15 +53,12 @@ class SteadyNetwork(Network):
         self._times = times
 
     def delay_s(self) -> float:
-        """See Network."""
         return BODY_S
 
     def nap_s(self, random: Random) -> float:
-        """See Network."""
         return 0.0
 
     def moves_s(self, num_tokens: int, num_transfers: int) -> float:
-        """See Network."""
         return self._times.handoff_s(num_tokens, num_transfers)
 
 
@@ -69,7 +66,6 @@ class TimedContext(SimContext):
     """The shared parts of a cluster in which turns take time."""
 
     def new_process(self, name: str) -> TimedProcess:
-        """See SimContext."""
         return TimedProcess(name, self.events)
 
 
@@ -78,21 +74,21 @@ class TimedEngine(SimEngine):
 
     def __init__(
         self,
-        machine: TokenMachine,
+        worker: Worker,
         process: TimedProcess,
         memory: KvMemory,
         step_s: Callable[[StepWork], float],
     ) -> None:
         """memory: of all replicas, which nothing is written to."""
-        super().__init__(machine, process.clock, process.spend, memory)
+        super().__init__(worker, process.clock, process.spend, memory=memory)
         self.vocab_size = VOCAB_SIZE
         self.busy_s = 0.0
-        self._step_s = step_s
+        self._work_s = step_s
 
     def _duration_s(self, batch: Batch) -> float:
         if not batch.sequences:
             return IDLE_S
-        seconds = self._step_s(work_of(batch))
+        seconds = self._work_s(work_of(batch))
         self.busy_s += seconds
         return seconds
 
@@ -117,7 +113,6 @@ class FullClient:
         self._cluster = cluster
 
     def tokens(self, events: Sequence[TokenEvent]) -> None:
-        """See Sink."""
         outcome, now_s = self.outcome, self._cluster.events.now_s
         if outcome.first_token_s < 0:
             outcome.first_token_s = now_s
@@ -127,7 +122,6 @@ class FullClient:
             self._cluster.events.at(now_s, partial(self._cluster.ended, self))  # the marks are whole by then
 
     def failed(self, error: BatonError) -> None:
-        """See Sink."""
         self.outcome.refusal = type(error).__name__
         self._cluster.ended(self)
 
@@ -160,22 +154,11 @@ class FullCluster:
         num_pages = min(2**20, max(4096, sum(each.num_pages for each in workers)))
         self._router = SimRouter(context, "router", config, context.routers[0], num_pages, 512)
         self._gateway = SimGateway(context, "gateway")
-        budgets = {WorkerRole.PREFILL: fleet.prefill_budget, WorkerRole.DECODE: fleet.decode_budget}
         self._processes: list[TimedProcess] = []
         self.workers: dict[str, SimWorker] = {}
         for worker in workers:
-            machine = TokenMachine(
-                page_size=page_size,
-                num_pages=worker.num_pages,
-                max_num_seqs=worker.max_num_seqs,
-                max_num_batched_tokens=int(min(budgets[worker.role], 2**20)),
-                max_model_len=worker.max_model_len,
-                step_s=0.0,
-                token_s=0.0,
-            )
             make_engine = partial(self._make_engine, times[worker.role])
-            plan = WorkerPlan(worker.name, worker.role, machine, make_engine=make_engine)
-            self.workers[worker.name] = SimWorker(context, plan)
+            self.workers[worker.name] = SimWorker(context, worker, make_engine)
         self.events.run_until(JOINS_S)
         self.begin_s = self.events.now_s
 
@@ -242,9 +225,9 @@ class FullCluster:
         except BatonError as error:
             client.failed(error)
 
-    def _make_engine(self, times: WorkTimes, machine: TokenMachine, process: TimedProcess) -> TimedEngine:
+    def _make_engine(self, times: WorkTimes, worker: Worker, process: TimedProcess) -> TimedEngine:
         self._processes.append(process)
-        return TimedEngine(machine, process, self._memory, partial(self._step_s, times))
+        return TimedEngine(worker, process, self._memory, partial(self._step_s, times))
 
     def _step_s(self, times: WorkTimes, work: StepWork) -> float:
         """Return the seconds of a step that begins now, beside the workers that are busy now."""

@@ -8,11 +8,10 @@ from baton.engine.cache.page_pool import PageState
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
 from baton.kvtransfer.protocol.messages import Grant
 from baton.sim.endpoint import TIMING, SimEndpoint, SimLink
-from baton.sim.engine import SimEngine
 from baton.sim.network import Network, Recorder
 from baton.sim.process import Events, SimProcess
 from tests.numbered_pages import NumberedPages, wanted_pages
-from tests.unit.sim.test_engine import a_machine
+from tests.unit.sim.test_engine import an_engine
 
 TRANSFER = b"t" * 16
 NUM_TOKENS = 24
@@ -22,7 +21,7 @@ OWNER = "a sequence"
 class Side:
     def __init__(self, pair: "Pair", name: str, page_size: int) -> None:
         self.process = SimProcess(name, pair.events)
-        self.engine = SimEngine(a_machine(page_size=page_size), self.process.clock, self.process.spend)
+        self.engine = an_engine(self.process.clock, self.process.spend, page_size=page_size)
         self.endpoint = SimEndpoint(
             self.process, self.engine.pages, self.engine.memory, pair.network, pair.random, pair.recorder
         )

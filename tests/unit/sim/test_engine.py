@@ -1,10 +1,11 @@
 """The simulated replica answers as its model says, whatever its scheduler does, and checks its pages."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from baton.clock import ManualClock
+from baton.clock import Clock, ManualClock
 from baton.engine.cache.page_pool import PageState
 from baton.request import FinishReason, Request, SamplingParams
 from baton.sim.engine import (
@@ -14,29 +15,22 @@ from baton.sim.engine import (
     UNSAMPLEABLE,
     KvMemory,
     SimEngine,
-    TokenMachine,
     entry_of,
+    fingerprint_of,
     golden,
     sample,
 )
 from baton.sim.process import Crash
 from baton.token_ids import TokenIds
-from tests.node_peers import id_of
+from tests.node_peers import a_worker, id_of
 
 MAX_MODEL_LEN = 64
 
 
-def a_machine(**changes: Any) -> TokenMachine:
-    fields: dict[str, Any] = {
-        "page_size": 4,
-        "num_pages": 48,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 16,
-        "max_model_len": MAX_MODEL_LEN,
-        "step_s": 0.01,
-        "token_s": 0.001,
-    }
-    return TokenMachine(**{**fields, **changes})
+def an_engine(clock: Clock, spend: Callable[[float], None], **sizes: int) -> SimEngine:
+    usual: dict[str, Any] = {"page_size": 4, "num_pages": 48, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+    worker = a_worker("w", fingerprint=fingerprint_of(""), max_model_len=MAX_MODEL_LEN, **{**usual, **sizes})
+    return SimEngine(worker, clock, spend, step_s=0.01, token_s=0.001)
 
 
 def a_request(
@@ -65,9 +59,9 @@ def answer(request: Request) -> list[int]:
 class Running:
     """An engine and the seconds that it spent."""
 
-    def __init__(self, **machine: int) -> None:
+    def __init__(self, **sizes: int) -> None:
         self.spent_s = 0.0
-        self.engine = SimEngine(a_machine(**machine), ManualClock(), self._spend)
+        self.engine = an_engine(ManualClock(), self._spend, **sizes)
 
     def _spend(self, seconds: float) -> None:
         self.spent_s += seconds
