@@ -61,6 +61,7 @@ from baton.router.recording import (
 from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
 from baton.router.router import Router
 from baton.rpc.peer_clock import ClockOffset
+from baton.sim.process import Events, OffsetClock
 
 logger = logging.getLogger(__name__)
 
@@ -110,16 +111,6 @@ class Replayed(NamedTuple):
     outcomes: Sequence[Outcome]
     difference: Difference | None
     compared: Sequence[Compared]  # with another policy
-
-
-class _RecordedClock:
-    """Shows the recorded time."""
-
-    def __init__(self, now_s: float) -> None:
-        self.reading_s = now_s
-
-    def now_s(self) -> float:
-        return self.reading_s
 
 
 class _Peer:
@@ -176,7 +167,8 @@ class Replay:
         another build.
         """
         host = self._replayed()
-        compared = list[Compared]() if policy is None else self._compared(policy)
+        # Once more, on a router of its own: asking another policy changes caches of the router.
+        comparison = None if policy is None else self._replayed(policy).comparison
         recorded = [record for _, _, record in self.records if isinstance(record, Decided | Rejected)]
         ends = [at_s for at_s, _, _ in self.records[-1:]]
         return Replayed(
@@ -184,7 +176,7 @@ class Replay:
             seconds=sum(ends) - self.checkpoint.at_s if ends else 0.0,
             outcomes=recorded,
             difference=_first_difference(recorded, host.outcomes),
-            compared=compared,
+            compared=() if comparison is None else comparison.compared,
         )
 
     def decisions(self) -> Iterator[dict[str, Any]]:
@@ -221,28 +213,19 @@ class Replay:
         date = datetime.datetime.fromtimestamp(date_s, datetime.UTC)
         return date.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
-    def _host(self) -> "_Host":
-        """A router in the recorded state."""
+    def _replayed(self, policy: str | None = None) -> "_Host":
+        """Replay all inputs, from the recorded state of the router. policy: asked as well."""
         try:
-            return _Host(self.checkpoint, self.records)
+            host = _Host(self.checkpoint, self.records)
         except ConfigError:
             raise
         except UNREADABLE as error:
             raise ConfigError(f"the router's state cannot be read: {error!r}") from error
-
-    def _replayed(self) -> "_Host":
-        host = self._host()
+        if policy is not None:
+            host.compare(policy)
         for record in self.records:
             host.replay(*record)
         return host
-
-    def _compared(self, policy: str) -> list[Compared]:
-        """Replay once more, on a router of its own: asking another policy changes caches of the router."""
-        host = self._host()
-        compared = host.compare(policy)
-        for record in self.records:
-            host.replay(*record)
-        return compared
 
 
 def frame_chunks(chunks: Sequence[bytes]) -> bytes:
@@ -301,12 +284,13 @@ class _Host:
 
     def __init__(self, checkpoint: RouterCheckpoint, records: Sequence[tuple[float, int, Record]]) -> None:
         self.outcomes: list[Outcome] = []
-        self._clock = _RecordedClock(checkpoint.at_s)
+        self._time = Events()  # the recorded time
+        self._time.now_s = checkpoint.at_s
         self._turns: deque[Callable[[], None]] = deque()
         self._peers = {number: _Peer(hello) for number, hello in checkpoint.peers}
         self._router = router = Router(
             checkpoint.config,
-            self._clock,
+            OffsetClock(self._time, 0.0),
             checkpoint.router,
             max_index_pages=checkpoint.max_index_pages,
             call_soon=self._turns.append if checkpoint.defers else None,
@@ -322,16 +306,15 @@ class _Host:
             for _, _, record in records
             if isinstance(record, PromptPages)
         }
-        self._comparison: _Comparison | None = None
+        self.comparison: _Comparison | None = None
 
-    def compare(self, policy: str) -> list[Compared]:
-        """Compare all decisions from now on; they are added to the list."""
-        self._comparison = _Comparison(self._router, policy)
-        return self._comparison.compared
+    def compare(self, policy: str) -> None:
+        """Compare all decisions from now on."""
+        self.comparison = _Comparison(self._router, policy)
 
     def replay(self, at_s: float, peer: int, record: Record) -> None:
         """Give the router one input. Errors are those that the recorded router raised too."""
-        self._clock.reading_s = at_s
+        self._time.now_s = at_s
         try:
             self._handle(peer, record)
         except Exception:
@@ -369,8 +352,8 @@ class _Host:
         outcome = outcome_of(decision, choice)
         # Read back, as the recorded ones were.
         self.outcomes.append(msgspec.msgpack.decode(_ENCODE(outcome), type=Outcome))
-        if self._comparison is not None:
-            self._comparison.decided(outcome)
+        if self.comparison is not None:
+            self.comparison.decided(outcome)
 
 
 class _SeenIndex(PrefixIndex):

@@ -10,7 +10,7 @@ ends by the messages of workers and gateways alone. The same calls and seed give
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from itertools import count
 from random import Random
@@ -86,7 +86,6 @@ class FastCluster:
         self._numbers = count()
         self._open: dict[str, CallOutcome] = {}
         self._num_to_come = 0  # calls that have not been made
-        self._calls: Iterator[ClientCall] = iter(())  # by their moments
         self._seen_s = 0.0
         self._prompt_keys = PromptKeys()
         self._keys: dict[str, tuple[bytes, ...]] = {}  # request id -> keys of the prompt's pages
@@ -126,8 +125,9 @@ class FastCluster:
 
     def run(self, calls: Iterable[ClientCall], until_s: float | None = None) -> list[CallOutcome]:
         """Make all calls; simulate until then, or until all have ended. Return the outcomes, as asked."""
-        self._calls = iter(sorted(calls, key=lambda call: call.at_s))
-        self._next_call()
+        for call in calls:
+            self._num_to_come += 1
+            self.at(call.at_s, partial(self._ask, call, 0))
         self.at(TICK_S, partial(self._tick, 1))
         if until_s is not None:
             self.events.run_until(until_s)
@@ -207,16 +207,6 @@ class FastCluster:
 
     def _num_held(self, request: Request) -> dict[int, int]:
         return self.page_holders.num_held(self.keys_of(request))
-
-    def _next_call(self) -> None:
-        call = next(self._calls, None)
-        if call is not None:
-            self._num_to_come += 1
-            self.at(call.at_s, partial(self._arrive, call))
-
-    def _arrive(self, call: ClientCall) -> None:
-        self._next_call()
-        self._ask(call, 0)
 
     def _ask(self, call: ClientCall, retry: int) -> None:
         request_id = f"{next(self._numbers):032x}"

@@ -170,19 +170,9 @@ class FullCluster:
 
     def run(self, calls: Iterable[ClientCall]) -> list[CallOutcome]:
         """Make all calls, whose moments count from now; return the outcomes once all have ended."""
-        waiting = iter(sorted(calls, key=lambda call: call.at_s))
-
-        def next_call() -> None:
-            call = next(waiting, None)
-            if call is not None:
-                self._num_open += 1
-                self.events.at(self.begin_s + call.at_s, partial(arrive, call))
-
-        def arrive(call: ClientCall) -> None:
-            next_call()
-            self._ask(call)
-
-        next_call()
+        for call in calls:
+            self._num_open += 1
+            self.events.at(self.begin_s + call.at_s, partial(self._ask, call))
         while self._num_open:
             self.events.run_until(self.events.now_s + LOOK_S)
         return self.outcomes
