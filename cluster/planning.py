@@ -69,24 +69,16 @@ class Routers(Protocol):
         ...
 
 
-class PlanLog:
-    """The file of plans."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(self, plan: ScalingPlan) -> None:
-        """Append one plan."""
-        if self.path.exists() and self.path.stat().st_size > MAX_LOG_BYTES:
-            self.path.replace(self.path.with_suffix(".old.jsonl"))
-        with self.path.open("ab") as file:
-            file.write(msgspec.json.encode(plan) + b"\n")
-
-
 def log_path(setting: str | None, port: int) -> Path:
     """Return the file of the plans of the cluster with its API at `port`."""
     return Path(setting) if setting is not None else cache_directory() / "plans" / f"plans-{port}.jsonl"
+
+
+def _write_plan(path: Path, plan: ScalingPlan) -> None:
+    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
+        path.replace(path.with_suffix(".old.jsonl"))
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(plan) + b"\n")
 
 
 def read_plans(path: Path, number: int) -> list[ScalingPlan]:
@@ -109,7 +101,7 @@ class Planning:
         clock: Clock,
         routers: Routers,
         workers: Workers,
-        log: PlanLog,
+        log: Path,
     ) -> None:
         """Raises ConfigError for the file of times."""
         settings = config.planner
@@ -132,6 +124,7 @@ class Planning:
         self._clock = clock
         self._routers = routers
         self._workers = workers
+        log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self._latest: deque[ScalingPlan] = deque(maxlen=MAX_PLANS)  # the latest first
         self._came: deque[Score] = deque(maxlen=2 * MAX_PLANS)
@@ -143,13 +136,13 @@ class Planning:
             try:
                 await self.tick()
             except OSError as error:  # of the log; the planner goes on
-                logger.warning("a plan cannot be written to %s: %s", self._log.path, error)
+                logger.warning("a plan cannot be written to %s: %s", self._log, error)
 
     async def tick(self) -> ScalingPlan:
         """Make one plan, write it, and act on it."""
         figures = await self._figures()
         plan = await asyncio.to_thread(self._planner.plan, self._clock.now_s(), figures)
-        self._log.write(plan)
+        _write_plan(self._log, plan)
         self._latest.appendleft(plan)
         self._came.extend(plan.scores)
         self._routers.tell(plans=tuple(self._summaries()))

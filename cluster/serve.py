@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Final, Self, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -52,36 +52,23 @@ Say: TypeAlias = Callable[[str], None]
 logger = logging.getLogger(__name__)
 
 
-class KeptPort:
-    """Binds a port without listening, so that the kernel gives the port to no other program.
+def kept_port(host: str, port: int, option: int) -> socket.socket:
+    """Return a socket that is bound and does not listen: the kernel gives its port to no other program.
 
-    Processes that listen on the port must set `option`: SO_REUSEADDR for one process, SO_REUSEPORT for
-    several.
+    port: 0 binds any free port. Processes that listen on the port must set `option`: SO_REUSEADDR for one
+    process, SO_REUSEPORT for several. ConfigError: the port is in use, or `host` is not of this machine.
     """
-
-    def __init__(self, host: str, port: int, option: int) -> None:
-        """port: 0 binds any free port. ConfigError: the port is in use, or `host` is not of this machine."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            if port:
-                _check_unused(family, host, port)
-            self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
-            self._socket.bind((host, port))
-        except OSError as error:
-            self._socket.close()
-            raise _cannot_bind(host, port, error) from None
-        self.number: int = self._socket.getsockname()[1]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the port."""
-        self._socket.close()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    kept = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if port:
+            _check_unused(family, host, port)
+        kept.setsockopt(socket.SOL_SOCKET, option, 1)
+        kept.bind((host, port))
+    except OSError as error:
+        kept.close()
+        raise _cannot_bind(host, port, error) from None
+    return kept
 
 
 def _check_unused(family: socket.AddressFamily, host: str, port: int) -> None:
@@ -161,10 +148,10 @@ class Cluster:
         settings = self._config.planner
         if settings.mode == "off":
             return
-        from baton.cluster.planning import PlanLog, Planning, log_path  # loads the simulator
+        from baton.cluster.planning import Planning, log_path  # loads the simulator
 
-        log = PlanLog(log_path(settings.log, port))
-        self._say(f"the planner writes to {log.path}; `baton explain plan` shows the latest plans")
+        log = log_path(settings.log, port)
+        self._say(f"the planner writes to {log}; `baton explain plan` shows the latest plans")
         self._keep(Planning(self._config, self._clock, operator, self, log).keep_planning())
 
     # The planner calls these.
@@ -317,18 +304,18 @@ class Cluster:
 
     async def _make_topology(self) -> Topology:
         config = self._config
-        port = self._resources.enter_context(KeptPort(config.host, config.port, socket.SO_REUSEPORT))
+        api = self._resources.enter_context(kept_port(config.host, config.port, socket.SO_REUSEPORT))
         await self._runtime.open()
         host = self._runtime.host
         kept = [
-            self._resources.enter_context(KeptPort(host, number, socket.SO_REUSEADDR))
+            self._resources.enter_context(kept_port(host, number, socket.SO_REUSEADDR))
             for number in router_ports(config)
         ]
         return Topology(
-            routers=tuple(Address(host, each.number) for each in kept),
+            routers=tuple(Address(host, each.getsockname()[1]) for each in kept),
             redis=await self._redis_url(),
             host=self._runtime.worker_host,
-            port=port.number,
+            port=api.getsockname()[1],
             num_gpus=self._runtime.num_gpus,
         )
 

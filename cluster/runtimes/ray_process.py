@@ -71,14 +71,13 @@ class ProcessActor(NodeActor):
             threading.Thread(target=_end_with, args=parent, name="parent", daemon=True).start()
         set_up_logging(given.name, format=given.log_format, force=True)
 
-    def serve(self, *rank_hosts: tuple[str, int, str]) -> None:
+    def serve(self, *rank_hosts: HostPlace) -> None:
         """Serve until `stop` is called. Raises BatonError only after the process has served.
 
         rank_hosts: the places of a worker's RankHostActors, in the order of its nodes.
         """
         try:
-            hosts = [HostPlace(*each) for each in rank_hosts]
-            run(self._given, self._ring, self._stop, self._tell, hosts)
+            run(self._given, self._ring, self._stop, self._tell, rank_hosts)
         except BatonError as error:
             if self._report is not None:
                 raise
@@ -126,10 +125,9 @@ class RankHostActor(NodeActor):
         config = msgspec.json.decode(self._given.config, type=WorkerConfig)
         self._host = RankHost(config, node, self._ring)
 
-    def host_place(self) -> tuple[str, int, str]:
-        """Return the fields of the host's HostPlace."""
-        host, port, node = self._host.place
-        return host, port, node
+    def host_place(self) -> HostPlace:
+        """Return where the host listens."""
+        return self._host.place
 
     def serve(self) -> None:
         """Serve until the actor is killed. Raises WorkerLost when a rank ends with an error."""

@@ -8,7 +8,7 @@ import pytest
 
 from baton.bench.sim.suite import usual_times
 from baton.clock import ManualClock
-from baton.cluster.planning import PlanLog, Planning, read_plans
+from baton.cluster.planning import Planning, read_plans
 from baton.config.cluster import ServeConfig
 from baton.config.planner import PlannerConfig
 from baton.errors import ConfigError, PeerGone
@@ -77,7 +77,7 @@ def test_missing_times_are_an_error(tmp_path: Path) -> None:
     planner = PlannerConfig(mode="advise", ttft_ms=1000, times=str(tmp_path / "none.json"))
     config = ServeConfig(model="tiny", planner=planner)
     with pytest.raises(ConfigError):
-        Planning(config, ManualClock(), FakeRouters(), FakeWorkers(), PlanLog(tmp_path / "plans.jsonl"))
+        Planning(config, ManualClock(), FakeRouters(), FakeWorkers(), tmp_path / "plans.jsonl")
 
 
 def test_log_that_is_none_is_an_error(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def planning(
         PlannerConfig,
     )
     return Planning(
-        ServeConfig(model="tiny", planner=config), clock, routers, workers, PlanLog(folder / "plans.jsonl")
+        ServeConfig(model="tiny", planner=config), clock, routers, workers, folder / "plans.jsonl"
     )
 
 

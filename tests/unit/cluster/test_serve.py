@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.serve import COMPILING, LONGEST_COMPILATION_S, KeptPort, are_compiled_now
+from baton.cluster.serve import COMPILING, LONGEST_COMPILATION_S, are_compiled_now, kept_port
 from baton.errors import ConfigError
 from baton.kernels import native
 
@@ -22,30 +22,31 @@ def listen(port: int, option: int) -> socket.socket:
 
 @pytest.mark.parametrize(("option", "num_listeners"), [(socket.SO_REUSEADDR, 1), (socket.SO_REUSEPORT, 3)])
 def test_processes_can_listen_on_a_kept_port(option: int, num_listeners: int) -> None:
-    with KeptPort(LOOPBACK, 0, option) as port:
+    with kept_port(LOOPBACK, 0, option) as kept:
+        port = kept.getsockname()[1]
         for _ in range(2):
-            listening = [listen(port.number, option) for _ in range(num_listeners)]
-            with socket.create_connection((LOOPBACK, port.number), 1.0):
+            listening = [listen(port, option) for _ in range(num_listeners)]
+            with socket.create_connection((LOOPBACK, port), 1.0):
                 pass
             for sock in listening:
                 sock.close()
 
 
 def test_kept_port_accepts_no_connection_by_itself() -> None:
-    with KeptPort(LOOPBACK, 0, socket.SO_REUSEPORT) as port, pytest.raises(ConnectionRefusedError):
-        socket.create_connection((LOOPBACK, port.number), 1.0)
+    with kept_port(LOOPBACK, 0, socket.SO_REUSEPORT) as kept, pytest.raises(ConnectionRefusedError):
+        socket.create_connection((LOOPBACK, kept.getsockname()[1]), 1.0)
 
 
 def test_port_in_use_is_refused() -> None:
     with listen(0, socket.SO_REUSEPORT) as other:
         number = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port: {number} on 127.0.0.1 is in use"):
-            KeptPort(LOOPBACK, number, socket.SO_REUSEPORT)
+            kept_port(LOOPBACK, number, socket.SO_REUSEPORT)
 
 
 def test_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="host: 203.0.113.1 cannot be listened on"):
-        KeptPort("203.0.113.1", 0, socket.SO_REUSEPORT)
+        kept_port("203.0.113.1", 0, socket.SO_REUSEPORT)
 
 
 def test_kernels_are_compiled_while_their_folder_is_there(
