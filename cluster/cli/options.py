@@ -29,6 +29,7 @@ import msgspec
 from baton.config.loader import comments, from_text, leaves
 from baton.errors import USER_ERROR, ConfigError
 
+PREFIXED: Final = ("prefill", "decode", "planner")  # the flags of their settings begin with the owner's name
 # A setting's key -> its flags, where they do not follow from the key.
 FLAGS: Final = {
     "model_name": "--served-model-name",
@@ -39,22 +40,14 @@ FLAGS: Final = {
     "prefill.num_workers": "--prefill",
     "prefill.tensor_parallel_size": "--prefill-tp",
     "prefill.pipeline_parallel_size": "--prefill-pp",
-    "prefill.nnodes": "--prefill-nnodes",
     "prefill.enable_expert_parallel": "--prefill-ep",
     "prefill.page_size": "--prefill-block-size --prefill-page-size",
     "decode.num_workers": "--decode",
     "decode.tensor_parallel_size": "--decode-tp",
     "decode.pipeline_parallel_size": "--decode-pp",
-    "decode.nnodes": "--decode-nnodes",
     "decode.enable_expert_parallel": "--decode-ep",
     "decode.page_size": "--decode-block-size --decode-page-size",
     "planner.mode": "--planner",
-    "planner.ttft_ms": "--planner-ttft-ms",
-    "planner.tpot_ms": "--planner-tpot-ms",
-    "planner.attainment": "--planner-attainment",
-    "planner.max_workers": "--planner-max-workers",
-    "planner.times": "--planner-times",
-    "planner.log": "--planner-log",
     "engine.tensor_parallel_size": "--tensor-parallel-size -tp",
     "engine.pipeline_parallel_size": "--pipeline-parallel-size -pp",
     "engine.seed": "--engine-seed --seed",
@@ -228,7 +221,9 @@ class Setting(NamedTuple):
     @property
     def flags(self) -> list[str]:
         """The names of the option: for a boolean, also its negation."""
-        default = "--" + self.field.name.removesuffix("_s").replace("_", "-")
+        owner = self.key.partition(".")[0]
+        name = f"{owner}-{self.field.name}" if owner in PREFIXED else self.field.name
+        default = "--" + name.removesuffix("_s").replace("_", "-")
         flags = FLAGS.get(self.key, default).split()
         return [*flags, *(f"--no-{flag[2:]}" for flag in flags if self.is_switch)]
 

@@ -35,16 +35,16 @@ def _add_options(parser: Parser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     output.check()
-    client = ApiClient(url_of(arguments))
+    client = HttpClient(url_of(arguments))
     settings = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
-    model = arguments.model or client.first_model()
+    model = arguments.model or first_model(client)
     conversation: list[Message] = []
     if arguments.system:
         conversation.append({"role": "system", "content": arguments.system})
     for question in [arguments.message] if arguments.message else _typed():
         conversation.append({"role": "user", "content": question})
         answer = ""
-        for text in client.chat(model, conversation, settings):
+        for text in stream_answer(client, model, conversation, settings):
             output.write(text)
             answer += text
         output.write("\n")
@@ -64,36 +64,29 @@ def _typed() -> Iterator[str]:
         yield line
 
 
-class ApiClient:
-    """As much of a client of the OpenAI API as `baton chat` needs."""
+def first_model(client: HttpClient) -> str:
+    """Return the id of the first model of the API. Raises WorkerLost."""
+    models = json.load(client.ask("GET", "/v1/models"))["data"]
+    if not models:
+        raise WorkerLost("the API has no model")
+    return str(models[0]["id"])
 
-    def __init__(self, url: str) -> None:
-        """url: with or without /v1. ConfigError: it is no HTTP URL."""
-        self._http = HttpClient(url)
 
-    def first_model(self) -> str:
-        """Return the id of the first model of the API. Raises WorkerLost."""
-        models = json.load(self._http.ask("GET", "/v1/models"))["data"]
-        if not models:
-            raise WorkerLost("the API has no model")
-        return str(models[0]["id"])
-
-    def chat(self, model: str, messages: Sequence[Message], settings: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the answer in pieces as they come.
-
-        Raises InvalidRequest or WorkerLost with the API's message.
-        """
-        body = {"model": model, "messages": list(messages), "stream": True, **settings}
-        answer = self._http.ask("POST", "/v1/chat/completions", json.dumps(body).encode())
-        for _, data in events(answer):
-            if data == DONE:
-                return
-            chunk = json.loads(data)
-            if "error" in chunk:
-                raise WorkerLost(chunk["error"]["message"])
-            for choice in chunk.get("choices", ()):
-                yield choice["delta"].get("content") or ""
-        raise WorkerLost("the answer ended before its end")
+def stream_answer(
+    client: HttpClient, model: str, messages: Sequence[Message], settings: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the answer in pieces as they come. Raises InvalidRequest or WorkerLost with the API's message."""
+    body = {"model": model, "messages": list(messages), "stream": True, **settings}
+    answer = client.ask("POST", "/v1/chat/completions", json.dumps(body).encode())
+    for _, data in events(answer):
+        if data == DONE:
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise WorkerLost(chunk["error"]["message"])
+        for choice in chunk.get("choices", ()):
+            yield choice["delta"].get("content") or ""
+    raise WorkerLost("the answer ended before its end")
 
 
 chat = CliCommand(__doc__, _add_options, _run)

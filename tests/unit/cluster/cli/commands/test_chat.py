@@ -7,7 +7,8 @@ from threading import Thread
 
 import pytest
 
-from baton.cluster.cli.commands.chat import ApiClient
+from baton.cluster.cli.commands.chat import first_model, stream_answer
+from baton.cluster.cli.connections import HttpClient
 from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.errors import ConfigError, InvalidRequest, WorkerLost
 from baton.messages.workers import Address
@@ -67,13 +68,13 @@ def url() -> Iterator[str]:
 
 
 def ask(url: str, text: str) -> str:
-    return "".join(ApiClient(url).chat("tiny", [{"role": "user", "content": text}], {}))
+    return "".join(stream_answer(HttpClient(url), "tiny", [{"role": "user", "content": text}], {}))
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_answer_comes_in_pieces(url: str, suffix: str) -> None:
     assert ask(url + suffix, "hello") == "1:hello"
-    assert ApiClient(url + suffix).first_model() == "tiny"
+    assert first_model(HttpClient(url + suffix)) == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_wrong_url_and_dead_api_are_told() -> None:
     with pytest.raises(WorkerLost, match="127.0.0.1:1 does not answer"):
         ask("127.0.0.1:1", "hello")
     with pytest.raises(ConfigError, match="--url: expected one such as"):
-        ApiClient("ftp://host")
+        HttpClient("ftp://host")
 
 
 def test_conversation_is_sent_whole(url: str, baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
