@@ -52,7 +52,7 @@ from torch import Tensor
 from baton.clock import Clock, SystemClock
 from baton.errors import ProtocolError
 from baton.kvtransfer.links import KvLinks, Link, Peers
-from baton.kvtransfer.protocol.destination import DestinationHandoff, TransferSize, check_pull
+from baton.kvtransfer.protocol.destination import DestinationHandoff
 from baton.kvtransfer.protocol.handoff import (
     Action,
     Finished,
@@ -77,6 +77,7 @@ from baton.kvtransfer.protocol.messages import (
     RankListenerAddresses,
     TransferRequest,
     WantedPage,
+    check_size,
 )
 from baton.kvtransfer.protocol.source import Pin, SourceHandoff, pin_nothing
 from baton.kvtransfer.protocol.transfer_plan import default_layer_groups, plan_transfer
@@ -296,9 +297,18 @@ class PageEndpoint(ABC):
         if num_layer_groups is None:
             num_layer_groups = default_layer_groups(link.hello.layout)
         context = self._context(link, transfer, num_layer_groups, is_source=False)
-        size = TransferSize(transfer, num_units, len(context.routes), deadline_s, position, num_layer_groups)
-        handoff = DestinationHandoff(size, next(self._epochs), context)
-        self._begin(link, handoff, lambda: handoff.grant(adopter))
+        grant = Grant(
+            transfer=transfer,
+            epoch=next(self._epochs),
+            deadline_ms=round(deadline_s * 1000),
+            num_units=num_units,
+            pages=(),
+            generations=(),
+            position=position,
+            num_shards=len(context.routes),
+            num_layer_groups=num_layer_groups,
+        )
+        self._begin_destination(link, grant, context, adopter)
 
     def offer(
         self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
@@ -330,10 +340,20 @@ class PageEndpoint(ABC):
         """
         transfer = self._new_id()
         context = self._context(link, transfer, is_source=False)
-        check_pull(wanted, context.plan.destination.num_pages(num_units))
-        size = TransferSize(transfer, num_units, len(context.routes), deadline_s)
-        handoff = DestinationHandoff(size, next(self._epochs), context)
-        self._begin(link, handoff, lambda: handoff.pull(adopter, link.hello.incarnation, wanted))
+        pull = PullRequest(
+            transfer=transfer,
+            epoch=next(self._epochs),
+            deadline_ms=round(deadline_s * 1000),
+            num_units=num_units,
+            num_shards=len(context.routes),
+            holder=link.hello.incarnation,
+            wanted_pages=tuple(each.page for each in wanted),
+            wanted_generations=tuple(each.generation for each in wanted),
+            wanted_keys=b"".join(each.key for each in wanted),
+            pages=(),
+            generations=(),
+        )
+        self._begin_destination(link, pull, context, adopter)
         return transfer
 
     def active_s(self, transfer: bytes) -> float:
@@ -439,6 +459,13 @@ class PageEndpoint(ABC):
 
     # New transfers.
 
+    def _begin_destination(
+        self, link: Link, request: TransferRequest, context: HandoffContext, adopter: Owner
+    ) -> None:
+        """Begin a transfer to here. request: without pages."""
+        check_size(request, context.plan.destination.num_pages(request.num_units))
+        self._begin(link, DestinationHandoff(request, context, adopter))
+
     def _requested(self, link: Link, request: TransferRequest) -> None:
         try:
             context = self._checked_context(link, request)
@@ -462,8 +489,7 @@ class PageEndpoint(ABC):
         self._begin_source(link, request, context)
 
     def _begin_source(self, link: Link, request: TransferRequest, context: HandoffContext) -> None:
-        handoff = SourceHandoff(request, context, self.incarnation, self.pin)
-        self._begin(link, handoff, handoff.begin)
+        self._begin(link, SourceHandoff(request, context, self.incarnation, self.pin))
 
     def _begin_fetched(self) -> None:
         """Begin the pulls with pages that have come from the disk, or have not come in time."""
@@ -496,12 +522,7 @@ class PageEndpoint(ABC):
             raise ProtocolError(f"{name} is granted {len(request.pages)} pages, expected {num_pages}")
         return context
 
-    def _begin(
-        self,
-        link: Link,
-        handoff: SourceHandoff | DestinationHandoff,
-        begin: Callable[[], Sequence[Action]],
-    ) -> None:
+    def _begin(self, link: Link, handoff: SourceHandoff | DestinationHandoff) -> None:
         """Open the transfer, and begin it when the link and all ranks are alive; otherwise end it."""
         opened = self._transfers[handoff.transfer] = OpenTransfer(handoff, link)
         complaint = self._ranks.complaint()
@@ -510,7 +531,7 @@ class PageEndpoint(ABC):
         elif complaint is not None:
             self._perform(opened, handoff.fail(complaint))
         else:
-            self._perform(opened, begin())
+            self._perform(opened, handoff.begin())
 
     def _context(
         self, link: Link, transfer: bytes, num_layer_groups: int = 1, *, is_source: bool

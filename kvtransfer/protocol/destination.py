@@ -2,8 +2,8 @@
 
 The life of a transfer at the destination:
 
-1. `grant` tells the source which pages to write, or `pull` requests pages that a holder has. The pages then
-   have several owners: the request's lease, and one writer, another process, for each shard. The message
+1. A Grant tells the source which pages to write, or a PullRequest asks for pages that a holder has. The pages
+   then have several owners: the request's lease, and one writer, another process, for each shard. The message
    waits until every rank has opened its shard: a rank in another process has to receive its order first, and
    on a GPU the steps that may still write the pages have to end.
 2. The source writes the bytes of each shard. Wrote and Commit name units that are written, and the
@@ -18,7 +18,7 @@ The life of a transfer at the destination:
    limit; each heartbeat sends the source another Abort.
 
     state       legal messages
-    ASKING      Wrote, Commit, Extend, Released, Abort; PullRefused after `pull`
+    ASKING      Wrote, Commit, Extend, Released, Abort; PullRefused of a PullRequest
     RECEIVING   Wrote, Commit, Extend, Released, Abort
     VERIFYING   Extend, Released, Abort
     CLOSING     all; Commit, Released and PullRefused confirm that a writer has stopped
@@ -31,8 +31,9 @@ and calls `peer_lost`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from baton.errors import ProtocolError
 from baton.kvtransfer.protocol.handoff import (
@@ -45,23 +46,16 @@ from baton.kvtransfer.protocol.handoff import (
 )
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
-    ID_BYTES,
-    MAX_DIGESTS,
-    MAX_DURATION_MS,
-    MAX_PAGES,
-    MAX_PULLED_PAGES,
-    MAX_SHARDS,
     Abort,
     AnyMessage,
     Commit,
     Corrupt,
     Extend,
-    Grant,
     PullRefused,
     PullRequest,
     Released,
+    TransferRequest,
     Verified,
-    WantedPage,
     Wrote,
 )
 from baton.kvtransfer.ranks.messages import (
@@ -75,56 +69,6 @@ from baton.kvtransfer.ranks.messages import (
     WriterDied,
     WriterStopped,
 )
-from baton.pages import KEY_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class TransferSize:
-    """The id and the extent of a transfer to request. Raises ValueError for values out of range.
-
-    A peer would drop the link, and all its transfers, because of an invalid request.
-    """
-
-    transfer: bytes  # its id, ID_BYTES bytes
-    num_units: int
-    num_shards: int
-    deadline_s: float  # the longest duration of the whole transfer
-    position: int = 0  # in its sequence, of the first token to move
-    num_layer_groups: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_units <= MAX_PAGES or self.num_units * self.num_shards > MAX_DIGESTS:
-            raise ValueError(
-                f"a transfer has 1 to {MAX_PAGES} units, and at most {MAX_DIGESTS} in all shards together; "
-                f"got {self.num_units} units in {self.num_shards} shards"
-            )
-        if not 1 <= self.num_shards <= MAX_SHARDS:
-            raise ValueError(f"a transfer has 1 to {MAX_SHARDS} shards, got {self.num_shards}")
-        if not 0 < self.deadline_s <= MAX_DURATION_MS / 1000:
-            longest_s = MAX_DURATION_MS // 1000
-            raise ValueError(f"a transfer's deadline is in (0, {longest_s}] s, got {self.deadline_s}")
-        if len(self.transfer) != ID_BYTES:
-            raise ValueError(f"a transfer's id has {ID_BYTES} bytes, got {len(self.transfer)}")
-        if not 0 <= self.position < 2**31:
-            raise ValueError(f"the position is a token from 0 to 2^31 - 1, got {self.position}")
-
-    @property
-    def deadline_ms(self) -> int:
-        """Return the deadline as a message has it, at least 1 ms."""
-        return max(1, round(self.deadline_s * 1000))
-
-
-def check_pull(wanted: Sequence[WantedPage], num_pages: int) -> None:
-    """Raise ValueError when a pull of these pages into `num_pages` local pages is out of range."""
-    if not 1 <= len(wanted) <= MAX_PULLED_PAGES or num_pages > MAX_PULLED_PAGES:
-        raise ValueError(
-            f"a pull has 1 to {MAX_PULLED_PAGES} pages on each side, got {len(wanted)} into {num_pages}"
-        )
-    for page, generation, key in wanted:
-        if len(key) != KEY_BYTES:
-            raise ValueError(f"a page's key has {KEY_BYTES} bytes, got {len(key)}")
-        if not 0 <= page < 2**31 or not 0 <= generation < 2**32:
-            raise ValueError(f"page {page} of generation {generation} is out of range")
 
 
 class DestinationShard:
@@ -178,64 +122,37 @@ class DestinationHandoff(Handoff):
 
     failure = HandoffOutcome.RECOMPUTE
 
-    def __init__(self, size: TransferSize, epoch: int, context: HandoffContext) -> None:
-        """Start in ASKING. epoch: higher than the epoch of any earlier transfer of this process."""
-        super().__init__(size.transfer, epoch, context, ("receive", size.transfer), size.deadline_ms)
+    def __init__(self, request: TransferRequest, context: HandoffContext, adopter: Owner) -> None:
+        """Start in ASKING. request: without pages; its epoch is higher than that of any earlier transfer of
+        this process. adopter: the owner of the pages once they are verified.
+        """
+        super().__init__(request, context, ("receive", request.transfer))
         self.state = DestinationState.ASKING
-        self._size = size
-        self._shards = [DestinationShard(shard, self.transfer) for shard in range(size.num_shards)]
-        self._is_pull = False
-        self._adopter: Owner = None
+        self._shards = [DestinationShard(shard, self.transfer) for shard in range(request.num_shards)]
+        self._adopter = adopter
 
     @property
     def is_closed(self) -> bool:
         return self.state is DestinationState.CLOSED
 
-    # Local calls.
+    def begin(self) -> list[Action]:
+        """Reserve pages and send the request that names them. The caller has made room.
 
-    def grant(self, adopter: Owner) -> list[Action]:
-        """Reserve pages and tell the source to write them. The caller has made room.
-
-        adopter: the owner of the pages once they are verified. Without enough free pages, the transfer ends
-        at once.
+        Without enough free pages, the transfer ends at once.
         """
-        if not self._reserve(adopter):
-            return [self._finish_without_pages()]
-        grant = Grant(
-            transfer=self.transfer,
-            epoch=self.epoch,
-            deadline_ms=self._size.deadline_ms,
-            num_units=self._size.num_units,
-            position=self._size.position,
-            num_shards=self._size.num_shards,
-            num_layer_groups=self._size.num_layer_groups,
-            pages=tuple(self.pages),
-            generations=self._generations(),
-        )
-        return [*self._open_shards(), *self._send(grant)]
-
-    def pull(self, adopter: Owner, holder: bytes, wanted: Sequence[WantedPage]) -> list[Action]:
-        """Reserve pages and request the contents of the holder's pages `wanted`, in order.
-
-        holder: the incarnation of the holder's process. adopter: as for `grant`.
-        """
-        if not self._reserve(adopter):
-            return [self._finish_without_pages()]
-        self._is_pull = True
-        pull = PullRequest(
-            transfer=self.transfer,
-            epoch=self.epoch,
-            deadline_ms=self._size.deadline_ms,
-            num_units=self._size.num_units,
-            num_shards=self._size.num_shards,
-            holder=holder,
-            wanted_pages=tuple(each.page for each in wanted),
-            wanted_generations=tuple(each.generation for each in wanted),
-            wanted_keys=b"".join(each.key for each in wanted),
-            pages=tuple(self.pages),
-            generations=self._generations(),
-        )
-        return [*self._open_shards(), *self._send(pull)]
+        num_pages = self._context.plan.destination.num_pages(self._request.num_units)
+        if self._ledger.num_free < num_pages:
+            self.state, self.outcome = DestinationState.CLOSED, HandoffOutcome.RECOMPUTE
+            return [Finished(self.outcome, "no free pages")]
+        self.pages = self._ledger.reserve(num_pages, self._lease_owner, self._deadline_s)
+        for state in self._shards:
+            self._ledger.add_writer(self.pages, state.writer)
+            state.is_stopped = False
+        after = self._ledger.free_after(self.pages)
+        opens = [self._open_shard(shard, after) for shard in range(len(self._shards))]
+        pages, generations = tuple(self.pages), self._generations()
+        request = msgspec.structs.replace(self._request, pages=pages, generations=generations)
+        return [*opens, *self._send(request)]
 
     def on_shard_event(self, event: ShardEvent) -> list[Action]:
         match event:
@@ -280,6 +197,10 @@ class DestinationHandoff(Handoff):
         """Return the generation of each page, in the order of `pages`."""
         return tuple(self._ledger.generation(page) for page in self.pages)
 
+    @property
+    def _is_pull(self) -> bool:
+        return isinstance(self._request, PullRequest)
+
     # Messages of the source.
 
     def receive(self, message: AnyMessage) -> list[Action]:
@@ -293,7 +214,7 @@ class DestinationHandoff(Handoff):
         match message:
             case Abort():
                 return self._end_refused(f"aborted: {message.reason}")
-            case PullRefused() if self._is_pull and self.state is DestinationState.ASKING:
+            case PullRefused() if self.state is DestinationState.ASKING and self._is_pull:
                 return [*self._end_refused(f"refused: {message.reason}"), *self._confirm_writers(message)]
             case Released() if message.shard < len(self._shards):
                 return [*self.fail("the source stopped writing"), *self._confirm_writers(message)]
@@ -307,21 +228,6 @@ class DestinationHandoff(Handoff):
         """End the transfer: the source is alive and does not send the pages."""
         return self.fail(reason, HandoffOutcome.REFUSED, tells_peer=False)
 
-    def _reserve(self, adopter: Owner) -> bool:
-        num_pages = self._context.plan.destination.num_pages(self._size.num_units)
-        if self._ledger.num_free < num_pages:
-            return False
-        self._adopter = adopter
-        self.pages = self._ledger.reserve(num_pages, self._lease_owner, self._deadline_s)
-        return True
-
-    def _open_shards(self) -> list[Action]:
-        for state in self._shards:
-            self._ledger.add_writer(self.pages, state.writer)
-            state.is_stopped = False
-        after = self._ledger.free_after(self.pages)
-        return [self._open_shard(shard, after) for shard in range(len(self._shards))]
-
     def _open_shard(self, shard: int, after: int = 0) -> OpenShard:
         self._opening.add(shard)
         route = self._context.routes[shard]
@@ -329,7 +235,7 @@ class DestinationHandoff(Handoff):
             transfer=self.transfer,
             shard=shard,
             epoch=self.epoch,
-            num_units=self._size.num_units,
+            num_units=self._request.num_units,
             pages=tuple(self.pages),
             generations=self._generations(),
             source=route.peer,
@@ -338,15 +244,11 @@ class DestinationHandoff(Handoff):
             after=after,
         )
 
-    def _finish_without_pages(self) -> Finished:
-        self.state, self.outcome = DestinationState.CLOSED, HandoffOutcome.RECOMPUTE
-        return Finished(self.outcome, "no free pages")
-
     def _is_legal(self, message: Wrote | Commit | Extend) -> bool:
         if isinstance(message, Extend):
             return True
         state = self._shards[message.shard] if message.shard < len(self._shards) else None
-        return state is not None and state.accepts(message, self._size.num_units)
+        return state is not None and state.accepts(message, self._request.num_units)
 
     def _accept(self, message: Wrote | Commit | Extend) -> list[Action]:
         self._extend_lease()

@@ -24,6 +24,7 @@ from baton.kvtransfer.protocol.messages import (
     Commit,
     Corrupt,
     Extend,
+    TransferRequest,
     Wrote,
 )
 from baton.kvtransfer.protocol.timeline import TransferTimes
@@ -163,22 +164,21 @@ class Handoff(ABC):
 
     failure: HandoffOutcome  # the outcome of a transfer that fails on this side
 
-    def __init__(
-        self, transfer: bytes, epoch: int, context: HandoffContext, lease_owner: Owner, deadline_ms: int
-    ) -> None:
-        """deadline_ms: the longest duration of the whole transfer, from now."""
-        self.transfer = transfer
-        self.epoch = epoch
+    def __init__(self, request: TransferRequest, context: HandoffContext, lease_owner: Owner) -> None:
+        """request: of the destination. Its deadline counts from now."""
+        self.transfer = request.transfer
+        self.epoch = request.epoch
         self.outcome: HandoffOutcome | None = None
         self.routes = context.routes
         self.pages: list[int] = []  # of this side; the hand-off holds and releases them in the ledger
+        self._request = request
         self._context = context
         self._ledger = context.ledger
         self._lease_owner = lease_owner
         self._opening: set[int] = set()  # shards that their ranks have not opened yet
         self._held_messages: list[AnyMessage] = []
         now_s = context.clock.now_s()
-        self._limit_s = now_s + deadline_ms / 1000
+        self._limit_s = now_s + request.deadline_ms / 1000
         self._next_heartbeat_s = now_s + context.timing.heartbeat_s
         self._deadline_s = min(now_s + context.timing.lease_s, self._limit_s)
 
@@ -191,6 +191,10 @@ class Handoff(ABC):
     @abstractmethod
     def is_closed(self) -> bool:
         """Return True when the transfer has ended and no writer or reader of its pages is left."""
+
+    @abstractmethod
+    def begin(self) -> list[Action]:
+        """Begin the transfer; the first call."""
 
     @abstractmethod
     def receive(self, message: AnyMessage) -> list[Action]:

@@ -224,6 +224,26 @@ AnyMessage: TypeAlias = (
     | Released
 )
 
+
+def check_size(request: TransferRequest, num_pages: int) -> None:
+    """Raise ValueError for a request to send that no message can carry.
+
+    A peer would drop the link, and all its transfers, because of an invalid request. num_pages: of the
+    destination.
+    """
+    num_units, num_shards = request.num_units, request.num_shards
+    if not 1 <= num_units <= MAX_PAGES or num_shards > MAX_SHARDS or num_units * num_shards > MAX_DIGESTS:
+        raise ValueError(
+            f"a transfer has 1 to {MAX_PAGES} units, at most {MAX_SHARDS} shards and {MAX_DIGESTS} units in "
+            f"all of them; got {num_units} units in {num_shards} shards"
+        )
+    if isinstance(request, PullRequest) and max(len(request.wanted_pages), num_pages) > MAX_PULLED_PAGES:
+        raise ValueError(
+            f"a pull has at most {MAX_PULLED_PAGES} pages on each side, got {len(request.wanted_pages)} into "
+            f"{num_pages}"
+        )
+
+
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(AnyMessage)
 

@@ -179,11 +179,9 @@ class SourceHandoff(Handoff):
 
         incarnation: the incarnation of this process. pin: finds the wanted pages of a pull by their keys.
         """
-        lease_owner = ("source", request.transfer)
-        super().__init__(request.transfer, request.epoch, context, lease_owner, request.deadline_ms)
+        super().__init__(request, context, ("source", request.transfer))
         self.state = SourceState.OPENING
         self.timeline = Timeline(context.clock, request.num_units * request.num_shards)
-        self._request = request
         self._incarnation = incarnation
         self._pin = pin
         self._units_per_page = context.plan.source.units_per_page

@@ -16,7 +16,7 @@ from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.errors import WireError
 from baton.kvtransfer.protocol import messages as m
-from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState, TransferSize
+from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState
 from baton.kvtransfer.protocol.handoff import Action
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
@@ -79,11 +79,14 @@ class Receiver:
 
     def _start_own(self) -> None:
         """A destination that has granted pages, of a transfer that messages name."""
-        size = TransferSize(bytes(16), num_units=2, num_shards=1, deadline_s=1.0)
         self._num_epochs = self._num_epochs % 3 + 1  # so that a random epoch is often the right one
-        handoff = DestinationHandoff(size, self._num_epochs, handoff_context(self.pool, self.clock))
-        self._destinations[size.transfer] = handoff
-        self._do(handoff, handoff.grant("adopter"))
+        transfer, epoch = bytes(16), self._num_epochs
+        grant = m.Grant(
+            transfer=transfer, epoch=epoch, deadline_ms=1000, num_units=2, pages=(), generations=()
+        )
+        handoff = DestinationHandoff(grant, handoff_context(self.pool, self.clock), "adopter")
+        self._destinations[transfer] = handoff
+        self._do(handoff, handoff.begin())
 
     def _receive(self, message: m.AnyMessage) -> None:
         if isinstance(message, m.EndpointHello):

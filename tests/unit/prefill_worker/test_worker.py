@@ -225,7 +225,7 @@ def test_prompt_that_no_transfer_can_carry_is_computed_by_the_decode_worker(
     make_pair: MakePair, alone: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, request = make_pair(), a_request()
-    monkeypatch.setattr("baton.kvtransfer.protocol.destination.MAX_PAGES", 10)
+    monkeypatch.setattr("baton.kvtransfer.protocol.messages.MAX_PAGES", 10)
     pair.dispatch(request)
     assert answer_of(pair, request) == answer_alone(alone, request)
     assert pair.decode_worker.counters["recomputed_prefills"] == 1

@@ -9,12 +9,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool, PageState
 from baton.errors import ProtocolError
-from baton.kvtransfer.protocol.destination import (
-    DestinationHandoff,
-    DestinationState,
-    TransferSize,
-    check_pull,
-)
+from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState
 from baton.kvtransfer.protocol.handoff import (
     Action,
     Finished,
@@ -39,8 +34,8 @@ from baton.kvtransfer.protocol.messages import (
     Released,
     TransferRequest,
     Verified,
-    WantedPage,
     Wrote,
+    check_size,
 )
 from baton.kvtransfer.protocol.source import Pin, SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
@@ -55,7 +50,7 @@ from baton.kvtransfer.ranks.messages import (
     WriterStopped,
 )
 from baton.pages import PageLayout
-from tests.numbered_pages import NumberedPages, handoff_context, key_of, wanted_pages
+from tests.numbered_pages import NumberedPages, handoff_context, key_of
 
 ID, EPOCH, NUM_UNITS, NUM_PAGES = b"t" * 16, 7, 4, 8
 HOLDER = b"h" * 16
@@ -173,20 +168,22 @@ class Source(Side):
 class Destination(Side):
     def __init__(self, num_shards: int = 1) -> None:
         super().__init__(num_shards)
-        size = TransferSize(ID, NUM_UNITS, num_shards, deadline_s=100)
-        self.handoff: DestinationHandoff = DestinationHandoff(size, EPOCH, self.context)
+        self._start(grant(num_shards))
+
+    def _start(self, request: TransferRequest) -> None:
+        unpaged = msgspec.structs.replace(request, pages=(), generations=())
+        self.handoff: DestinationHandoff = DestinationHandoff(unpaged, self.context, "sequence")
 
     def verified(self, shard: int, corrupt_units: tuple[int, ...]) -> list[Action]:
         return self.hear(ShardVerified, shard, corrupt_units=corrupt_units)
 
     def to(self, state: DestinationState) -> "Destination":
-        destination = self.handoff
         if state is DestinationState.ASKING:
-            destination.pull("sequence", HOLDER, wanted_pages((page, 1) for page in range(NUM_UNITS)))
-            self.hear(ShardOpened)
-        else:
-            destination.grant("sequence")
-            self.hear(ShardOpened)
+            self._start(pull())
+        destination = self.handoff
+        destination.begin()
+        self.hear(ShardOpened)
+        if state is not DestinationState.ASKING:
             destination.receive(EXTEND)
         if state in (DestinationState.VERIFYING, DestinationState.CLOSED):
             destination.receive(commit())
@@ -426,35 +423,18 @@ def test_message_of_an_unknown_transfer_is_answered_by_abort(message: AnyMessage
     [
         {"num_units": 0},
         {"num_units": MAX_PAGES + 1},
-        {"num_shards": 0},
         {"num_shards": MAX_SHARDS + 1},
         {"num_units": MAX_DIGESTS // MAX_SHARDS + 1, "num_shards": MAX_SHARDS},
-        {"deadline_s": 0.0},
-        {"deadline_s": 86_401.0},
-        {"transfer": b""},
-        {"transfer": b"t" * 17},
-        {"position": -1},
-        {"position": 2**31},
     ],
 )
-def test_size_that_no_message_can_carry_is_the_callers_mistake(wrong: dict[str, Any]) -> None:
-    largest = {"num_units": MAX_DIGESTS // MAX_SHARDS, "num_shards": MAX_SHARDS, "position": 2**31 - 1}
-    assert TransferSize(transfer=ID, deadline_s=1e-6, **largest).deadline_ms == 1
-    fields = {"transfer": ID, "num_units": 1, "num_shards": 1, "deadline_s": 1.0, **wrong}
-    with pytest.raises(ValueError, match="transfer|token"):
-        TransferSize(**fields)
+def test_request_that_no_message_can_carry_is_the_callers_mistake(wrong: dict[str, int]) -> None:
+    largest = {"num_units": MAX_DIGESTS // MAX_SHARDS, "num_shards": MAX_SHARDS}
+    check_size(msgspec.structs.replace(grant(), **largest), MAX_PAGES)
+    with pytest.raises(ValueError, match="transfer"):
+        check_size(msgspec.structs.replace(grant(), **wrong), 1)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "num_pages"),
-    [
-        ([], 1),
-        ([WantedPage(0, 0, bytes(16))], 2**15 + 1),
-        ([WantedPage(-1, 0, bytes(16))], 1),
-        ([WantedPage(0, 2**32, bytes(16))], 1),
-        ([WantedPage(0, 1, bytes(15))], 1),
-    ],
-)
-def test_impossible_pull_is_the_callers_mistake(wanted: list[WantedPage], num_pages: int) -> None:
+@pytest.mark.parametrize(("num_wanted", "num_pages"), [(1, 2**15 + 1), (2**15 + 1, 1)])
+def test_impossible_pull_is_the_callers_mistake(num_wanted: int, num_pages: int) -> None:
     with pytest.raises(ValueError, match="page"):
-        check_pull(wanted, num_pages)
+        check_size(msgspec.structs.replace(pull(), wanted_pages=(0,) * num_wanted), num_pages)
