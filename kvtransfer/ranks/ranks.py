@@ -15,7 +15,7 @@ The life of a remote rank:
 4. When the connection ends, the rank is lost: its open transfers fail and no transfer begins. The agent stops
    its pushes and closes its listeners, but only the death of its process proves that: until then the pages of
    its shards stay reserved.
-5. When a pidfd reports that death, all commands to the rank count as done. A process on another node has no
+5. When a pidfd reports that death, the rank reads and writes no more. A process on another node has no
    pidfd. Its pages stay reserved until rank 0's process ends, which the lost rank causes.
 
 A push names the step that writes its pages, and each rank waits until that step has written its own pages
@@ -29,7 +29,6 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -46,21 +45,16 @@ from baton.kvtransfer.ranks.messages import (
     RANK_SCHEMA,
     AgentHello,
     AllStopped,
-    CloseShard,
     Command,
     Counted,
     DropLink,
     Ready,
     Route,
     SetUp,
-    ShardEvent,
-    ShardStopped,
     StopAll,
-    StopShard,
     TellCounts,
     ToRankZero,
     UseKeys,
-    WriterStopped,
     decode_for_rank_zero,
     encode,
 )
@@ -105,7 +99,6 @@ class RemoteRank:
         self.rank = settings.rank
         self._is_on_other_node = is_on_other_node
         self.is_lost = False
-        self.is_dead = False
         self._has_stopped = threading.Event()
         self._counts: dict[str, int] = {}
         self._is_asked = False  # for newer counts
@@ -126,20 +119,14 @@ class RemoteRank:
 
     def start(self, post: Post, emit: Emit, on_lost: OnLost) -> None:
         """Start reading. on_lost: called when the connection has ended (`is_lost`), and again when the
-        process has died (`is_dead`).
+        process has died.
         """
         self._post, self._emit, self._on_lost = post, emit, on_lost
         self._stream.start(post, self._received, self._on_end)
 
     def perform(self, command: Command) -> None:
-        if self._is_on_other_node and isinstance(command, UseKeys):
-            return
-        if not self.is_dead:
+        if not (self._is_on_other_node and isinstance(command, UseKeys)):
             self._stream.send(encode(command))
-        elif isinstance(command, CloseShard):
-            self._answer(WriterStopped(transfer=command.transfer, shard=command.shard))
-        elif isinstance(command, StopShard):
-            self._answer(ShardStopped(transfer=command.transfer, shard=command.shard))
 
     def counts(self) -> dict[str, int]:
         """Return the latest received counts, and request newer ones for a later call."""
@@ -181,15 +168,11 @@ class RemoteRank:
     def _on_end(self) -> None:
         if not self.is_lost:
             self.is_lost = True
-            self._on_lost(self.rank, self.is_dead)
+            self._on_lost(self.rank, False)
 
     def _on_death(self) -> None:
         self._on_end()
-        self.is_dead = True
-        self._on_lost(self.rank, self.is_dead)
-
-    def _answer(self, event: ShardEvent) -> None:
-        self._post(partial(self._emit, event))
+        self._on_lost(self.rank, True)
 
 
 class _Newcomer(NamedTuple):

@@ -15,18 +15,15 @@ from baton.kvtransfer.ranks.messages import (
     CloseShard,
     Counted,
     DropLink,
-    ForgetShard,
     Ready,
     SetUp,
     ShardEvent,
     ShardOpened,
-    ShardStopped,
     StopAll,
     StopShard,
     TellCounts,
     ToAgent,
     ToRankZero,
-    WriterStopped,
     decode_for_agent,
     encode,
 )
@@ -114,17 +111,11 @@ def test_end_of_the_connection_is_no_death(ends: Ends) -> None:
     assert not ends.rank.wait_until_stopped(0.0)
 
 
-def test_commands_to_a_dead_rank_count_as_done(ends: Ends) -> None:
+def test_death_of_a_rank_is_told_after_its_loss(ends: Ends) -> None:
     ends.rank.died()
     assert ends.rank.wait_until_stopped(0.0)
     ends.poll()
     assert ends.losses == [(True, False), (True, True)]
-    ends.rank.perform(CloseShard(transfer=ID, shard=0, is_confirmed=False))
-    ends.rank.perform(StopShard(transfer=ID, shard=1))
-    ends.rank.perform(ForgetShard(transfer=ID, shard=1))
-    assert not ends.events  # later, as any answer
-    ends.poll()
-    assert ends.events == [WriterStopped(transfer=ID, shard=0), ShardStopped(transfer=ID, shard=1)]
 
 
 def test_stop_is_confirmed_without_a_poll(ends: Ends) -> None:
