@@ -279,7 +279,7 @@ def _complaint(message: AnyMessage) -> str | None:
             return (
                 f"{message.num_units} units in {message.num_shards} shards exceed the limit of {MAX_DIGESTS}"
             )
-        case EndpointHello() if exceeds_limits(message.layout):
+        case EndpointHello() if _exceeds_limits(message.layout):
             return f"the layout exceeds the limits: {message.layout}"
         case Grant() | PullRequest() if len(message.pages) != len(message.generations):
             return f"{len(message.pages)} pages have {len(message.generations)} generations"
@@ -298,7 +298,7 @@ def _complaint(message: AnyMessage) -> str | None:
     return None
 
 
-def exceeds_limits(layout: PageLayout) -> bool:
+def _exceeds_limits(layout: PageLayout) -> bool:
     """Return True when a dimension of the layout is so large that byte offsets may not fit 64 bits."""
     counts = (layout.tp_size, layout.page_size, layout.num_layers, layout.num_kv_heads, layout.head_dim)
     return max(counts) > MAX_PAGES

@@ -17,7 +17,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Annotated, Final, NamedTuple, Protocol, cast
+from typing import Annotated, Final, Protocol, cast
 
 import msgspec
 import torch
@@ -167,22 +167,16 @@ ANSWER_TAG: Final = 1
 PAYLOAD_TAG: Final = 2
 
 
-class PartSize(NamedTuple):
-    """The size of the parts of a pair, equal at both ends."""
+def part_size(plan: TransferPlan, wanted: int) -> int:
+    """Return the bytes of a part: `wanted`, or less where large units leave less room in a message.
 
-    part_bytes: int
-    payload_bytes: int  # the room that any part needs: `part_bytes`, rounded up to whole units
-
-
-def part_size(plan: TransferPlan, wanted: int) -> PartSize:
-    """Return parts of `wanted` bytes, or less where large units leave less room in a message.
-
-    TransferFailed when a unit is too large for a message.
+    Rounded up to whole units, a part has up to a unit more. TransferFailed when a unit is too large for a
+    message.
     """
     part_bytes = min(wanted, MAX_PART_BYTES - plan.sent_unit_bytes)
     if part_bytes < 1:
         raise TransferFailed(f"a unit of {plan.sent_unit_bytes} bytes is too large for one message")
-    return PartSize(part_bytes, part_bytes + plan.sent_unit_bytes)
+    return part_bytes
 
 
 class GlooChannel:

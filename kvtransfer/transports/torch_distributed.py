@@ -1,7 +1,7 @@
 """Page bytes through torch.distributed: gloo between CPUs, NCCL between GPUs.
 
 1. The source connects to the destination's listener. Both prove that they hold the key of page links. The
-   source says which rank it is and how its pages are cut; the destination agrees or refuses.
+   source says how much a message has at most; the destination agrees or refuses.
 2. Over that connection the two form a process group of their own (kvtransfer/transports/rank_pair.py). Each
    end does so in a thread, because a thread that waits in torch for a peer cannot be stopped.
 3. A piece is cut into parts. The sending thread takes the parts that wait, of any transfers, as one batch:
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from baton.errors import BatonError, TransferFailed, WireError
-from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, exceeds_limits
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.base import LocalRank, Part, QueueSender
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking
@@ -55,6 +55,7 @@ from baton.kvtransfer.transports.rank_pair import (
 )
 from baton.kvtransfer.transports.records import (
     MAX_BATCH,
+    MAX_PART_BYTES,
     PartHeader,
     WriteOutcome,
     decode_answers,
@@ -64,7 +65,6 @@ from baton.kvtransfer.transports.records import (
     stream_key,
 )
 from baton.messages.bounds import schema_hash
-from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.listener import Listener, decode_greeting, listen, log_end, port_of
@@ -83,14 +83,10 @@ class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class PairRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Source to destination: form a pair with this rank.
 
-    gloo ends a process that is sent more than it has made room for, so the two agree on `payload_bytes`, the
-    most that a message has.
+    gloo ends a process that is sent more than it has made room for.
     """
 
-    transport: Annotated[str, Meta(max_length=16)]
-    layout: PageLayout
-    rank: Annotated[int, Meta(ge=0, le=2**16 - 1)]
-    payload_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+    payload_bytes: Annotated[int, Meta(ge=1, le=MAX_PART_BYTES)]  # the most that a message has
 
 
 class PairReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -258,9 +254,9 @@ class GroupSender(QueueSender):
         settings: GroupSettings | None = None,
     ) -> None:
         plan = plan_transfer(rank.settings.layout, peer.layout, rank.settings.rank, peer.rank)
-        size = part_size(plan, transport.part_bytes)
-        super().__init__(rank, size.part_bytes, 1, rank.settings.num_streams)
-        self._payload_bytes = size.payload_bytes
+        part_bytes = part_size(plan, transport.part_bytes)
+        super().__init__(rank, part_bytes, 1, rank.settings.num_streams)
+        self._payload_bytes = part_bytes + plan.sent_unit_bytes
         self._transport = transport
         self._name = transport.name
         self._address = peer.host, port_of(peer.listeners.addresses[transport.name])
@@ -316,12 +312,7 @@ class GroupSender(QueueSender):
     def _connect(self) -> Connection:
         """A connection over which the destination has agreed to form a pair, else TransferFailed."""
         rank, timeout_s = self._rank, self._settings.connect_s
-        request = PairRequest(
-            transport=self._name,
-            layout=rank.settings.layout,
-            rank=rank.settings.rank,
-            payload_bytes=self._payload_bytes,
-        )
+        request = PairRequest(payload_bytes=self._payload_bytes)
         host, port = self._address
         connection: Connection | None = None
         try:
@@ -469,28 +460,15 @@ class GroupListener:
 
     def _receive_request(self, connection: Connection) -> PairRequest:
         try:
-            request = decode_greeting(connection.recv(self._settings.connect_s), PairRequest, "pair")
-            if exceeds_limits(request.layout):
-                raise WireError(f"a layout beyond all models: {request.layout}", reason="pair")
+            return decode_greeting(connection.recv(self._settings.connect_s), PairRequest, "pair")
         except WireError as error:
             raise connection.drop(error) from None
-        return request
 
     def _form_pair(self, sock: socket.socket, connection: Connection, request: PairRequest) -> "ReceivePair":
-        """Return the pair. Raises TransferFailed, for the source to read, when the ranks cannot form one."""
-        rank, name = self._rank, self._transport.name
-        try:
-            plan = plan_transfer(request.layout, rank.settings.layout, request.rank, rank.settings.rank)
-        except (ValueError, BatonError) as error:
-            raise TransferFailed(str(error)) from error
-        if request.transport != name:
-            raise TransferFailed(f"this is a listener of {name}")
-        num_bytes = part_size(plan, self._transport.part_bytes).payload_bytes
-        if num_bytes != request.payload_bytes:
-            raise TransferFailed(f"messages of {num_bytes} bytes here, of {request.payload_bytes} there")
-        pair = ReceivePair(self._transport, rank, self._settings, num_bytes, connection)
+        """Return the pair. Raises TransferFailed, for the source to read, when there are too many."""
+        pair = ReceivePair(self._transport, self._rank, self._settings, request.payload_bytes, connection)
         if not self._acceptor.keep(sock, pair.stop, MAX_PAIRS):
-            raise TransferFailed(f"{name}: no more than {MAX_PAIRS} pairs at once")
+            raise TransferFailed(f"{self._transport.name}: no more than {MAX_PAIRS} pairs at once")
         return pair
 
 

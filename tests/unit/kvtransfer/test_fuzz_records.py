@@ -194,7 +194,7 @@ class GroupDestination(Destination):
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_bytes = part_size(WHOLE, GlooTransport.part_bytes).payload_bytes
+        self._num_bytes = part_size(WHOLE, GlooTransport.part_bytes) + WHOLE.sent_unit_bytes
         self._payloads = staging(self._num_bytes)
 
     def serve(self, parts: list[SentPart]) -> bytes:

@@ -52,7 +52,6 @@ from baton.kvtransfer.transports.torch_distributed import (
     NcclChannel,
     NcclTransport,
     PairReply,
-    PairRequest,
     join_nccl,
 )
 from baton.pages import PageLayout
@@ -75,12 +74,6 @@ PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 NUM_PAGES = 60  # of 768 KiB: many parts
 SETTINGS = GroupSettings(connect_s=5.0, stall_s=2.0)
 GLOO = GlooTransport()
-REQUEST = PairRequest(
-    transport="gloo",
-    layout=LAYOUT,
-    rank=0,
-    payload_bytes=part_size(PLAN, GlooTransport.part_bytes).payload_bytes,
-)
 PIECE = piece_of(PLAN, tuple(range(50)), tuple(range(50))[::-1])
 
 
@@ -93,13 +86,6 @@ class Destination:
 
     def peer(self) -> PeerRank:
         return peer_rank("gloo", self.listener.address, LAYOUT)
-
-    def refusal(self, request: PairRequest) -> str:
-        with socket.create_connection(("127.0.0.1", int(self.listener.address))) as sock:
-            connection = Connection(sock, PAGE_KEYS, Role.CONNECTING, schema=PAIR_SCHEMA)
-            with contextlib.closing(connection.handshake()):
-                connection.send(msgspec.msgpack.encode(request))
-                return msgspec.msgpack.decode(connection.recv(5.0), type=PairReply).refusal
 
 
 @pytest.fixture
@@ -127,8 +113,9 @@ def test_message_has_room_for_a_part_of_any_units(unit_mib: int) -> None:
     plan = plan_transfer(layout, layout, 0, 0)
     assert plan.sent_unit_bytes == unit_mib * 2**20
     for transport in [each for each in TRANSPORTS.values() if isinstance(each, GroupTransport)]:
-        size, room = part_size(plan, transport.part_bytes)
-        assert size + plan.sent_unit_bytes == room <= MAX_PART_BYTES
+        size = part_size(plan, transport.part_bytes)
+        room = size + plan.sent_unit_bytes
+        assert room <= MAX_PART_BYTES
         assert (size == transport.part_bytes) == (
             transport.part_bytes + plan.sent_unit_bytes <= MAX_PART_BYTES
         )
@@ -156,22 +143,6 @@ def test_closed_destination_ends_its_pairs(destination: Destination, sender: Gro
     destination.listener.close()
     assert num_pairs() == 0
     assert not Push(sender, PIECE).outcome().is_done
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"transport": "nccl"}, "a listener of gloo"),
-        ({"rank": 1}, "rank 1 is out of range"),
-        ({"layout": OTHER_MODEL}, "num_layers"),
-        ({"payload_bytes": 1}, "of 1 there"),
-    ],
-)
-def test_source_that_does_not_fit_is_told_why(
-    destination: Destination, change: dict[str, object], reason: str
-) -> None:
-    assert reason in destination.refusal(msgspec.structs.replace(REQUEST, **change))
-    wait_for(lambda: num_pairs() == 0)
 
 
 def test_destination_without_room_forms_no_pair(
