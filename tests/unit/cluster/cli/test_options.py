@@ -204,10 +204,6 @@ def test_wrong_option_is_one_line_and_status_2(baton: Baton, option: str, compla
             """tiny --override-generation-config '{"top_p": 2}'""",
             "--override-generation-config: top_p must be",
         ),
-        (
-            "tiny --default-chat-template-kwargs x",
-            "--default-chat-template-kwargs: expected a mapping, got 'x'",
-        ),
         ("tiny --page-size 3", "--page-size: expected a power of two, got 3"),
         ("tiny --prefill-page-size 5", "cache.page_size: expected a power of two, got 5"),
         ("", "model: expected a value, got none"),
