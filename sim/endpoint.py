@@ -443,7 +443,6 @@ class SimRank:
                 outcome=PieceOutcome(
                     is_done=is_done,
                     num_bytes=piece.num_bytes if is_done else 0,
-                    num_messages=1,
                     reason=reason,
                 ),
             )

@@ -135,7 +135,7 @@ def times_of(ended: TransferEnded) -> TransferTimes:
 
 def moving_s(times: TransferTimes) -> float:
     """Return the seconds while bytes moved."""
-    return times.gather_s + times.wire_s
+    return times.moving_s
 
 
 class _Start(msgspec.Struct, frozen=True):

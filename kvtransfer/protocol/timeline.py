@@ -4,7 +4,7 @@ At every moment a transfer is in exactly one phase, the first phase in this list
 durations add up to the total:
 
     handshake   the transports are being opened
-    moving      at least one piece is being sent; what the pieces measure splits it into gather and wire
+    moving      at least one piece is being sent
     waiting     all offered units are written, and more units follow
     verify      all units are written; the destination compares digests
 
@@ -34,13 +34,11 @@ class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     total_s: float
     handshake_s: float
-    gather_s: float
-    wire_s: float
+    moving_s: float
     waiting_s: float
     verify_s: float
     exposed_s: float
     num_bytes: int
-    num_messages: int
 
 
 class Timeline:
@@ -55,8 +53,7 @@ class Timeline:
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._num_in_flight = 0
         self._num_unwritten = num_units
-        self._gather_s = self._moving_s = 0.0  # sums over all pieces, which may overlap in time
-        self._num_bytes = self._num_messages = 0
+        self._num_bytes = 0
 
     def opened(self) -> None:
         """Record that the transports are open."""
@@ -75,10 +72,7 @@ class Timeline:
         """Record the end of a piece, successful or not. num_units: the units of the piece."""
         self._num_in_flight -= 1
         self._num_unwritten -= num_units
-        self._gather_s += outcome.spans.gather_s
-        self._moving_s += outcome.spans.total_s
         self._num_bytes += outcome.num_bytes
-        self._num_messages += outcome.num_messages
         if not self._num_in_flight:
             self._enter(Phase.VERIFY if self._num_unwritten <= 0 else Phase.WAITING)
 
@@ -93,18 +87,14 @@ class Timeline:
     def end(self) -> TransferTimes:
         """Record the end of the transfer and return its durations."""
         self._enter(self._phase)
-        moving_s = self._seconds[Phase.MOVING]
-        gather_s = moving_s * self._gather_s / self._moving_s if self._moving_s else 0.0
         return TransferTimes(
             total_s=self._changed_s - self._started_s,
             handshake_s=self._seconds[Phase.HANDSHAKE],
-            gather_s=gather_s,
-            wire_s=moving_s - gather_s,
+            moving_s=self._seconds[Phase.MOVING],
             waiting_s=self._seconds[Phase.WAITING],
             verify_s=self._seconds[Phase.VERIFY],
             exposed_s=self._changed_s - self._last_offer_s,
             num_bytes=self._num_bytes,
-            num_messages=self._num_messages,
         )
 
     def _enter(self, phase: Phase) -> None:

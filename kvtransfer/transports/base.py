@@ -170,26 +170,12 @@ class Piece(msgspec.Struct, frozen=True):
         return (self.stop - self.first) * self.transfer.plan.sent_unit_bytes
 
 
-class Spans(msgspec.Struct, frozen=True):
-    """The seconds from a piece's push to its end, by what they were spent on."""
-
-    queued_s: float = 0.0  # behind other pieces
-    gather_s: float = 0.0  # finding the runs, and packing them where the transport packs
-    wire_s: float = 0.0  # moving the bytes until the destination has confirmed them
-
-    @property
-    def total_s(self) -> float:
-        return self.queued_s + self.gather_s + self.wire_s
-
-
 class PieceOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The end of a piece; an agent also sends it to rank 0."""
 
     is_done: bool
     num_bytes: Count = 0  # that were moved
-    num_messages: Count = 0  # system calls, sends or copies that moved them
     reason: Annotated[str, Meta(max_length=MAX_REASON)] = ""  # of a failed piece
-    spans: Spans = Spans()
 
 
 # Called once, by a thread of the sender or from within one of its methods. It must return at once.
@@ -303,27 +289,18 @@ def _place(rank: RankListenerAddresses) -> str:
 class QueuedPiece:
     """A piece that a sender has accepted, with its counts so far."""
 
-    def __init__(self, piece: Piece, on_end: OnEnd, num_parts: int, now_s: float) -> None:
+    def __init__(self, piece: Piece, on_end: OnEnd, num_parts: int) -> None:
         self.transfer = piece.transfer
         self.num_open_parts = num_parts
         self.is_over = False
-        self.num_bytes = self.num_messages = 0
-        self.gather_s = 0.0
-        self.pushed_s = now_s
-        self.begun_s: float | None = None  # when a thread took its first part
+        self.num_bytes = 0
         self._on_end = on_end
 
-    def end(self, now_s: float, reason: str | None) -> Callable[[], None]:
+    def end(self, reason: str | None) -> Callable[[], None]:
         """End the piece; the call to make outside the queue's lock. reason: None for a piece that is done."""
         self.is_over = True
-        begun_s = now_s if self.begun_s is None else self.begun_s
-        gather_s = min(self.gather_s, now_s - begun_s)  # parts are gathered side by side
         outcome = PieceOutcome(
-            is_done=reason is None,
-            num_bytes=self.num_bytes,
-            num_messages=self.num_messages,
-            reason=(reason or "")[:MAX_REASON],
-            spans=Spans(begun_s - self.pushed_s, gather_s, now_s - begun_s - gather_s),
+            is_done=reason is None, num_bytes=self.num_bytes, reason=(reason or "")[:MAX_REASON]
         )
         return lambda: self._on_end(outcome)
 
@@ -349,13 +326,12 @@ class Part:
 class TransferQueue:
     """The pieces that one sender has accepted and not ended. Safe from any thread."""
 
-    def __init__(self, part_bytes: int, num_threads: int, clock: Clock) -> None:
+    def __init__(self, part_bytes: int, num_threads: int) -> None:
         """part_bytes: the most that a part has, if a unit has no more. A piece of SPLIT_BYTES or more has a
         part for each thread.
         """
         self._part_bytes = part_bytes
         self._num_threads = num_threads
-        self._clock = clock
         self._lock = threading.RLock()
         self._queued = threading.Condition(self._lock)  # notified of a part to take, or of the end
         self._left = threading.Condition(self._lock)  # notified when no thread is inside a transfer's pages
@@ -378,10 +354,9 @@ class TransferQueue:
 
     def push(self, piece: Piece, on_end: OnEnd, *, wakes: bool = True) -> None:
         """wakes: False where the caller takes the parts itself, so that no thread needs to."""
-        now_s = self._clock.now_s()
         with self._lock:
             bounds = self._cut(piece)
-            queued = QueuedPiece(piece, on_end, len(bounds) - 1, now_s)
+            queued = QueuedPiece(piece, on_end, len(bounds) - 1)
             if self._end_reason is None and len(bounds) > 1:
                 queue = self._bulk if piece.transfer.is_bulk else self._due
                 queue.extend(Part(queued, first, stop) for first, stop in itertools.pairwise(bounds))
@@ -389,7 +364,7 @@ class TransferQueue:
                 if wakes:
                     self._queued.notify(len(bounds) - 1)
                 return
-            tell = queued.end(now_s, self._end_reason)
+            tell = queued.end(self._end_reason)
         tell()
 
     def abort(self, transfer: bytes, cut: Callable[[], None] | None = None) -> None:
@@ -424,8 +399,6 @@ class TransferQueue:
             while self._end_reason is None:
                 part = self._next()
                 if part is not None:
-                    if part.piece.begun_s is None:
-                        part.piece.begun_s = self._clock.now_s()
                     self._inside[part.transfer.id] += 1
                     return part
                 if not wait:
@@ -441,24 +414,22 @@ class TransferQueue:
                 del self._inside[part.transfer.id]
                 self._left.notify_all()
 
-    def finish(self, part: Part, num_messages: int, gather_s: float) -> None:
+    def finish(self, part: Part) -> None:
         """Record that the part's bytes are at the destination."""
         piece = part.piece
         with self._lock:
             piece.num_open_parts -= 1
-            piece.num_messages += num_messages
             piece.num_bytes += part.num_bytes
-            piece.gather_s += gather_s
             if piece.num_open_parts or piece.is_over:
                 return
             del self._open[piece]
-            tell = piece.end(self._clock.now_s(), None)
+            tell = piece.end(None)
         tell()
 
-    def answered(self, part: Part, outcome: WriteOutcome, num_messages: int, gather_s: float) -> None:
+    def answered(self, part: Part, outcome: WriteOutcome) -> None:
         """Record the destination's answer to a part."""
         if outcome == WriteOutcome.WRITTEN:
-            self.finish(part, num_messages, gather_s)
+            self.finish(part)
         else:
             self.fail(part, "the destination has ended the transfer")
 
@@ -504,8 +475,7 @@ class TransferQueue:
     def _fail(self, pieces: list[QueuedPiece], reason: str) -> list[Callable[[], None]]:
         for piece in pieces:
             del self._open[piece]
-        now_s = self._clock.now_s()
-        return [piece.end(now_s, reason) for piece in pieces]
+        return [piece.end(reason) for piece in pieces]
 
 
 def _call(calls: list[Callable[[], None]]) -> None:
@@ -520,7 +490,7 @@ class QueueSender:
         """part_bytes, num_threads: as of TransferQueue. rank: the source. num_lanes: of the packing."""
         self._rank = rank
         self._packing = rank.packing(num_lanes)
-        self._queue = TransferQueue(part_bytes, num_threads, rank.clock)
+        self._queue = TransferQueue(part_bytes, num_threads)
 
     @property
     def is_broken(self) -> bool:

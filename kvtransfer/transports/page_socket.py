@@ -100,7 +100,6 @@ class PageSocket:
     def __init__(self, sock: socket.socket, clock: Clock, *, stall_s: float, limit_s: float) -> None:
         if struct.calcsize("P") != 8:
             raise ConfigError("the tcp transport needs a 64-bit system")
-        self.num_calls = 0
         self._socket = sock
         self._clock = clock
         self._stall_s = stall_s
@@ -182,7 +181,6 @@ class PageSocket:
             message.places = rows.ctypes.data + index * rows.strides[0]
             message.num_places = min(IOV_MAX, len(rows) - index)
             moved = call(self._socket.fileno(), ctypes.byref(message), flags)
-            self.num_calls += 1
             now_s = self._clock.now_s()
             if moved > 0:
                 num_left -= moved

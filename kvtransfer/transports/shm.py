@@ -214,16 +214,14 @@ class DirectSender(QueueSender, ABC):
 
     def _copy(self, part: Part) -> None:
         assert self._generations is not None
-        transfer, clock = part.transfer, self._rank.clock
+        transfer = part.transfer
         side = transfer.plan.destination
-        begun_s = clock.now_s()
         try:
             used = slice(part.first // side.units_per_page, side.num_pages(part.stop))
             pages = np.asarray(transfer.destination_pages[used], dtype=np.int64)
             words = as_words(transfer.destination_generations[used])
             source_offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
             destination_offset_N = side.offsets(part.first, part.stop, transfer.destination_pages)
-            gather_s = clock.now_s() - begun_s
             is_granted = self._generations.match(pages, words)
             if is_granted:
                 self._move(transfer.plan, source_offset_N, destination_offset_N)
@@ -235,7 +233,7 @@ class DirectSender(QueueSender, ABC):
         finally:
             self._queue.leave(part)
         if is_granted:
-            self._queue.finish(part, 1, gather_s)
+            self._queue.finish(part)
         else:
             self._queue.fail(part, reason)
 

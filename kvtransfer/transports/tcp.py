@@ -23,12 +23,11 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, PeerGone, TransferFailed, WireError
 from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
@@ -142,7 +141,7 @@ class TcpSender(QueueSender):
     def open(self) -> None:
         for number in range(self._settings.num_streams):
             pages = StreamPages(self._rank, self._packing)
-            self._streams.append(_SendStream(self, self._queue, pages, self._rank.clock, number))
+            self._streams.append(_SendStream(self, self._queue, pages, number))
         for stream in self._streams:
             stream.connect()
         for stream in self._streams:
@@ -190,23 +189,14 @@ class TcpSender(QueueSender):
             raise TransferFailed(f"tcp {host}:{port}: {error}") from error
 
 
-class _Unanswered(NamedTuple):
-    part: Part
-    num_calls: int
-    gather_s: float
-
-
 class _SendStream:
     """One connection and the thread that sends over it."""
 
-    def __init__(
-        self, sender: TcpSender, queue: TransferQueue, pages: StreamPages, clock: Clock, number: int
-    ) -> None:
+    def __init__(self, sender: TcpSender, queue: TransferQueue, pages: StreamPages, number: int) -> None:
         self.thread = threading.Thread(target=self._run, name=f"tcp-source-{number}", daemon=True)
         self._sender = sender
         self._queue = queue
         self._pages = pages
-        self._clock = clock
         self._socket: PageSocket | None = None
         self._dialling: socket.socket | None = None
         self._sending: bytes | None = None  # the transfer of the pages that the thread reads
@@ -214,7 +204,7 @@ class _SendStream:
         self._key = b""
         self._is_closed = False
         self._num_sent = self._num_answered = 0
-        self._unanswered: deque[_Unanswered] = deque()
+        self._unanswered: deque[Part] = deque()
         self._header = ctypes.create_string_buffer(HEADER_BYTES)
 
     def connect(self) -> None:
@@ -278,15 +268,13 @@ class _SendStream:
                 self._read_answer()
 
     def _send(self, part: Part) -> None:
-        transfer, stream = part.transfer, self._open_socket()
-        begun_s, calls_before = self._clock.now_s(), stream.num_calls
+        transfer = part.transfer
         try:
             offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
             self._header.raw = encode_headers(self._key, self._num_sent, (part.header,))
             places = self._pages.outgoing(transfer.plan, offset_N, self._header)
-            gather_s = self._clock.now_s() - begun_s
             self._sending = transfer.id
-            stream.send(places, lambda: part.piece.is_over)
+            self._open_socket().send(places, lambda: part.piece.is_over)
         except PeerGone:
             if not part.piece.is_over:
                 raise
@@ -297,14 +285,13 @@ class _SendStream:
         if self._is_cut:  # when the last byte had just gone
             raise Stopped(0)
         self._num_sent += 1
-        self._unanswered.append(_Unanswered(part, stream.num_calls - calls_before, gather_s))
+        self._unanswered.append(part)
 
     def _read_answer(self) -> None:
         record = self._open_socket().receive_record(ANSWER_BYTES)
         (outcome,) = decode_answers(self._key, self._num_answered, record, 1)
         self._num_answered += 1
-        answered = self._unanswered.popleft()
-        self._queue.answered(answered.part, outcome, answered.num_calls, answered.gather_s)
+        self._queue.answered(self._unanswered.popleft(), outcome)
 
     def _start_anew(self) -> None:
         """Connect again and send the unanswered parts again: a part may be written twice."""
@@ -313,8 +300,8 @@ class _SendStream:
         self._socket = None
         if self._is_closed or self._queue.end_reason is not None:
             return
-        for waiting in reversed(unanswered):
-            self._queue.requeue(waiting.part)
+        for part in reversed(unanswered):
+            self._queue.requeue(part)
         self.connect()
 
     def _open_socket(self) -> PageSocket:

@@ -240,7 +240,6 @@ class _Sent(NamedTuple):
 
     first: int  # number of its first part
     parts: list[Part]
-    gather_s: float  # of all parts
 
 
 class GroupSender(QueueSender):
@@ -351,8 +350,8 @@ class GroupSender(QueueSender):
     def _send_parts(self, channel: GlooChannel) -> None:
         num_batches = num_parts = 0
         while parts := self._take_batch():
-            gather_s = self._send_batch(channel, num_batches, num_parts, parts)
-            self._sent.put(_Sent(num_parts, parts, gather_s))
+            self._send_batch(channel, num_batches, num_parts, parts)
+            self._sent.put(_Sent(num_parts, parts))
             num_batches += 1
             num_parts += len(parts)
 
@@ -372,14 +371,13 @@ class GroupSender(QueueSender):
         self._num_free -= len(parts)
         return parts
 
-    def _send_batch(self, channel: GlooChannel, batch: int, first: int, parts: list[Part]) -> float:
-        """Announce, pack and send parts, and leave their pages. Returns the seconds that packing took."""
-        packing, clock, gather_s = self._packing, self._rank.clock, 0.0
+    def _send_batch(self, channel: GlooChannel, batch: int, first: int, parts: list[Part]) -> None:
+        """Announce, pack and send parts, and leave their pages."""
+        packing = self._packing
         numbers, headers = range(first, first + len(parts)), [part.header for part in parts]
         num_packed = num_left = 0
         try:
             for index, part in enumerate(parts):
-                begun_s = clock.now_s()
                 while num_packed < min(index + packing.num_lanes, len(parts)):
                     number, next_part = numbers[num_packed], parts[num_packed]
                     num_packed += 1
@@ -388,7 +386,6 @@ class GroupSender(QueueSender):
                 packing.finish(lane=lane)
                 self._queue.leave(part)
                 num_left += 1
-                gather_s += clock.now_s() - begun_s
                 if index == 0:  # not earlier: a peer waits for announced parts, and a pack waits for a step
                     channel.send_record(batch, encode_headers(self._key, first, headers), numbers)
                 channel.send_payload(numbers[index], part.num_bytes, lane)
@@ -400,7 +397,6 @@ class GroupSender(QueueSender):
                 for part in parts[num_left:]:
                     self._queue.leave(part)
         channel.end_batch()
-        return gather_s
 
     def _pack(self, payload: Tensor, part: Part, number: int) -> None:
         """Start to copy a part out of its pages."""
@@ -417,7 +413,7 @@ class GroupSender(QueueSender):
             num_answered += 1
             self._freed.put(len(sent.parts))
             for part, outcome in zip(sent.parts, outcomes, strict=True):
-                self._queue.answered(part, outcome, 1, sent.gather_s / len(sent.parts))
+                self._queue.answered(part, outcome)
 
 
 # The destination.

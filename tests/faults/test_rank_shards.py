@@ -41,15 +41,9 @@ def test_the_spans_of_a_transfer_of_many_shards_add_up(replicas: Replicas) -> No
     assert source.outcome(transfer) == "handed_over"
     times = source._ended[bytes.fromhex(transfer)].times
     assert times is not None
-    spans = (
-        times.handshake_s,
-        times.gather_s,
-        times.wire_s,
-        times.waiting_s,
-        times.verify_s,
-    )
+    spans = times.handshake_s, times.moving_s, times.waiting_s, times.verify_s
     assert sum(spans) == pytest.approx(times.total_s)
-    assert min(spans) >= 0.0 and times.wire_s > 0.0
+    assert min(spans) >= 0.0 and times.moving_s > 0.0
     page_bytes = 2 * source.endpoint.settings.layout.page_bytes  # of both ranks
     assert times.num_bytes == NUM_UNITS * page_bytes
 

@@ -19,13 +19,11 @@ LITTLE = 2**22
 TIMES = TransferTimes(
     total_s=0.01,
     handshake_s=0.0,
-    gather_s=0.0,
-    wire_s=1.0,
+    moving_s=1.0,
     waiting_s=0.0,
     verify_s=0.003,
     exposed_s=0.009,
     num_bytes=2**24,
-    num_messages=2,
 )
 LIMITS = {
     "memcpy": 10.0,
@@ -40,7 +38,7 @@ LIMITS = {
 
 def point(transport: str, num_tokens: int, gbps: float) -> Point:
     num_bytes = num_tokens * 2**12
-    times = msgspec.structs.replace(TIMES, num_bytes=num_bytes, wire_s=num_bytes / gbps / 1e9)
+    times = msgspec.structs.replace(TIMES, num_bytes=num_bytes, moving_s=num_bytes / gbps / 1e9)
     return Point(num_tokens, transport, times)
 
 

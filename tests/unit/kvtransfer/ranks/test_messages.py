@@ -9,7 +9,7 @@ from baton.errors import WireError
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.protocol.messages import MAX_PAGES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.ranks import messages as m
-from baton.kvtransfer.transports.base import PieceOutcome, Spans
+from baton.kvtransfer.transports.base import PieceOutcome
 from baton.messages.bounds import MAX_BODY_BYTES
 from baton.pages import PageLayout
 from tests.transfer_ends import RING
@@ -36,7 +36,7 @@ EVENTS: list[m.ToRankZero] = [
         **OF_SHARD,
         first=0,
         stop=MAX_PAGES,
-        outcome=PieceOutcome(False, 2**40, 2**20, "r" * 256, Spans(0.5, 0.25, 2.0)),
+        outcome=PieceOutcome(False, 2**40, "r" * 256),
     ),
     m.UnitsHashed(**OF_SHARD, first=0, stop=MAX_PAGES, digests=bytes(8 * MAX_PAGES)),
     m.UnitsHashed(**OF_SHARD, first=0, stop=1, digests=b"", reason="the digest of a piece failed"),

@@ -55,7 +55,6 @@ def test_scattered_bytes_arrive_in_order(pair: Pair, num_runs: int, run_bytes: i
     pair[1].receive(scattered(destination, run_bytes, 2), never)
     sender.join()
     assert (source == destination).all()
-    assert pair[0].num_calls >= -(-num_runs // IOV_MAX)
 
 
 @given(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from baton.clock import SystemClock
 from baton.errors import TransferFailed
 from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.messages import PeerRank
@@ -119,7 +118,7 @@ def test_message_has_room_for_a_part_of_any_units(unit_mib: int) -> None:
         assert (size == transport.part_bytes) == (
             transport.part_bytes + plan.sent_unit_bytes <= MAX_PART_BYTES
         )
-        queue = TransferQueue(size, 1, SystemClock())
+        queue = TransferQueue(size, 1)
         for num_units in (1, 2, 5, 31, 64, 100):
             queue.push(piece_of(plan, tuple(range(num_units))), lambda outcome: None)
         sizes = [part.num_bytes for part in iter(partial(queue.take, wait=False), None)]
