@@ -22,9 +22,8 @@ from baton.engine.cache.page_pool import PagePool
 from baton.kernels.native import TORCH_DTYPES, huge_zeros
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.protocol.handoff import GrantedTransfer, HandoffOutcome, TransferEnded
+from baton.kvtransfer.protocol.handoff import GrantedTransfer, HandoffOutcome, TransferEnded, TransferTimes
 from baton.kvtransfer.protocol.messages import AnyMessage, Commit, Wrote
-from baton.kvtransfer.protocol.timeline import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.base import AUTO
 from baton.kvtransfer.transports.pages import SharedPool

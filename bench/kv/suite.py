@@ -49,8 +49,7 @@ from baton.bench.kv.sweep import (
 from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.engine.cache.page_pool import PageState
 from baton.kvtransfer.endpoint import KvEndpoint
-from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing
-from baton.kvtransfer.protocol.timeline import TransferTimes
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferTimes
 from baton.messages.control import Prefill
 from baton.pages import PageLayout
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob

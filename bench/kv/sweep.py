@@ -30,7 +30,7 @@ from baton.bench.report import Plot, Row, at_least
 from baton.errors import ConfigError
 from baton.kernels.native import huge_zeros
 from baton.kernels.pages import copy_runs
-from baton.kvtransfer.protocol.timeline import TransferTimes
+from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.page_socket import unpace
 from baton.kvtransfer.transports.rank_pair import PairGroup, join_gloo

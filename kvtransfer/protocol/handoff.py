@@ -27,7 +27,6 @@ from baton.kvtransfer.protocol.messages import (
     TransferRequest,
     Wrote,
 )
-from baton.kvtransfer.protocol.timeline import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.ranks.messages import Route, ShardCommand, ShardEvent
 
@@ -306,6 +305,18 @@ class GrantedTransfer(NamedTuple):
     num_units: int
     unit_tokens: int  # tokens a unit: the smaller page size of the two sides
     num_layer_groups: int
+
+
+class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The durations of an outgoing transfer, and its bytes. The phases add up to total_s; see Timeline."""
+
+    total_s: float
+    handshake_s: float
+    moving_s: float
+    waiting_s: float
+    verify_s: float
+    exposed_s: float  # after the last page was computed: the delay that the request sees
+    num_bytes: int
 
 
 class TransferEnded(NamedTuple):

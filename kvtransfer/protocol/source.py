@@ -36,6 +36,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import TypeAlias
 
+from baton.clock import Clock
 from baton.errors import ProtocolError
 from baton.kvtransfer.protocol.handoff import (
     Action,
@@ -46,6 +47,7 @@ from baton.kvtransfer.protocol.handoff import (
     Owner,
     PageLedger,
     Send,
+    TransferTimes,
 )
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
@@ -62,7 +64,6 @@ from baton.kvtransfer.protocol.messages import (
     Verified,
     Wrote,
 )
-from baton.kvtransfer.protocol.timeline import Timeline
 from baton.kvtransfer.ranks.messages import (
     PushEnded,
     PushUnits,
@@ -73,6 +74,7 @@ from baton.kvtransfer.ranks.messages import (
     StopShard,
     UnitsHashed,
 )
+from baton.kvtransfer.transports.base import PieceOutcome
 
 
 class SourceShard:
@@ -117,6 +119,86 @@ class SourceShard:
         gaps = [index for index, (a, b) in enumerate(pairwise(units), 1) if b != a + 1]
         bounds = pairwise([0, *gaps, len(units)])
         return [(units[start], units[stop - 1] + 1) for start, stop in bounds]
+
+
+class Phase(Enum):
+    """The phases of an outgoing transfer, as listed in Timeline."""
+
+    HANDSHAKE = "handshake"
+    MOVING = "moving"
+    WAITING = "waiting"
+    VERIFY = "verify"
+
+
+class Timeline:
+    """Measures the phases of one transfer. The caller reports each event when it happens.
+
+    At every moment a transfer is in the first phase of this list that applies:
+
+        handshake   the transports are being opened
+        moving      at least one piece is being sent
+        waiting     all offered units are written, and more units follow
+        verify      all units are written; the destination compares digests
+    """
+
+    def __init__(self, clock: Clock, num_units: int) -> None:
+        """Start in HANDSHAKE. num_units: the units of all shards together, as `wrote` counts them."""
+        self._clock = clock
+        self._started_s = self._changed_s = clock.now_s()
+        self._last_offer_s = self._started_s
+        self._phase = Phase.HANDSHAKE
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._num_in_flight = 0
+        self._num_unwritten = num_units
+        self._num_bytes = 0
+
+    def opened(self) -> None:
+        """Record that the transports are open."""
+        self._enter(Phase.WAITING)
+
+    def offered(self) -> None:
+        """Record that pages were offered."""
+        self._last_offer_s = self._clock.now_s()
+
+    def pushed(self) -> None:
+        """Record that a piece is being sent."""
+        self._num_in_flight += 1
+        self._enter(Phase.MOVING)
+
+    def wrote(self, num_units: int, outcome: PieceOutcome) -> None:
+        """Record the end of a piece, successful or not. num_units: the units of the piece."""
+        self._num_in_flight -= 1
+        self._num_unwritten -= num_units
+        self._num_bytes += outcome.num_bytes
+        if not self._num_in_flight:
+            self._enter(Phase.VERIFY if self._num_unwritten <= 0 else Phase.WAITING)
+
+    @property
+    def active_s(self) -> float:
+        """The seconds so far in which transports were opened or pieces were sent."""
+        active_s = self._seconds[Phase.HANDSHAKE] + self._seconds[Phase.MOVING]
+        if self._phase in (Phase.HANDSHAKE, Phase.MOVING):
+            active_s += self._clock.now_s() - self._changed_s
+        return active_s
+
+    def end(self) -> TransferTimes:
+        """Record the end of the transfer and return its durations."""
+        self._enter(self._phase)
+        return TransferTimes(
+            total_s=self._changed_s - self._started_s,
+            handshake_s=self._seconds[Phase.HANDSHAKE],
+            moving_s=self._seconds[Phase.MOVING],
+            waiting_s=self._seconds[Phase.WAITING],
+            verify_s=self._seconds[Phase.VERIFY],
+            exposed_s=self._changed_s - self._last_offer_s,
+            num_bytes=self._num_bytes,
+        )
+
+    def _enter(self, phase: Phase) -> None:
+        now_s = self._clock.now_s()
+        self._seconds[self._phase] += now_s - self._changed_s
+        self._changed_s = now_s
+        self._phase = phase
 
 
 class PageReaders:

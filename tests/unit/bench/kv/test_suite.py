@@ -12,7 +12,7 @@ import pytest
 from baton.bench.kv import suite, sweep
 from baton.bench.kv.sweep import Point, Rival, rival_rows, scattered_moves, sweep_rows
 from baton.bench.report import Row
-from baton.kvtransfer.protocol.timeline import TransferTimes
+from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.pages import PageLayout
 
 LITTLE = 2**22

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.kvtransfer.protocol.timeline import Timeline, TransferTimes
+from baton.kvtransfer.protocol.handoff import TransferTimes
+from baton.kvtransfer.protocol.source import Timeline
 from baton.kvtransfer.transports.base import PieceOutcome
 
 PIECE = PieceOutcome(is_done=True, num_bytes=10)
