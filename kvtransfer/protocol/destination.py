@@ -18,16 +18,14 @@ The life of a transfer at the destination:
    limit; each heartbeat sends the source another Abort.
 
     state       legal messages
-    ASKING      Wrote, Commit, Extend, Released, Abort; PullRefused of a PullRequest
     RECEIVING   Wrote, Commit, Extend, Released, Abort
     VERIFYING   Extend, Released, Abort
-    CLOSING     all; Commit, Released and PullRefused confirm that a writer has stopped
+    CLOSING     all; Commit confirms that a writer has stopped, Released that all have
     CLOSED      all; none has an effect
 
 Wrote and Commit are illegal for a shard that has committed, unless its units were corrupt. Messages of
-another epoch have no effect; an Abort of epoch 0 comes from a process that does not know the transfer and
-therefore never wrote. An illegal message raises ProtocolError and changes nothing: the caller drops the link
-and calls `peer_lost`.
+another epoch have no effect. An illegal message raises ProtocolError and changes nothing: the caller drops
+the link and calls `peer_lost`.
 """
 
 from collections.abc import Sequence
@@ -51,8 +49,6 @@ from baton.kvtransfer.protocol.messages import (
     Commit,
     Corrupt,
     Extend,
-    PullRefused,
-    PullRequest,
     Released,
     TransferRequest,
     Verified,
@@ -110,7 +106,6 @@ class DestinationShard:
 class DestinationState(Enum):
     """The states of a DestinationHandoff; the module's table lists the legal messages of each state."""
 
-    ASKING = "asking"
     RECEIVING = "receiving"
     VERIFYING = "verifying"
     CLOSING = "closing"
@@ -123,11 +118,11 @@ class DestinationHandoff(Handoff):
     failure = HandoffOutcome.RECOMPUTE
 
     def __init__(self, request: TransferRequest, context: HandoffContext, adopter: Owner) -> None:
-        """Start in ASKING. request: without pages; its epoch is higher than that of any earlier transfer of
-        this process. adopter: the owner of the pages once they are verified.
+        """Start in RECEIVING. request: without pages; its epoch is higher than that of any earlier transfer
+        of this process. adopter: the owner of the pages once they are verified.
         """
         super().__init__(request, context, ("receive", request.transfer))
-        self.state = DestinationState.ASKING
+        self.state = DestinationState.RECEIVING
         self._shards = [DestinationShard(shard, self.transfer) for shard in range(request.num_shards)]
         self._adopter = adopter
 
@@ -197,36 +192,25 @@ class DestinationHandoff(Handoff):
         """Return the generation of each page, in the order of `pages`."""
         return tuple(self._ledger.generation(page) for page in self.pages)
 
-    @property
-    def _is_pull(self) -> bool:
-        return isinstance(self._request, PullRequest)
-
     # Messages of the source.
 
     def receive(self, message: AnyMessage) -> list[Action]:
-        if isinstance(message, Abort) and message.epoch == 0:
-            return [*self._end_refused(f"aborted: {message.reason}"), *self._confirm_writers(message)]
-        if isinstance(message, Wrote | Commit | Extend | Released | PullRefused | Abort):
+        if isinstance(message, Wrote | Commit | Extend | Abort):
             if message.epoch != self.epoch:
                 return []
             if self.has_ended:
                 return self._confirm_writers(message)
         match message:
-            case Abort():
-                return self._end_refused(f"aborted: {message.reason}")
-            case PullRefused() if self.state is DestinationState.ASKING and self._is_pull:
-                return [*self._end_refused(f"refused: {message.reason}"), *self._confirm_writers(message)]
-            case Released() if message.shard < len(self._shards):
-                return [*self.fail("the source stopped writing"), *self._confirm_writers(message)]
+            case Abort():  # the source is alive and does not send the pages
+                return self.fail(f"aborted: {message.reason}", HandoffOutcome.REFUSED, tells_peer=False)
+            case Released():
+                ended = self.fail("the source stopped writing", tells_peer=False)
+                return [*ended, *self._confirm_writers(message)]
             case Extend() | Wrote() | Commit() if self._is_legal(message):
                 if not self._holds_lease():
                     return [*self.fail("expired"), *self._confirm_writers(message)]
                 return self._accept(message)
         raise ProtocolError(f"unexpected {type(message).__name__}: the destination is {self.state.value}")
-
-    def _end_refused(self, reason: str) -> list[Action]:
-        """End the transfer: the source is alive and does not send the pages."""
-        return self.fail(reason, HandoffOutcome.REFUSED, tells_peer=False)
 
     def _open_shard(self, shard: int, after: int = 0) -> OpenShard:
         self._opening.add(shard)
@@ -252,8 +236,6 @@ class DestinationHandoff(Handoff):
 
     def _accept(self, message: Wrote | Commit | Extend) -> list[Action]:
         self._extend_lease()
-        if self.state is DestinationState.ASKING:
-            self.state = DestinationState.RECEIVING
         if isinstance(message, Extend):
             return []
         self._shards[message.shard].take(message)
@@ -305,9 +287,9 @@ class DestinationHandoff(Handoff):
         """Return the actions for a message that confirms, after the end, that writers have stopped."""
         shards: Sequence[int] = range(len(self._shards))
         match message:
-            case Commit() | Released():
+            case Commit():
                 shards = [message.shard] if message.shard in shards else []
-            case PullRefused() | Abort(epoch=0):
+            case Released():
                 pass
             case _:
                 return []

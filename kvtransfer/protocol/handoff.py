@@ -24,6 +24,7 @@ from baton.kvtransfer.protocol.messages import (
     Commit,
     Corrupt,
     Extend,
+    Released,
     TransferRequest,
     Wrote,
 )
@@ -278,17 +279,15 @@ class Handoff(ABC):
         return Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256])
 
 
-def answer_to_unknown(message: AnyMessage) -> Abort | None:
+def answer_to_unknown(message: AnyMessage) -> Abort | Released | None:
     """Return the answer to a message of a transfer that is not open here; None for no answer.
 
-    A source hand-off stays open while a push runs, so an unknown transfer has no writer here. The Abort tells
+    A source hand-off stays open while a push runs, so an unknown transfer has no writer here. Released tells
     the destination that.
     """
     match message:
-        case Corrupt():
-            return Abort(transfer=message.transfer, epoch=0, reason="unknown transfer")
-        case Abort() if message.epoch:
-            return Abort(transfer=message.transfer, epoch=0, reason="unknown transfer")
+        case Corrupt() | Abort():
+            return Released(transfer=message.transfer)
         case Wrote() | Commit() | Extend():
             return Abort(transfer=message.transfer, epoch=message.epoch, reason="unknown transfer")
     return None

@@ -152,12 +152,6 @@ class WantedPage(NamedTuple):
     key: bytes
 
 
-class PullRefused(OfTransfer, frozen=True):
-    """Holder to destination: the wanted pages are not here, or have other contents; nothing was written."""
-
-    reason: Reason
-
-
 TransferRequest: TypeAlias = Grant | PullRequest
 
 
@@ -196,32 +190,20 @@ class Extend(OfTransfer, frozen=True):
     """Either direction: the heartbeat of an open transfer, which renews the receiver's lease."""
 
 
-class Abort(TransferMessage, frozen=True):
-    """Either direction, at any time: the sender has ended the transfer, or does not know it (epoch 0)."""
+class Abort(OfTransfer, frozen=True):
+    """Either direction, at any time: the sender has ended the transfer, refuses it or does not know it."""
 
-    transfer: TransferId
-    epoch: Annotated[int, Meta(ge=0, le=2**32 - 1)]
     reason: Reason
 
 
-class Released(OfTransfer, frozen=True):
-    """Source to destination: the source writes no further byte of this shard."""
+class Released(TransferMessage, frozen=True):
+    """Source to destination: the source writes no further byte of this transfer, which it may not know."""
 
-    shard: Shard = 0
+    transfer: TransferId
 
 
 AnyMessage: TypeAlias = (
-    EndpointHello
-    | Grant
-    | PullRequest
-    | PullRefused
-    | Wrote
-    | Commit
-    | Verified
-    | Corrupt
-    | Extend
-    | Abort
-    | Released
+    EndpointHello | Grant | PullRequest | Wrote | Commit | Verified | Corrupt | Extend | Abort | Released
 )
 
 

@@ -12,17 +12,17 @@ The life of a transfer at the source:
 4. Verified: the destination has adopted the pages, and the lease ends. Corrupt: the source writes the named
    units again.
 5. An abort, a lost peer or an expired lease ends the transfer in any state: one Finished, the lease released,
-   and, once no push runs, Released for every shard.
+   and, once no push runs, Released.
 
     state       legal messages
-    OPENING     Extend, Abort
-    STREAMING   Extend, Abort; Corrupt of a shard that has committed
-    COMMITTING  Verified, Corrupt, Extend, Abort
+    OPENING     Extend, Abort, Released
+    STREAMING   Extend, Abort, Released; Corrupt of a shard that has committed
+    COMMITTING  Verified, Corrupt, Extend, Abort, Released
     STOPPING    all; none has an effect
     CLOSED      all; an Abort requests Released again, which may have been lost
 
-Each shard may be Corrupt once. Messages of another epoch have no effect. An illegal message raises
-ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
+Each shard may be Corrupt once. Messages of another epoch, and Released, have no effect. An illegal message
+raises ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
 
 A pull identifies each wanted page by page id, generation and key. The page id and the generation come from
 the router's hint, and show that the page was not written since. The key identifies the tokens of the page,
@@ -57,7 +57,6 @@ from baton.kvtransfer.protocol.messages import (
     Commit,
     Corrupt,
     Extend,
-    PullRefused,
     PullRequest,
     Released,
     TransferRequest,
@@ -363,9 +362,7 @@ class SourceHandoff(Handoff):
         owner = ("pin", self.transfer)
         pages = self._complaint(pull) or self._find(pull, owner)
         if isinstance(pages, str):
-            self.state, self.outcome = SourceState.CLOSED, HandoffOutcome.FAILED
-            refused = PullRefused(transfer=self.transfer, epoch=self.epoch, reason=pages)
-            return [Send(refused), Finished(self.outcome, pages)]
+            return self.fail(pages)
         self.state = SourceState.STREAMING
         offered = self._offer(pages, pull.num_units)
         self._ledger.release(pages, owner)
@@ -415,6 +412,8 @@ class SourceHandoff(Handoff):
             return self.released() if isinstance(message, Abort) and self.is_closed else []
         match message, self.state:
             case ((Verified() | Corrupt() | Extend() | Abort()), _) if message.epoch != self.epoch:
+                return []
+            case Released(), _:  # from a destination that did not know the transfer
                 return []
             case Abort(), _:
                 return self.fail(f"aborted: {message.reason}", tells_peer=False)
@@ -526,6 +525,5 @@ class SourceHandoff(Handoff):
         return [self._push(corrupt.shard, first, stop) for first, stop in state.open_again(corrupt.units)]
 
     def released(self) -> list[Action]:
-        """Return Released for every shard: no push runs, and no push will start."""
-        shards = range(len(self._shards))
-        return [Send(Released(transfer=self.transfer, epoch=self.epoch, shard=shard)) for shard in shards]
+        """Return Released: no push runs, and no push will start."""
+        return [Send(Released(transfer=self.transfer))]

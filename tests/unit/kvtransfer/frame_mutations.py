@@ -92,7 +92,6 @@ def valid_message(rng: random.Random) -> m.AnyMessage:
             pages=pages,
             generations=generations,
         ),
-        lambda: m.PullRefused(transfer=transfer, epoch=epoch, reason="gone"),
         lambda: m.Wrote(transfer=transfer, epoch=epoch, first=first, stop=num_units),
         lambda: m.Commit(
             transfer=transfer, epoch=epoch, first=first, stop=num_units, digests=bytes(8 * num_units)
@@ -100,8 +99,8 @@ def valid_message(rng: random.Random) -> m.AnyMessage:
         lambda: m.Verified(transfer=transfer, epoch=epoch),
         lambda: m.Corrupt(transfer=transfer, epoch=epoch, units=units),
         lambda: m.Extend(transfer=transfer, epoch=epoch),
-        lambda: m.Abort(transfer=transfer, epoch=rng.randrange(4), reason="no more"),
-        lambda: m.Released(transfer=transfer, epoch=epoch),
+        lambda: m.Abort(transfer=transfer, epoch=epoch, reason="no more"),
+        lambda: m.Released(transfer=transfer),
     ]
     return rng.choice(makers)()
 

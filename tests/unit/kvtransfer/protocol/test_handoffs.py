@@ -29,7 +29,6 @@ from baton.kvtransfer.protocol.messages import (
     EndpointHello,
     Extend,
     Grant,
-    PullRefused,
     PullRequest,
     Released,
     TransferRequest,
@@ -57,6 +56,7 @@ HOLDER = b"h" * 16
 DIGESTS = bytes(range(8 * NUM_UNITS))
 OF_TRANSFER: dict[str, Any] = {"transfer": ID, "epoch": EPOCH}
 EXTEND, VERIFIED = Extend(**OF_TRANSFER), Verified(**OF_TRANSFER)
+RELEASED = Released(transfer=ID)
 State: TypeAlias = SourceState | DestinationState
 
 
@@ -168,23 +168,16 @@ class Source(Side):
 class Destination(Side):
     def __init__(self, num_shards: int = 1) -> None:
         super().__init__(num_shards)
-        self._start(grant(num_shards))
-
-    def _start(self, request: TransferRequest) -> None:
-        unpaged = msgspec.structs.replace(request, pages=(), generations=())
+        unpaged = msgspec.structs.replace(grant(num_shards), pages=(), generations=())
         self.handoff: DestinationHandoff = DestinationHandoff(unpaged, self.context, "sequence")
 
     def verified(self, shard: int, corrupt_units: tuple[int, ...]) -> list[Action]:
         return self.hear(ShardVerified, shard, corrupt_units=corrupt_units)
 
     def to(self, state: DestinationState) -> "Destination":
-        if state is DestinationState.ASKING:
-            self._start(pull())
         destination = self.handoff
         destination.begin()
         self.hear(ShardOpened)
-        if state is not DestinationState.ASKING:
-            destination.receive(EXTEND)
         if state in (DestinationState.VERIFYING, DestinationState.CLOSED):
             destination.receive(commit())
         if state is DestinationState.CLOSING:
@@ -205,24 +198,22 @@ MESSAGES: list[AnyMessage] = [
     EndpointHello(protocol=1, incarnation=HOLDER, fingerprint="f", layout=LAYOUT),
     grant(),
     pull(),
-    PullRefused(**OF_TRANSFER, reason="gone"),
     wrote(),
     commit(),
     VERIFIED,
     Corrupt(**OF_TRANSFER, units=(0,)),
     EXTEND,
     Abort(**OF_TRANSFER, reason="no more"),
-    Released(**OF_TRANSFER),
+    RELEASED,
 ]
-FROM_A_SOURCE = {"PullRefused", "Wrote", "Commit", "Extend", "Released", "Abort"}
+FROM_A_SOURCE = {"Wrote", "Commit", "Extend", "Released", "Abort"}
 LEGAL: dict[State, set[str]] = {
-    SourceState.OPENING: {"Extend", "Abort"},
-    SourceState.STREAMING: {"Extend", "Abort"},
-    SourceState.COMMITTING: {"Verified", "Corrupt", "Extend", "Abort"},
+    SourceState.OPENING: {"Extend", "Abort", "Released"},
+    SourceState.STREAMING: {"Extend", "Abort", "Released"},
+    SourceState.COMMITTING: {"Verified", "Corrupt", "Extend", "Abort", "Released"},
     SourceState.STOPPING: {type(message).__name__ for message in MESSAGES},
     SourceState.CLOSED: {type(message).__name__ for message in MESSAGES},
-    DestinationState.ASKING: FROM_A_SOURCE,
-    DestinationState.RECEIVING: FROM_A_SOURCE - {"PullRefused"},
+    DestinationState.RECEIVING: FROM_A_SOURCE,
     DestinationState.VERIFYING: {"Extend", "Released", "Abort"},
     DestinationState.CLOSING: FROM_A_SOURCE,
     DestinationState.CLOSED: FROM_A_SOURCE,
@@ -333,8 +324,8 @@ def test_wrong_hint_is_refused_and_pins_nothing(
 ) -> None:
     side = holder(msgspec.structs.replace(request_, holder=holder_), pin)
     actions = side.reached()
-    (refused,) = sent(actions)
-    assert isinstance(refused, PullRefused) and reason in refused.reason
+    refused, released = sent(actions)
+    assert isinstance(refused, Abort) and reason in refused.reason and released == RELEASED
     assert finished(actions) == [HandoffOutcome.FAILED] and side.handoff.is_closed
     assert side.pool.num_available == NUM_PAGES
 
@@ -371,7 +362,7 @@ def test_time_never_ends_a_writers_hold() -> None:
         side.expire(10_000)
         assert side.pool.count(PageState.QUARANTINED) == NUM_UNITS
         assert sent(side.handoff.tick()) == [Abort(**OF_TRANSFER, reason="not released yet")]
-    assert side.handoff.receive(Released(**OF_TRANSFER)) == [closing(is_confirmed=True)]
+    assert side.handoff.receive(RELEASED) == [closing(is_confirmed=True)]
     side.hear(WriterStopped)
     assert side.pool.num_free == NUM_PAGES and side.handoff.tick() == []
 
@@ -383,7 +374,6 @@ def test_time_never_ends_a_writers_hold() -> None:
         wrote(shard=1),
         commit(digests=DIGESTS[8:]),
         commit(shard=1),
-        Released(**OF_TRANSFER, shard=1),
     ],
 )
 def test_message_about_units_that_the_transfer_does_not_have_is_illegal(message: AnyMessage) -> None:
@@ -396,26 +386,28 @@ def test_message_about_units_that_the_transfer_does_not_have_is_illegal(message:
 # Both.
 
 
+UNKNOWN = Abort(**OF_TRANSFER, reason="unknown transfer")
+
+
 @pytest.mark.parametrize(
-    ("message", "epoch"),
+    ("message", "answer"),
     [
         # To a destination: this process writes nothing for the transfer.
-        (Corrupt(**OF_TRANSFER, units=(0,)), 0),
-        (Abort(**OF_TRANSFER, reason="expired"), 0),
+        (Corrupt(**OF_TRANSFER, units=(0,)), RELEASED),
+        (Abort(**OF_TRANSFER, reason="expired"), RELEASED),
         # To a peer that continues: stop.
-        (wrote(), EPOCH),
-        (commit(), EPOCH),
-        (EXTEND, EPOCH),
+        (wrote(), UNKNOWN),
+        (commit(), UNKNOWN),
+        (EXTEND, UNKNOWN),
         # Two processes would answer each other without end.
-        (Abort(transfer=ID, epoch=0, reason="unknown transfer"), None),
-        (PullRefused(**OF_TRANSFER, reason="gone"), None),
+        (RELEASED, None),
         (VERIFIED, None),
-        (Released(**OF_TRANSFER), None),
     ],
 )
-def test_message_of_an_unknown_transfer_is_answered_by_abort(message: AnyMessage, epoch: int | None) -> None:
-    expected = None if epoch is None else Abort(transfer=ID, epoch=epoch, reason="unknown transfer")
-    assert answer_to_unknown(message) == expected
+def test_message_of_an_unknown_transfer_is_answered_by_its_end(
+    message: AnyMessage, answer: AnyMessage | None
+) -> None:
+    assert answer_to_unknown(message) == answer
 
 
 @pytest.mark.parametrize(
