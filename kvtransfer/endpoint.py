@@ -77,7 +77,7 @@ from baton.kvtransfer.protocol.messages import (
     RankListenerAddresses,
     TransferRequest,
     WantedPage,
-    check_size,
+    check_request,
 )
 from baton.kvtransfer.protocol.source import Pin, SourceHandoff, pin_nothing
 from baton.kvtransfer.protocol.transfer_plan import default_layer_groups, plan_transfer
@@ -463,7 +463,7 @@ class PageEndpoint(ABC):
         self, link: Link, request: TransferRequest, context: HandoffContext, adopter: Owner
     ) -> None:
         """Begin a transfer to here. request: without pages."""
-        check_size(request, context.plan.destination.num_pages(request.num_units))
+        check_request(request, context.plan.destination.num_pages(request.num_units))
         self._begin(link, DestinationHandoff(request, context, adopter))
 
     def _requested(self, link: Link, request: TransferRequest) -> None:

@@ -207,12 +207,16 @@ AnyMessage: TypeAlias = (
 )
 
 
-def check_size(request: TransferRequest, num_pages: int) -> None:
+def check_request(request: TransferRequest, num_pages: int) -> None:
     """Raise ValueError for a request to send that no message can carry.
 
     A peer would drop the link, and all its transfers, because of an invalid request. num_pages: of the
     destination.
     """
+    if len(request.transfer) != ID_BYTES:
+        raise ValueError(f"a transfer's id has {ID_BYTES} bytes, got {len(request.transfer)}")
+    if isinstance(request, Grant) and not 0 <= request.position < 2**31:
+        raise ValueError(f"the position is a token from 0 to 2^31 - 1, got {request.position}")
     num_units, num_shards = request.num_units, request.num_shards
     if not 1 <= num_units <= MAX_PAGES or num_shards > MAX_SHARDS or num_units * num_shards > MAX_DIGESTS:
         raise ValueError(

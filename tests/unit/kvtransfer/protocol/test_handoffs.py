@@ -34,7 +34,7 @@ from baton.kvtransfer.protocol.messages import (
     TransferRequest,
     Verified,
     Wrote,
-    check_size,
+    check_request,
 )
 from baton.kvtransfer.protocol.source import Pin, SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
@@ -421,12 +421,12 @@ def test_message_of_an_unknown_transfer_is_answered_by_its_end(
 )
 def test_request_that_no_message_can_carry_is_the_callers_mistake(wrong: dict[str, int]) -> None:
     largest = {"num_units": MAX_DIGESTS // MAX_SHARDS, "num_shards": MAX_SHARDS}
-    check_size(msgspec.structs.replace(grant(), **largest), MAX_PAGES)
+    check_request(msgspec.structs.replace(grant(), **largest), MAX_PAGES)
     with pytest.raises(ValueError, match="transfer"):
-        check_size(msgspec.structs.replace(grant(), **wrong), 1)
+        check_request(msgspec.structs.replace(grant(), **wrong), 1)
 
 
 @pytest.mark.parametrize(("num_wanted", "num_pages"), [(1, 2**15 + 1), (2**15 + 1, 1)])
 def test_impossible_pull_is_the_callers_mistake(num_wanted: int, num_pages: int) -> None:
     with pytest.raises(ValueError, match="page"):
-        check_size(msgspec.structs.replace(pull(), wanted_pages=(0,) * num_wanted), num_pages)
+        check_request(msgspec.structs.replace(pull(), wanted_pages=(0,) * num_wanted), num_pages)
