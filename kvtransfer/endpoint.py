@@ -119,7 +119,6 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     transport: str = AUTO
     has_digests: bool = True  # of pages; a transfer has none if both ends say so
     timing: Timing = Timing()
-    num_hashing_threads: int = 1
     num_streams: KvStreams = DEFAULT_KV_STREAMS  # of CUDA, for each pair of ranks
     stream_priority: int = 0  # of all these streams: -1 goes before 0
     link_timeout_s: float = LINK_TIMEOUT_S  # after which a silent link to another replica is dropped
@@ -146,7 +145,6 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             rank=rank,
             host=self.host,
             transport=self.transport,
-            num_hashing_threads=self.num_hashing_threads,
             num_streams=self.num_streams,
             stream_priority=self.stream_priority,
         )

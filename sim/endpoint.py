@@ -272,7 +272,6 @@ class _Incoming:
     order: messages.OpenShard
     plan: TransferPlan
     found: bytearray  # digests of the units that came
-    is_registered: bool = False
 
 
 @dataclass(slots=True)
@@ -379,11 +378,7 @@ class SimRank:
             writer=order.source.listeners.incarnation,
             may_write_directly=self.pieces.is_direct(order.source.listeners.incarnation),
         )
-        if shard.is_registered:
-            self.registrations.reopen(registration)
-        else:
-            self.registrations.add(registration)
-        shard.is_registered = True
+        self.registrations.add(registration)
         self.open_pages.update(zip(order.pages, order.generations, strict=True))
         self._emit(messages.ShardOpened(transfer=order.transfer, shard=self.number))
 

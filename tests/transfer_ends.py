@@ -128,7 +128,6 @@ def local_rank(
         rank=rank,
         host="127.0.0.1",
         transport=AUTO,
-        num_hashing_threads=1,
     )
     return LocalRank(
         pages,

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
-from typing import Final, ParamSpec, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -158,40 +158,33 @@ def _words(digests: bytes) -> NDArray[np.uint64]:
     return np.frombuffer(digests, dtype=np.uint64)
 
 
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 INLINE_BYTES: Final = 2**21  # hashed in 0.1 ms, the time that it takes to wake a thread and hear of its end
 
 
 class Hashing:
-    """Runs functions that take digests: short ones at once, longer ones in threads."""
+    """Runs functions that take digests: short ones at once, longer ones in a thread."""
 
-    def __init__(self, num_threads: int, *, may_inline: bool) -> None:
+    def __init__(self, *, may_inline: bool) -> None:
         """may_inline: the pages are in this CPU's memory, so the caller waits for nothing but the hash."""
         self.may_inline = may_inline
         self._inline_bytes = INLINE_BYTES if may_inline else 0
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-digest")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 
-    def submit(
-        self,
-        num_bytes: int,
-        function: Callable[Arguments, Result],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> "Future[Result]":
+    def submit(self, num_bytes: int, function: Callable[[], Result]) -> "Future[Result]":
         """Call the function, which reads num_bytes; the future is done already where they are few.
 
-        Functions that go to threads begin in the order in which they were submitted.
+        Functions that go to the thread run in the order in which they were submitted.
         """
         if num_bytes > self._inline_bytes:
-            return self._threads.submit(function, *args, **kwargs)
+            return self._thread.submit(function)
         future: Future[Result] = Future()
         try:
-            future.set_result(function(*args, **kwargs))
+            future.set_result(function())
         except Exception as error:
             future.set_exception(error)
         return future
 
     def close(self) -> None:
         """Returns when no function runs any more; functions that have not begun are cancelled."""
-        self._threads.shutdown(cancel_futures=True)
+        self._thread.shutdown(cancel_futures=True)

@@ -94,7 +94,6 @@ class ReceiveShard:
         self._tools = tools
         self._digests = ShardDigests(tools.digests, order.digest_key, order.shard)
         self._registrations = tools.rank.registrations
-        self._was_opened = False
         self._found = bytearray(order.num_units * DIGEST_BYTES)
         self._hashes: list[Future[None]] = []  # in the order in which units were written
 
@@ -110,11 +109,8 @@ class ReceiveShard:
             writer=order.source.listeners.incarnation,
             may_write_directly=generations is not None,
         )
-        if self._was_opened:
-            self._registrations.reopen(registration)
-        else:
-            self._registrations.add(registration)
-        self._was_opened = self.is_open = True
+        self._registrations.add(registration)
+        self.is_open = True
         if generations is not None:
             generations.grant(order.pages, order.generations)
 
@@ -129,7 +125,7 @@ class ReceiveShard:
     def hash(self, first: int, stop: int) -> None:
         """Hash units [first, stop), which are written."""
         num_bytes = (stop - first) * self._plan.sent_unit_bytes if self._digests.are_taken else 0
-        self._hashes.append(self._tools.hashing.submit(num_bytes, self._take_digests, first, stop))
+        self._hashes.append(self._tools.hashing.submit(num_bytes, partial(self._take_digests, first, stop)))
 
     def verify(self, expected: bytes) -> None:
         """Compare the digests once all are taken; ShardVerified follows later."""
@@ -241,7 +237,7 @@ class SendShard:
         num_bytes = piece.num_bytes if self._digests.are_taken else 0
         if self._plan.sent_codes is not None:
             num_bytes *= CODES_COST
-        return self._tools.hashing.submit(num_bytes, self._digest, piece)
+        return self._tools.hashing.submit(num_bytes, partial(self._digest, piece))
 
     def _digest(self, piece: Piece) -> bytes:
         offset_N = self._plan.source.offsets(piece.first, piece.stop, piece.transfer.source_pages)
@@ -400,7 +396,7 @@ class RankExecutor:
             node=node,
             addresses={name: listener.address for name, listener in self._open_listeners.items()},
         )
-        self._hashing = Hashing(settings.num_hashing_threads, may_inline=self.rank.memory is not None)
+        self._hashing = Hashing(may_inline=self.rank.memory is not None)
         self._transports = RankTransports(self.rank, self.listeners, transports, post)
         self._emit = emit
         self._tools = RankTools(self.rank, UnitDigests(self.rank), self._hashing, post, emit)

@@ -223,12 +223,10 @@ class PagePacking(Protocol):
         """
 
 
-def packing_of(pool: Tensor | PageMemory, num_lanes: int = 1, stream_priority: int = 0) -> PagePacking:
+def packing_of(pool: Tensor, num_lanes: int = 1, stream_priority: int = 0) -> PagePacking:
     """pool: contiguous [num_pages, ...]. num_lanes: of a pool on a GPU, with streams of this priority; a CPU
     has one lane.
     """
-    if isinstance(pool, PageMemory):
-        return HostPages(pool)
     if not pool.is_contiguous() or pool.dim() < 2:
         raise ValueError(f"a pool is contiguous [num_pages, ...], got {tuple(pool.shape)}")
     if pool.device.type == "cpu":

@@ -94,10 +94,9 @@ class ReceiveRegistrations:
     # Grants.
 
     def add(self, registration: ReceiveRegistration) -> None:
-        """Register a granted transfer.
+        """Register a granted transfer, or one that has ended once more: some of its units arrived damaged.
 
-        Raises TransferFailed for an id that was registered before, ValueError for pages that do not hold the
-        units.
+        Raises TransferFailed for an id that is registered, ValueError for pages that do not hold the units.
         """
         num_pages = registration.plan.destination.num_pages(registration.num_units)
         if len(registration.pages) != num_pages or not all(
@@ -107,16 +106,11 @@ class ReceiveRegistrations:
                 f"{registration.num_units} units need {num_pages} pages, got {registration.pages}"
             )
         with self._lock:
-            if registration.id in self._states or registration.id in self._ended:
+            if registration.id in self._states:
                 raise TransferFailed(f"transfer {registration.id.hex()} exists already")
+            self._ended.pop(registration.id, None)
             is_present = registration.writer in self._present_writers
             self._states[registration.id] = _State(registration, is_writer_present=is_present)
-
-    def reopen(self, registration: ReceiveRegistration) -> None:
-        """Register the same transfer again, after its end: some of its units arrived damaged."""
-        with self._lock:
-            self._ended.pop(registration.id, None)
-        self.add(registration)
 
     def close(self, transfer: bytes, on_safe: OnSafe) -> None:
         """Admit no further writer. Calls `on_safe` once no writer is inside, at the earliest at once."""

@@ -118,7 +118,7 @@ class Destination:
             safe: list[bytes] = []
             self.registrations.close(registration.id, partial(safe.append, registration.id))
             assert safe, "a writer is still inside the pages"
-            self.registrations.reopen(registration)
+            self.registrations.add(registration)
 
 
 class TcpDestination(Destination):

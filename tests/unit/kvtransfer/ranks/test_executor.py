@@ -259,7 +259,7 @@ def test_bulk_pieces_have_the_digests_of_other_pieces(
     [(INLINE_BYTES, True, True), (INLINE_BYTES + 1, True, False), (1, False, False), (0, False, True)],
 )
 def test_caller_hashes_few_bytes_of_its_own_memory(num_bytes: int, may_inline: bool, is_inline: bool) -> None:
-    hashing = Hashing(1, may_inline=may_inline)
+    hashing = Hashing(may_inline=may_inline)
     taken = hashing.submit(num_bytes, threading.current_thread)
     assert (taken.result(10) is threading.current_thread()) == is_inline
     hashing.close()

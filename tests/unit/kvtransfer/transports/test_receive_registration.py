@@ -115,14 +115,12 @@ def test_late_writer_holds_the_open_registrations(registrations: ReceiveRegistra
     assert safe == [OTHER, ID]
 
 
-def test_an_id_serves_once_unless_its_damaged_units_come_again(registrations: ReceiveRegistrations) -> None:
+def test_an_id_serves_once_at_a_time_and_again_for_damaged_units(registrations: ReceiveRegistrations) -> None:
     registrations.add(registration())
     with pytest.raises(TransferFailed, match="exists"):
         registrations.add(registration())
     registrations.close(ID, lambda: None)
-    with pytest.raises(TransferFailed, match="exists"):
-        registrations.add(registration())
-    registrations.reopen(registration())
+    registrations.add(registration())
     assert registrations.begin(ID, 3, 0, 1, UNIT) is not None
 
 
