@@ -151,31 +151,14 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ReplicaRanks(Protocol):
-    """The ranks of one replica, to which hand-offs give commands; `Ranks` implements it."""
+    """The ranks of one replica, to which hand-offs give commands; `Ranks` implements and documents it."""
 
     @property
-    def registrations(self) -> ReceiveRegistrations:
-        """Return the receive registrations of rank 0."""
-        ...
-
-    def complaint(self) -> str | None:
-        """Return the reason why no transfer can begin; None when no rank is lost."""
-        ...
-
-    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> Sequence[Route]:
-        """Return one route for each shard of a transfer over the link, in the order of the shards.
-
-        is_source: this replica is the source. Raises ValueError when there are more groups than layers.
-        """
-        ...
-
-    def perform(self, rank: int, command: Command) -> None:
-        """Have one rank perform the command. Returns at once; the events that follow are reported later."""
-        ...
-
-    def drop(self, link: Link) -> None:
-        """Close the transports of a lost link."""
-        ...
+    def registrations(self) -> ReceiveRegistrations: ...
+    def complaint(self) -> str | None: ...
+    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> Sequence[Route]: ...
+    def perform(self, rank: int, command: Command) -> None: ...
+    def drop(self, link: Link) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -43,7 +43,6 @@ class PullingEndpoint(Protocol):
     def pull(
         self, link: Link, wanted: Sequence[WantedPage], num_units: int, adopter: Owner, *, deadline_s: float
     ) -> bytes: ...
-
     def abort(self, transfer: bytes, reason: str) -> None: ...
 
 
@@ -75,47 +74,30 @@ def plan_pull(
 
 
 class Prefix(Protocol):
-    """The prefix of one request's sequence, as the engine provides it."""
+    """The prefix of one request's sequence; the engine's SoughtPrefix implements and documents it."""
 
     @property
-    def owner(self) -> str:
-        """Return the owner, in the page pool, of the claimed and the pulled pages."""
-
+    def owner(self) -> str: ...
     @property
-    def num_tokens(self) -> int:
-        """Return the length of the prefix that may be pulled, in tokens."""
-
-    def claim(self, multiple_of: int) -> FilledPages:
-        """Hold the cached local pages of the prefix, cut to a multiple of `multiple_of` tokens, maybe 0."""
-
-    def keys(self, page_size: int) -> list[bytes]:
-        """Return the keys of the prefix's full pages of `page_size` tokens, in order."""
+    def num_tokens(self) -> int: ...
+    def claim(self, multiple_of: int) -> FilledPages: ...
+    def keys(self, page_size: int) -> list[bytes]: ...
 
 
 class PageSizes(Protocol):
     """The page layout of a store."""
 
     @property
-    def page_size(self) -> int:
-        """Return the tokens per page."""
-        ...
+    def page_size(self) -> int: ...
 
 
 class Store(Protocol):
-    """The page store that receives pulled pages; an engine implements it."""
+    """The page store that receives pulled pages; the engine's Replica implements and documents it."""
 
     @property
-    def pages(self) -> PageSizes:
-        """Return the page layout."""
-        ...
-
-    def make_room(self, num_pages: int) -> bool:
-        """Evict cached pages until `num_pages` pages are free; return False when that is impossible."""
-        ...
-
-    def release(self, filled: FilledPages) -> None:
-        """Release the owner's hold on these pages."""
-        ...
+    def pages(self) -> PageSizes: ...
+    def make_room(self, num_pages: int) -> bool: ...
+    def release(self, filled: FilledPages) -> None: ...
 
 
 class Pulled(NamedTuple, Generic[WaiterT]):

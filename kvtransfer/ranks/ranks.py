@@ -385,7 +385,10 @@ class Ranks:
         return f"rank {', '.join(lost)} is lost" if lost else None
 
     def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[Route]:
-        """One route for each shard of a transfer over the link. is_source: this replica is the source."""
+        """Return one route for each shard of a transfer over the link, in the order of the shards.
+
+        is_source: this replica is the source. Raises ValueError when there are more groups than layers.
+        """
         own, peer = self._settings.layout, link.hello.layout
         source, destination = (own, peer) if is_source else (peer, own)
         found = []
@@ -398,7 +401,7 @@ class Ranks:
         return found
 
     def perform(self, rank: int, command: Command) -> None:
-        """Have one rank perform the command."""
+        """Have one rank perform the command. Returns at once; the events that follow are reported later."""
         self._executors[rank].perform(command)
 
     def drop(self, link: Link) -> None:
