@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from baton.kernels.coded_runs import decode_runs
 from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES, NO_DIGESTS
-from baton.kvtransfer.protocol.transfer_plan import TransferPlan
+from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, TransferSide
 from baton.kvtransfer.transports.base import LocalRank
 from baton.kvtransfer.transports.pages import StagedParts
 
@@ -48,10 +48,16 @@ _MASK: Final = b"baton kv mask 1"
 _UNITS_PER_BLOCK: Final = 64 // DIGEST_BYTES  # a block is a whole BLAKE2b
 
 
+Result = TypeVar("Result")
+INLINE_BYTES: Final = 2**21  # hashed in 0.1 ms, the time that it takes to wake a thread and hear of its end
+CODES_COST: Final = 16  # encoding and decoding a byte takes as long as hashing 16
+
+
 class UnitDigests:
     """Takes the digests of units of one rank's pool, in place on a CPU, chunk by chunk from a GPU.
 
-    From any thread.
+    From any thread. Few bytes in this CPU's memory are hashed by the thread that asks, all others by a thread
+    of this object.
     """
 
     def __init__(self, rank: LocalRank) -> None:
@@ -60,6 +66,27 @@ class UnitDigests:
         self._parts = StagedParts(rank.packing())
         if self._memory is None:
             self._parts.room(CHUNK_BYTES)  # allocated now: later the pool may leave no memory
+        self.is_in_place = self._memory is not None  # the caller waits for nothing but the hash
+        self._inline_bytes = INLINE_BYTES if self.is_in_place else 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
+
+    def submit(self, num_bytes: int, function: Callable[[], Result]) -> "Future[Result]":
+        """Call the function, which reads num_bytes; the future is done already where they are few.
+
+        Functions that go to the thread run in the order in which they were submitted.
+        """
+        if num_bytes > self._inline_bytes:
+            return self._thread.submit(function)
+        future: Future[Result] = Future()
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        """Returns when no function runs any more; functions that have not begun are cancelled."""
+        self._thread.shutdown(cancel_futures=True)
 
     def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
         """As `digest_units`, of the pages at `offset_N`. The units must not be written meanwhile.
@@ -100,6 +127,17 @@ class ShardDigests:
         self._units = units
         self._key = blake2b(shard.to_bytes(8, "big"), key=key, digest_size=32, person=_SHARD).digest()
         self._seed = int.from_bytes(blake2b(key=self._key, digest_size=8, person=_SEED).digest(), "big")
+
+    def submit(
+        self, plan: TransferPlan, side: TransferSide, pages: Pages, first: int, stop: int
+    ) -> "Future[bytes]":
+        """Take the masked digests of units [first, stop). side, pages: where the units lie here."""
+        num_bytes = (stop - first) * plan.sent_unit_bytes if self.are_taken else 0
+        if plan.sent_codes is not None:
+            num_bytes *= CODES_COST
+        return self._units.submit(
+            num_bytes, lambda: self.take(plan, side.offsets(first, stop, pages), first, stop)
+        )
 
     def take(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:
         """Return the masked digests of units [first, stop). offset_N: the offsets of their runs."""
@@ -156,35 +194,3 @@ def _digests(pool: memoryview, offset_UR: Offsets, run_bytes: int, seed: int) ->
 
 def _words(digests: bytes) -> NDArray[np.uint64]:
     return np.frombuffer(digests, dtype=np.uint64)
-
-
-Result = TypeVar("Result")
-INLINE_BYTES: Final = 2**21  # hashed in 0.1 ms, the time that it takes to wake a thread and hear of its end
-
-
-class Hashing:
-    """Runs functions that take digests: short ones at once, longer ones in a thread."""
-
-    def __init__(self, *, may_inline: bool) -> None:
-        """may_inline: the pages are in this CPU's memory, so the caller waits for nothing but the hash."""
-        self.may_inline = may_inline
-        self._inline_bytes = INLINE_BYTES if may_inline else 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
-
-    def submit(self, num_bytes: int, function: Callable[[], Result]) -> "Future[Result]":
-        """Call the function, which reads num_bytes; the future is done already where they are few.
-
-        Functions that go to the thread run in the order in which they were submitted.
-        """
-        if num_bytes > self._inline_bytes:
-            return self._thread.submit(function)
-        future: Future[Result] = Future()
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def close(self) -> None:
-        """Returns when no function runs any more; functions that have not begun are cancelled."""
-        self._thread.shutdown(cancel_futures=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton.clock import Clock
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
-from baton.kvtransfer.ranks.digests import Hashing, ShardDigests, UnitDigests, differing_units
+from baton.kvtransfer.ranks.digests import ShardDigests, UnitDigests, differing_units
 from baton.kvtransfer.ranks.messages import (
     CloseShard,
     Command,
@@ -60,7 +60,6 @@ from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
 from baton.rpc.connection import DROPPED, DroppedPeers, Post
 
 logger = logging.getLogger(__name__)
-CODES_COST: Final = 16  # encoding and decoding a byte takes as long as hashing 16
 Emit: TypeAlias = Callable[[ShardEvent], None]
 
 
@@ -69,7 +68,6 @@ class RankTools(NamedTuple):
 
     rank: LocalRank
     digests: UnitDigests
-    hashing: Hashing
     post: Post  # hands a call to the rank's thread
     emit: Emit  # reports to rank 0, from the rank's thread
 
@@ -95,7 +93,7 @@ class ReceiveShard:
         self._digests = ShardDigests(tools.digests, order.digest_key, order.shard)
         self._registrations = tools.rank.registrations
         self._found = bytearray(order.num_units * DIGEST_BYTES)
-        self._hashes: list[Future[None]] = []  # in the order in which units were written
+        self._hashes: list[tuple[int, int, Future[bytes]]] = []  # [first, stop), in the order of writing
 
     def open(self) -> None:
         """Accept the shard's bytes, for the first time or again."""
@@ -124,28 +122,28 @@ class ReceiveShard:
 
     def hash(self, first: int, stop: int) -> None:
         """Hash units [first, stop), which are written."""
-        num_bytes = (stop - first) * self._plan.sent_unit_bytes if self._digests.are_taken else 0
-        self._hashes.append(self._tools.hashing.submit(num_bytes, partial(self._take_digests, first, stop)))
+        plan = self._plan
+        digests = self._digests.submit(plan.as_stored(), plan.destination, self._order.pages, first, stop)
+        self._hashes.append((first, stop, digests))
 
     def verify(self, expected: bytes) -> None:
         """Compare the digests once all are taken; ShardVerified follows later."""
-        waiting = [each for each in self._hashes if not each.done()]
+        waiting = [digests for _, _, digests in self._hashes if not digests.done()]
         if waiting:
             waiting[-1].add_done_callback(lambda _: self._tools.post(lambda: self.verify(expected)))
             return
-        for each in self._hashes:
-            if not each.cancelled() and (error := each.exception()) is not None:
+        for first, stop, digests in self._hashes:
+            if digests.cancelled():
+                continue
+            if (error := digests.exception()) is not None:
                 logger.error("the digest of received units failed, they count as corrupt: %r", error)
+            else:
+                self._found[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests.result()
         self._hashes.clear()
         corrupt_units = differing_units(expected, bytes(self._found))
         self._emit_later(
             ShardVerified(transfer=self._order.transfer, shard=self._order.shard, corrupt_units=corrupt_units)
         )
-
-    def _take_digests(self, first: int, stop: int) -> None:
-        offset_N = self._plan.destination.offsets(first, stop, self._order.pages)
-        digests = self._digests.take(self._plan.as_stored(), offset_N, first, stop)
-        self._found[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
 
     def _emit_later(self, event: ShardEvent) -> None:
         self._tools.post(lambda: self._tools.emit(event))
@@ -188,9 +186,8 @@ class SendShard:
             is_bulk=reach.is_bulk,
         )
         piece = Piece(transfer, order.first, order.stop)
-        hashing, digests = self._tools.hashing, None
-        if reach.is_bulk and hashing.may_inline and self._digests.are_taken:
-            digests = self._take_digests(piece)
+        is_early = reach.is_bulk and self._tools.digests.is_in_place and self._digests.are_taken
+        digests = self._take_digests(piece) if is_early else None
         self._transports.push(piece, partial(self._written, piece, digests))
 
     def stop(self) -> None:
@@ -234,14 +231,8 @@ class SendShard:
         )
 
     def _take_digests(self, piece: Piece) -> "Future[bytes]":
-        num_bytes = piece.num_bytes if self._digests.are_taken else 0
-        if self._plan.sent_codes is not None:
-            num_bytes *= CODES_COST
-        return self._tools.hashing.submit(num_bytes, partial(self._digest, piece))
-
-    def _digest(self, piece: Piece) -> bytes:
-        offset_N = self._plan.source.offsets(piece.first, piece.stop, piece.transfer.source_pages)
-        return self._digests.take(self._plan, offset_N, piece.first, piece.stop)
+        pages = piece.transfer.source_pages
+        return self._digests.submit(self._plan, self._plan.source, pages, piece.first, piece.stop)
 
 
 SHORTEST_SLEEP_S: Final = 2e-5  # the first between two checks of the marks; each further one is twice as long
@@ -396,10 +387,10 @@ class RankExecutor:
             node=node,
             addresses={name: listener.address for name, listener in self._open_listeners.items()},
         )
-        self._hashing = Hashing(may_inline=self.rank.memory is not None)
         self._transports = RankTransports(self.rank, self.listeners, transports, post)
         self._emit = emit
-        self._tools = RankTools(self.rank, UnitDigests(self.rank), self._hashing, post, emit)
+        self._digests = UnitDigests(self.rank)
+        self._tools = RankTools(self.rank, self._digests, post, emit)
         self._receiving: dict[bytes, dict[int, ReceiveShard]] = {}  # transfer -> shard
         self._sending: dict[tuple[bytes, int], SendShard] = {}  # (transfer, shard)
         # On a GPU, rank 0 pushes from the thread of its steps, on a stream that is ordered after theirs.
@@ -436,7 +427,7 @@ class RankExecutor:
         for listener in self._open_listeners.values():
             listener.close()
         self.rank.close()
-        self._hashing.close()
+        self._digests.close()
 
     def _carry_out(self, command: ShardCommand) -> None:
         match command:

@@ -10,7 +10,7 @@ import torch
 from baton.clock import SystemClock
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.protocol.messages import PeerRank
-from baton.kvtransfer.ranks.digests import INLINE_BYTES, Hashing
+from baton.kvtransfer.ranks.digests import INLINE_BYTES, UnitDigests
 from baton.kvtransfer.ranks.executor import RankExecutor
 from baton.kvtransfer.ranks.messages import (
     CloseShard,
@@ -33,7 +33,7 @@ from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.registry import transport_set
 from baton.pages import PageLayout
 from baton.rpc.connection import Call, DroppedPeers
-from tests.transfer_ends import RING
+from tests.transfer_ends import RING, local_rank
 
 WHOLE = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 HALVES = PageLayout(tp_size=2, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -248,18 +248,23 @@ def test_bulk_pieces_have_the_digests_of_other_pieces(
     expected = digests_of(source)
     source.executor.perform(ForgetShard(transfer=TRANSFER, shard=0))
     if not is_inline:
-        source.executor._hashing._inline_bytes = 0
+        source.executor._digests._inline_bytes = 0
     reach(source, destination, 0, is_bulk=True)
     assert push(source, 0).outcome.is_done
     assert digests_of(source) == expected and any(expected)
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "may_inline", "is_inline"),
+    ("num_bytes", "is_in_place", "is_inline"),
     [(INLINE_BYTES, True, True), (INLINE_BYTES + 1, True, False), (1, False, False), (0, False, True)],
 )
-def test_caller_hashes_few_bytes_of_its_own_memory(num_bytes: int, may_inline: bool, is_inline: bool) -> None:
-    hashing = Hashing(may_inline=may_inline)
-    taken = hashing.submit(num_bytes, threading.current_thread)
+def test_caller_hashes_few_bytes_of_its_own_memory(
+    num_bytes: int, is_in_place: bool, is_inline: bool
+) -> None:
+    rank = local_rank(torch.zeros(4, 16))
+    if not is_in_place:
+        rank.memory = None
+    digests = UnitDigests(rank)
+    taken = digests.submit(num_bytes, threading.current_thread)
     assert (taken.result(10) is threading.current_thread()) == is_inline
-    hashing.close()
+    digests.close()
