@@ -596,7 +596,7 @@ class KvEndpoint(PageEndpoint):
             clock=clock,
             dropped=self.dropped,
             steps=steps,
-            node=settings.host if agents is not None and agents.has_nodes else "",
+            node=settings.host if agents is not None and agents.node_place is not None else "",
         )
         ranks = Ranks(own, here, agents, clock)
         super().__init__(settings, incarnation, ledger, clock, ranks)

@@ -209,17 +209,12 @@ class RankAgents:
         self._watch = ProcessWatch()
         listener, self._address = listen_on_host("baton-ranks")
         self._acceptors = [Listener(listener, self._greet_here, "kv-ranks", self._dropped)]
-        self.node_place: AgentsPlace | None = None
+        self.node_place: AgentsPlace | None = None  # None: no rank is on another node
         if keys is not None:
             listener = listen(host)
             address = Address(*listener.getsockname()[:2])
             self.node_place = AgentsPlace(address=address, replica=secrets.token_bytes(REPLICA_BYTES))
             self._acceptors.append(Listener(listener, self._greet_elsewhere, "kv-ranks", self._dropped))
-
-    @property
-    def has_nodes(self) -> bool:
-        """True when some ranks are on other nodes."""
-        return self.node_place is not None
 
     @property
     def sidecar(self) -> RankSidecar:

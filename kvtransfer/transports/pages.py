@@ -51,6 +51,14 @@ class PageMemory:
             raise ValueError(f"pages must be contiguous on the CPU, got {pool.device} {tuple(pool.shape)}")
         return cls(pool.data_ptr(), len(pool), pool[0].numel() * pool.itemsize, pool)
 
+    @classmethod
+    def of_peer(cls, descriptor: int, num_pages: int, page_bytes: int) -> "PageMemory":
+        """Map another process's pool for writing. It is unmapped with the last use of this object."""
+        mapped = map_shared(descriptor, num_pages * page_bytes)
+        mapped.madvise(mmap.MADV_DONTFORK)  # a child of this process must not write after its death
+        content = np.frombuffer(mapped, dtype=np.uint8)
+        return cls(int(content.ctypes.data), num_pages, page_bytes, content)
+
     @property
     def num_bytes(self) -> int:
         return self.num_pages * self.page_bytes
@@ -146,21 +154,6 @@ class PeerGenerations:
         return bool((self._words[pages] == words).all())
 
 
-class PeerPages:
-    """Another process's pool, mapped for writing; `close` unmaps it."""
-
-    def __init__(self, descriptor: int, num_pages: int, page_bytes: int) -> None:
-        self._mapped: mmap.mmap | None = map_shared(descriptor, num_pages * page_bytes)
-        self._mapped.madvise(mmap.MADV_DONTFORK)  # a child of this process must not write after its death
-        self.memory = PageMemory(_address(self._mapped), num_pages, page_bytes, self._mapped)
-
-    def close(self) -> None:
-        """Unmap the pool, which no thread may be writing. `memory` is invalid afterwards."""
-        if self._mapped is not None:
-            self._mapped.close()
-            self._mapped = None
-
-
 def as_words(generations: Sequence[int]) -> NDArray[np.uint32]:
     """Generations as words of the table: 32 bits, never REVOKED."""
     wrapped = np.asarray(generations, dtype=np.int64) % (2**32 - 1) + 1
@@ -173,10 +166,6 @@ def map_shared(descriptor: int, num_bytes: int, prot: int = mmap.PROT_READ | mma
     with contextlib.suppress(OSError):  # a kernel without them: small pages serve as well
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
-
-
-def _address(mapped: mmap.mmap) -> int:
-    return int(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)  # the view ends here, so close() can
 
 
 # Runs of a pool packed into staging memory, and unpacked from it, where the pool lies.

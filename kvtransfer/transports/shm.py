@@ -37,7 +37,7 @@ from baton.kernels.pages import Offsets, copy_runs
 from baton.kvtransfer.protocol.messages import ID_BYTES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender
-from baton.kvtransfer.transports.pages import HostPages, PagePacking, PeerGenerations, PeerPages, as_words
+from baton.kvtransfer.transports.pages import HostPages, PageMemory, PagePacking, PeerGenerations, as_words
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.messages.bounds import schema_hash
 from baton.rpc.auth import Role
@@ -300,22 +300,16 @@ class ShmSender(DirectSender):
     part_bytes = 8 * 2**20  # copied in half a millisecond
     num_threads = 1
     inline_bytes = 2**21  # copied in 0.15 ms, less than it takes to wake a thread
-    _mapped: PeerPages | None = None
 
     def map_pages(self, message: bytes, descriptors: list[int]) -> HostPages:
         offer = decode_greeting(message, PoolOffer, "pool")
         if len(descriptors) != 1:
             raise WireError(f"pages come with 1 descriptor, got {len(descriptors)}", reason="pool")
         check_size(descriptors[0], offer.num_pages * offer.page_bytes)
-        self._mapped = PeerPages(descriptors[0], offer.num_pages, offer.page_bytes)
-        return HostPages(self._mapped.memory)
+        return HostPages(PageMemory.of_peer(descriptors[0], offer.num_pages, offer.page_bytes))
 
     def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
-        assert self._mapped is not None and self._rank.memory is not None
-        destination = self._mapped.memory
-        copy_runs(self._rank.memory, destination, source_offset_N, destination_offset_N, plan.run_bytes)
-
-    def close(self) -> None:
-        super().close()
-        if self._mapped is not None:
-            self._mapped.close()
+        assert isinstance(self._pages, HostPages) and self._rank.memory is not None
+        copy_runs(
+            self._rank.memory, self._pages.memory, source_offset_N, destination_offset_N, plan.run_bytes
+        )

@@ -9,7 +9,6 @@ from baton.engine.runner.model_runner import KvPool
 from baton.kvtransfer.transports.pages import (
     PageMemory,
     PeerGenerations,
-    PeerPages,
     SharedPool,
     as_words,
     map_shared,
@@ -33,23 +32,23 @@ def test_an_engines_pool_lives_in_shared_memory() -> None:
     shared = SharedPool()
     pool = KvPool(layout, 6, 0, torch.device("cpu"), shared.zeros)
     assert shared.memory.page_bytes == layout.page_bytes and shared.memory.num_pages == 6
-    pages = PeerPages(shared.file.descriptor, 6, layout.page_bytes)
-    pages.memory.view()[layout.page_bytes : layout.page_bytes + 2] = b"\x80\x3f"
+    pages = PageMemory.of_peer(shared.file.descriptor, 6, layout.page_bytes)
+    pages.view()[layout.page_bytes : layout.page_bytes + 2] = b"\x80\x3f"
     assert pool.device[1].flatten()[0] == 1.0 and int((pool.device != 0).sum()) == 1
-    pages.close()
-    pages.close()
+    mapped = f"{pages.address:x}-"
+    del pages
+    assert mapped not in Path("/proc/self/smaps").read_text()
     shared.close()
 
 
 def test_a_child_of_a_writer_has_no_way_to_write() -> None:
     pool = SharedPool()
     pool.zeros((4, 4096), torch.uint8)
-    pages = PeerPages(pool.file.descriptor, 4, 4096)
-    mapped = f"{pages.memory.address:x}-"
+    pages = PageMemory.of_peer(pool.file.descriptor, 4, 4096)
+    mapped = f"{pages.address:x}-"
     smaps = Path("/proc/self/smaps").read_text()
     flags = smaps[smaps.index(mapped) :].split("VmFlags:")[1].splitlines()[0]
     assert "dc" in flags.split()  # not copied at a fork
-    pages.close()
     pool.close()
 
 
