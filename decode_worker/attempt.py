@@ -141,6 +141,10 @@ class Attempt:
         """The attempt's name in the engine and the ledger, different for each attempt at a request."""
         return f"{self.request_id}.{self.number}"
 
+    def prefix(self, engine: Replica) -> SoughtPrefix:
+        """Return the prefix that the attempt may claim here, or pull."""
+        return SoughtPrefix(engine, self.request, self.engine_id)
+
     @property
     def cancel(self) -> Cancel:
         return Cancel(request_id=self.request_id, attempt=self.number)
@@ -297,15 +301,14 @@ class IncomingPages:
 
     def pull(self, attempt: Attempt) -> bool:
         """Fetch the prefix that the router's source holds; False: there is none to fetch."""
-        prefix = SoughtPrefix(self._engine, attempt.request, attempt.engine_id)
-        if not self._prefixes.begin(attempt, attempt.source, prefix):
+        if not self._prefixes.begin(attempt, attempt.source, attempt.prefix(self._engine)):
             return False
         attempt.stage = AttemptStage.PULLING
         return True
 
     def claim(self, attempt: Attempt) -> None:
         """Have the attempt own the cached prefix."""
-        claim = SoughtPrefix(self._engine, attempt.request, attempt.engine_id).claim(1)
+        claim = attempt.prefix(self._engine).claim(1)
         if claim.pages:
             attempt.filled = claim
         else:

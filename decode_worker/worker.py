@@ -348,13 +348,7 @@ class DecodeWorker(WorkerNode):
             return True
         if not self._admission.may_have_room(attempt):
             return False
-        self._engine.pages.accounts.book(attempt.engine_id, attempt.request.tenant)
-        claim = self._engine.claim_prefix(
-            attempt.request.all_token_ids,
-            attempt.request.page_salt,
-            attempt.engine_id,
-            multiple_of=max(prefill.page_size, self._engine.pages.page_size),
-        )
+        claim = attempt.prefix(self._engine).claim(max(prefill.page_size, self._engine.pages.page_size))
         num_missing = attempt.request.num_tokens - claim.num_tokens
         if not self._admission.make_room(attempt, self._engine.pages.pages_for(num_missing)):
             self._engine.release(claim)

@@ -183,8 +183,7 @@ class PrefillWorker(WorkerNode):
         else:
             job.granted = granted
             if job.stage is PrefillStage.COMPUTED:
-                self._offer(job)
-                self._finish_compute(job)
+                self._hand_off(job)
             elif job.stage is PrefillStage.COMPUTING:
                 self._offer(job)
 
