@@ -437,20 +437,21 @@ class GroupListener:
 
     def _greet(self, sock: socket.socket) -> None:
         """Form a pair with a source that proves itself, and serve it; called in a thread for this source."""
+        rank, settings, connection = self._rank, self._settings, None
         try:
-            connection = self._rank.connect(sock, Role.ACCEPTING, self._settings.connect_s, PAIR_SCHEMA)
-        except (BatonError, OSError) as error:
-            log_end("a source has formed no pair", error)
-            sock.close()
-            return
-        try:
-            pair = self._form_pair(sock, connection, self._receive_request(connection))
+            connection = rank.connect(sock, Role.ACCEPTING, settings.connect_s, PAIR_SCHEMA)
+            request = self._receive_request(connection)
+            pair = ReceivePair(self._transport, rank, settings, request.payload_bytes, connection)
+            if not self._acceptor.keep(sock, pair.stop, MAX_PAIRS):
+                refusal = f"{self._transport.name}: no more than {MAX_PAIRS} pairs at once"
+                connection.send(msgspec.msgpack.encode(PairReply(refusal=refusal)))
+                raise TransferFailed(refusal)
         except (BatonError, OSError, RuntimeError) as error:  # CUDA raises RuntimeError
-            logger.warning("a source has formed no pair: %s", error)
-            if isinstance(error, TransferFailed):
-                with contextlib.suppress(BatonError, TimeoutError):
-                    connection.send(msgspec.msgpack.encode(PairReply(refusal=str(error)[:512])))
-            connection.close()
+            if connection is None:
+                log_end("a source has formed no pair", error)
+            else:
+                logger.warning("a source has formed no pair: %s", error)
+            (connection or sock).close()
             return
         pair.run()
 
@@ -459,13 +460,6 @@ class GroupListener:
             return decode_greeting(connection.recv(self._settings.connect_s), PairRequest, "pair")
         except WireError as error:
             raise connection.drop(error) from None
-
-    def _form_pair(self, sock: socket.socket, connection: Connection, request: PairRequest) -> "ReceivePair":
-        """Return the pair. Raises TransferFailed, for the source to read, when there are too many."""
-        pair = ReceivePair(self._transport, self._rank, self._settings, request.payload_bytes, connection)
-        if not self._acceptor.keep(sock, pair.stop, MAX_PAIRS):
-            raise TransferFailed(f"{self._transport.name}: no more than {MAX_PAIRS} pairs at once")
-        return pair
 
 
 class ReceivePair:
