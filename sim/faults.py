@@ -95,9 +95,9 @@ class Faults:
             (self._pause, 2),
             (self._cut, 2),
             (self._stall, 1),
-            (self._damage, 3),
-            (self._break, 1),
-            (self._slow_down, 1),
+            (lambda: self._with_pieces("flip_chance", (0.05, 0.5, 1.0)), 3),
+            (lambda: self._with_pieces("break_chance", (0.2, 1.0)), 1),
+            (lambda: self._with_pieces("delay_s", (0.05, 0.5, 2.0)), 1),
             (lambda: self._drain(self._worker()), 1),
             (self._ambush, 2),
             (self._migrate, 4),
@@ -108,8 +108,8 @@ class Faults:
 
     def _silent_faults(self) -> list[Fault]:
         return _by_weight(
-            (self._swallow, 2),
-            (self._swallow_one_way, 1),
+            (lambda: self._swallow(both_ways=True), 2),
+            (lambda: self._swallow(both_ways=False), 1),
             (self._swallow_wire, 1),
             (self._stop, 2),
             (self._slow_steps, 1),
@@ -159,17 +159,9 @@ class Faults:
         wire.stalled_until_s = self._events.now_s + seconds
         return f"{wire.name} stalls for {seconds:.2f} s"
 
-    def _damage(self) -> str:
-        return self._with_pieces("flip_chance", self._random.choice((0.05, 0.5, 1.0)))
-
-    def _break(self) -> str:
-        return self._with_pieces("break_chance", self._random.choice((0.2, 1.0)))
-
-    def _slow_down(self) -> str:
-        return self._with_pieces("delay_s", self._random.choice((0.05, 0.5, 2.0)))
-
-    def _with_pieces(self, name: str, value: float) -> str:
-        slot = self._worker(WorkerRole.PREFILL)
+    def _with_pieces(self, name: str, values: Sequence[float]) -> str:
+        """Set a fault of `Pieces` to one of these values for a while."""
+        value, slot = self._random.choice(values), self._worker(WorkerRole.PREFILL)
         pieces, seconds = _worker_of(slot).endpoint.ranks[0].pieces, self._random.uniform(0.2, 3.0)
         setattr(pieces, name, value)
         self._events.after(seconds, lambda: setattr(pieces, name, 0.0))
@@ -255,23 +247,15 @@ class Faults:
         self.over_s = max(self.over_s, self._events.now_s + seconds)
         return seconds
 
-    def _swallow(self) -> str:
+    def _swallow(self, *, both_ways: bool) -> str:
         one, other = self._random.sample(self._deployment.slots, 2)
         seconds = self._lasts(SWALLOWED_S)
-        self._swallow_from(one, other, seconds)
-        self._swallow_from(other, one, seconds)
-        return f"{one.name} - {other.name} is swallowed for {seconds:g} s"
-
-    def _swallow_one_way(self) -> str:
-        one, other = self._random.sample(self._deployment.slots, 2)
-        seconds = self._lasts(SWALLOWED_S)
-        self._swallow_from(one, other, seconds)
-        return f"messages from {one.name} to {other.name} are swallowed for {seconds:g} s"
-
-    def _swallow_from(self, sender: Slot, receiver: Slot, seconds: float) -> None:
-        self._network.swallow(sender.name, receiver.name, seconds)
-        for slot in (sender, receiver):
-            slot.seems_gone(seconds)
+        for sender, receiver in ((one, other), (other, one))[: 1 + both_ways]:
+            self._network.swallow(sender.name, receiver.name, seconds)
+            one.seems_gone(seconds)
+            other.seems_gone(seconds)
+        way = "-" if both_ways else "->"
+        return f"{one.name} {way} {other.name} is swallowed for {seconds:g} s"
 
     def _swallow_wire(self) -> str:
         wire = self._wire()

@@ -30,7 +30,7 @@ from baton.rpc.peers import TICK_S, Peer
 from baton.rpc.worker_node import MEASURED_S
 from baton.sim.process import Events, OffsetClock
 from baton.sim.timed.fast_worker import FastWorker, PromptJob
-from baton.sim.timed.fleet import CallOutcome, ClientCall, FastGateway, Fleet, PageHolders, retry_s
+from baton.sim.timed.fleet import CallOutcome, ClientCall, FastGateway, Fleet, retry_s
 from baton.sim.timed.light_router import LightRouter
 from baton.sim.timed.times import Contention, WorkTimes
 from baton.tenants import Refusal, Sla
@@ -71,14 +71,14 @@ class FastCluster:
         self.router = Router(config, clock, f"{1:032x}")
         all_times = tuple(times.values()) if isinstance(times, Mapping) else (times,)
         token_bytes = all_times[0].kv_token_bytes * scale
-        self.light = LightRouter(clock, self._num_held, token_bytes, config.seed) if is_light else None
+        light = partial(LightRouter, clock, self.keys_of, page_size, token_bytes, config.seed)
+        self.light = light() if is_light else None
         self.outcomes: list[CallOutcome] = []
         self.served: list[tuple[float, str, int]] = []  # time, tenant, tokens computed or answered
         self.levels: list[tuple[float, int]] = []  # time, overload level
         self.waiting_s = self.idle_s = 0.0  # worker-seconds in which a call waited; of these, idle
         self.workers: dict[str, FastWorker] = {}
         self.parts: defaultdict[str, float] = defaultdict(float)  # seconds of all requests, as in timelines
-        self.page_holders = PageHolders(page_size)
         self.holders: dict[str, FastWorker] = {}  # request id -> its decode worker
         # Request id -> the worker that has computed the prompt, the prompt's times, the moment of its end.
         self.under_way: dict[str, tuple[FastWorker, PrefillTimes, float]] = {}
@@ -204,9 +204,6 @@ class FastCluster:
         self.router.received(self._gateway, Ended(attempts=(key,), num_tokens=(num_answered,)))
 
     # The clients, the gateway and the light router.
-
-    def _num_held(self, request: Request) -> dict[int, int]:
-        return self.page_holders.num_held(self.keys_of(request))
 
     def _ask(self, call: ClientCall, retry: int) -> None:
         request_id = f"{next(self._numbers):032x}"

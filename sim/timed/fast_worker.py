@@ -440,7 +440,7 @@ class FastWorker:
             return
         changes = list(self.store.keep(cluster.keys_of(request), cluster.num_more_pages(request)))
         if cluster.light is not None:
-            cluster.page_holders.change(changes, self.bit)
+            cluster.light.kept(changes, self.bit)
         elif changes:
             events = KvEventBatch(
                 first=self._num_changes,

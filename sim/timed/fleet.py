@@ -131,40 +131,6 @@ class PageStore:
             yield key, pages[key]
 
 
-class PageHolders:
-    """The workers that keep each page, as bits: what the light router's index would say."""
-
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-        self._holders: dict[bytes, int] = {}  # key -> bits
-
-    def change(self, changes: Sequence[tuple[bytes, int]], bit: int) -> None:
-        """Note pages that a worker keeps, or no longer: see `PageStore.keep`."""
-        holders = self._holders
-        for key, page in changes:
-            if page >= 0:
-                holders[key] = holders.get(key, 0) | bit
-            else:
-                holders[key] &= ~bit
-
-    def num_held(self, keys: Sequence[bytes]) -> dict[int, int]:
-        """Return the leading tokens that workers hold, by the bits of those that hold any."""
-        found: dict[int, int] = {}
-        before = -1
-        for number, key in enumerate((*keys, b"")):
-            holders = self._holders.get(key, 0) & before
-            if holders != before and number:
-                left = before ^ holders
-                while left:
-                    bit = left & -left
-                    found[bit] = number * self._page_size
-                    left ^= bit
-            if not holders:
-                break
-            before = holders
-        return found
-
-
 class Measurements:
     """The times that a worker measures, until it tells them to its router."""
 

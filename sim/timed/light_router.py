@@ -126,12 +126,19 @@ class LightRouter:
     """Chooses the workers of each request of one tenant."""
 
     def __init__(
-        self, clock: Clock, num_held: Callable[[Request], Mapping[int, int]], token_bytes: float, seed: int
+        self,
+        clock: Clock,
+        keys_of: Callable[[Request], Sequence[bytes]],
+        page_size: int,
+        token_bytes: float,
+        seed: int,
     ) -> None:
-        """num_held: tokens of a prompt that workers hold, by the workers' bits. token_bytes: of pages."""
+        """keys_of: returns the keys of a prompt's pages. token_bytes: of pages."""
         self._clock = clock
         self._token_bytes = token_bytes
-        self._num_held = num_held
+        self._keys_of = keys_of
+        self._page_size = page_size
+        self._holders: dict[bytes, int] = {}  # key of a page -> bits of the workers that keep it
         self._random = Random(seed)
         self._steps = {role: StepFit(Fit(STEP_PRIOR)) for role in WorkerRole}
         self._arrivals = Arrivals(clock.now_s())
@@ -162,6 +169,15 @@ class LightRouter:
     def measured(self, bit: int, measured: Measured, handoffs: Sequence[tuple[str, PrefillTimes]]) -> None:
         """Learn from a worker's measurements. handoffs: of its prompts, with the decode workers."""
         self._by_bit[bit].learn(measured, handoffs)
+
+    def kept(self, changes: Sequence[tuple[bytes, int]], bit: int) -> None:
+        """Note pages that a worker keeps, or no longer: see `PageStore.keep`."""
+        holders = self._holders
+        for key, page in changes:
+            if page >= 0:
+                holders[key] = holders.get(key, 0) | bit
+            else:
+                holders[key] &= ~bit
 
     def started(self, request_id: str) -> None:
         """Take the first token of a request."""
@@ -225,7 +241,7 @@ class LightRouter:
         """
         num_tokens = request.num_tokens
         num_output = min(EXPECTED_OUTPUT_TOKENS, request.sampling.max_tokens or EXPECTED_OUTPUT_TOKENS)
-        held, num_kv = self._num_held(request), num_tokens + num_output
+        held, num_kv = self._num_held(self._keys_of(request)), num_tokens + num_output
         accounts = [each for each in self._compared(self._decodes, held) if each.has_room(num_kv)]
         if not accounts:
             return None
@@ -260,6 +276,23 @@ class LightRouter:
                 handoff_s = account.handoff_s(decode.as_prefill.worker, num_bytes)
                 candidates.append(remote_pair(cost, decode, handoff_s))
         return candidates
+
+    def _num_held(self, keys: Sequence[bytes]) -> dict[int, int]:
+        """Return the leading tokens that workers hold, by the bits of those that hold any."""
+        found: dict[int, int] = {}
+        before = -1
+        for number, key in enumerate((*keys, b"")):
+            holders = self._holders.get(key, 0) & before
+            if holders != before and number:
+                left = before ^ holders
+                while left:
+                    bit = left & -left
+                    found[bit] = number * self._page_size
+                    left ^= bit
+            if not holders:
+                break
+            before = holders
+        return found
 
     def _compared(self, accounts: Sequence[Account], held: Mapping[int, int]) -> Sequence[Account]:
         """See CostPolicy: all in an order that begins at random; of very many, those that hold most and some
