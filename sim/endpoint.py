@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from random import Random
-from typing import Final, TypeAlias
+from typing import Final
 
 from baton.engine.cache.page_pool import PagePool
 from baton.errors import WireError
@@ -57,9 +57,6 @@ from baton.sim.engine import ENTRY_BYTES, MODEL, KvMemory
 from baton.sim.network import End, Network, Recorder
 from baton.sim.process import Call, SimProcess
 
-OnEnd: TypeAlias = Callable[
-    [bytes | None, str], None
-]  # digests of the piece's units, or the reason of failure
 FLIPPED: Final = 0x40
 
 
@@ -75,7 +72,6 @@ class SimPiece:
     source_pages: tuple[int, ...]
     pages: tuple[int, ...]
     generations: tuple[int, ...]
-    on_end: OnEnd
     is_stopped: bool = False
     is_inside: bool = False  # its direct writer has checked the pages, and has not written them yet
     contents: list[bytes] = field(default_factory=list)
@@ -99,13 +95,14 @@ def digest(content: bytes | bytearray) -> bytes:
 
 
 class Pieces:
-    """Pieces that leave one endpoint. Reads and writes go on beside the turns of both processes."""
+    """Pieces that leave one rank. Reads and writes go on beside the turns of both processes."""
 
-    def __init__(self, process: SimProcess, network: Network, random: Random) -> None:
+    def __init__(self, source: SimRank, network: Network, random: Random) -> None:
         self.flip_chance = 0.0  # faults: the chance that a piece arrives damaged,
         self.break_chance = 0.0  # the chance that it does not arrive,
         self.delay_s = 0.0  # and a delay of each piece
-        self._process = process
+        self._source = source
+        self._process = source.process
         self._network = network
         self._random = random
         self._targets: dict[bytes, tuple[SimRank, bool]] = {}  # incarnation -> rank, writes directly
@@ -125,8 +122,8 @@ class Pieces:
         """Return whether pages of that peer are written directly."""
         return self._targets[incarnation][1]
 
-    def push(self, source: SimRank, incarnation: bytes, piece: SimPiece) -> None:
-        """Send a piece to a peer; `piece.on_end` is posted once, unless the transfer is stopped before."""
+    def push(self, incarnation: bytes, piece: SimPiece) -> None:
+        """Send a piece to a peer; `SimRank.pushed` follows once, unless the transfer is stopped before."""
         target, is_direct = self._targets[incarnation]
         self._going[piece] = target
         if self._random.random() < self.break_chance:
@@ -134,7 +131,7 @@ class Pieces:
         else:
             move = self._check if is_direct else self._read
             moves_s = self._network.moves_s(piece.num_tokens, self.num_transfers)
-            self._later(lambda: move(source, target, piece), moves_s)
+            self._later(lambda: move(target, piece), moves_s)
 
     def stop(self, transfer: bytes, on_stopped: Call) -> None:
         """Neither read nor write for a transfer any more; its target refuses pieces that are under way.
@@ -158,7 +155,7 @@ class Pieces:
 
     # Direct writes.
 
-    def _check(self, source: SimRank, target: SimRank, piece: SimPiece) -> None:
+    def _check(self, target: SimRank, piece: SimPiece) -> None:
         if piece.is_stopped:
             return
         units_per_page = target.memory.page_size // piece.unit_tokens
@@ -166,7 +163,7 @@ class Pieces:
             if target.open_pages.get(piece.pages[index]) != piece.generations[index]:
                 self._fail(piece, "the page is not ours any more")
                 return
-        self._take_contents(source, piece)
+        self._take_contents(piece)
         piece.is_inside = True
         self._process.later(self._network.nap_s(self._random), lambda: self._write_directly(target, piece))
 
@@ -176,11 +173,11 @@ class Pieces:
 
     # Writes through the receiver.
 
-    def _read(self, source: SimRank, target: SimRank, piece: SimPiece) -> None:
+    def _read(self, target: SimRank, piece: SimPiece) -> None:
         if piece.is_stopped:
             return
-        self._take_contents(source, piece)
-        wait_s = self._network.connects_in_s(source.process, target.process)
+        self._take_contents(piece)
+        wait_s = self._network.connects_in_s(self._process, target.process)
         if wait_s < LINK_TIMEOUT_S:
             target.process.later(wait_s + self._network.delay_s(), lambda: self._arrive(target, piece))
         else:
@@ -204,7 +201,8 @@ class Pieces:
 
     # Both.
 
-    def _take_contents(self, source: SimRank, piece: SimPiece) -> None:
+    def _take_contents(self, piece: SimPiece) -> None:
+        source = self._source
         for unit in piece.units:
             page, place = source.memory.place(piece.source_pages, unit, piece.unit_tokens)
             assert ("reader", piece.transfer) in source.pool.owners(page), f"page {page} is read unheld"
@@ -231,7 +229,7 @@ class Pieces:
     def _conclude(self, piece: SimPiece, digests: bytes | None, reason: str) -> None:
         was_stopped, piece.is_stopped = piece.is_stopped, True
         if self._going.pop(piece, None) is not None and not was_stopped:
-            self._process.post(lambda: piece.on_end(digests, reason))
+            self._process.post(lambda: self._source.pushed(piece, digests, reason))
         self._settle(piece.transfer)
 
     def _settle(self, transfer: bytes) -> None:
@@ -302,7 +300,7 @@ class SimRank:
         self.incarnation = endpoint.incarnation
         self.registrations = ReceiveRegistrations(self.pool.num_pages)
         self.open_pages: dict[int, int] = {}  # page -> generation: open for direct writes
-        self.pieces = Pieces(process, network, random)
+        self.pieces = Pieces(self, network, random)
         self.is_lost = False  # commands and events are lost from now on
         self.is_dead = False  # the endpoint knows that the rank's process is dead
         self._endpoint = endpoint
@@ -422,12 +420,11 @@ class SimRank:
             shard.pages,
             shard.order.pages,
             shard.order.generations,
-            lambda digests, reason: self._pushed(piece, digests, reason),
         )
-        self.pieces.push(self, shard.order.destination.listeners.incarnation, piece)
+        self.pieces.push(shard.order.destination.listeners.incarnation, piece)
 
-    def _pushed(self, piece: SimPiece, digests: bytes | None, reason: str) -> None:
-        """digests: of the piece's units; None when they were not written."""
+    def pushed(self, piece: SimPiece, digests: bytes | None, reason: str) -> None:
+        """Report the end of a piece. digests: of its units; None when they were not written."""
         is_done = digests is not None
         self._emit(
             messages.PushEnded(
