@@ -210,7 +210,7 @@ def usual_times() -> TimeModel:
     }
     most = {"num_sequences": 256.0, "num_context": 1e7, "num_new": 8192.0, "num_pairs": 1e9}
     alike = (1.0,) * 7
-    steps = StepModel(fixed_s=1.2e-3, curves=curves, most=most, errors=alike, spread=alike)
+    steps = StepModel(fixed_s=1.2e-3, curves=curves, most=most, errors=alike)
     return TimeModel(
         model="usual",
         fingerprint="usual",

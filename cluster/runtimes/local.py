@@ -62,6 +62,11 @@ class LocalProcess:
         """The id of the process."""
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        """The process has not ended."""
+        return self._process.returncode is None
+
     async def ready(self) -> Address:
         return address_in(await asyncio.shield(self._report), self.name)
 
@@ -78,17 +83,17 @@ class LocalProcess:
 
     def stop(self) -> None:
         self._is_asked = True
-        if self._process.returncode is None:
+        if self.is_alive:
             self._process.terminate()
 
     def use_keys(self, keys: Keys) -> None:
         """Derive the keys of the process's kind from these cluster keys, and send them to the process."""
         assert self._process.stdin is not None
-        if self._process.returncode is None:
+        if self.is_alive:
             self._process.stdin.write(msgspec.json.encode(generations_of(self._kind, keys)) + b"\n")
 
     def kill(self) -> None:
-        if self._process.returncode is None:
+        if self.is_alive:
             kill_tree(self._process.pid)
 
     def give_up(self) -> None:
@@ -138,8 +143,7 @@ class LocalRuntime:
         self._command = command
         self._template = Template(command[2:], limit=MAX_REPORT_BYTES)
         self._forks_workers = False
-        self._alive: set[LocalProcess] = set()
-        self._watches: set[asyncio.Task[None]] = set()
+        self._processes: list[LocalProcess] = []  # those that have ended leave at the next start
         self._num_threads: dict[str, int] = {}  # by the name of a process that computes
         self._gpus_of: dict[str, Sequence[str]] = {}  # by the name of a process
 
@@ -188,10 +192,7 @@ class LocalRuntime:
         assert process.stdin is not None
         process.stdin.write(assignment(spec, self._keys) + b"\n")  # and never closed: see cluster/process.py
         local = LocalProcess(spec, process)
-        self._alive.add(local)
-        watch = asyncio.create_task(self._forget_ended(local))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
+        self._processes = [*(each for each in self._processes if each.is_alive), local]
         return local
 
     async def _start(self, environment: dict[str, str]) -> Process:
@@ -206,17 +207,11 @@ class LocalRuntime:
 
     def use_keys(self, keys: Keys) -> None:
         self._keys = keys
-        for process in self._alive:
+        for process in self._processes:
             process.use_keys(keys)
 
     async def close(self) -> None:
-        alive = list(self._alive)
-        for process in alive:
+        for process in self._processes:
             process.kill()
-        await asyncio.gather(*(process.watch() for process in alive))
-        await asyncio.gather(*self._watches)
+        await asyncio.gather(*(process.watch() for process in self._processes))
         await self._template.close()
-
-    async def _forget_ended(self, process: LocalProcess) -> None:
-        await process.watch()
-        self._alive.discard(process)

@@ -4,7 +4,7 @@
    coefficients of at least 0. Each quantity has a `Curve`, which gets a knot where one makes held-out shapes
    better predicted.
 2. A model knows its errors: the quantiles of measured over predicted seconds, of shapes that were held out
-   of the fit, and the spread of single steps about the mean of their shape.
+   of the fit.
 3. A model knows its ranges. `Validity` counts the time that a rehearsal spends outside of them.
 
 `Machine` is the same for machines that were not measured, by roofline.
@@ -23,7 +23,7 @@ import numpy as np
 from baton.errors import ConfigError
 from baton.router.policies.cost_model import solve_nonnegative
 
-QUANTILES: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of errors and of spreads
+QUANTILES: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of errors
 OUTLIERS: Final = 0.02  # share of the longest steps that is left out: the machine did other things
 KNOT_PLACES: Final = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)  # candidates, as quantiles of the values
 MAX_KNOTS: Final = 2  # of one curve
@@ -167,7 +167,6 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     curves: dict[str, Curve]  # by QUANTITIES
     most: dict[str, float]  # of each field of StepWork, that was measured
     errors: tuple[float, ...]  # QUANTILES of measured over predicted seconds of shapes that were held out
-    spread: tuple[float, ...]  # QUANTILES of a step's seconds over the mean of its shape
 
     def seconds(self, work: StepWork) -> float:
         """Return the mean seconds of such a step."""
@@ -401,13 +400,11 @@ def fit_steps(samples: Iterable[StepSample]) -> StepModel:
     means = _means(by_work)
     shapes = [_Shape(work.quantities, mean_s) for work, mean_s in means.items()]
     fixed_s, curves, ratios = _fit(shapes, QUANTITIES)
-    spread = [each / means[work] for work, seconds in by_work.items() for each in seconds]
     return StepModel(
         fixed_s=fixed_s,
         curves=curves,
         most={name: max(getattr(work, name) for work in by_work) for name in StepWork._fields},
         errors=_quantiles(ratios),
-        spread=_quantiles(spread),
     )
 
 

@@ -8,7 +8,7 @@ import argparse
 import re
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -48,10 +48,9 @@ def _run(arguments: argparse.Namespace) -> None:
     if not re.fullmatch("[0-9a-f]{32}", request_id):
         raise ConfigError(f"request_id: expected 32 hex digits, got {arguments.request_id!r}")
 
-    async def explain(operator: Operator) -> Explained:
-        return Explained(
-            await operator.explain(request_id), await operator.status(), await operator.timeline(request_id)
-        )
+    async def explain(operator: Operator) -> tuple[tuple[Decision, ...], Status, RequestTimeline | None]:
+        decisions, status = await operator.explain(request_id), await operator.status()
+        return decisions, status, await operator.timeline(request_id)
 
     decisions, status, timeline = ask(arguments, explain)
     if arguments.json:
@@ -90,14 +89,6 @@ def plan_row(plan: "ScalingPlan") -> tuple[str, ...]:
     causes = sorted(plan.causes.items(), key=lambda cause: -cause[1])[:MAX_CAUSES]
     caused = ", ".join(f"{name.strip('/') or 'all'} {share:.0%}" for name, share in causes)
     return plan.decision_id, plan.outcome, plan.target.name, shown, *attained, plan.reason, caused
-
-
-class Explained(NamedTuple):
-    """The answers about one request."""
-
-    decisions: tuple[Decision, ...]
-    status: Status
-    timeline: RequestTimeline | None  # None: the request runs, or no gateway has it any more
 
 
 def parts_of(decision: Decision, names: dict[str, str]) -> list[output.Part]:
