@@ -181,7 +181,8 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
     for kernels in cache_directory().glob("kernels-*.so"):  # or they would be compiled anew
         shutil.copy2(kernels, folder)
     options = ("--gateways", "2", "--routers", "2", "--decode-tp", "2", "--decode-block-size", "64")
-    with served(*OPTIONS, *options, "--transport", "tcp", BATON_CACHE_DIR=str(folder)) as found:
+    stages = ("--decode-pp", "2", "--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
+    with served(*OPTIONS, *options, *stages, "--transport", "tcp", BATON_CACHE_DIR=str(folder)) as found:
         yield found, str(folder)
         pids = descendants(found.process.pid)
         found.process.kill()
@@ -189,13 +190,15 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
         until(lambda: are_gone(pids), 10.0)
 
 
-def test_several_gateways_routers_and_ranks_serve_behind_one_port(
+def test_several_gateways_routers_stages_and_ranks_serve_behind_one_port(
     several: tuple[Served, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, folder = several
     monkeypatch.setenv("BATON_CACHE_DIR", folder)
     for case in recall_cases(4, 500, seed=4):
         assert cluster.complete(case.prompt, 4) == case.answer
+    list(cluster.stream(COPY[0], max_tokens=300, ignore_eos=True))  # repeats itself in the end
+    until(lambda: cluster.status()["decode-0"].load.num_draft_tokens > 0)
     table = cluster.baton("status", "--port", str(cluster.port))
     assert table.count("Redis is up" if find_program() else "routed") == 2
     for router in find_record(cluster.port).routers:
