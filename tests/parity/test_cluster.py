@@ -101,6 +101,22 @@ SPLIT: Final = tuple(
     for a, b in ((16, 16), (64, 16))
 )
 
+DRAFTS: Final = tuple(
+    Topology(
+        f"{method}, pp 2 x tp {tp}, {transport}, pages 64 to 16",
+        prefill_tp=tp,
+        decode_tp=tp,
+        prefill_page_size=64,
+        transport=transport,
+        prefill_pp=2,
+        decode_pp=2,
+        decode_settings={"speculative": {"method": method, "prompt_lookup_min": 1}},
+    )
+    for method in ("ngram", "suffix")
+    for tp in (1, 2)
+    for transport in ("shm", "tcp")
+)
+
 STAGES: Final = tuple(
     Topology(
         f"pp {pp} x tp {tp} to pp {decode_pp} x tp {decode_tp}, {transport}, pages {a} to {b}",
@@ -359,12 +375,22 @@ PAGE_BYTES: Final = (
 )  # of MODEL: 16 tokens, 2 layers, keys and values, 2 heads of 16 floats
 
 
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_preemption_for_want_of_pages_changes_no_token(
-    oracle: Engine, model_directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    num_stages: int,
+    oracle: Engine,
+    model_directory: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two long answers begin in the same step of the decode worker and outgrow its 17 pages together."""
-    few_pages = {"cache": {"kv_cache_memory_bytes": 17 * PAGE_BYTES}}
-    prefill, decode = Topology("few pages", decode_settings=few_pages).engines(model_directory(MODEL))
+    """Two long answers begin in the same step of the decode worker and outgrow its 17 pages together.
+
+    With two stages there are drafts, too.
+    """
+    settings: dict[str, Any] = {"cache": {"kv_cache_memory_bytes": 17 * PAGE_BYTES // num_stages}}
+    if num_stages > 1:
+        settings["speculative"] = {"method": "ngram", "prompt_lookup_min": 1}
+    topology = Topology("few pages", decode_pp=num_stages, decode_settings=settings)
+    prefill, decode = topology.engines(model_directory(MODEL))
     with Cluster(prefill, decode) as cluster:
         (worker,) = cluster.workers_of(WorkerRole.DECODE)
         hold_steps_until(worker.hosted.engine, 2, monkeypatch)
@@ -377,7 +403,7 @@ def test_preemption_for_want_of_pages_changes_no_token(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "topology", (*SLOW, *SPLIT, *STAGES, *OVER_LIBRARIES), ids=lambda topology: topology.name
+    "topology", (*SLOW, *SPLIT, *STAGES, *DRAFTS, *OVER_LIBRARIES), ids=lambda topology: topology.name
 )
 def test_every_topology_gives_the_tokens_of_one_engine(
     topology: Topology, oracle: Engine, model_directory: Callable[..., Path]
