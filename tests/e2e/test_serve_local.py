@@ -197,8 +197,7 @@ def test_several_gateways_routers_stages_and_ranks_serve_behind_one_port(
     monkeypatch.setenv("BATON_CACHE_DIR", folder)
     for case in recall_cases(4, 500, seed=4):
         assert cluster.complete(case.prompt, 4) == case.answer
-    list(cluster.stream(COPY[0], max_tokens=300, ignore_eos=True))  # repeats itself in the end
-    until(lambda: cluster.status()["decode-0"].load.num_draft_tokens > 0)
+    until(lambda: has_drafts(cluster))
     table = cluster.baton("status", "--port", str(cluster.port))
     assert table.count("Redis is up" if find_program() else "routed") == 2
     for router in find_record(cluster.port).routers:
@@ -206,6 +205,12 @@ def test_several_gateways_routers_stages_and_ranks_serve_behind_one_port(
         os.kill(pid, signal.SIGKILL)
         assert cluster.complete(COPY[0]) == COPY[1]  # the other is asked
         until(lambda: are_gone({pid}) and len(cluster.routers()) == 2)  # noqa: B023
+
+
+def has_drafts(cluster: Served) -> bool:
+    """Return whether a decode worker has computed drafts, after another answer that repeats itself."""
+    list(cluster.stream(COPY[0], max_tokens=300, ignore_eos=True))
+    return cluster.status()["decode-0"].load.num_draft_tokens > 0
 
 
 def test_worker_started_by_hand_finds_the_cluster_of_this_machine(

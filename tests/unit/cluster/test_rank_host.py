@@ -33,6 +33,7 @@ from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
 from baton.engine.runner import rank_process, tp_worker
 from baton.engine.runner.rank_process import READY, RankNetwork, TpAssignment, TpWorkerProcess, error_of
+from baton.engine.speculation.draft_lengths import StepCosts
 from baton.errors import ORPHANED, ConfigError, ModelError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.agent_arguments import AgentsPlace
@@ -135,11 +136,13 @@ def answers(engine: Engine) -> list[Any]:
     return [generate(engine, prompt, seed=seed, **sampling) for seed, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(("tp_size", "has_drafts"), [(1, False), (1, True), (2, False)])
 def test_stages_on_two_nodes_give_the_tokens_and_logprobs_of_one_rank(
-    make: Make, model: Path, tp_size: int
+    make: Make, model: Path, tp_size: int, has_drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = spread(model, tp_size)
+    costs = StepCosts({1: 1.0, 4096: 1.0}, {1: 1.0, 4096: 1.0})  # the first drafts pay on any machine
+    monkeypatch.setattr("baton.engine.engine.time_steps", lambda *_: costs)
+    config = spread(model, tp_size, speculative={"model": str(model)} if has_drafts else None)
     nodes = make(config)
     with closing(tiny_engine(model)) as alone:
         expected = answers(alone)
@@ -147,6 +150,7 @@ def test_stages_on_two_nodes_give_the_tokens_and_logprobs_of_one_rank(
     with closing(nodes.load(config)) as engine:
         assert len(children() - before) == 2 * tp_size - 1
         assert answers(engine) == expected
+        assert (engine.load().num_draft_tokens > 0) == has_drafts
     assert children() == before, "a rank outlives its engine"
 
 
