@@ -23,12 +23,12 @@ from baton.messages.control import (
 )
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.orders import Wake
-from baton.messages.workers import REMOTE_PREFILLS, Load, WorkerStatus
+from baton.messages.workers import REMOTE_PREFILLS, Load, Worker, WorkerStatus
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent
 from baton.token_ids import TokenIds
 from tests.answer import Answer
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
-from tests.unit.gateway.frontend_peers import ROUTER, Gateway, event, gateway
+from tests.unit.gateway.frontend_peers import Gateway, event, gateway
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 KEY = (id_of("r"), 0)
@@ -84,26 +84,6 @@ def test_repeated_token_is_dropped_and_counted() -> None:
     g.say("d0", event(0, token_id=7))
     assert sink.token_ids == [100, 101]
     assert g.frontend.counters["contradictions"] == 1
-
-
-def test_sink_may_open_another_choice_at_its_first_token() -> None:
-    g = gateway("d0")
-    second = Answer()
-
-    def open_second(_: TokenEvent) -> None:
-        if first.token_ids == [100]:
-            sticky_worker = g.frontend.decode_worker(id_of("r"))
-            g.frontend.open(a_request("s", choice=1), second, sticky_worker=sticky_worker)
-
-    first = g.open(sink=Answer(open_second))
-    g.route("d0")
-    g.say("d0", event(0))
-    assert g.submitted() == Submit(
-        request=a_request("s", choice=1), sticky_worker=id_of("d0"), age_s=g.clock.now_s()
-    )
-    g.route("d0", request=a_request("s"))
-    g.say("d0", event(1, STOP), event(0, STOP, name="s"))
-    assert (first.token_ids, second.token_ids) == ([100, 101], [100])
 
 
 def test_cancel_stops_the_worker_and_ends_the_attempt() -> None:
@@ -209,15 +189,6 @@ def test_request_that_a_worker_finds_invalid_is_an_invalid_request() -> None:
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 KEY = (id_of("r"), 0)
-
-
-def test_gateway_connects_to_the_router_and_to_every_worker() -> None:
-    g = gateway("p0", "d0")
-    g["d0"].leave()
-    g["router"].leave()
-    g.dialled.clear()
-    g.tick()
-    assert set(g.dialled) == {ROUTER, a_worker("d0").address}
 
 
 def test_router_hears_the_workers_that_the_gateway_reaches() -> None:
@@ -339,24 +310,18 @@ def test_request_that_waits_for_a_model_that_sleeps_wakes_the_model(wakes_models
     assert woken == (["b"] if wakes_models else [])
 
 
-def test_health_check_wakes_no_model() -> None:
+@pytest.mark.parametrize(
+    ("is_probe", "workers"),
+    [
+        pytest.param(True, (a_worker("d0", is_asleep=True),), id="health check"),
+        pytest.param(False, (a_worker("d0", is_asleep=True), a_worker("d1")), id="a decode worker is awake"),
+    ],
+)
+def test_request_that_wakes_no_model(is_probe: bool, workers: tuple[Worker, ...]) -> None:
     g = gateway(wakes_models=True)
-    g["router"].say(Members(workers=(a_worker("d0", is_asleep=True),)))
-    request = a_request(is_probe=True)
-    g.open(request)
-    g["router"].say(Rejected(request_id=request.request_id, attempt=0, reason="", retry_after_s=1.0))
-    for _ in range(8):
-        g.tick()
-    assert not g["router"].take(Wake)
-
-
-def test_model_with_one_decode_worker_awake_does_not_sleep() -> None:
-    g = gateway(wakes_models=True)
-    workers = (a_worker("d0", is_asleep=True), a_worker("d1"))
     g["router"].say(Members(workers=workers))
-    g.open()
-    request = a_request()
-    g["router"].say(Rejected(request_id=request.request_id, attempt=0, reason="", retry_after_s=1.0))
+    g.open(a_request(is_probe=is_probe))
+    g["router"].say(Rejected(request_id=id_of("r"), attempt=0, reason="", retry_after_s=1.0))
     for _ in range(8):
         g.tick()
     assert not g["router"].take(Wake)

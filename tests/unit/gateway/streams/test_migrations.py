@@ -71,15 +71,6 @@ def test_stream_goes_on_at_the_new_worker_after_the_last_token_of_the_log() -> N
     assert g.frontend.counters["migrations"] == 1 and not g.frontend.counters["replays_lost"]
 
 
-def test_token_of_the_former_worker_after_the_switch_is_not_taken() -> None:
-    g, sink = migrating()
-    prepared(g)
-    g.say("d0", event(3, token_id=9))
-    assert sink.token_ids == [100, 101, 102]
-    g.say("d1", event(3, attempt=1))
-    assert sink.token_ids == [100, 101, 102, 103]
-
-
 def test_failure_of_the_new_worker_leaves_the_stream_where_it_is() -> None:
     g, sink = migrating()
     g["d1"].say(failed(Failure.BUSY, attempt=1))

@@ -43,15 +43,6 @@ def test_late_messages_of_a_former_attempt_change_nothing() -> None:
     assert g["router"].take(Submit) == []
 
 
-def test_worker_that_no_router_lists_is_given_up_though_connected() -> None:
-    g, _ = running("d0", "d1")
-    g.list_members("d1")
-    assert not g["d0"].is_open
-    assert g.submitted().request.attempt == 1
-    g["d0"].leave()
-    assert g["router"].take(Submit) == []
-
-
 def test_prefill_worker_is_needed_until_the_first_token() -> None:
     g = gateway("p0", "d0")
     g.open()
@@ -90,18 +81,6 @@ def test_worker_whose_connection_broke_before_routed_must_answer_soon() -> None:
         g.tick(1.0)
     assert g.submitted().request.attempt == 1
     assert sink.error is None
-
-
-def test_request_that_killed_two_workers_is_not_replayed() -> None:
-    g, sink = running("d0", "d1", "d2")
-    g["d0"].leave()
-    g.route("d1")
-    g["d1"].leave()
-    for _ in range(8):
-        g.tick()
-    assert isinstance(sink.error, WorkerLost)
-    assert g["router"].take(Submit) == []
-    assert g.frontend.num_open == 0
 
 
 @pytest.mark.parametrize("reporter", ["gateway", "router"])
@@ -474,14 +453,6 @@ def test_refusal_ends_the_request_with_its_reason(refusal: Refusal) -> None:
     assert g.frontend.num_open == 0
     g.tick(5.0)
     assert not g["router"].take(Submit)[1:], "it is not asked again"
-
-
-def test_no_room_keeps_the_request_waiting() -> None:
-    g = gateway("d0")
-    sink = g.open()
-    refuse(g, Refusal.NO_ROOM)
-    g.tick(1.0)
-    assert sink.error is None and g.frontend.num_open == 1
 
 
 @pytest.mark.parametrize("refusal", FINAL)

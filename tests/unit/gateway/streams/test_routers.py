@@ -90,18 +90,6 @@ def test_unanswered_attempt_is_submitted_anew_to_the_next_router() -> None:
     assert first.attempt == 0 and g["d0"].only(Cancel).attempt == 0
 
 
-def test_streams_that_run_do_not_care_for_the_router() -> None:
-    g, sink = running("p0", "d0")
-    g["router"].leave()
-    g.say("d0", event(3))
-    for _ in range(40):
-        g.tick()
-    g.join_router("another")
-    g.say("d0", event(4, STOP))
-    assert (sink.token_ids, sink.finish) == ([100, 101, 102, 103, 104], STOP)
-    assert g["router"].take(Submit) == []
-
-
 @pytest.mark.parametrize("has_first_token", [False, True])
 def test_attempt_of_a_lost_router_is_replaced_unless_its_decode_worker_sends_tokens(
     has_first_token: bool,
@@ -147,14 +135,6 @@ def test_gateway_with_a_silent_only_router_is_not_ready() -> None:
     g["router"].say(Status())
     told.append(not g.frontend.why_not_ready)
     assert told == [True, False, True]
-
-
-def test_standstill_of_the_gateway_is_not_silence_of_its_only_router() -> None:
-    g = gateway("d0")
-    g.tick(1.0)
-    g.tick(60.0)
-    assert not g.frontend.why_not_ready
-    g.open()
 
 
 def test_request_that_finds_no_router_is_overloaded_after_max_wait_s() -> None:
@@ -216,15 +196,6 @@ def test_stream_outlives_its_router_and_the_other_router_hears_its_end() -> None
     g.say("d0", event(1, FinishReason.LENGTH))
     assert sink.token_ids == [100, 101]
     assert g["other"].only(Ended).attempts == ((id_of("r"), 0),)
-
-
-def test_death_of_a_router_leaves_requests_of_the_other_alone() -> None:
-    g = with_two("d0")
-    g.open()
-    g["other"].leave()
-    assert len(g["router"].take(Submit)) == 1
-    g.tick()
-    assert not g["router"].take(Submit)
 
 
 def test_silent_router_is_given_up_while_another_answers() -> None:
