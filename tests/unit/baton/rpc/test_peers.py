@@ -91,14 +91,6 @@ def test_gateway_cannot_take_a_routers_id() -> None:
     assert registry.is_router_in_use(router)
 
 
-def test_worker_is_gone_when_no_router_lists_it() -> None:
-    registry = Registry()
-    one, other = (registry.join_listing(each, ONE, TWO) for each in (ROUTER, OTHER_ROUTER))
-    assert registry.lists(one, TWO) == []
-    assert set(registry.members) == {ONE.id, TWO.id}
-    assert registry.lists(other, TWO) == [ONE.id]
-
-
 def test_worker_that_only_a_lost_router_listed_is_gone() -> None:
     registry = Registry()
     one, other = registry.join_listing(ROUTER, ONE, TWO), registry.join_listing(OTHER_ROUTER, TWO)
@@ -115,13 +107,6 @@ def test_list_of_a_lost_router_counts_until_another_list_is_complete() -> None:
     assert registry.recount() == []
     assert registry.lists(other, is_complete=False) == []
     assert registry.lists(other) == [ONE.id]
-
-
-def test_complete_list_removes_workers_despite_an_incomplete_one() -> None:
-    registry = Registry()
-    one = registry.join_listing(ROUTER, ONE, TWO)
-    registry.join_listing(OTHER_ROUTER, is_complete=False)
-    assert registry.lists(one, TWO) == [ONE.id]
 
 
 def test_router_with_a_complete_list_is_chosen() -> None:

@@ -264,22 +264,6 @@ def test_heartbeat_names_no_more_attempts_than_a_message_holds() -> None:
     assert len(beat.attempts) == MAX_EVENTS
 
 
-def test_router_that_has_not_asked_gets_neither_events_nor_times() -> None:
-    desk = Desk()
-    desk.engine.step = STEP
-    desk.reports.prefilled(times())
-    desk.reports.step_ended(desk.engine)
-    desk.reports.tell(desk.engine)
-    assert not desk.routers[0].received and not desk.engine.asked
-
-
-def test_router_that_asks_gets_all_pages(desk: Desk) -> None:
-    (events,) = desk.told(KvEventBatch)
-    assert events.is_snapshot and events.first == 0 and events.tier is Tier.DEVICE
-    assert events.keys == b"\0" * 16 + b"\1" * 16
-    assert (events.pages, events.generations) == ((0, 1), (7, 7))
-
-
 def test_empty_cache_is_reported_too(desk: Desk) -> None:
     desk.engine.num_new = 0
     (events,) = desk.told(KvEventBatch)
@@ -367,11 +351,6 @@ def test_measured_times_leave_once_a_second(desk: Desk) -> None:
     assert not desk.told(Measured)
     desk.clock.advance(MEASURED_S / 2)
     assert [each.prefills for each in desk.told(Measured)] == [(times(2),)]
-
-
-def test_nothing_is_sent_without_measured_times(desk: Desk) -> None:
-    desk.reports.step_ended(desk.engine)
-    assert not desk.told(Measured)
 
 
 def test_steps_are_sampled(desk: Desk) -> None:
