@@ -22,6 +22,7 @@ import numpy as np
 from baton.bench.machine import machine_description
 
 NameT = TypeVar("NameT")
+ResultT = TypeVar("ResultT")
 _TREE: Final = Path(__file__).resolve().parents[1]
 # In a checkout, bench/results; an installed Baton writes into the current folder, not among the libraries.
 RESULTS: Final = _TREE / "bench" / "results" if (_TREE / "pyproject.toml").exists() else Path()
@@ -193,6 +194,17 @@ class Report:
         assert self._num_shown == len(self.rows), "rows that were added before have not been shown"
         self.rows += rows
         self._show(title)
+
+    def in_rounds(
+        self, subjects: Mapping[NameT, Callable[[], ResultT]], num_rounds: int, what: str = ""
+    ) -> dict[NameT, list[ResultT]]:
+        """Run each subject once a round, in turns; return the results without those of a first round more."""
+        found: dict[NameT, list[ResultT]] = {name: [] for name in subjects}
+        for number in range(1 + num_rounds):
+            self.tell(f"{what}round {number} of {num_rounds}", number / (1 + num_rounds))
+            for name in in_turns(subjects, number):
+                found[name].append(subjects[name]())
+        return {name: results[1:] for name, results in found.items()}
 
     def save(self) -> Path:
         """Write what there is into NAME.json and NAME.html; return the former. Folders are made as needed."""

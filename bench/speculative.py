@@ -13,6 +13,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -24,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.bench.engine.replica import LLAMA_56M, LlamaShape, request_of
-from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
+from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey
@@ -167,6 +169,9 @@ def novel(num_prompts: int) -> Work:
     return Work([rng.sample(range(VOCAB_SIZE), 64) for _ in range(num_prompts)], 128, temperature=8.0)
 
 
+COPYING: Final = {"quotes": quotes, "edits": edits}
+
+
 def run(engine: Engine, work: Work) -> tuple[float, list[list[int | None]]]:
     """The tokens a second of answers to prompts in the prefix cache, and the answers."""
     for prompt in work.prompts:
@@ -211,22 +216,17 @@ class Pairs(NamedTuple):
         return text if limit is None else f"{text}; limit {limit:.2f} x"
 
 
-def compare(off: Engine, on: Engine, work: Work, num_pairs: int) -> Pairs:
+def compare(report: Report, what: str, off: Engine, on: Engine, work: Work, num_pairs: int) -> Pairs:
     """Run the work on both engines, first once unmeasured; RuntimeError if the tokens differ."""
-    pairs = Pairs([], [], 0.0)
     before = on.load()
-    _, expected = run(off, work)
-    run(on, work)
-    for pair in range(num_pairs):
-        for engine, rates in in_turns(((off, pairs.off), (on, pairs.on)), pair + 1):
-            rate, answers = run(engine, work)
-            rates.append(rate)
-            if answers != expected:
-                raise RuntimeError("speculative decoding changed tokens")
+    runs = report.in_rounds({True: partial(run, on, work), False: partial(run, off, work)}, num_pairs, what)
     after = on.load()
+    if any(answers != runs[False][0][1] for of_one in runs.values() for _, answers in of_one):
+        raise RuntimeError("speculative decoding changed tokens")
     num_drafts = after.num_draft_tokens - before.num_draft_tokens
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-    return pairs._replace(accepted_share=num_accepted / max(1, num_drafts))
+    rates = {is_on: [rate for rate, _ in of_one] for is_on, of_one in runs.items()}
+    return Pairs(rates[True], rates[False], num_accepted / max(1, num_drafts))
 
 
 class RightDrafts:
@@ -317,26 +317,21 @@ def measure(options: Namespace, report: Report) -> None:
         off, lookup = load(None), load({"method": "ngram", "num_speculative_tokens": NUM_DRAFTS})
         with_model = load({"model": str(draft), "num_speculative_tokens": NUM_DRAFTS})
         with process.freeze_gc():
-            for work, name in ((quotes, "quotes"), (edits, "edits")):
-                for batch, bar in BATCHES.items():
-                    report.tell(f"{name}, batch {batch}")
-                    pairs = compare(off, lookup, work(batch), options.pairs)
-                    note = pairs.note(measure_limit(off, lookup, work(batch), min(3, options.pairs)))
-                    report.rows.append(at_least(f"{name}, ngram, batch {batch}", pairs.gain, "x", bar, note))
-            for work, name in ((quotes, "quotes"), (edits, "edits")):
-                report.tell(f"{name}, draft model")
-                pairs = compare(off, with_model, work(1), options.pairs)
-                row = at_least(
-                    f"{name}, draft model, batch 1", pairs.gain, "x", DRAFT_MODEL_BAR, pairs.note()
-                )
-                report.rows.append(row)
-            for engine, method in ((lookup, "ngram"), (with_model, "draft model")):
-                for batch in BATCHES:
-                    report.tell(f"nothing accepted, {method}, batch {batch}")
-                    pairs = compare(off, engine, novel(batch), 2 * options.pairs)
-                    loss = 100 * (1 / pairs.gain - 1)
-                    name = f"nothing accepted, {method}, batch {batch}: slower by"
-                    report.rows.append(at_most(name, loss, "%", LOSS_BAR, pairs.note()))
+            for (name, work), (batch, bar) in product(COPYING.items(), BATCHES.items()):
+                what = f"{name}, ngram, batch {batch}"
+                pairs = compare(report, f"{what}, ", off, lookup, work(batch), options.pairs)
+                note = pairs.note(measure_limit(off, lookup, work(batch), min(3, options.pairs)))
+                report.rows.append(at_least(what, pairs.gain, "x", bar, note))
+            for name, work in COPYING.items():
+                what = f"{name}, draft model, batch 1"
+                pairs = compare(report, f"{what}, ", off, with_model, work(1), options.pairs)
+                report.rows.append(at_least(what, pairs.gain, "x", DRAFT_MODEL_BAR, pairs.note()))
+            methods = {"ngram": lookup, "draft model": with_model}
+            for (method, engine), batch in product(methods.items(), BATCHES):
+                what = f"nothing accepted, {method}, batch {batch}"
+                pairs = compare(report, f"{what}, ", off, engine, novel(batch), 2 * options.pairs)
+                loss = 100 * (1 / pairs.gain - 1)
+                report.rows.append(at_most(f"{what}: slower by", loss, "%", LOSS_BAR, pairs.note()))
             report.tell("transformers")
             rates = transformers_rates(target, draft, quotes(1), 3)
             for name in ("prompt lookup", "assisted"):

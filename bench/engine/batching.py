@@ -18,9 +18,9 @@ from operator import attrgetter
 from statistics import fmean, median, pstdev
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.bench.engine.replica import LLAMA_56M, LlamaShape, Replica, load_replica, request_of
+from baton.bench.engine.replica import LLAMA_56M, LlamaShape, Replica, greedy, load_replica
 from baton.bench.report import Plot, Report, Row, at_least, format_number, in_turns, option, percentile, suite
-from baton.request import Request, SamplingParams
+from baton.request import Request
 
 POLICIES: Final = ("static", "dynamic", "continuous")
 NUM_SEATS: Final = 16  # sequences a batch
@@ -158,7 +158,7 @@ def serve(replica: Replica, requests: Requests) -> Outcome:
 
 def _request(num_tokens: int, rng: random.Random) -> Request:
     prompt = tuple(rng.randrange(SHAPE.vocab_size) for _ in range(PROMPT_TOKENS))
-    return request_of(prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True))
+    return greedy(prompt, num_tokens)
 
 
 def _load(policy: str, shape: LlamaShape) -> Replica:

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from mmap import mmap
 from pathlib import Path
 from random import Random
@@ -23,11 +24,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from baton.bench.engine.replica import LLAMA_3M, load_replica, request_of
-from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
+from baton.bench.engine.replica import LLAMA_3M, greedy, load_replica
+from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.engine.cache.disk_tier import DiskTier, HostPages, Loaded, open_store
 from baton.engine.engine import Engine
-from baton.request import SamplingParams
 
 PAGE_BYTES: Final = {"128 KiB": 2**17, "2 MiB": 2**21}  # of 16 tokens: 56 M parameters, 8 G parameters
 READ_BYTES: Final = 2**29
@@ -105,23 +105,21 @@ def read_rows(name: str, folder: Path, num_rounds: int, report: Report) -> list[
         tier.put(((key_of(page), page) for page in range(len(host))), float("inf"))
     (folder / "plain").write_bytes(content.data)
 
-    def plainly(flags: int = 0) -> float:
+    def checked(read: Callable[[], float]) -> float:
+        host.fill(0)
         drop_cached(folder)
-        return plain_rate(folder / "plain", host, flags)
+        rate = read()
+        assert (host.reshape(-1) == content).all(), "other bytes came"
+        return rate / 1e9
 
     reads: dict[str, Callable[[], float]] = {
-        "plain": plainly,
-        "direct": lambda: plainly(os.O_DIRECT),
-        "tier": lambda: tier_rate(folder / "tier", host),
+        "plain": partial(plain_rate, folder / "plain", host),
+        "direct": partial(plain_rate, folder / "plain", host, os.O_DIRECT),
+        "tier": partial(tier_rate, folder / "tier", host),
     }
-    rates: dict[str, list[float]] = {each: [] for each in reads}
-    for number in range(num_rounds):
-        report.tell(f"pages of {name}, round {number + 1} of {num_rounds}")
-        for each in in_turns(reads, number):
-            host.fill(0)
-            rates[each].append(reads[each]())
-            assert (host.reshape(-1) == content).all(), f"{each}: other bytes came"
-    plain, direct, tier_s = (median(rates[each]) / 1e9 for each in ("plain", "direct", "tier"))
+    subjects = {kind: partial(checked, read) for kind, read in reads.items()}
+    rates = report.in_rounds(subjects, num_rounds, f"pages of {name}, ")
+    plain, direct, tier_s = (median(rates[kind]) for kind in reads)
     return [
         Row(f"pages of {name}: a plain file", plain, "GB/s", note="read in order, pieces of 4 MiB"),
         Row(f"pages of {name}: a plain file, O_DIRECT", direct, "GB/s"),
@@ -140,9 +138,8 @@ class Answer(NamedTuple):
 
 def ask(engine: Engine, prompt: list[int]) -> Answer:
     """Have an idle engine answer a prompt."""
-    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
     began_s, ttft_s, outputs = perf_counter(), 0.0, []
-    engine.add(request_of(prompt, sampling))
+    engine.add(greedy(prompt, ANSWER_TOKENS))
     while engine.has_work():
         outputs += engine.step()
         ttft_s = ttft_s or (perf_counter() - began_s if outputs else 0.0)

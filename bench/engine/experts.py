@@ -9,7 +9,7 @@ the elapsed time every rank needs a core of its own.
 
 import json
 from argparse import Namespace
-from collections import defaultdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -17,14 +17,11 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
-import psutil
-
-from baton.bench.engine.replica import request_of
-from baton.bench.report import Report, Row, at_most, in_turns, option, suite
+from baton.bench.engine.replica import Ranks, greedy, load_ranks
+from baton.bench.report import Report, Row, at_most, option, suite
 from baton.config.engine import engine_config
-from baton.engine.engine import Engine, load_engine
+from baton.engine.engine import load_engine
 from baton.kernels import native
-from baton.request import SamplingParams
 from baton.rpc import process
 
 NUM_RANKS: Final = 2
@@ -57,18 +54,6 @@ KEYS: Final = {
 }
 
 
-class Ranks(NamedTuple):
-    """An engine, and the processes of its ranks."""
-
-    engine: Engine
-    processes: tuple[psutil.Process, ...]
-
-    @property
-    def used_s(self) -> float:
-        """Processor time of all ranks so far."""
-        return sum(times.user + times.system for times in (each.cpu_times() for each in self.processes))
-
-
 class Decoded(NamedTuple):
     """One decoded batch."""
 
@@ -77,21 +62,12 @@ class Decoded(NamedTuple):
     answers: list[list[int]]  # of each request
 
 
-def load(settings: dict[str, object]) -> Ranks:
-    """Load an engine."""
-    here = psutil.Process()
-    before = set(here.children())
-    engine = load_engine(engine_config(settings))
-    return Ranks(engine, (here, *(each for each in here.children() if each not in before)))
-
-
 def decode(ranks: Ranks, batch: int) -> Decoded:
     """Decode a batch; the figures begin after the prompts."""
     engine = ranks.engine
-    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     answers: dict[str, list[int]] = {}
     for index in range(batch):
-        request = request_of([1 + index] * PROMPT_TOKENS, sampling)
+        request = greedy([1 + index] * PROMPT_TOKENS, NUM_TOKENS)
         answers[request.request_id] = []
         engine.add(request)
     started_s = used_s = 0.0
@@ -102,8 +78,8 @@ def decode(ranks: Ranks, batch: int) -> Decoded:
             answers[output.request_id].append(output.token_id)
             num_tokens += started_s > 0
         if not started_s:
-            started_s, used_s = perf_counter(), ranks.used_s
-    elapsed_s, used_s = perf_counter() - started_s, ranks.used_s - used_s
+            started_s, used_s = perf_counter(), sum(ranks.used_s)
+    elapsed_s, used_s = perf_counter() - started_s, sum(ranks.used_s) - used_s
     return Decoded(num_tokens / elapsed_s, 1000 * used_s / num_tokens, list(answers.values()))
 
 
@@ -115,25 +91,25 @@ def measure(options: Namespace, report: Report) -> None:
         (Path(folder) / "config.json").write_text(json.dumps(KEYS))
         base = {"model": folder, "device": "cpu", "load_format": "dummy"}
         cache = {"kv_cache_memory_bytes": KV_BYTES}
-        engines = {name: load({**base, "cache": cache, **settings}) for name, settings in SETTINGS.items()}
-    runs: defaultdict[tuple[str, int], list[Decoded]] = defaultdict(list)
+        configs = {name: engine_config({**base, "cache": cache, **more}) for name, more in SETTINGS.items()}
+        engines = {name: load_ranks(partial(load_engine, each)) for name, each in configs.items()}
     with process.freeze_gc():
-        for turn in range(options.rounds + 1):  # the first is no part of the figures
-            report.tell(f"round {turn} of {options.rounds}")
-            for batch, name in product(BATCHES, in_turns(SETTINGS, turn)):
-                runs[name, batch].append(decode(engines[name], batch))
+        kinds = product(BATCHES, SETTINGS)
+        runs = report.in_rounds(
+            {each: partial(decode, engines[each[1]], each[0]) for each in kinds}, options.rounds
+        )
     for each in engines.values():
         each.engine.close()
-    for batch, name in product(BATCHES, SETTINGS):
-        rates = [run.tokens_per_s for run in runs[name, batch][1:]]
+    for (batch, name), of_kind in runs.items():
+        rates = [run.tokens_per_s for run in of_kind]
         what, spread = f"{name}, batch {batch}", f"{min(rates):.0f} to {max(rates):.0f}"
         report.rows.append(Row(what, median(rates), "tok/s", note=spread))
-        cpu_ms = median(run.cpu_ms_a_token for run in runs[name, batch][1:])
+        cpu_ms = median(run.cpu_ms_a_token for run in of_kind)
         report.rows.append(Row("  processor time of all ranks", cpu_ms, "ms a token"))
     num_different = sum(
         run.answers != alone.answers
-        for (_, batch), of_one in runs.items()
-        for run, alone in zip(of_one, runs[ALONE, batch], strict=True)
+        for (batch, _), of_kind in runs.items()
+        for run, alone in zip(of_kind, runs[batch, ALONE], strict=True)
     )
     report.rows.append(at_most("batches with other tokens than one rank", num_different, "", 0.0))
 

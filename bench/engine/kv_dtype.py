@@ -8,14 +8,13 @@ prefix cache holds. The tiny model answers the same questions with each kind of 
 """
 
 from argparse import Namespace
-from collections import defaultdict
+from functools import partial
 from itertools import product
 from statistics import median
-from time import process_time
 from typing import Final
 
-from baton.bench.engine.replica import LLAMA_56M, generate, load_replica
-from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
+from baton.bench.engine.replica import LLAMA_56M, decode_rate, load_replica
+from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.bench.tiny.tasks import Case, mixed_cases
 from baton.cluster.offline.llm import LLM
 from baton.engine.engine import Engine
@@ -30,13 +29,6 @@ CONTEXTS: Final = (64, 1536)  # tokens
 NUM_TOKENS: Final = 16
 KV_BYTES: Final = 2**29
 LONGEST_ANSWER: Final = 24  # tokens
-
-
-def decode_rate(engine: Engine, batch: int, context: int) -> float:
-    """Return the tokens that a second of processor time decodes."""
-    prompts = [[1 + index] * context for index in range(batch)]
-    started_s = process_time()
-    return generate(engine, prompts, [NUM_TOKENS] * batch) / (process_time() - started_s)
 
 
 def page_rows(engines: dict[str, Engine]) -> list[Row]:
@@ -55,14 +47,13 @@ def page_rows(engines: dict[str, Engine]) -> list[Row]:
 
 def speed_rows(engines: dict[str, Engine], num_rounds: int, report: Report) -> list[Row]:
     """Decode with each kind of pages in turns; return the rates and their quotients."""
-    rates: defaultdict[tuple[int, int, str], list[float]] = defaultdict(list)
-    for turn in range(num_rounds + 1):  # the first computes the prompts and is no part of the figures
-        report.tell(f"round {turn} of {num_rounds}")
-        for batch, context, name in product(BATCHES, CONTEXTS, in_turns(KV_DTYPES, turn)):
-            rates[batch, context, name].append(decode_rate(engines[name], batch, context))
+    kinds = list(product(BATCHES, CONTEXTS, KV_DTYPES))
+    rates = report.in_rounds(
+        {kind: partial(decode_rate, engines[kind[2]], *kind[:2], NUM_TOKENS) for kind in kinds}, num_rounds
+    )  # the round that does not count computes the prompts
     rows = []
-    for batch, context, name in product(BATCHES, CONTEXTS, KV_DTYPES):
-        rate, plain = (median(rates[batch, context, each][1:]) for each in (name, PLAIN))
+    for batch, context, name in kinds:
+        rate, plain = (median(rates[batch, context, each]) for each in (name, PLAIN))
         what = f"{name}, batch {batch}, {context} tokens"
         rows.append(Row(what, rate, "tok/s", note=f"{rate / plain:.2f} x {PLAIN}"))
     return rows

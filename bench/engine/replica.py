@@ -1,11 +1,13 @@
 """An engine to measure: a Llama of any shape with dummy weights, and a runner that records its steps."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import process_time
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +23,9 @@ from baton.engine.runner.step_inputs import StepArrays
 from baton.kernels.decoder_stack import OnLayers
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
+
+if TYPE_CHECKING:
+    import psutil
 
 _numbers = count()
 
@@ -124,6 +129,13 @@ def request_of(prompt: Sequence[int], sampling: SamplingParams, adapter: Adapter
     return Request(request_id=name, token_ids=token_ids, sampling=sampling, adapter=adapter)
 
 
+def greedy(prompt: Sequence[int], num_tokens: int, adapter: Adapter | None = None) -> Request:
+    """Return a request for the most probable answer of exactly this length."""
+    return request_of(
+        prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True), adapter
+    )
+
+
 def generate(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -132,12 +144,47 @@ def generate(
 ) -> int:
     """Run greedy requests of these prompts and answer lengths to the end; return the tokens generated."""
     for prompt, num_tokens, adapter in zip(prompts, num_new_tokens, adapters, strict=False):
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        engine.add(request_of(prompt, sampling, adapter))
+        engine.add(greedy(prompt, num_tokens, adapter))
     num_generated = 0
     while engine.has_work():
         num_generated += len(engine.step())
     return num_generated
+
+
+def decode_rate(
+    engine: Engine,
+    batch: int,
+    num_prompt: int = 8,
+    num_tokens: int = 24,
+    adapters: Iterable[Adapter | None] = repeat(None),
+) -> float:
+    """Return the tokens that a second of processor time decodes, after prompts of `num_prompt` tokens."""
+    prompts = [[1 + index] * num_prompt for index in range(batch)]
+    started_s = process_time()
+    return generate(engine, prompts, [num_tokens] * batch, adapters) / (process_time() - started_s)
+
+
+class Ranks(NamedTuple):
+    """An engine, and the processes of its ranks."""
+
+    engine: Engine
+    processes: Sequence["psutil.Process"]
+
+    @property
+    def used_s(self) -> tuple[float, ...]:
+        """Processor time of each rank so far."""
+        return tuple(times.user + times.system for times in (each.cpu_times() for each in self.processes))
+
+
+def load_ranks(load: Callable[[], Engine]) -> Ranks:
+    """Load an engine and find the processes that it starts."""
+    import psutil  # the GPU suite runs without it
+
+    here = psutil.Process()
+    before = set(here.children())
+    engine = load()
+    others = sorted(set(here.children()) - before, key=lambda rank: rank.pid)
+    return Ranks(engine, (here, *others))
 
 
 class RecordingRunner(ModelRunner):

@@ -15,20 +15,28 @@ import shlex
 import subprocess
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product, repeat
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Final, NamedTuple
 
-import psutil
 import torch
 from safetensors.torch import save_file
 
 from baton.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, read_adapter
-from baton.bench.engine.replica import generate, num_head_parameters, num_layer_parameters
+from baton.bench.engine.replica import (
+    Ranks,
+    decode_rate,
+    generate,
+    load_ranks,
+    num_head_parameters,
+    num_layer_parameters,
+)
 from baton.bench.machine import matmul_peak_tflops, read_bandwidth_gbps
 from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
 from baton.bench.serve.load import Job, random_jobs
@@ -70,8 +78,6 @@ LORA_BAR: Final = 0.85  # decoding with an adapter for each request over one ada
 PIPELINE_BATCH: Final = 16
 PIPELINE_TOKENS: Final = 64
 BUBBLE_BARS: Final = {2: 10.0}  # stages -> percent of their time, at most
-DECODED_PROMPT: Final = 8
-DECODED_TOKENS: Final = 24
 CPU: Final = torch.device("cpu")
 
 
@@ -196,33 +202,24 @@ def rows_of(figures: dict[str, list[float]], limit: Limit, num_tokens: int) -> l
     return rows
 
 
-def decode_rate(engine: Engine, batch: int, adapters: Iterable[Adapter | None] = repeat(None)) -> float:
-    """Return the tokens that a second of processor time decodes. adapters: of the requests."""
-    prompts = [[1 + index] * DECODED_PROMPT for index in range(batch)]
-    started_s = process_time()
-    num_tokens = generate(engine, prompts, [DECODED_TOKENS] * batch, adapters)
-    return num_tokens / (process_time() - started_s)
-
-
 def quantised_rows(
     load: Callable[[str | None], Engine], methods: Sequence[str], num_rounds: int, report: Report
 ) -> list[Row]:
     """Decode with plain and with quantised weights in turns; return the rates and their quotients."""
     engines = {name: load(None if name == PLAIN else name) for name in (PLAIN, *methods)}
-    rates: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for turn in range(num_rounds + 1):  # the first is no part of the figures
-        report.tell(f"round {turn} of {num_rounds}")
-        for name, batch in product(in_turns(engines, turn), DECODE_BARS):
-            rates[name, batch].append(decode_rate(engines[name], batch))
+    kinds = list(product(engines, DECODE_BARS))
+    found = report.in_rounds(
+        {each: partial(decode_rate, engines[each[0]], each[1]) for each in kinds}, num_rounds
+    )
+    rates = {kind: median(of_kind) for kind, of_kind in found.items()}
     for engine in engines.values():
         engine.close()
     rows = []
-    for (name, batch), figures in sorted(rates.items(), key=lambda item: (item[0][1], item[0][0] != PLAIN)):
-        rate, plain = median(figures[1:]), median(rates[PLAIN, batch][1:])
-        rows.append(Row(f"{name}, batch {batch}", rate, "tok/s"))
+    for batch, name in product(DECODE_BARS, engines):
+        rows.append(Row(f"{name}, batch {batch}", rates[name, batch], "tok/s"))
         if name != PLAIN:
-            bar = DECODE_BARS[batch].get(name)
-            rows.append(at_least(f"{name} / {PLAIN}, batch {batch}", rate / plain, "x", bar))
+            ratio, bar = rates[name, batch] / rates[PLAIN, batch], DECODE_BARS[batch].get(name)
+            rows.append(at_least(f"{name} / {PLAIN}, batch {batch}", ratio, "x", bar))
     return rows
 
 
@@ -241,22 +238,20 @@ def write_adapter(folder: Path, engine: Engine, seed: int) -> Adapter:
 
 def lora_rows(engine: Engine, num_adapters: int, num_rounds: int, report: Report) -> list[Row]:
     """Decode a batch with as many adapters as requests, with one, and with none, in turns."""
-    rates: defaultdict[str, list[float]] = defaultdict(list)
+    many, one = f"{num_adapters} adapters", "1 adapter"
     with TemporaryDirectory() as folder:
         adapters = [write_adapter(Path(folder) / str(i), engine, i) for i in range(num_adapters)]
-        many, one = f"{num_adapters} adapters", "1 adapter"
-        kinds: dict[str, list[Adapter | None]] = {
-            many: [*adapters],
+        kinds: dict[str, Sequence[Adapter | None]] = {
+            many: adapters,
             one: [adapters[0]] * num_adapters,
             "no adapter": [None] * num_adapters,
         }
-        for turn in range(num_rounds + 1):  # the first is no part of the figures
-            report.tell(f"round {turn} of {num_rounds}")
-            for name in in_turns(kinds, turn):
-                rates[name].append(decode_rate(engine, num_adapters, kinds[name]))
-    quotients = [many_rate / one_rate for many_rate, one_rate in zip(rates[many], rates[one], strict=True)]
-    rows = [Row(name, median(rates[name][1:]), "tok/s", note=f"batch {num_adapters}") for name in kinds]
-    return [*rows, at_least(f"{many} / {one}", median(quotients[1:]), "x", LORA_BAR)]
+        decode = partial(decode_rate, engine, num_adapters)
+        subjects = {name: partial(decode, adapters=of_kind) for name, of_kind in kinds.items()}
+        rates = report.in_rounds(subjects, num_rounds)
+    quotient = median(ours / theirs for ours, theirs in zip(rates[many], rates[one], strict=True))
+    rows = [Row(name, median(each), "tok/s", note=f"batch {num_adapters}") for name, each in rates.items()]
+    return [*rows, at_least(f"{many} / {one}", quotient, "x", LORA_BAR)]
 
 
 class StageTimes(NamedTuple):
@@ -271,41 +266,32 @@ class StageTimes(NamedTuple):
         return 100 * (1 - sum(self.busy_s) / (self.elapsed_s * len(self.busy_s)))
 
 
-def time_stages(engine: Engine, ranks: Sequence[psutil.Process]) -> StageTimes:
-    """Decode one batch. ranks: the processes of all ranks, one of each stage."""
-
-    def used_s() -> list[float]:
-        return [times.user + times.system for times in (rank.cpu_times() for rank in ranks)]
-
-    prompts = [[1 + index] * DECODED_PROMPT for index in range(PIPELINE_BATCH)]
-    before_s, started_s = used_s(), perf_counter()
-    num_tokens = generate(engine, prompts, [PIPELINE_TOKENS] * PIPELINE_BATCH)
+def time_stages(stages: Ranks) -> StageTimes:
+    """Decode one batch."""
+    prompts = [[1 + index] * 8 for index in range(PIPELINE_BATCH)]
+    before_s, started_s = stages.used_s, perf_counter()
+    num_tokens = generate(stages.engine, prompts, [PIPELINE_TOKENS] * PIPELINE_BATCH)
     elapsed_s = perf_counter() - started_s
-    busy_s = tuple(after - before for before, after in zip(before_s, used_s(), strict=True))
+    busy_s = tuple(after - before for before, after in zip(before_s, stages.used_s, strict=True))
     return StageTimes(num_tokens / elapsed_s, elapsed_s, busy_s)
 
 
 def pipeline_rows(load: Callable[..., Engine], num_stages: int, num_rounds: int, report: Report) -> list[Row]:
     """Decode with one stage and with several in turns; return the rates, the busy shares and the bubble."""
-    here = psutil.Process()
-    before = set(here.children())
-    engines = {number: load(pipeline_parallel_size=number) for number in (1, num_stages)}
-    ranks = [here, *sorted(set(here.children()) - before, key=lambda rank: rank.pid)]
-    runs: defaultdict[int, list[StageTimes]] = defaultdict(list)
-    for turn in range(num_rounds + 1):  # the first is no part of the figures
-        report.tell(f"round {turn} of {num_rounds}")
-        for stages in in_turns(engines, turn):
-            runs[stages].append(time_stages(engines[stages], ranks[:stages]))
-    layers = [len(engines[num_stages].runner.layout.layers_of(rank)) for rank in range(num_stages)]
-    for engine in engines.values():
-        engine.close()
-    rates = {stages: median(run.tokens_per_s for run in of_one[1:]) for stages, of_one in runs.items()}
-    rows = [Row(f"{stages} stages of 1 thread", rate, "tok/s") for stages, rate in rates.items()]
+    engines = {number: load_ranks(partial(load, pipeline_parallel_size=number)) for number in (1, num_stages)}
+    subjects = {number: partial(time_stages, stages) for number, stages in engines.items()}
+    runs = report.in_rounds(subjects, num_rounds)
+    layout = engines[num_stages].engine.runner.layout
+    for stages in engines.values():
+        stages.engine.close()
+    rates = {number: median(run.tokens_per_s for run in of_one) for number, of_one in runs.items()}
+    rows = [Row(f"{number} stages of 1 thread", rate, "tok/s") for number, rate in rates.items()]
     rows.append(Row(f"{num_stages} stages / 1", rates[num_stages] / rates[1], "x"))
-    for stage, num_layers in enumerate(layers):
-        busy = median(100 * run.busy_s[stage] / run.elapsed_s for run in runs[num_stages][1:])
-        rows.append(Row(f"  stage {stage} is busy", busy, "%", note=f"{num_layers} layers"))
-    bubbles = [run.bubble_percent for run in runs[num_stages][1:]]
+    for stage in range(num_stages):
+        busy = median(100 * run.busy_s[stage] / run.elapsed_s for run in runs[num_stages])
+        note = f"{len(layout.layers_of(stage))} layers"
+        rows.append(Row(f"  stage {stage} is busy", busy, "%", note=note))
+    bubbles = [run.bubble_percent for run in runs[num_stages]]
     spread, bar = f"{min(bubbles):.1f} to {max(bubbles):.1f}", BUBBLE_BARS.get(num_stages, 100.0)
     name = f"bubble of {num_stages} stages, batch {PIPELINE_BATCH}"
     return [*rows, at_most(name, median(bubbles), "%", bar, spread)]
@@ -337,6 +323,19 @@ def whole_work_rows(
     return [*rows_of(figures, limit, num_tokens), *shares]
 
 
+def decode_rows(load: Callable[..., Engine], options: Namespace, report: Report) -> list[Row]:
+    """Time decode steps with adapters, in stages, or with quantised weights, as the options say."""
+    if options.lora:
+        with closing(load(enable_lora=True, max_loras=options.lora)) as engine:
+            return lora_rows(engine, options.lora, options.rounds, report)
+    if options.pipeline:
+        native.set_num_threads(options.pipeline)  # stages share them: one each
+        return pipeline_rows(load, options.pipeline, options.rounds, report)
+    return quantised_rows(
+        lambda method: load(quantization=method), options.quantization, options.rounds, report
+    )
+
+
 @suite(
     "engine",
     "Engine throughput",
@@ -363,24 +362,9 @@ def measure(options: Namespace, report: Report) -> None:
         cache = {"kv_cache_memory_bytes": KV_BYTES}
         return load_engine(engine_config({**settings, "load_format": load_format, "cache": cache, **more}))
 
-    if options.lora:
+    if options.lora or options.pipeline or (options.quantization and not rivals):
         with process.freeze_gc():
-            engine = load_with(enable_lora=True, max_loras=options.lora)
-            report.rows += lora_rows(engine, options.lora, options.rounds, report)
-            engine.close()
-        return
-
-    if options.pipeline:
-        native.set_num_threads(options.pipeline)  # stages share them: one each
-        with process.freeze_gc():
-            report.rows += pipeline_rows(load_with, options.pipeline, options.rounds, report)
-        return
-
-    if options.quantization and not rivals:
-        with process.freeze_gc():
-            report.rows += quantised_rows(
-                lambda method: load_with(quantization=method), options.quantization, options.rounds, report
-            )
+            report.rows += decode_rows(load_with, options, report)
         return
 
     if len(options.quantization) > 1:

@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, H query heads, K kv heads, D head dim, P pages, L
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
@@ -16,6 +16,7 @@ from typing import Final
 from unittest import mock
 
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor
 from torch.nn import functional
 
@@ -487,48 +488,44 @@ BLOCK_OVERHEAD_KEYS: Final = 8  # keys that could be met in the time that a bloc
 REGISTERS: Final = 65_536
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A tile, and what its kernels are compiled to."""
-
-    block_m: int
-    block_n: int
-    block_k: int  # 0 in attention
-    num_warps: int
-    num_stages: int
-    registers: int = 0
-    shared_bytes: int = 0
-
-    @property
-    def num_programs(self) -> int:
-        """Return the programs that a multiprocessor has room for at once."""
-        by_registers = REGISTERS // (max(1, self.registers) * 32 * self.num_warps)
-        return min(by_registers, SHARED_MEMORY_BYTES // (self.shared_bytes + PROGRAM_BYTES))
-
-    @property
-    def blocks(self) -> tuple[int, int, int]:
-        """Return what all rows of a width agree in: outputs, inputs, and warps of 64 rows."""
-        return self.block_n, self.block_k, self.num_warps * 64 // self.block_m
+def num_programs(tile: TunedTile) -> int:
+    """Return the programs of a compiled tile that a multiprocessor has room for at once."""
+    by_registers = REGISTERS // (max(1, tile.registers) * 32 * tile.num_warps)
+    return min(by_registers, SHARED_MEMORY_BYTES // (tile.shared_bytes + PROGRAM_BYTES))
 
 
-def candidates(kind: TileKind) -> list[Candidate]:
-    """Return the tiles of a kind that are tried."""
-    if kind != "linear":
-        heights = (64,) if kind == "decode" else (64, 128)
-        return [
-            Candidate(rows, keys, 0, rows // 16, stages)
-            for rows in heights
-            for keys in (32, 64, 128)
-            for stages in (NUM_STAGES,)  # with others, a product waits for loads: tests/kernels/test_aot.py
+def candidates(kind: TileKind, width: int) -> list[TunedTile]:
+    """Return the tiles of a kind that are tried, in bf16; they have not been compiled."""
+    sizes: list[tuple[int, int, int, int, int]]
+    if kind == "linear":
+        sizes = [
+            (rows, outputs, inputs, rows // per_warp, stages)
+            for rows in (64, 128)
+            for outputs in (64, 128, 256)
+            for inputs in (64, 128)
+            for per_warp in (16, 8)
+            for stages in (3, 4, 5, 6)
+            if stages * (rows + outputs) * inputs * 2 <= SHARED_MEMORY_BYTES + 2 * (rows + outputs) * inputs
         ]
+    else:  # with other stages, a product waits for loads: tests/kernels/test_aot.py
+        heights = (64,) if kind == "decode" else (64, 128)
+        sizes = [(rows, keys, 0, rows // 16, NUM_STAGES) for rows in heights for keys in (32, 64, 128)]
     return [
-        Candidate(rows, outputs, inputs, rows // per_warp, stages)
-        for rows in (64, 128)
-        for outputs in (64, 128, 256)
-        for inputs in (64, 128)
-        for per_warp in (16, 8)
-        for stages in (3, 4, 5, 6)
-        if stages * (rows + outputs) * inputs * 2 <= SHARED_MEMORY_BYTES + 2 * (rows + outputs) * inputs
+        TunedTile(
+            kind=kind,
+            dtype="bfloat16",
+            width=width,
+            block_m=rows,
+            block_n=outputs,
+            block_k=inputs,
+            num_warps=warps,
+            num_stages=stages,
+            registers=0,
+            shared_bytes=0,
+            chosen_by="model",
+            triton=version("triton"),
+        )
+        for rows, outputs, inputs, warps, stages in sizes
     ]
 
 
@@ -543,47 +540,32 @@ class Recorder:
 
 
 @contextmanager
-def _tile(kind: TileKind, tile: Candidate) -> Iterator[None]:
-    """Make the launchers of a kind use this tile in place of the table's."""
-    row = TunedTile(
-        kind=kind,
-        dtype="bfloat16",
-        width=0,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        block_k=tile.block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        registers=0,
-        shared_bytes=0,
-        chosen_by="model",
-        triton="",
-    )
+def _in_use(tile: TunedTile) -> Iterator[None]:
+    """Make launchers use this tile in place of the table's."""
     with (
-        mock.patch.object(linear, "tuned_tile", lambda key: row),
-        mock.patch.object(attention_tile, "tuned_tile", lambda key: row),
+        mock.patch.object(linear, "tuned_tile", lambda key: tile),
+        mock.patch.object(attention_tile, "tuned_tile", lambda key: tile),
     ):
         yield
 
 
-def tile_launches(kind: TileKind, dtype: torch.dtype, width: int, block_m: int) -> list[Launch]:
+def tile_launches(tile: TunedTile) -> list[Launch]:
     """Return every kind of launch that has such a tile, as a CPU's tensors make it."""
     launches: list[Launch] = []
     module, name = {
         "linear": (linear, "linear_kernel"),
         "decode": (paged_attention, "paged_attention_kernel"),
         "prefill": (prefill, "prefill_attention_kernel"),
-    }[kind]
-    with mock.patch.object(module, name, Recorder(getattr(module, name), launches)):
-        for call in _tile_calls(kind, dtype, width, block_m, torch.device("cpu")):
+    }[tile.kind]
+    with mock.patch.object(module, name, Recorder(getattr(module, name), launches)), _in_use(tile):
+        for call in _tile_calls(tile, torch.device("cpu")):
             call()
     return launches
 
 
-def _tile_calls(
-    kind: TileKind, dtype: torch.dtype, width: int, block_m: int, device: torch.device
-) -> Iterator[Call]:
+def _tile_calls(tile: TunedTile, device: torch.device) -> Iterator[Call]:
     """Yield launches: on a GPU at the shapes that are timed, on a CPU one of each sort."""
+    kind, dtype, width, block_m = tile.key
 
     def values(*shape: int) -> Tensor:
         made = torch.empty(shape, dtype=dtype, device=device)
@@ -636,47 +618,43 @@ def _tile_calls(
             )
 
 
-def compile_tile(kind: TileKind, dtype: torch.dtype, width: int, tile: Candidate) -> Candidate | None:
+def compile_tile(tile: TunedTile) -> TunedTile | None:
     """Return the tile with the most that any launch takes; None where one spills or has no room."""
-    return _compile_tile(kind, dtype, COMPILED_INPUTS if kind == "linear" else width, tile)
+    width = COMPILED_INPUTS if tile.kind == "linear" else tile.width
+    needs = _needs(replace_fields(tile, width=width, registers=0, shared_bytes=0))
+    return None if needs is None else replace_fields(tile, registers=needs[0], shared_bytes=needs[1])
 
 
 @cache
-def _compile_tile(kind: TileKind, dtype: torch.dtype, width: int, tile: Candidate) -> Candidate | None:
-    registers = shared_bytes = 0
-    with _tile(kind, tile):
-        launches = tile_launches(kind, dtype, width, tile.block_m)
-    for launch in launches:
-        made = compile_for_hopper(launch)
-        if made.local_bytes or made.shared_bytes > SHARED_MEMORY_BYTES:
-            return None
-        registers, shared_bytes = max(registers, made.registers), max(shared_bytes, made.shared_bytes)
-    return replace(tile, registers=registers, shared_bytes=shared_bytes)
+def _needs(tile: TunedTile) -> tuple[int, int] | None:
+    """Return the registers and the bytes of shared memory; None: see above."""
+    compiled = [compile_for_hopper(launch) for launch in tile_launches(tile)]
+    if any(made.local_bytes or made.shared_bytes > SHARED_MEMORY_BYTES for made in compiled):
+        return None
+    return max(made.registers for made in compiled), max(made.shared_bytes for made in compiled)
 
 
-def model_seconds(width: int, kind: TileKind, tile: Candidate) -> float:
+def model_seconds(tile: TunedTile) -> float:
     """Return the time of typical work by the model of a multiprocessor; it compares tiles of one width."""
-    if kind == "linear":
-        return sum(_linear_seconds(width, num_outputs, tile) for num_outputs in LINEAR_OUTPUTS)
+    if tile.kind == "linear":
+        return sum(_linear_seconds(tile, num_outputs) for num_outputs in LINEAR_OUTPUTS)
     num_buffers = (tile.num_stages - 1) // 2
     blocks = 1 + BLOCK_OVERHEAD_KEYS / tile.block_n
-    if kind == "decode":  # reads keys and values; all buffers but the one in use are under way
-        under_way = (num_buffers - 1) * 4 * tile.block_n * width * tile.num_programs
+    if tile.kind == "decode":  # reads keys and values; all buffers but the one in use are under way
+        under_way = (num_buffers - 1) * 4 * tile.block_n * tile.width * num_programs(tile)
         return blocks * NEEDED_BYTES / max(1, min(under_way, NEEDED_BYTES))
     # An instruction of 64 rows takes block_n / 2 cycles and reads queries and keys at 128 bytes a cycle.
     scores = max(1.0, (64 * 32 + 32 * tile.block_n) / 128 / (tile.block_n / 2))
-    return blocks * (scores + 1) / 2 * (1.0 if tile.num_programs * tile.num_warps >= 8 else 1.5)
+    return blocks * (scores + 1) / 2 * (1.0 if num_programs(tile) * tile.num_warps >= 8 else 1.5)
 
 
-def _linear_seconds(width: int, num_outputs: int, tile: Candidate) -> float:
-    num_tokens = TUNED_TOKENS[tile.block_m]
+def _linear_seconds(tile: TunedTile, num_outputs: int) -> float:
+    width, num_tokens = tile.width, TUNED_TOKENS[tile.block_m]
     num_tiles = -(-num_outputs // tile.block_n) * -(-num_tokens // tile.block_m)
     num_parts = -(-width // max(linear.LEAST_PART, -(-width // linear.MAX_PARTS)))
     units = num_tiles * num_parts if num_tiles <= NUM_MULTIPROCESSORS else num_tiles
-    launched = (
-        2 if tile.block_m == 64 else 1
-    )  # programs of a multiprocessor, as many as linear_triton launches
-    programs = min(launched, max(1, tile.num_programs))  # at once
+    launched = 2 if tile.block_m == 64 else 1  # programs of a multiprocessor, as linear_triton launches them
+    programs = min(launched, max(1, num_programs(tile)))  # at once
     rounds = -(-units // (NUM_MULTIPROCESSORS * launched)) * launched  # units of the busiest multiprocessor
     inputs = width * num_tiles / units
     loaded = (tile.block_m + tile.block_n) * inputs * 2
@@ -689,9 +667,8 @@ def _linear_seconds(width: int, num_outputs: int, tile: Candidate) -> float:
     return rounds * (max(weight_s, loaded / CACHE_BYTES_PER_S, product_s) + sums_s + LATENCY_S / programs)
 
 
-def timed_seconds(dtype: torch.dtype, width: int, kind: TileKind, tile: Candidate) -> float:
+def timed_seconds(tile: TunedTile) -> float:
     """Return the time of the launches of `tile_launches` on the current GPU."""
     device = torch.device("cuda")
-    with _tile(kind, tile):
-        calls = list(_tile_calls(kind, dtype, width, tile.block_m, device))
-        return sum(seconds_per_call([call], device) for call in calls)
+    with _in_use(tile):
+        return sum(seconds_per_call([call], device) for call in list(_tile_calls(tile, device)))

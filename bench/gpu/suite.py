@@ -9,9 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Final, Literal, TypeAlias
@@ -20,12 +18,12 @@ import msgspec
 import torch
 
 from baton.bench.gpu.kernels import (
-    Candidate,
     candidates,
     compile_tile,
     heuristic,
     live_program_curves,
     model_seconds,
+    num_programs,
     timed_seconds,
 )
 from baton.bench.gpu.session import FULL, TOY, Figures, Session
@@ -362,26 +360,29 @@ TUNED: Final[Mapping[tuple[TileKind, ...], tuple[int, ...]]] = {
     ("decode", "prefill"): HEAD_DIMS,
 }
 TUNED_DTYPES: Final[tuple[TunedDtype, ...]] = ("bfloat16", "float16")
-Judge: TypeAlias = Callable[[TileKind, Candidate], float]  # seconds
+
+
+def blocks(tile: TunedTile) -> tuple[int, int, int]:
+    """Return what all rows of a width agree in: outputs, inputs, and warps of 64 rows."""
+    return tile.block_n, tile.block_k, tile.num_warps * 64 // tile.block_m
 
 
 def choose_tiles(
-    compiled: Mapping[TileKind, Sequence[Candidate]], width: int, judge: Judge
-) -> dict[tuple[TileKind, int], Candidate]:
+    compiled: Sequence[TunedTile], judge: Callable[[TunedTile], float]
+) -> dict[tuple[TileKind, int], TunedTile]:
     """Return the best tile of each kind and height; all have the same `blocks`. Empty when none do.
 
-    Times count relative to the best of their kind and height. Of equals the one with
-    more programs on a multiprocessor is better, then the one with more stages.
+    compiled: of one width. judge: gives seconds. They count relative to the best of their kind and height. Of
+    equals the one with more programs on a multiprocessor is better, then the one with more stages.
     """
-    places = {(kind, tile.block_m) for kind, tiles in compiled.items() for tile in tiles}
-    by_blocks: dict[tuple[int, int, int], dict[tuple[TileKind, int], tuple[float, int, Candidate]]] = {}
-    for kind, tiles in compiled.items():
-        for order, tile in enumerate(sorted(tiles, key=lambda tile: (-tile.num_programs, -tile.num_stages))):
-            if tile.block_k and width % tile.block_k:
-                continue  # masks of inputs take registers
-            found, place = by_blocks.setdefault(tile.blocks, {}), (kind, tile.block_m)
-            judged = judge(kind, tile), order, tile
-            found[place] = min(found.get(place, judged), judged, key=lambda each: each[:2])
+    places = {(tile.kind, tile.block_m) for tile in compiled}
+    by_blocks: dict[tuple[int, int, int], dict[tuple[TileKind, int], tuple[float, int, TunedTile]]] = {}
+    for order, tile in enumerate(sorted(compiled, key=lambda tile: (-num_programs(tile), -tile.num_stages))):
+        if tile.block_k and tile.width % tile.block_k:
+            continue  # masks of inputs take registers
+        found, place = by_blocks.setdefault(blocks(tile), {}), (tile.kind, tile.block_m)
+        judged = judge(tile), order, tile
+        found[place] = min(found.get(place, judged), judged, key=lambda each: each[:2])
     whole = [found for found in by_blocks.values() if found.keys() == places]
     if not whole:
         return {}
@@ -391,39 +392,21 @@ def choose_tiles(
 
 
 def tune(device: torch.device, tell: Callable[[str], None]) -> list[TunedTile]:
-    """Return the rows of the table of tuned tiles, judged by time on a GPU. tell: hears of the progress."""
-    rows: list[TunedTile] = []
-    products: dict[TileKind, list[Candidate]] = {}  # that compile to the same at every width
+    """Return the rows of the table of tuned tiles, judged by time on a GPU. tell: hears of the progress.
+
+    A width has no rows in a dtype in which one of the chosen tiles does not fit.
+    """
+    by: Literal["model", "time"] = "time" if device.type == "cuda" else "model"
+    judge, rows = timed_seconds if by == "time" else model_seconds, list[TunedTile]()
     for kinds, widths in TUNED.items():
         for width in widths:
-            compiled = products if kinds == ("linear",) else {}
-            for kind in kinds if not compiled else ():
-                tell(f"compiling {kind}, width {width}")
-                tried = (compile_tile(kind, torch.bfloat16, width, tile) for tile in candidates(kind))
-                compiled[kind] = [tile for tile in tried if tile is not None]
+            tell(f"compiling {' and '.join(kinds)}, width {width}")
+            tried = [compile_tile(tile) for kind in kinds for tile in candidates(kind, width)]
             for dtype in TUNED_DTYPES:
                 tell(f"choosing for width {width}, {dtype}")
-                rows += _tuned_rows(compiled, width, dtype, device)
-    return rows
-
-
-def _tuned_rows(
-    compiled: Mapping[TileKind, Sequence[Candidate]], width: int, name: TunedDtype, device: torch.device
-) -> list[TunedTile]:
-    """Return rows of one width, or none where no candidates fit together in this dtype."""
-    dtype = torch.bfloat16 if name == "bfloat16" else torch.float16
-    by: Literal["model", "time"] = "time" if device.type == "cuda" else "model"
-    judge: Judge = partial(model_seconds, width) if by == "model" else partial(timed_seconds, dtype, width)
-    rows = []
-    for (kind, _), tile in choose_tiles(compiled, width, judge).items():
-        made = compile_tile(kind, dtype, width, replace(tile, registers=0, shared_bytes=0))
-        if made is None:
-            return []
-        rows.append(
-            TunedTile(
-                kind=kind, dtype=name, width=width, chosen_by=by, triton=version("triton"), **asdict(made)
-            )
-        )
+                fitting = [msgspec.structs.replace(each, dtype=dtype, chosen_by=by) for each in tried if each]
+                made = [compile_tile(tile) for tile in choose_tiles(fitting, judge).values()]
+                rows += [tile for tile in made if tile is not None and None not in made]
     return rows
 
 

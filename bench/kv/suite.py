@@ -13,11 +13,12 @@ from and to the least busy workers, so each figure is a transfer's own.
 import os
 import signal
 from argparse import Namespace
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -55,6 +56,7 @@ from baton.pages import PageLayout
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob
 from baton.request import SamplingParams
 from baton.rpc.worker_node import PromptTimer
+from baton.sim.timed.fleet import PageStore
 from baton.sim.timed.workload import TraceRequest, read_trace
 
 Progress = Callable[[str], None]
@@ -129,16 +131,13 @@ class _StreamingPrefill:
         self._engine.close()
 
 
-def stream_rows(num_tokens: int, transport: str, num_rounds: int, progress: Progress) -> list[Row]:
-    """Measure every way to leave in turns; the first round warms up. A request waits for the exposed time."""
-    taken: dict[Leaving, list[tuple[float, float]]] = {leaving: [] for leaving in Leaving}
+def stream_rows(num_tokens: int, transport: str, num_rounds: int, report: Report) -> list[Row]:
+    """Measure every way to leave in turns. A request waits for the exposed time."""
     with closing(_StreamingPrefill(transport, num_tokens)) as prefill:
-        for _ in range(num_rounds + 1):
-            progress(f"streaming {num_tokens} tokens over {transport}")
-            for leaving in Leaving:
-                taken[leaving].append(prefill.run(num_tokens, leaving))
+        ways = {leaving: partial(prefill.run, num_tokens, leaving) for leaving in Leaving}
+        taken = report.in_rounds(ways, num_rounds, f"streaming {num_tokens} tokens over {transport}, ")
     prefill_s, exposed_s = (
-        {way: median(run[part] for run in runs[1:]) for way, runs in taken.items()} for part in range(2)
+        {way: median(run[part] for run in runs) for way, runs in taken.items()} for part in range(2)
     )
     streamed_s, layers_s = exposed_s[Leaving.BY_CHUNKS], exposed_s[Leaving.BY_LAYERS]
     whole_s, name = prefill_s[Leaving.BY_CHUNKS], f"{transport}, {num_tokens:,} tokens"
@@ -157,26 +156,12 @@ CACHED_BLOCKS: Final = 1000  # of a decode worker
 PREFILL_TOKENS_PER_S: Final = 8000.0  # gives the time to the first token, beside which exposed time is shown
 
 
-class _CachingDecode:
-    """A decode worker's process, and the blocks that it has cached."""
-
-    def __init__(self, layout: PageLayout, num_pages: int) -> None:
-        self.process = DestinationProcess(layout, num_pages)
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def num_cached_tokens(self, request: TraceRequest) -> int:
-        """Return the cached tokens of the prompt; cache the other blocks."""
-        num_blocks = 0
-        for block in request.block_ids:
-            if block not in self._blocks:
-                break
-            num_blocks += 1
-        for block in request.block_ids:
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > CACHED_BLOCKS:
-            self._blocks.popitem(last=False)
-        return min(num_blocks * request.block_tokens, request.input_tokens - 1)
+def num_cached_tokens(blocks: PageStore, request: TraceRequest) -> int:
+    """Return the tokens of the prompt that a decode worker has cached; have it cache the other blocks."""
+    keys = tuple(block.to_bytes(8, "big") for block in request.block_ids)
+    num_blocks = blocks.num_held(keys)
+    deque(blocks.keep(keys), maxlen=0)
+    return min(num_blocks * request.block_tokens, request.input_tokens - 1)
 
 
 def trace_rows(
@@ -189,7 +174,8 @@ def trace_rows(
 ) -> list[Row]:
     """Replay the hand-offs of a trace over a matrix of prefill and decode workers."""
     num_pages = 2 * layout.num_pages(max(request.input_tokens for request in requests)) + 64
-    decodes = [_CachingDecode(layout, num_pages) for _ in range(num_decode)]
+    decodes = [DestinationProcess(layout, num_pages) for _ in range(num_decode)]
+    blocks = [PageStore(CACHED_BLOCKS) for _ in decodes]
     sources = [SourceEnd.random(settings_of(layout, transport), num_pages) for _ in range(num_prefill)]
     busy_tokens = [0] * num_prefill, [0] * num_decode
     taken: list[TransferTimes] = []
@@ -198,16 +184,16 @@ def trace_rows(
         for number, request in enumerate(requests):
             progress(f"{transport}: request {number + 1} of {len(requests)}")
             p, d = (min(range(len(busy)), key=busy.__getitem__) for busy in busy_tokens)
-            cached = decodes[d].num_cached_tokens(request) // layout.page_size * layout.page_size
+            cached = num_cached_tokens(blocks[d], request) // layout.page_size * layout.page_size
             num_cached += cached
             busy_tokens[0][p] += request.input_tokens - cached
             busy_tokens[1][d] += request.input_tokens + request.output_tokens
-            taken.append(sources[p].send(decodes[d].process, request.input_tokens - cached))
+            taken.append(sources[p].send(decodes[d], request.input_tokens - cached))
     finally:
         for source in sources:
             source.endpoint.close()
         for decode in decodes:
-            decode.process.close()
+            decode.close()
     totals_ms = [1e3 * times.total_s for times in taken]
     gbps = sum(times.num_bytes for times in taken) / sum(map(moving_s, taken)) / 1e9
     p99_ms = percentile(totals_ms, 99)
@@ -322,7 +308,7 @@ def measure_sweep(options: Namespace, report: Report) -> None:
     streamed = [
         row
         for num_tokens, transport in product(options.stream_tokens, TRANSPORTS)
-        for row in stream_rows(num_tokens, transport, options.rounds, report.tell)
+        for row in stream_rows(num_tokens, transport, options.rounds, report)
     ]
     report.show("Streaming while a prompt is computed", streamed)
     report.plot = plot_of(sweeps)

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import torch
 
 from baton.bench.clusters import served_cluster
-from baton.bench.engine.replica import LLAMA_56M, Replica, load_model, load_replica, request_of
+from baton.bench.engine.replica import LLAMA_56M, Replica, greedy, load_model, load_replica
 from baton.bench.report import Report, Row, at_most, option, suite
 from baton.bench.serve.client import Address, Connection
 from baton.bench.tiny.tasks import Case, mixed_cases
@@ -35,7 +35,6 @@ from baton.engine.engine import Engine
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.kernels.native import TORCH_DTYPES
 from baton.kernels.store_kv import round_rows
-from baton.request import SamplingParams
 
 PLAIN: Final = "auto"
 TRANSFER_DTYPES: Final = (PLAIN, "int8", "fp8")
@@ -72,9 +71,9 @@ async def ask(transfer_dtype: str, cases: Sequence[Case], folder: Path) -> Answe
                     body = {"model": "tiny", "prompt": case.prompt, "max_tokens": LONGEST_ANSWER}
                     body |= {"temperature": 0.0, "return_token_ids": True}
                     request = address.post("/v1/completions", json.dumps(body).encode())
-                    answer, error = await connection.exchange(request)
-                    assert error is None and answer.status == 200, (error, answer.body)
-                    (choice,) = json.loads(answer.body)["choices"]
+                    got, error = await connection.exchange(request)
+                    assert error is None and got.status == 200, (error, got.body)
+                    (choice,) = json.loads(got.body)["choices"]
                     found[number] = choice["text"], choice["token_ids"]
 
         await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
@@ -114,9 +113,9 @@ def served_rows(cases: Sequence[Case], answers: dict[str, Answers]) -> list[Row]
     return rows
 
 
-def greedy(engine: Engine, prompt: Sequence[int], num_tokens: int, transfer_dtype: str = PLAIN) -> list[int]:
+def answer(engine: Engine, prompt: Sequence[int], num_tokens: int, transfer_dtype: str = PLAIN) -> list[int]:
     """Return the answer; after its first token all pages are rounded."""
-    engine.add(request_of(prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)))
+    engine.add(greedy(prompt, num_tokens))
     token_ids: list[int] = []
     while engine.has_work():
         is_first = not token_ids
@@ -139,7 +138,7 @@ class Divergence(NamedTuple):
 @torch.inference_mode()
 def divergence(replica: Replica, prompt: Sequence[int], transfer_dtype: str) -> Divergence:
     """Compute one step after the prompt's first token, with the prompt's pages as they are and rounded."""
-    greedy(replica.engine, prompt, 2)
+    answer(replica.engine, prompt, 2)
     step, pages = replica.runner.last_step, replica.engine.runner.pool.device
     assert step is not None
     plain = replica.runner.execute(step)[0].clone()
@@ -154,7 +153,7 @@ def divergence(replica: Replica, prompt: Sequence[int], transfer_dtype: str) -> 
 def logit_rows(name: str, replica: Replica, prompts: Sequence[Sequence[int]]) -> list[Row]:
     """Compare logits and greedy answers of one model."""
     rows = []
-    plain = [greedy(replica.engine, prompt, NUM_TOKENS) for prompt in prompts]
+    plain = [answer(replica.engine, prompt, NUM_TOKENS) for prompt in prompts]
     for transfer_dtype in TRANSFER_DTYPES[1:]:
         found = [divergence(replica, prompt, transfer_dtype) for prompt in prompts]
         max_abs_diff = max(each.max_abs_diff for each in found)
@@ -166,7 +165,7 @@ def logit_rows(name: str, replica: Replica, prompts: Sequence[Sequence[int]]) ->
         )
         what = f"{name}, {transfer_dtype}: largest difference of a logit"
         rows.append(Row(what, max_abs_diff, "", note=note))
-        ours = [greedy(replica.engine, prompt, NUM_TOKENS, transfer_dtype) for prompt in prompts]
+        ours = [answer(replica.engine, prompt, NUM_TOKENS, transfer_dtype) for prompt in prompts]
         equal = share_equal(ours, plain)
         what = f"{name}, {transfer_dtype}: greedy tokens equal to {PLAIN}"
         rows.append(Row(what, equal, "%", note=f"of {NUM_TOKENS} a prompt"))

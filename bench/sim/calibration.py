@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import msgspec
 import numpy as np
+import yaml
 
 from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.kv.ends import DestinationProcess, SourceEnd, settings_of
@@ -380,24 +381,19 @@ async def measure_overheads(config: ServeConfig, model: TimeModel, num_threads: 
     """
     with TemporaryDirectory() as folder:
         environment = environment_of_child(num_threads=num_threads)
-        options = ("--runtime", "local", "--router-policy", HANDS_OVER, *options_of(config))
+        settings = settings_file(Path(folder), config)
+        options = ("--runtime", "local", "--router-policy", HANDS_OVER, "--config", settings)
         async with served_cluster(
             Path(folder), options, prefill=1, decode=1, model=config.model, environment=environment
         ) as cluster:
             return await _overheads(cluster, model)
 
 
-def options_of(config: ServeConfig) -> list[str]:
-    """Return the options of `baton serve` for the engine settings that differ from the defaults."""
-    scheduler, cache, base = config.engine.scheduler, config.engine.cache, ServeConfig(model="tiny").engine
-    given = {
-        "--load-format": (config.engine.load_format, base.load_format),
-        "--max-num-batched-tokens": (scheduler.max_num_batched_tokens, base.scheduler.max_num_batched_tokens),
-        "--max-num-seqs": (scheduler.max_num_seqs, base.scheduler.max_num_seqs),
-        "--page-size": (cache.page_size, base.cache.page_size),
-        "--kv-cache-memory": (cache.kv_cache_memory_bytes, base.cache.kv_cache_memory_bytes),
-    }
-    return [word for flag, (value, usual) in given.items() if value != usual for word in (flag, str(value))]
+def settings_file(folder: Path, config: ServeConfig) -> str:
+    """Write the engine's settings as `baton serve --config` reads them; return the file."""
+    path = folder / "settings.yaml"
+    path.write_text(yaml.safe_dump({"engine": msgspec.to_builtins(config.engine)}))
+    return str(path)
 
 
 async def _overheads(cluster: WatchedCluster, model: TimeModel) -> Overheads:

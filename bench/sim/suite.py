@@ -11,7 +11,7 @@ docs/benchmarks.md explains the figures. Nothing else should run on the machine.
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -32,15 +32,16 @@ from baton.bench.report import (
     suite,
 )
 from baton.bench.serve.figures import Run, Slo
-from baton.bench.sim.advice import advice_rows, workload_of
 from baton.bench.sim.calibration import calibrate
 from baton.bench.sim.served import (
     LENGTHS,
     WORKLOADS,
+    advice_rows,
     all_at_once,
     at_rate,
     capacity,
     serving,
+    workload_of,
     workloads_of,
 )
 from baton.config.cluster import ServeConfig
@@ -100,19 +101,9 @@ def cases() -> list[Case]:
     ]
 
 
-class ServedAtOnce(NamedTuple):
-    """Requests that were sent at once, whose rate shows the capacity of a layout."""
-
-    layout: Layout
-    lengths: str
-    trace: Sequence[TraceRequest]
-    run: Run
-
-
 class Served(NamedTuple):
-    """The requests of a case, and how they were answered."""
+    """Requests, and how they were answered."""
 
-    case: Case
     trace: Sequence[TraceRequest]
     run: Run
 
@@ -130,22 +121,21 @@ def measured(run: Run) -> dict[str, float]:
 
 async def serve_cases(
     cases: Sequence[Case], config: ServeConfig, seconds: float, tell: Progress
-) -> tuple[list[ServedAtOnce], list[Served]]:
-    """Serve the cases of one layout. Returns the runs that show its capacity, and the cases as served."""
-    at_once: dict[str, ServedAtOnce] = {}  # by the name of the lengths
-    served = []
+) -> tuple[dict[str, Served], dict[Case, Served]]:
+    """Serve the cases of one layout. Returns requests at once by the name of their lengths, and the cases."""
+    at_once: dict[str, Served] = {}
+    served: dict[Case, Served] = {}
     async with serving(cases[0].layout, config) as serve:
         for seed, case in enumerate(cases, 1):
             if case.lengths not in at_once:
                 tell(f"{case.layout.name}, {case.lengths}: capacity")
                 requests = all_at_once(synthetic(NUM_AT_ONCE, 1.0, LENGTHS[case.lengths], CAPACITY_SEED))
-                run = await serve(requests, Slo())
-                at_once[case.lengths] = ServedAtOnce(case.layout, case.lengths, requests, run)
+                at_once[case.lengths] = Served(requests, await serve(requests, Slo()))
             tell(f"{case.name}: serving")
             rate = case.load * at_once[case.lengths].run.requests_per_s
             trace = synthetic(rate, seconds, LENGTHS[case.lengths], seed)
-            served.append(Served(case, trace, await serve(trace, Slo())))
-    return list(at_once.values()), served
+            served[case] = Served(trace, await serve(trace, Slo()))
+    return at_once, served
 
 
 def compare(case: Case, predicted: Rehearsal, run: Run) -> Iterator[tuple[str, float, bool, Row]]:
@@ -166,15 +156,15 @@ def _interval(figure: Figure) -> str:
 
 def accuracy_rows(options: Namespace, config: ServeConfig, times: TimeModel, report: Report) -> list[Row]:
     """Serve and rehearse every run; return a row for each figure, then the bars."""
-    every = cases()
     errors: dict[str, list[float]] = {name: [] for name in FIGURES}
     within: list[bool] = []
     rows: list[Row] = []
-    for name in LAYOUTS:
-        own = [case for case in every if case.layout.name == Layout.parse(name).name]
-        at_once, served = uvloop.run(serve_cases(own, config, options.seconds, report.tell))
-        rows += [capacity_row(each, times) for each in at_once]
-        for case, trace, run in served:
+    for layout, own in groupby(cases(), key=lambda case: case.layout):
+        at_once, served = uvloop.run(serve_cases(list(own), config, options.seconds, report.tell))
+        for name, (trace, run) in at_once.items():
+            note = f"predicted {format_number(capacity(layout, times, trace))}"
+            rows.append(Row(f"{layout.name}, {name}: capacity", run.requests_per_s, "requests/s", note=note))
+        for case, (trace, run) in served.items():
             report.tell(f"{case.name}: rehearsing")
             predicted = rehearse(trace, case.layout, times, RehearsalSettings(mode="full"))
             failed = len(run.failures)
@@ -192,14 +182,6 @@ def accuracy_rows(options: Namespace, config: ServeConfig, times: TimeModel, rep
     if within:
         rows.append(at_least("within the interval", 100 * sum(within) / len(within), "%", LEAST_WITHIN))
     return rows
-
-
-def capacity_row(served: ServedAtOnce, times: TimeModel) -> Row:
-    """Return the row of a layout's capacity, with the rehearsed one."""
-    predicted = capacity(served.layout, times, served.trace)
-    note = f"predicted {format_number(predicted)}"
-    name = f"{served.layout.name}, {served.lengths}: capacity"
-    return Row(name, served.run.requests_per_s, "requests/s", note=note)
 
 
 def usual_times() -> TimeModel:

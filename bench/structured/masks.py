@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from baton.bench.engine.replica import LLAMA_56M, request_of
-from baton.bench.report import Plot, Report, Row, at_least, at_most, in_turns, percentile, ranked_shares
+from baton.bench.report import Plot, Report, Row, at_least, at_most, percentile, ranked_shares
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.scheduler.sequence import Row as LogitsRow
@@ -450,14 +451,11 @@ def _added_row(
     says: Sequence[tuple[int, ...]] | None,
     bar: float | None,
 ) -> Row:
-    step_s(engine, [None], says)
-    step_s(engine, forms, says)
-    before, with_s, without_s = engine.load(), list[float](), list[float]()
     name = f"TPOT added at batch {BATCH}{', the model follows its form' if says else ''}"
-    for pair in range(num_pairs):
-        report.tell(name, pair / num_pairs)
-        for is_on in in_turns((True, False), pair + 1):
-            (with_s if is_on else without_s).append(step_s(engine, forms if is_on else [None], says))
+    step_s(engine, forms, says)  # compiles the forms
+    before = engine.load()
+    kinds = {"with": partial(step_s, engine, forms, says), "without": partial(step_s, engine, [None], says)}
+    with_s, without_s = report.in_rounds(kinds, num_pairs, f"{name}, ").values()
     after = engine.load()
     added = 100 * (median(on / off for on, off in zip(with_s, without_s, strict=True)) - 1)
     mask_us = (after.mask_us - before.mask_us) / (after.num_masks - before.num_masks)

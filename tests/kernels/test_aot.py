@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from baton.bench.gpu.kernels import COMPILED_INPUTS, Candidate, compile_tile
+from baton.bench.gpu.kernels import compile_tile
 from baton.kernels import sample
 from baton.kernels.triton.kernel import (
     HAS_TRITON,
@@ -75,9 +75,7 @@ def distinct_rows() -> list[TunedTile]:
 
 
 def assert_compiles_as_recorded(row: TunedTile) -> None:
-    width = COMPILED_INPUTS if row.kind == "linear" else row.width
-    tile = Candidate(row.block_m, row.block_n, row.block_k, row.num_warps, row.num_stages)
-    made = compile_tile(row.kind, row.key.dtype, width, tile)
+    made = compile_tile(row)
     assert made is not None, "the row spills registers, or has no room in shared memory"
     if version("triton") == row.triton:
         assert (made.registers, made.shared_bytes) == (row.registers, row.shared_bytes)

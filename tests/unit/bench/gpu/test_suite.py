@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from baton.bench.engine.replica import num_head_parameters, num_layer_parameters
 from baton.bench.gpu import kernels, model, suite
-from baton.bench.gpu.kernels import Candidate, model_seconds
+from baton.bench.gpu.kernels import candidates, model_seconds
 from baton.bench.gpu.model import prefill_flops, step_arrays
 from baton.bench.gpu.session import (
     FULL,
@@ -43,7 +44,7 @@ from baton.bench.gpu.suite import (
 from baton.bench.machine import Call
 from baton.bench.report import RESULTS, Report, Row
 from baton.errors import ConfigError
-from baton.kernels.triton.kernel import TileKind
+from baton.kernels.triton.kernel import TileKind, TunedTile
 from tests.unit.bench.gpu.toy_stages import toy_stage
 
 CPU = torch.device("cpu")
@@ -439,8 +440,10 @@ def test_steps_of_an_idle_engine_give_each_sequence_its_own_slots() -> None:
 # The table of tuned tiles.
 
 
-def tile(rows: int, outputs: int, stages: int, shared_bytes: int = 2**16) -> Candidate:
-    return Candidate(rows, outputs, 64, rows // 16, stages, 128, shared_bytes)
+def tile(rows: int, outputs: int, stages: int, shared_bytes: int = 2**16, width: int = 4096) -> TunedTile:
+    base = candidates("linear", width)[0]
+    sizes = {"block_m": rows, "block_n": outputs, "num_warps": rows // 16, "num_stages": stages}
+    return msgspec.structs.replace(base, **sizes, registers=128, shared_bytes=shared_bytes)
 
 
 def test_chosen_tiles_agree_in_what_orders_sums_and_are_best_in_sum() -> None:
@@ -448,27 +451,28 @@ def test_chosen_tiles_agree_in_what_orders_sums_and_are_best_in_sum() -> None:
     wide = [tile(64, 128, 3), tile(128, 128, 3)]
     unpaired = tile(64, 256, 3)
     seconds = dict(zip([*narrow, *wide, unpaired], (3.0, 2.0, 4.0, 3.0, 3.0, 0.1), strict=True))
-    chosen = choose_tiles({"linear": [*narrow, *wide, unpaired]}, 4096, lambda kind, tile: seconds[tile])
+    chosen = choose_tiles(list(seconds), seconds.__getitem__)
     assert chosen == {("linear", 64): narrow[1], ("linear", 128): narrow[2]}  # 2 / 2 + 4 / 3 < 3 / 2 + 3 / 3
     seconds[narrow[2]] = 5.0
-    chosen = choose_tiles({"linear": [*narrow, *wide, unpaired]}, 4096, lambda kind, tile: seconds[tile])
+    chosen = choose_tiles(list(seconds), seconds.__getitem__)
     assert chosen == {("linear", 64): wide[0], ("linear", 128): wide[1]}
 
 
 def test_of_equal_tiles_the_deepest_of_which_most_fit_a_multiprocessor_is_chosen() -> None:
     tiles = [tile(64, 64, 4, 2**17), tile(64, 64, 2, 2**16), tile(64, 64, 3, 2**16)]
-    assert choose_tiles({"linear": tiles}, 4096, lambda kind, tile: 1.0) == {("linear", 64): tiles[2]}
+    assert choose_tiles(tiles, lambda tile: 1.0) == {("linear", 64): tiles[2]}
 
 
 def test_tile_whose_inputs_do_not_divide_the_width_is_not_chosen() -> None:
-    assert choose_tiles({"linear": [tile(64, 64, 3)]}, 4000, lambda kind, tile: 1.0) == {}
+    assert choose_tiles([tile(64, 64, 3, width=4000)], lambda tile: 1.0) == {}
 
 
 def test_model_prefers_more_bytes_under_way_until_they_suffice() -> None:
     """Loads of a decode step, and of keys and values, are bound by the latency of memory."""
-    few, enough, more = (model_seconds(4096, "linear", tile(64, 64, stages)) for stages in (2, 4, 6))
+    few, enough, more = (model_seconds(tile(64, 64, stages)) for stages in (2, 4, 6))
     assert few > enough == more
     kinds: tuple[TileKind, ...] = ("decode", "prefill")
     for kind in kinds:
-        shallow, deep = (Candidate(64, 32, 0, 4, stages, 128, 2**16) for stages in (5, 7))
-        assert model_seconds(128, kind, shallow) >= model_seconds(128, kind, deep)
+        like = msgspec.structs.replace(candidates(kind, 128)[0], registers=128, shared_bytes=2**16)
+        shallow, deep = (msgspec.structs.replace(like, num_stages=stages) for stages in (5, 7))
+        assert model_seconds(shallow) >= model_seconds(deep)

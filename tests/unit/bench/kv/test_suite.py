@@ -11,7 +11,7 @@ import pytest
 
 from baton.bench.kv import suite, sweep
 from baton.bench.kv.sweep import Point, Rival, rival_rows, scattered_moves, sweep_rows
-from baton.bench.report import Row
+from baton.bench.report import Report, Row
 from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.pages import PageLayout
 
@@ -78,7 +78,7 @@ def test_sweep_has_every_transport_limit_and_rival(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_streamed_prompt_has_a_share_and_a_gain() -> None:
-    exposed, gain, by_layers = suite.stream_rows(600, "shm", 1, lambda text: None)
+    exposed, gain, by_layers = suite.stream_rows(600, "shm", 1, Report("kv", "kv", Path()))
     assert (exposed.limit, gain.limit, by_layers.limit) == ("<= 3", ">= 3", None)
     assert exposed.value and gain.value and by_layers.value
 

@@ -5,17 +5,19 @@ from pathlib import Path
 import pytest
 
 from baton.bench.serve.figures import Run, Sample, Slo
-from baton.bench.sim.advice import (
+from baton.bench.sim.served import (
     GOAL,
+    WORKLOADS,
     Measured,
     Workload,
     advised,
+    at_rate,
     attained_by,
     distance,
     rows_of,
     workload_of,
+    workloads_of,
 )
-from baton.bench.sim.served import WORKLOADS, at_rate, workloads_of
 from baton.bench.sim.suite import usual_times
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.workload import synthetic
