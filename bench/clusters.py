@@ -13,9 +13,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import yaml
+from msgspec import to_builtins
 
 from baton.bench.processes import HOST
 from baton.cluster.cluster_record import find_record
@@ -25,6 +27,7 @@ from baton.cluster.runtimes.base import descendants
 from baton.cluster.runtimes.local import COMMAND, LocalRuntime
 from baton.cluster.serve import Cluster
 from baton.config.cluster import ServeConfig
+from baton.config.engine import EngineSettings
 from baton.config.environment import environment_of_child
 from baton.errors import PeerGone, WorkerLost
 from baton.messages.operations import Status
@@ -48,8 +51,7 @@ async def _port(process: asyncio.subprocess.Process, log: Path) -> int:
         port = int(found[1]) if found else port
         if line.startswith(b"curl"):
             return port
-    text = log.read_text()[-2000:]
-    raise WorkerLost(f"baton serve ended before it served; {log.name} says: {text}")
+    raise WorkerLost(f"baton serve ended before it served: {log.read_text()[-2000:]}")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
@@ -183,7 +185,6 @@ def _redis_pid(root: int) -> int:
 
 @asynccontextmanager
 async def served_cluster(
-    folder: Path,
     options: Sequence[str],
     *,
     prefill: int = 2,
@@ -193,31 +194,47 @@ async def served_cluster(
     command: Sequence[str] = SERVE,
     environment: Mapping[str, str] | None = None,
     model: str = MODEL,
+    engine: EngineSettings | None = None,
+    tenants: str | None = None,
 ) -> AsyncIterator[WatchedCluster]:
-    """Run `baton serve MODEL` on a free port; serve.log in the folder has its stderr.
+    """Run `baton serve MODEL` on a free port. engine: settings beside the options. tenants: a file's text.
 
     Every process computes with one thread, for on few cores more would get in each other's way. WorkerLost:
-    it does not come up.
+    it does not come up, and these are the last lines of its stderr.
     """
     counts = {"--prefill": prefill, "--decode": decode, "--routers": routers, "--gateways": gateways}
-    numbers = [word for flag, count in counts.items() for word in (flag, str(count))]
-    log_path = folder / "serve.log"
-    with log_path.open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *(*command, "serve", model, "--port", "0", *numbers, "--drain-timeout", "5", *options),
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=log,
-            env=environment or environment_of_child(num_threads=1),
-        )
-    try:
-        async with asyncio.timeout(START_S):
-            port = await _port(process, log_path)
-        record, url = find_record(port), f"http://{HOST}:{port}"
-        async with connected(record.routers, record.keys) as operator:
-            yield await WatchedCluster(url, operator, sum(counts.values()), process.pid).come_together()
-    finally:
-        await _stop(process)
+    words = [word for flag, count in counts.items() for word in (flag, str(count))]
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if engine is not None:
+            words += [
+                "--config",
+                _write(folder / "settings.yaml", yaml.safe_dump({"engine": to_builtins(engine)})),
+            ]
+        if tenants is not None:
+            words += ["--tenants", _write(folder / "tenants.yaml", tenants)]
+        log_path = folder / "serve.log"
+        with log_path.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(*command, "serve", model, "--port", "0", *words, "--drain-timeout", "5", *options),
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=log,
+                env=environment or environment_of_child(num_threads=1),
+            )
+        try:
+            async with asyncio.timeout(START_S):
+                port = await _port(process, log_path)
+            record, url = find_record(port), f"http://{HOST}:{port}"
+            async with connected(record.routers, record.keys) as operator:
+                yield await WatchedCluster(url, operator, sum(counts.values()), process.pid).come_together()
+        finally:
+            await _stop(process)
+
+
+def _write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
 
 
 @asynccontextmanager

@@ -18,9 +18,10 @@ objective out of reach.
 import math
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import copy, deepcopy
 from functools import partial
+from itertools import product, takewhile
 from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
@@ -223,28 +224,10 @@ def best_of(results: Iterable[Result]) -> Result:
     return max(results, key=lambda result: (min(result.attainment, GOAL), -result.worker_h))
 
 
-def reactive(workload: Workload, begin: tuple[int, int]) -> Result:
-    """Return the course of the best policy that knows all that has come, and expects as much."""
-    return best_of(
-        simulate(workload, begin, PastWork(workload, margin, kept_s))
-        for margin in MARGINS
-        for kept_s in KEPT_S
-    )
-
-
-def periodic(workload: Workload, begin: tuple[int, int]) -> Result:
-    """Return the course of the best policy that also expects the work of a period ago."""
-    prefill, decode = _work(workload, KNOWN_S)
-    return best_of(
-        simulate(workload, begin, PastWork(workload, margin, KEPT_S[0], period_s))
-        for margin in PERIODIC_MARGINS
-        for period_s in _periods(prefill + decode)
-    )
-
-
-def _periods(work: np.ndarray) -> list[float]:
+def _periods(workload: Workload) -> list[float]:
     """Return the times after which the work repeats itself best, in seconds."""
-    size = len(work)
+    prefill, decode = _work(workload, KNOWN_S)
+    work, size = prefill + decode, len(prefill)
     lags = range(2, size // 2 + 1)
     rest = work - work.mean()
     alike = {lag: float(rest[lag:] @ rest[:-lag]) / (size - lag) for lag in lags}
@@ -418,7 +401,7 @@ def traced(path: Path, seed: int) -> Workload:
     copies, ttft_s, tpot_s = (12, 5.0, 0.05) if is_code else (3, 30.0, 0.1)
     calls = []
     for request in requests:
-        held = sum(1 for _ in _known(request.block_ids, seen)) * request.block_tokens
+        held = len([*takewhile(seen.__contains__, request.block_ids)]) * request.block_tokens
         seen.update(request.block_ids)
         for _ in range(copies):
             calls.append(
@@ -431,13 +414,6 @@ def traced(path: Path, seed: int) -> Workload:
             )
     calls.sort(key=lambda call: call.at_s)
     return Workload(path.stem[:24], calls, Objectives(ttft_s=ttft_s, tpot_s=tpot_s, attainment=GOAL))
-
-
-def _known(ids: Sequence[int], seen: set[int]) -> Iterator[int]:
-    for block in ids:
-        if block not in seen:
-            return
-        yield block
 
 
 @suite(
@@ -469,8 +445,14 @@ def workload_rows(workload: Workload, policies: Collection[str] = POLICIES) -> I
     courses: dict[str, Callable[[], Result]] = {
         "static": lambda: fixed,
         "threshold": lambda: best_of(simulate(workload, begin, Threshold(each)) for each in THRESHOLDS),
-        "reactive": lambda: reactive(workload, begin),
-        "periodic": lambda: periodic(workload, begin),
+        "reactive": lambda: best_of(
+            simulate(workload, begin, PastWork(workload, margin, kept_s))
+            for margin, kept_s in product(MARGINS, KEPT_S)
+        ),
+        "periodic": lambda: best_of(
+            simulate(workload, begin, PastWork(workload, margin, KEPT_S[0], period_s))
+            for margin, period_s in product(PERIODIC_MARGINS, _periods(workload))
+        ),
         "planner": lambda: simulate(workload, begin, Planned(workload)),
     }
     results = {"oracle": best} | {name: run() for name, run in courses.items() if name in policies}

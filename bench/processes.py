@@ -1,13 +1,15 @@
 """The processes that suites start: a child that talks in lines, and a Redis on a TCP port."""
 
 import asyncio
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from asyncio.subprocess import DEVNULL
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -72,6 +74,19 @@ async def redis_on_tcp(folder: Path) -> AsyncIterator[tuple[str, int]]:
     finally:
         process.kill()
         await process.wait()
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """Stop processes, and have those that are left go on after the block."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def resident_mib(pid: int) -> float | None:

@@ -138,6 +138,11 @@ class Clients:
         return self.waits_s[-1]
 
     @property
+    def num_compared(self) -> int:
+        """Answers that were read to their end."""
+        return self.outcomes["answered"] + self.outcomes["wrong"]
+
+    @property
     def num_failed(self) -> int:
         """Lost calls and broken connections, for faults that may break no connection."""
         return self.outcomes["lost"] + self.outcomes["resumed"] + self.outcomes["asked again"]

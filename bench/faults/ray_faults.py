@@ -20,7 +20,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +28,7 @@ import psutil
 
 from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.faults.clients import Clients, Question, make_questions
-from baton.bench.processes import free_port, redis_on_tcp
+from baton.bench.processes import free_port, redis_on_tcp, stopped
 from baton.bench.report import Report, Row, at_most, option, suite
 from baton.cluster.runtimes.base import descendants, kill_tree
 from baton.messages.operations import Status
@@ -138,7 +138,6 @@ async def ray_cluster() -> AsyncIterator[tuple[RayNodes, WatchedCluster]]:
                 await nodes.start(address, num_cpus=num_cpus)
             options = ["--ray-address", f"{HEAD}:{nodes.port}", "--kv-cache-memory", "64MiB"]
             async with served_cluster(
-                folder,
                 options,
                 decode=1,
                 command=(sys.executable, "-c", server_at(SERVE)),
@@ -170,16 +169,11 @@ async def lost_node(
         await asyncio.sleep(LOAD_S)
         before = await cluster.worker_id("decode-0")
         address = nodes.node_of((await cluster.pids())["decode-0"])
-        struck = nodes.pids(address) if is_frozen else [nodes.raylet(address)]
-        for pid in struck:
-            os.kill(pid, signal.SIGSTOP if is_frozen else signal.SIGKILL)
-        try:
+        if not is_frozen:
+            os.kill(nodes.raylet(address), signal.SIGKILL)
+        with stopped(*nodes.pids(address)) if is_frozen else nullcontext():
             replaced_s = await _seconds_until_replaced(cluster, "decode-0", before)
             await asyncio.sleep(LOAD_S)
-        finally:
-            for pid in struck:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
     return [
         *clients.answer_rows(name),
         at_most(f"{name}: new worker after", replaced_s, "s", REPLACED_S),

@@ -22,16 +22,14 @@ import random
 import secrets
 import signal
 import statistics
-import tempfile
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from baton.bench.clusters import WatchedCluster, served_cluster, tenants_yaml
-from baton.bench.faults.clients import Clients, Question, make_questions
+from baton.bench.faults.clients import Clients, make_questions
 from baton.bench.processes import resident_mib
 from baton.bench.report import Report, Row, at_least, at_most, option, suite
 
@@ -166,17 +164,9 @@ async def measure(options: Namespace, report: Report) -> None:
     """Run the cluster, the clients and the faults."""
     report.tell("questions")
     questions = make_questions(options.seed)
-    with tempfile.TemporaryDirectory(prefix="baton-soak-") as folder:
-        await _soak(Path(folder), questions, options, report)
-
-
-async def _soak(folder: Path, questions: Sequence[Question], options: Namespace, report: Report) -> None:
     keys = {tenant: secrets.token_hex(16) for tenant in TENANTS}
-    tenants = folder / "tenants.yaml"
-    tenants.write_text(tenants_yaml(keys))
     words = ["--runtime", options.runtime, "--router-policy", "cost", "--kv-cache-memory", "16MiB"]
-    words += ["--tenants", str(tenants)]
-    async with served_cluster(folder, words, routers=2, gateways=2) as cluster:
+    async with served_cluster(words, routers=2, gateways=2, tenants=tenants_yaml(keys)) as cluster:
         clients = Clients(cluster.url, questions, options.seed, options.clients, list(keys.values()))
         firsts = [pid for name, pid in (await cluster.pids()).items() if name.endswith("-0")]
         faults = FaultInjector(cluster, random.Random(f"{options.seed} faults"), firsts)

@@ -622,7 +622,7 @@ async def _serve_and_load(
     words += ["--max-model-len", str(min(sizes.max_model_len, sizes.model.max_positions)), *options]
     lengths = {"num_input": Lengths(*load.num_input), "num_output": Lengths(*load.num_output)}
     async with served_cluster(
-        folder, words, prefill=num_prefill, decode=1, environment=environment, model=str(folder)
+        words, prefill=num_prefill, decode=1, environment=environment, model=str(folder)
     ) as cluster:
         client = Client(Address(cluster.url))
         for seed, rate in enumerate((load.rates[0], *load.rates)):  # the first one warms up

@@ -10,16 +10,16 @@ the only router is killed. docs/benchmarks.md explains the figures.
 import asyncio
 import os
 import signal
-import tempfile
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from time import perf_counter
 from typing import Final, TypeAlias
 
 from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.faults.clients import Clients, Question, make_questions
+from baton.bench.processes import stopped
 from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.cluster.redis_server import RedisServer
 from baton.gateway.streams.routers import SILENT_S
@@ -69,11 +69,8 @@ class HurtRedis:
 
     async def stopped(self) -> None:
         """Stop the process for STOPPED_S."""
-        os.kill(self._redis.pid, signal.SIGSTOP)
-        try:
+        with stopped(self._redis.pid):
             await asyncio.sleep(STOPPED_S)
-        finally:
-            os.kill(self._redis.pid, signal.SIGCONT)
 
     async def restarted_empty(self) -> None:
         """Kill Redis and start an empty one at once."""
@@ -146,14 +143,10 @@ async def measure(options: Namespace, report: Report) -> None:
             report.rows += await kill_router(cluster, questions, "the only router killed", rest_s)
 
 
-@asynccontextmanager
-async def routed_cluster(redis: HurtRedis, num_routers: int) -> AsyncIterator[WatchedCluster]:
+def routed_cluster(redis: HurtRedis, num_routers: int) -> AbstractAsyncContextManager[WatchedCluster]:
     """Run two prefill and two decode workers, with routers that share what they know through this Redis."""
     options = ["--runtime", "local", "--router-policy", "cost", "--redis", redis.url]
-    options += ["--kv-cache-memory", "64MiB"]
-    with tempfile.TemporaryDirectory() as folder:
-        async with served_cluster(Path(folder), options, routers=num_routers) as cluster:
-            yield cluster
+    return served_cluster([*options, "--kv-cache-memory", "64MiB"], routers=num_routers)
 
 
 async def _routers(cluster: WatchedCluster) -> Sequence[RouterStatus]:
@@ -229,12 +222,8 @@ async def stop_router(cluster: WatchedCluster, questions: Sequence[Question], re
     clients = Clients(cluster.url, questions, 0, NUM_CLIENTS)
     async with clients.asking():
         await asyncio.sleep(rest_s)
-        pid = min(router.pid for router in await _routers(cluster))
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(min(router.pid for router in await _routers(cluster))):
             await asyncio.sleep(STOPPED_S)
-        finally:
-            os.kill(pid, signal.SIGCONT)
         back_s = await cluster.seconds_until(cluster.is_whole, 2 * NEW_ROUTER_S)
         await asyncio.sleep(rest_s)
     return [

@@ -13,7 +13,6 @@ from statistics import median
 from time import process_time, thread_time_ns
 from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 import psutil
 
@@ -22,7 +21,7 @@ from baton.clock import ManualClock
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Hello, KvEventBatch
-from baton.messages.workers import Address, Worker, WorkerRole
+from baton.messages.workers import WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import Request, SamplingParams
 from baton.router.in_flight import InFlight
@@ -33,8 +32,10 @@ from baton.router.policies.cost import CostPolicy
 from baton.router.policies.cost_model import CostModel
 from baton.router.sliced_work import Family, PromptKeys
 from baton.rpc.peer_clock import ClockOffset
+from baton.sim.timed.fleet import Fleet
 from baton.token_ids import TokenIds
 
+PAGE_TOKENS: Final = 16
 PROMPT_PAGES: Final = 752  # 12,000 tokens
 SHARED_PAGES: Final = 200  # of every prompt, as of an operator's instructions
 SIBLING_PAGES: Final = 300  # of a prompt that a second worker has too
@@ -50,7 +51,16 @@ class Stores:
     def __init__(self, num_workers: int, pages_each: int, max_pages: int) -> None:
         """max_pages: room of the index."""
         self.index = PrefixIndex(ManualClock(), max_pages)
-        self.workers = [_worker(number, pages_each) for number in range(num_workers)]
+        fleet = Fleet(
+            num_prefill=num_workers // 2,
+            num_decode=num_workers // 2,
+            num_prefill_pages=pages_each,
+            num_decode_pages=pages_each,
+            num_decode_seqs=256,
+        )
+        workers = list(fleet.workers(PAGE_TOKENS, 1.0))
+        in_turns = zip(workers[fleet.num_prefill :], workers, strict=False)  # decode and prefill workers
+        self.workers = [worker for pair in in_turns for worker in pair]
         self._next = dict.fromkeys((worker.id for worker in self.workers), 0)
         self._num_events, self._seconds = 0, 0.0
         for worker in self.workers:
@@ -72,22 +82,6 @@ class Stores:
     @property
     def events_per_s(self) -> float:
         return self._num_events / self._seconds
-
-
-def _worker(number: int, num_pages: int) -> Worker:
-    return Worker(
-        id=f"{number:032x}",
-        name=f"decode-{number}",
-        role=WorkerRole.DECODE,
-        model="bench",
-        fingerprint="bench",
-        address=Address("127.0.0.1", 1),
-        kv_address=Address("127.0.0.1", 1),
-        page_size=16,
-        num_pages=num_pages,
-        max_num_seqs=256,
-        max_model_len=1 << 20,
-    )
 
 
 class Loaded(NamedTuple):
@@ -182,15 +176,13 @@ def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generat
     context = PolicyContext(clock, InFlight(clock), loaded.stores.index, CostModel(), keys, Random(0))
     policy = CostPolicy(context)
     members: dict[WorkerRole, list[Member]] = {role: [] for role in WorkerRole}
-    for number, worker in enumerate(loaded.stores.workers):
-        role = WorkerRole.PREFILL if number % 2 else WorkerRole.DECODE
-        worker = msgspec.structs.replace(worker, role=role)
+    for worker in loaded.stores.workers:
         hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
-        members[role].append(Member(worker, _ClosedPeer(hello), 0.0))
+        members[worker.role].append(Member(worker, _ClosedPeer(hello), 0.0))
     decode, prefill = (WorkerPool(members[role]) for role in (WorkerRole.DECODE, WorkerRole.PREFILL))
     everyone = frozenset(member.id for member in prefill.members)
     view = ClusterView(decode, prefill, {member.id: everyone for member in decode.members})
-    prompt, sampling = tuple(range(PROMPT_PAGES * 16)), SamplingParams(max_tokens=100)
+    prompt, sampling = tuple(range(PROMPT_PAGES * PAGE_TOKENS)), SamplingParams(max_tokens=100)
     request = Request(request_id="0" * 32, token_ids=TokenIds.of(prompt), sampling=sampling)
     times_us = []
     for number in rng.integers(0, len(loaded.prompts), num_decisions).tolist():

@@ -178,7 +178,7 @@ async def measure(options: Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = str(copy_tiny(Path(folder) / "tiny", MAX_CONTEXT))
         names = ("--served-model-name", "tiny")
-        async with served_cluster(Path(folder), (*OPTIONS, *names), prefill=1, model=model) as cluster:
+        async with served_cluster((*OPTIONS, *names), prefill=1, model=model) as cluster:
             for num_tokens in BARS_MS:
                 body = stream_body(num_tokens, options.tokens, seed=7)
                 report.tell(f"{num_tokens} tokens: without moves")

@@ -14,21 +14,19 @@ import asyncio
 import json
 import random
 import re
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import zip_longest
-from pathlib import Path
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from baton.bench.clusters import served_cluster
 from baton.bench.engine.replica import LLAMA_56M, Replica, greedy, load_model, load_replica
 from baton.bench.report import Report, Row, at_most, option, suite
-from baton.bench.serve.client import Address, Connection
+from baton.bench.serve.client import Address, Client
 from baton.bench.tiny.tasks import Case, mixed_cases
 from baton.cluster.model_directory import resolve_model
 from baton.engine.engine import Engine
@@ -56,34 +54,28 @@ class Answers(NamedTuple):
     sent_bytes: float
 
 
-async def ask(transfer_dtype: str, cases: Sequence[Case], folder: Path) -> Answers:
+async def ask(transfer_dtype: str, cases: Sequence[Case]) -> Answers:
     """Serve tiny by two workers and answer all cases, greedily."""
+    found: dict[int, dict[str, Any]] = {}
+    left = iter(enumerate(cases))
+
+    async def work(client: Client) -> None:
+        for number, case in left:
+            body = {"model": "tiny", "prompt": case.prompt, "max_tokens": LONGEST_ANSWER}
+            body |= {"temperature": 0.0, "return_token_ids": True}
+            got = await client.post("/v1/completions", json.dumps(body).encode())
+            assert got.status == 200, got.body
+            (found[number],) = json.loads(got.body)["choices"]
+
     options = (*OPTIONS, "--kv-transfer-dtype", transfer_dtype)
-    async with served_cluster(folder, options, prefill=1, decode=1) as cluster:
-        address = Address(cluster.url)
-        found: dict[int, tuple[str, list[int]]] = {}
-        left = iter(enumerate(cases))
-
-        async def client() -> None:
-            connection = await Connection.open(address)
-            with closing(connection):
-                for number, case in left:
-                    body = {"model": "tiny", "prompt": case.prompt, "max_tokens": LONGEST_ANSWER}
-                    body |= {"temperature": 0.0, "return_token_ids": True}
-                    request = address.post("/v1/completions", json.dumps(body).encode())
-                    got, error = await connection.exchange(request)
-                    assert error is None and got.status == 200, (error, got.body)
-                    (choice,) = json.loads(got.body)["choices"]
-                    found[number] = choice["text"], choice["token_ids"]
-
-        await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
-        await asyncio.sleep(REPORT_S)
-        connection = await Connection.open(address)
-        with closing(connection):
-            metrics, _ = await connection.exchange(address.get("/metrics"))
+    async with served_cluster(options, prefill=1, decode=1) as cluster:
+        with closing(Client(Address(cluster.url))) as client:
+            await asyncio.gather(*(work(client) for _ in range(NUM_CLIENTS)))
+            await asyncio.sleep(REPORT_S)
+            metrics = await client.get("/metrics")
     sent_bytes = sum(float(number) for number in SENT.findall(metrics.body.decode()))
-    texts, token_ids = zip(*(found[number] for number in range(len(cases))), strict=True)
-    return Answers(list(texts), list(token_ids), sent_bytes)
+    choices = [found[number] for number in range(len(cases))]
+    return Answers([each["text"] for each in choices], [each["token_ids"] for each in choices], sent_bytes)
 
 
 def share_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
@@ -183,8 +175,7 @@ async def measure(options: Namespace, report: Report) -> None:
     cases, answers = mixed_cases(options.cases, seed=20), {}
     for name in TRANSFER_DTYPES:
         report.tell(f"tiny, transfers of {name}")
-        with tempfile.TemporaryDirectory() as folder:
-            answers[name] = await ask(name, cases, Path(folder))
+        answers[name] = await ask(name, cases)
     report.rows += served_rows(cases, answers)
     cache = {"kv_cache_memory_bytes": KV_BYTES, "enable_prefix_caching": False}
     settings = {"device": "cpu", "cache": cache, "scheduler": {"async_scheduling": False}}

@@ -15,12 +15,10 @@ import os
 import random
 import re
 import signal
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -137,15 +135,6 @@ class Checked:
                 self.num_kills += 1
 
 
-async def check(
-    cluster: WatchedCluster, num_requests: int, num_clients: int, num_kills: int, seed: int
-) -> Checked:
-    """Load a cluster, with kills, and return what the clients and the timelines say."""
-    checked = Checked(cluster, num_requests, seed)
-    await checked.run(num_clients, num_kills)
-    return checked
-
-
 def rows_of(name: str, checked: Checked) -> list[Row]:
     """Return the figures of one cluster."""
     pairs = checked.pairs
@@ -188,12 +177,10 @@ async def measure(options: Namespace, report: Report) -> None:
     for size in (1, 2):
         name = f"{size}P{size}D"
         report.tell(f"{name} starts")
-        with tempfile.TemporaryDirectory() as folder:
-            async with served_cluster(Path(folder), OPTIONS, prefill=size, decode=size) as cluster:
-                report.tell(f"{name} under load")
-                checked = await check(
-                    cluster, options.requests // 2, options.clients, options.kills, options.seed
-                )
+        async with served_cluster(OPTIONS, prefill=size, decode=size) as cluster:
+            report.tell(f"{name} under load")
+            checked = Checked(cluster, options.requests // 2, options.seed)
+            await checked.run(options.clients, options.kills)
         report.rows += rows_of(name, checked)
         report.extra[name] = _parts_of([timeline for _, timeline in checked.pairs])
 

@@ -16,17 +16,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import fmean, median
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 from unittest.mock import patch
 
 import msgspec
 import numpy as np
-import yaml
 
 from baton.bench.clusters import WatchedCluster, served_cluster
+from baton.bench.engine.replica import greedy
 from baton.bench.kv.ends import DestinationProcess, SourceEnd, settings_of
 from baton.bench.machine import machine_description
 from baton.bench.processes import Child
@@ -44,7 +42,6 @@ from baton.kvtransfer.transports.base import AUTO
 from baton.messages.status import Times
 from baton.messages.workers import WorkerRole
 from baton.pages import PageLayout
-from baton.request import Request, SamplingParams
 from baton.router.policies.cost_model import solve_nonnegative
 from baton.rpc.liveness import BEAT_S
 from baton.sim.rehearsal import Layout, RehearsalSettings, rehearse_each
@@ -61,7 +58,6 @@ from baton.sim.timed.times import (
     fit_transfers,
 )
 from baton.sim.timed.workload import TraceRequest
-from baton.token_ids import TokenIds
 
 NUM_STEPS: Final = 12  # of a batch of decodes
 NUM_CHUNKS: Final = 3  # of one shape
@@ -80,7 +76,6 @@ NUM_ALONE: Final = 12  # served requests, one after the other
 HANDS_OVER: Final = "round-robin"  # the policy that never has a decode worker compute a prompt
 # Loads that show what processes take beside steps: requests, tokens of an answer, requests at once.
 COST_LOADS: Final = ((32, 2, 4), (12, 64, 1), (32, 96, 4), (96, 96, 16))
-READY: Final = "ready"
 
 
 class StepShape(msgspec.Struct, frozen=True):
@@ -118,7 +113,6 @@ class Stepper:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._random = random.Random(0)
-        self._numbers = 0
         self._batch: Batch | None = None
         apply = engine.scheduler.apply
 
@@ -161,12 +155,10 @@ class Stepper:
         return StepSample(work_of(self._batch), taken_s), {each.request_id for each in outputs}
 
     def _add(self, num_tokens: int) -> str:
-        self._numbers += 1
-        name, most = f"{self._numbers:032x}", self._engine.vocab_size
-        prompt = self._random.choices(range(most), k=num_tokens)
-        sampling = SamplingParams(max_tokens=10_000, ignore_eos=True, temperature=0.0)
-        self._engine.add(Request(request_id=name, token_ids=TokenIds.of(prompt), sampling=sampling))
-        return name
+        prompt = self._random.choices(range(self._engine.vocab_size), k=num_tokens)
+        request = greedy(prompt, num_tokens=10_000)
+        self._engine.add(request)
+        return request.request_id
 
 
 def shapes_of(loaded: Loaded, most_tokens: int = MOST_SETUP_TOKENS) -> list[StepShape]:
@@ -379,21 +371,15 @@ async def measure_overheads(config: ServeConfig, model: TimeModel, num_threads: 
 
     Every prompt is handed over, so that hand-offs are measured.
     """
-    with TemporaryDirectory() as folder:
-        environment = environment_of_child(num_threads=num_threads)
-        settings = settings_file(Path(folder), config)
-        options = ("--runtime", "local", "--router-policy", HANDS_OVER, "--config", settings)
-        async with served_cluster(
-            Path(folder), options, prefill=1, decode=1, model=config.model, environment=environment
-        ) as cluster:
-            return await _overheads(cluster, model)
-
-
-def settings_file(folder: Path, config: ServeConfig) -> str:
-    """Write the engine's settings as `baton serve --config` reads them; return the file."""
-    path = folder / "settings.yaml"
-    path.write_text(yaml.safe_dump({"engine": msgspec.to_builtins(config.engine)}))
-    return str(path)
+    async with served_cluster(
+        ("--runtime", "local", "--router-policy", HANDS_OVER),
+        prefill=1,
+        decode=1,
+        model=config.model,
+        environment=environment_of_child(num_threads=num_threads),
+        engine=config.engine,
+    ) as cluster:
+        return await _overheads(cluster, model)
 
 
 async def _overheads(cluster: WatchedCluster, model: TimeModel) -> Overheads:
@@ -416,7 +402,7 @@ async def _overheads(cluster: WatchedCluster, model: TimeModel) -> Overheads:
         (each.num_tokens - 1, each.e2el_s - each.ttft_s - num_ms / 1e3)
         for each, num_ms in zip(measured.samples, predicted.e2el_ms - predicted.ttft_ms, strict=True)
     ]
-    handoff_s, step_s = _line(later)
+    handoff_s, step_s = _least_squares([(1.0, num) for num, _ in later], [taken_s for _, taken_s in later])
     gateway, others = await _costs(cluster, client, listed.name, vocab_size)
     client.close()
     return Overheads(
@@ -463,11 +449,6 @@ def _cpu_s(pid: int, *, is_worker: bool = False) -> float:
 
     threads = psutil.Process(pid).threads()
     return sum(each.user_time + each.system_time for each in threads if not (is_worker and each.id == pid))
-
-
-def _line(points: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the least-squares line through points, as its value at 0 and its slope, both at least 0."""
-    return _least_squares([(1.0, x) for x, _ in points], [value for _, value in points])
 
 
 def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

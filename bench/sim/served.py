@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -25,9 +24,7 @@ from baton.bench.report import Progress, Row, at_most
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run, Slo
 from baton.bench.serve.load import Load, Shape, model_of, random_jobs, trace_jobs
-from baton.bench.sim.calibration import settings_file
 from baton.config.cluster import ServeConfig
-from baton.config.environment import environment_of_child
 from baton.sim.advice import SPEEDS, Advice, Search, advise
 from baton.sim.rehearsal import Layout, RehearsalSettings, rehearse, rehearse_each
 from baton.sim.timed.times import TimeModel
@@ -121,27 +118,25 @@ def capacity(layout: Layout, times: TimeModel, requests: Sequence[TraceRequest])
 @asynccontextmanager
 async def serving(layout: Layout, config: ServeConfig) -> AsyncIterator[Serve]:
     """Run `baton serve` with a layout, warm it up, and yield the function that puts loads on it."""
-    with TemporaryDirectory() as folder:
-        async with served_cluster(
-            Path(folder),
-            ("--runtime", "local", "--config", settings_file(Path(folder), config)),
-            prefill=layout.num_prefill,
-            decode=layout.num_decode,
-            model=config.model,
-            environment=environment_of_child(num_threads=1),
-        ) as cluster:
-            client = Client(Address(cluster.url))
-            listed = await model_of(client)
-            vocab_size = listed.vocab_size or 1000
+    async with served_cluster(
+        ("--runtime", "local"),
+        prefill=layout.num_prefill,
+        decode=layout.num_decode,
+        model=config.model,
+        engine=config.engine,
+    ) as cluster:
+        client = Client(Address(cluster.url))
+        listed = await model_of(client)
+        vocab_size = listed.vocab_size or 1000
 
-            async def serve(requests: Sequence[TraceRequest], slo: Slo) -> Run:
-                jobs = trace_jobs(requests, vocab_size=vocab_size)
-                return await Load(client, listed.name, Shape(slo=slo)).run(jobs)
+        async def serve(requests: Sequence[TraceRequest], slo: Slo) -> Run:
+            jobs = trace_jobs(requests, vocab_size=vocab_size)
+            return await Load(client, listed.name, Shape(slo=slo)).run(jobs)
 
-            warm_up = random_jobs(NUM_WARM_UP, WARM_UP_SEED, vocab_size=vocab_size)
-            await Load(client, listed.name, Shape(concurrency=2)).run(warm_up)
-            yield serve
-            client.close()
+        warm_up = random_jobs(NUM_WARM_UP, WARM_UP_SEED, vocab_size=vocab_size)
+        await Load(client, listed.name, Shape(concurrency=2)).run(warm_up)
+        yield serve
+        client.close()
 
 
 # Advice against measured layouts.

@@ -16,7 +16,6 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, Final
 
@@ -109,20 +108,6 @@ CONFIG: Final = ServeConfig(
 )
 
 
-@dataclass
-class KilledRun:
-    """The outcome of a run with kills."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)  # of calls
-    num_kills: Counter[str] = field(default_factory=Counter)  # by worker
-    complaints: list[str] = field(default_factory=list)
-
-    @property
-    def num_compared(self) -> int:
-        """Answers that were read to their end."""
-        return self.outcomes["answered"] + self.outcomes["wrong"]
-
-
 def form_questions(cases: Sequence[Case], num_questions: int, report: Report) -> list[Question]:
     """Return completions with forms, each with the tokens that one engine gives."""
     tokenizer = Tokenizer.find(resolve_model(MODEL))
@@ -143,32 +128,36 @@ def form_questions(cases: Sequence[Case], num_questions: int, report: Report) ->
     return questions
 
 
-async def run_with_kills(questions: Sequence[Question], num_answers: int, report: Report) -> KilledRun:
-    """Ask a cluster until so many answers are compared and each of `VICTIMS` was killed once at least."""
-    found = KilledRun()
+async def run_with_kills(
+    questions: Sequence[Question], num_answers: int, report: Report
+) -> tuple[Clients, Counter[str]]:
+    """Ask a cluster until so many answers are compared and each of `VICTIMS` was killed once at least.
+
+    Returns the clients, and the kills by worker.
+    """
+    num_kills = Counter[str]()
     async with local_cluster(CONFIG) as cluster:
         clients = Clients(cluster.url, questions, seed=0, num_clients=NUM_CLIENTS)
-        found.outcomes, found.complaints = clients.outcomes, clients.complaints
         async with clients.asking():
-            killing = asyncio.create_task(_kill_in_turns(cluster, found))
-            while found.num_compared < num_answers or len(found.num_kills) < len(VICTIMS):
-                report.tell("answers while workers are killed", min(1.0, found.num_compared / num_answers))
+            killing = asyncio.create_task(_kill_in_turns(cluster, num_kills))
+            while clients.num_compared < num_answers or len(num_kills) < len(VICTIMS):
+                report.tell("answers while workers are killed", min(1.0, clients.num_compared / num_answers))
                 await asyncio.wait([killing], timeout=LOOK_S)
                 if killing.done():
                     await killing
             killing.cancel()
             with suppress(asyncio.CancelledError):
                 await killing
-    return found
+    return clients, num_kills
 
 
-async def _kill_in_turns(cluster: WatchedCluster, found: KilledRun) -> None:
+async def _kill_in_turns(cluster: WatchedCluster, num_kills: Counter[str]) -> None:
     for name in cycle(VICTIMS):
         await asyncio.sleep(QUIET_S)
         pid = (await cluster.pids()).get(name)
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
-            found.num_kills[name] += 1
+            num_kills[name] += 1
             await cluster.seconds_until(lambda status: not cluster.is_whole(status), QUIET_S)
         if await cluster.seconds_until(cluster.is_whole, START_S) is None:
             raise WorkerLost(f"the cluster is not whole again after {name} was killed")
@@ -177,12 +166,12 @@ async def _kill_in_turns(cluster: WatchedCluster, found: KilledRun) -> None:
 async def kill_rows(report: Report, cases: Sequence[Case], num_answers: int) -> list[Row]:
     """Return how many answers differ from those of one engine while workers are killed."""
     questions = form_questions(cases, len(cases), report)
-    found = await run_with_kills(questions, num_answers, report)
-    report.extra["kills"] = dict(found.num_kills)
-    report.extra["answers with kills"] = dict(found.outcomes)
-    note = f"{found.num_kills.total()} kills; {'; '.join(found.complaints[:3])}".removesuffix("; ")
+    clients, num_kills = await run_with_kills(questions, num_answers, report)
+    report.extra["kills"] = dict(num_kills)
+    report.extra["answers with kills"] = dict(clients.outcomes)
+    note = f"{num_kills.total()} kills; {'; '.join(clients.complaints[:3])}".removesuffix("; ")
     return [
-        at_least("answers compared while workers are killed", found.num_compared, "", num_answers, note),
-        at_most("of these with a differing token", found.outcomes["wrong"], "", 0),
-        at_most("calls without an answer", found.outcomes["lost"], "", 0),
+        at_least("answers compared while workers are killed", clients.num_compared, "", num_answers, note),
+        at_most("of these with a differing token", clients.outcomes["wrong"], "", 0),
+        at_most("calls without an answer", clients.outcomes["lost"], "", 0),
     ]

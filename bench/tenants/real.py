@@ -15,10 +15,9 @@ it was due: a call that a full server delays is late all the same.
 import asyncio
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -214,19 +213,13 @@ def _body(call: ClientCall) -> bytes:
 
 
 @asynccontextmanager
-async def serving(
-    slas: Mapping[str, Sla], folder: Path, stopped: Collection[str] = ()
-) -> AsyncIterator[TenantServer]:
+async def serving(slas: Mapping[str, Sla], stopped: Collection[str] = ()) -> AsyncIterator[TenantServer]:
     """Run a cluster for these tenants and objectives. WorkerLost: it does not come up."""
     keys = {tenant: secrets.token_hex(16) for tenant in slas}
-    file = folder / "tenants.yaml"
-    file.write_text(tenants_yaml(keys, slas, stopped))
-    async with served_cluster(folder, [*OPTIONS, "--tenants", str(file)], prefill=1, decode=1) as cluster:
-        server = TenantServer(cluster.url, keys, cluster.serve_pid)
-        try:
+    tenants = tenants_yaml(keys, slas, stopped)
+    async with served_cluster(OPTIONS, prefill=1, decode=1, tenants=tenants) as cluster:
+        with closing(TenantServer(cluster.url, keys, cluster.serve_pid)) as server:
             yield server
-        finally:
-            server.close()
 
 
 class Size(NamedTuple):
@@ -250,17 +243,16 @@ class Pair(NamedTuple):
 
 async def measure_real(size: Size, seed: int, report: Report) -> None:
     """Measure both cases. WorkerLost: `baton serve` does not come up."""
-    with tempfile.TemporaryDirectory() as folder:
-        async with serving(SLAS, Path(folder), [STOPPED]) as server:
-            report.tell("warming up")
-            await server.capacity(_victims(Random(seed)))  # the first prompts of each length are slow
-            pairs = []
-            for number in range(size.rounds):
-                report.tell(f"noisy tenant, round {number + 1} of {size.rounds}", number / (size.rounds + 5))
-                pairs.append(await _pair(server, size, Random(f"{seed} {number}")))
-            report.rows += pair_rows(pairs)
-            report.tell("overload", size.rounds / (size.rounds + 5))
-            await _overload(server, size, Random(seed), report)
+    async with serving(SLAS, [STOPPED]) as server:
+        report.tell("warming up")
+        await server.capacity(_victims(Random(seed)))  # the first prompts of each length are slow
+        pairs = []
+        for number in range(size.rounds):
+            report.tell(f"noisy tenant, round {number + 1} of {size.rounds}", number / (size.rounds + 5))
+            pairs.append(await _pair(server, size, Random(f"{seed} {number}")))
+        report.rows += pair_rows(pairs)
+        report.tell("overload", size.rounds / (size.rounds + 5))
+        await _overload(server, size, Random(seed), report)
     report.extra |= {
         **{f"ttft_p99_{name}_s": [ttft_s(getattr(pair, name), 99) for pair in pairs] for name in LOAD_NAMES},
         "stretches": [dict(pair.stretches) for pair in pairs],

@@ -2,15 +2,13 @@
 
 import asyncio
 import math
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
 from baton.bench.clusters import served_cluster
 from baton.bench.report import percentile
-from baton.bench.serve.waterfall import OPTIONS, UNACCOUNTED_BAR, Checked, check
+from baton.bench.serve.waterfall import OPTIONS, UNACCOUNTED_BAR, Checked
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
@@ -31,9 +29,10 @@ def checked() -> Checked:
     """Some hundred requests at one prefill and two decode workers, one of which is killed meanwhile."""
 
     async def run() -> Checked:
-        with tempfile.TemporaryDirectory() as folder:
-            async with served_cluster(Path(folder), OPTIONS, prefill=1, decode=2) as cluster:
-                return await check(cluster, 200, 8, num_kills=1, seed=KILLS_A_DECODE_WORKER)
+        async with served_cluster(OPTIONS, prefill=1, decode=2) as cluster:
+            checked = Checked(cluster, 200, seed=KILLS_A_DECODE_WORKER)
+            await checked.run(num_clients=8, num_kills=1)
+            return checked
 
     return asyncio.run(run())
 

@@ -19,6 +19,6 @@ NUM_ANSWERS: Final = 300
 async def test_killed_workers_change_no_answer_with_a_form(tmp_path: Path) -> None:
     report = Report("structured", "", tmp_path)
     questions = form_questions(own_cases(), NUM_QUESTIONS, report)
-    found = await run_with_kills(questions, NUM_ANSWERS, report)
-    assert found.num_compared >= NUM_ANSWERS and found.num_kills.keys() == set(VICTIMS)
-    assert (found.outcomes["wrong"], found.outcomes["lost"]) == (0, 0), found.complaints
+    clients, num_kills = await run_with_kills(questions, NUM_ANSWERS, report)
+    assert clients.num_compared >= NUM_ANSWERS and num_kills.keys() == set(VICTIMS)
+    assert (clients.outcomes["wrong"], clients.outcomes["lost"]) == (0, 0), clients.complaints

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 
 import psutil
@@ -164,11 +163,10 @@ async def test_refusal_has_its_time_and_an_unanswered_call_is_given_up_at_the_en
 
 
 @on_loop
-async def test_cluster_that_does_not_start_is_an_error_at_once(tmp_path: Path) -> None:
-    with pytest.raises(WorkerLost, match=r"serve\.log"):
-        async with serving({"a": Sla(ttft_ms=-1.0)}, tmp_path):
+async def test_cluster_that_does_not_start_is_an_error_at_once() -> None:
+    with pytest.raises(WorkerLost, match="ttft_ms"):
+        async with serving({"a": Sla(ttft_ms=-1.0)}):
             raise AssertionError("it serves")
-    assert "ttft_ms" in (tmp_path / "serve.log").read_text()
 
 
 BUSY = "while True: pass"
