@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -44,36 +44,36 @@ SizeName: TypeAlias = Literal["full", "half", "toy"]
 SIZES: Final = {"full": FULL, "half": FULL.halved(), "toy": TOY}
 
 
-class StageBegan(msgspec.Struct, frozen=True, tag="began"):
-    """The start of an attempt. An earlier attempt with equal fields is void."""
+class Attempt(msgspec.Struct, frozen=True):
+    """A stage at a size. A later attempt that is equal voids the earlier one."""
 
     stage: str
     size: SizeName
     tool: str = ""  # that the process runs under
 
 
-class StageRow(msgspec.Struct, frozen=True, tag="row"):
-    """One row, and the clocks, power and memory of the GPU just after it was measured."""
-
-    row: Row
-    gpu: dict[str, str | float]
-
-
-class StageFigures(msgspec.Struct, frozen=True, tag="figures"):
-    """The figures that later stages read."""
-
-    figures: Figures
-
-
-class StageEnded(msgspec.Struct, frozen=True, tag="ended"):
+class End(msgspec.Struct, frozen=True):
     """The end of an attempt."""
 
     seconds: float
-    outcome: Literal["done", "failed", "left out"]
+    outcome: Literal["done", "failed", "left out"]  # failed: it raised, or its process crashed or was killed
     note: str = ""  # why it failed, or what it lacks
+    figures: Figures | None = None  # that later stages read
+
+    @property
+    def has_failed(self) -> bool:
+        return self.outcome == "failed"
 
 
-Record: TypeAlias = StageBegan | StageRow | StageFigures | StageEnded
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line of gpu.jsonl: one row of an attempt, or its end; the first line has neither."""
+
+    attempt: Attempt
+    row: Row | None = None
+    gpu: dict[str, str | float] = {}  # clocks, power and memory of the GPU just after the row was measured
+    end: End | None = None
+
+
 _DECODER: Final = msgspec.json.Decoder(Record)
 
 
@@ -83,15 +83,20 @@ def append(path: Path, record: Record) -> None:
         file.write(b"\n" + msgspec.json.encode(record))
 
 
-def read(path: Path) -> Iterator[Record]:
-    """Yield the complete records; skip torn lines. ConfigError: the file is another version's."""
+def read(path: Path) -> dict[Attempt, list[Record]]:
+    """Return the whole records of the attempts, in order. ConfigError: the file is another version's."""
+    found: dict[Attempt, list[Record]] = {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            yield _DECODER.decode(line)
+            record = _DECODER.decode(line)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{path}: {error}: remove the file, or leave out --resume") from None
         except msgspec.DecodeError:
             continue
+        if record == Record(record.attempt):
+            found.pop(record.attempt, None)
+        found.setdefault(record.attempt, []).append(record)
+    return found
 
 
 @dataclass(frozen=True)
@@ -133,37 +138,6 @@ STAGES: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """The records of one attempt at a stage."""
-
-    began: StageBegan
-    rows: tuple[StageRow, ...] = ()
-    ended: StageEnded | None = None  # None: it runs, or its process was killed with the suite
-
-    @property
-    def has_failed(self) -> bool:
-        """True when the stage raised, or its process crashed or was killed."""
-        return self.ended is not None and self.ended.outcome == "failed"
-
-
-def group_records(records: Iterable[Record]) -> dict[StageBegan, Attempt]:
-    """Return the attempts in order; a repeated attempt replaces the earlier one."""
-    found: dict[StageBegan, Attempt] = {}
-    last: StageBegan | None = None
-    for record in records:
-        match record:
-            case StageBegan():
-                last = record
-                found.pop(last, None)
-                found[last] = Attempt(last)
-            case StageRow() if last is not None:
-                found[last] = replace(found[last], rows=(*found[last].rows, record))
-            case StageEnded() if last is not None:
-                found[last] = replace(found[last], ended=record)
-    return found
-
-
 class StageRunner:
     """Runs stages in processes of their own. `path` has the records of a run; logs lie beside it."""
 
@@ -173,35 +147,38 @@ class StageRunner:
         self._device = device
         self._rival_python = rival_python
 
-    def attempts(self, stage: Stage) -> list[Attempt]:
+    def attempts(self, stage: Stage) -> list[tuple[Attempt, list[Record], End]]:
         """Return the attempts at the stage that have ended, at this run's size or half of it, in order."""
         sizes = ("toy",) if self.size == "toy" else ("full", "half")
-        every = group_records(read(self.path)).values()
-        ended = [each for each in every if each.began.stage == stage.name and each.ended is not None]
-        return [each for each in ended if each.began.size in sizes]
+        return [
+            (attempt, records, end)
+            for attempt, records in read(self.path).items()
+            if attempt.stage == stage.name and attempt.size in sizes
+            if (end := records[-1].end) is not None
+        ]
 
     def run(self, stage: Stage, left_s: float) -> bool:
         """Run a stage. Returns False when there was no time to finish it; `attempts` leaves that one out."""
-        return self._run(stage, StageBegan(stage.name, self.size), left_s)
+        return self._run(stage, Attempt(stage.name, self.size), left_s)
 
     def run_again(self, stage: Stage, left_s: float) -> None:
         """Run a failed stage at half size, then under compute-sanitizer where that is installed."""
         until_s = monotonic() + left_s
         for tool in ["", SANITIZER] if self._device == "cuda" and shutil.which(SANITIZER) else [""]:
             if (left_s := until_s - monotonic()) > 0:
-                self._run(stage, StageBegan(stage.name, "half", tool), left_s)
+                self._run(stage, Attempt(stage.name, "half", tool), left_s)
 
     def log(self, stage: Stage) -> Path:
         """The file with what the processes of the stage print."""
         return self.path.parent / f"gpu-{stage.name.replace(',', '').replace(' ', '-')}.log"
 
-    def _run(self, stage: Stage, began: StageBegan, left_s: float) -> bool:
-        append(self.path, began)
-        tool = [shutil.which(began.tool) or began.tool] if began.tool else []
-        order = StageOrder(stage.function, str(self.path), began.size, self._device, self._rival_python)
+    def _run(self, stage: Stage, attempt: Attempt, left_s: float) -> bool:
+        append(self.path, Record(attempt))
+        tool = [shutil.which(attempt.tool) or attempt.tool] if attempt.tool else []
+        order = StageOrder(attempt, stage.function, str(self.path), self._device, self._rival_python)
         program = [sys.executable, "-m", "baton.bench.gpu.suite", msgspec.json.encode(order).decode()]
         command = ending_with_this_process([*tool, *program])
-        began_s, limit_s = monotonic(), stage.limit_s(began.size)
+        began_s, limit_s = monotonic(), stage.limit_s(attempt.size)
         with self.log(stage).open("a") as log:
             print(f"$ {' '.join(command)}", file=log, flush=True)
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -216,8 +193,8 @@ class StageRunner:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
                 process.wait()
-        if group_records(read(self.path))[began].ended is None:
-            append(self.path, StageEnded(monotonic() - began_s, "failed", note))
+        if read(self.path)[attempt][-1].end is None:
+            append(self.path, Record(attempt, end=End(monotonic() - began_s, "failed", note)))
         return True
 
 
@@ -244,7 +221,7 @@ def run_stages(
         _fill(report, stages, runner, left_out)
     for stage in stages if runner.size == "full" else ():
         attempts = runner.attempts(stage)
-        if len(attempts) == 1 and attempts[0].has_failed:
+        if len(attempts) == 1 and attempts[0][-1].has_failed:
             report.tell(f"{stage.name}, again")
             runner.run_again(stage, until_s - monotonic())
     _fill(report, stages, runner, left_out)
@@ -262,29 +239,22 @@ def _fill(report: Report, stages: Sequence[Stage], runner: StageRunner, left_out
     states: list[dict[str, str | float]] = []  # one a row
     report.extra = {"seconds": seconds, "gpu": states, "failures": failures}
     for stage in stages:
-        rows = [pair for attempt in runner.attempts(stage) for pair in _rows_of(attempt)]
-        if stage.name in left_out:
-            rows.append((Row(stage.name, None, "", note=left_out[stage.name]), {}))
-        for row, state in rows:
-            report.rows.append(row)
-            states.append(state)
-        for attempt in runner.attempts(stage):
-            if attempt.ended is not None:
-                seconds[stage.name] = seconds.get(stage.name, 0.0) + attempt.ended.seconds
-            if attempt.has_failed:
+        for attempt, records, end in runner.attempts(stage):
+            rows = [(each.row, each.gpu) for each in records if each.row is not None]
+            if end.outcome != "done":
+                met = False if end.has_failed else None
+                rows.append((Row(stage.name, None, "", met=met, note=end.note), {}))
+            how = " at half size" if attempt.size == "half" else ""
+            how += f" under {attempt.tool}" if attempt.tool else ""
+            report.rows += [replace(row, name=row.name + how) for row, _ in rows]
+            states += [state for _, state in rows]
+            seconds[stage.name] = seconds.get(stage.name, 0.0) + end.seconds
+            if end.has_failed:
                 failures[stage.name] = "\n".join(runner.log(stage).read_text().splitlines()[-LOG_LINES:])
+        if stage.name in left_out:
+            report.rows.append(Row(stage.name, None, "", note=left_out[stage.name]))
+            states.append({})
     report.save()
-
-
-def _rows_of(attempt: Attempt) -> list[tuple[Row, dict[str, str | float]]]:
-    began, ended = attempt.began, attempt.ended
-    how = " at half size" if began.size == "half" else ""
-    how += f" under {began.tool}" if began.tool else ""
-    rows = [(replace(each.row, name=each.row.name + how), each.gpu) for each in attempt.rows]
-    if ended is not None and ended.outcome != "done":
-        met = False if attempt.has_failed else None
-        rows.append((Row(began.stage + how, None, "", met=met, note=ended.note), {}))
-    return rows
 
 
 # The process of a stage. A CUDA error that no later call survives ends this process alone.
@@ -293,26 +263,27 @@ def _rows_of(attempt: Attempt) -> list[tuple[Row, dict[str, str | float]]]:
 class StageOrder(msgspec.Struct, frozen=True):
     """A stage to run, and the file that its records go to."""
 
+    attempt: Attempt
     function: str
     file: str
-    size: SizeName
     device: str
     rival_python: str  # the interpreter that has vLLM
 
 
 def run_stage(order: StageOrder) -> None:
-    """Run the function of a stage and append its records; the caller has appended `StageBegan`."""
+    """Run the function of a stage and append its records after the first one."""
     began_s, path = monotonic(), Path(order.file)
-    session = Session(torch.device(order.device), SIZES[order.size], figures_in(path))
+    session = Session(torch.device(order.device), SIZES[order.attempt.size], figures_in(path))
     session.rival_python = order.rival_python
 
     def ended(outcome: Literal["done", "failed", "left out"], note: str = "") -> None:
-        append(path, StageEnded(monotonic() - began_s, outcome, note))
+        figures = session.figures if outcome == "done" else None
+        append(path, Record(order.attempt, end=End(monotonic() - began_s, outcome, note, figures)))
 
     try:
         with torch.no_grad():
             for row in function_named(order.function)(session):
-                append(path, StageRow(row, gpu_state(session.device)))
+                append(path, Record(order.attempt, row, gpu_state(session.device)))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("baton"):
             ended("failed", str(error))
@@ -323,19 +294,16 @@ def run_stage(order: StageOrder) -> None:
         ended("failed", f"{type(error).__name__}: {first_line}")
         raise
     else:
-        append(path, StageFigures(session.figures))
         ended("done")
 
 
 def figures_in(path: Path) -> Figures:
     """Return the latest figures. Those of an attempt under a tool, which slows everything, do not count."""
-    figures, tool = Figures(), ""
-    for record in read(path):
-        match record:
-            case StageBegan():
-                tool = record.tool
-            case StageFigures() if not tool:
-                figures = record.figures
+    figures = Figures()
+    for attempt, records in read(path).items():
+        end = records[-1].end
+        if end is not None and end.figures is not None and not attempt.tool:
+            figures = end.figures
     return figures
 
 

@@ -29,11 +29,10 @@ from baton.bench.gpu.session import (
 )
 from baton.bench.gpu.suite import (
     STAGES,
+    Attempt,
+    End,
+    Record,
     SizeName,
-    StageBegan,
-    StageEnded,
-    StageFigures,
-    StageRow,
     StageRunner,
     append,
     choose_tiles,
@@ -161,7 +160,7 @@ def test_failed_stage_runs_again_at_half_size_and_under_the_sanitizer(
     report = run_toy(tmp_path, "too_large", size="full", device="cuda")
     assert values_of(report) == [("too_large", None)]
     attempts = StageRunner(tmp_path, "cuda", "full").attempts(toy_stage("too_large"))
-    assert [(each.began.size, each.began.tool, each.has_failed) for each in attempts] == [
+    assert [(each.size, each.tool, end.has_failed) for each, _, end in attempts] == [
         ("full", "", True),
         ("half", "", False),
         ("half", "compute-sanitizer", False),
@@ -174,8 +173,8 @@ def test_figures_of_a_stage_reach_later_stages_but_not_those_under_a_tool(tmp_pa
     report = run_toy(tmp_path, "measures", "compares")
     assert values_of(report) == [("copy", 2.0), ("step", 0.5)]
     path = StageRunner(tmp_path, "cpu", "toy").path
-    append(path, StageBegan("measures", "half", "compute-sanitizer"))
-    append(path, StageFigures(Figures(Rates(9.0, 9.0, 9.0))))
+    under_a_tool = Attempt("measures", "half", "compute-sanitizer")
+    append(path, Record(under_a_tool, end=End(1.0, "done", figures=Figures(Rates(9.0, 9.0, 9.0)))))
     assert figures_in(path).rates == Rates(1.0, 2.0, 3.0)
 
 
@@ -191,11 +190,10 @@ def test_stage_that_the_time_of_the_suite_ends_is_no_failure_and_runs_next_time(
 
 def test_records_of_another_size_or_version_are_not_taken(tmp_path: Path) -> None:
     runner = StageRunner(tmp_path, "cpu", "toy")
-    append(runner.path, StageBegan("good", "toy"))
-    append(runner.path, StageEnded(1.0, "done"))
+    append(runner.path, Record(Attempt("good", "toy"), end=End(1.0, "done")))
     assert runner.attempts(toy_stage("good"))
     assert not StageRunner(tmp_path, "cpu", "full").attempts(toy_stage("good"))
-    runner.path.write_text('{"type":"began","stage":"good","size":"gigantic"}\n')
+    runner.path.write_text('{"attempt":{"stage":"good","size":"gigantic"}}\n')
     with pytest.raises(ConfigError, match="remove the file, or leave out --resume"):
         runner.attempts(toy_stage("good"))
 
@@ -206,10 +204,9 @@ def test_resumed_run_repeats_only_what_has_not_ended(tmp_path: Path, monkeypatch
     monkeypatch.setenv("TOY_STAGES_FILE", str(counted))
     first = run_toy(tmp_path, "counts")
     path = StageRunner(tmp_path, "cpu", "toy").path
-    append(path, StageBegan("good", "toy"))
-    append(path, StageRow(Row("void", 7.0, "s"), {}))
+    append(path, Record(Attempt("good", "toy"), Row("void", 7.0, "s")))
     with path.open("ab") as file:
-        file.write(b'{"type":"row","row":{"na')  # the suite was killed in the middle of a record
+        file.write(b'{"attempt":{"st')  # the suite was killed in the middle of a record
     report = run_toy(tmp_path, "counts", "good", resumes=True)
     assert values_of(first) == [("size", 1.0)]
     assert values_of(report) == [("size", 1.0), ("figure", 1.0)]
