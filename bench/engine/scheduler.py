@@ -240,15 +240,14 @@ def measure(options: Namespace, report: Report) -> None:
         )
         for number, times_us in packing_times_us(options.steps)
     ]
-    runs: dict[bool, list[Work]] = {False: [], True: []}
-    for prefix_caching, works in runs.items():
+    runs: dict[str, list[Work]] = {"off": [], "on": []}
+    for name, works in runs.items():
         for number in range(NUM_CACHE_RUNS):
-            report.tell(f"prefix cache {'on' if prefix_caching else 'off'}, run {number + 1}")
-            works.append(schedule_unshared(options.requests, prefix_caching=prefix_caching))
+            report.tell(f"prefix cache {name}, run {number + 1}")
+            works.append(schedule_unshared(options.requests, prefix_caching=name == "on"))
     gc.unfreeze()
-    report.rows += cache_rows(runs[False], runs[True])
-    names = {False: "off", True: "on"}
-    report.extra = {"cache_s": {names[key]: [work.seconds for work in works] for key, works in runs.items()}}
+    report.rows += cache_rows(runs["off"], runs["on"])
+    report.extra = {"cache_s": {name: [work.seconds for work in works] for name, works in runs.items()}}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.bench.gpu.session import Session, require_equal
-from baton.bench.kv.ends import Ends, moving_s
+from baton.bench.kv.ends import Ends, bf16_layout, moving_s
 from baton.bench.machine import Call, seconds_per_call, synchronize, wall_seconds
 from baton.bench.report import Row, format_number
 from baton.kernels.pages import Offsets, copy_pages
@@ -207,14 +207,8 @@ def _peers(session: Session) -> tuple[PageLayout, PageLayout]:
 
 def _layout(session: Session, tp_size: int) -> PageLayout:
     model = session.sizes.model
-    return PageLayout(
-        tp_size=tp_size,
-        page_size=PAGE_SIZE,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype="bfloat16",
-    )
+    shape = model.num_layers, model.num_kv_heads, model.head_dim
+    return bf16_layout(*shape, page_size=PAGE_SIZE, tp_size=tp_size)
 
 
 def _stand_in(session: Session, what: str) -> str:

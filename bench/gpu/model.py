@@ -562,7 +562,7 @@ def two_roles(session: Session) -> Iterator[Row]:
             str(load.chunk_tokens),
         ),
     }.items():
-        whole[name] = _goodputs(session, 0, options)
+        whole[name] = asyncio.run(_goodputs(session, 0, options))
         for rate, goodput in zip(load.rates, whole[name], strict=True):
             yield _goodput_row(rate, name, goodput)
     yield from _divided_rows(session, "1P+1D", whole, None)
@@ -577,7 +577,7 @@ def _divided_rows(
     session: Session, name: str, whole: Mapping[str, list[float]], environment: Mapping[str, str] | None
 ) -> Iterator[Row]:
     """Measure 1P+1D. whole: goodputs of one worker at each rate, by its name."""
-    rates, ours = session.sizes.goodput.rates, _goodputs(session, 1, (), environment)
+    rates, ours = session.sizes.goodput.rates, asyncio.run(_goodputs(session, 1, (), environment))
     for place, (rate, goodput) in enumerate(zip(rates, ours, strict=True)):
         verdict = roles_verdict(goodput, {rival: of_rival[place] for rival, of_rival in whole.items()})
         yield _goodput_row(rate, name, goodput, verdict)
@@ -596,22 +596,10 @@ def roles_verdict(ours: float, whole: Mapping[str, float]) -> str:
     return f"P/D {'wins over' if ours > whole[best] else 'LOSES to'} the {theirs}"
 
 
-def _goodputs(
+async def _goodputs(
     session: Session, num_prefill: int, options: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> list[float]:
     """Serve the model with one decode worker; return the good answers a second at each rate."""
-    with TemporaryDirectory() as folder:
-        session.sizes.model.write(Path(folder))
-        return asyncio.run(_serve_and_load(session, Path(folder), num_prefill, options, environment))
-
-
-async def _serve_and_load(
-    session: Session,
-    folder: Path,
-    num_prefill: int,
-    options: Sequence[str],
-    environment: Mapping[str, str] | None,
-) -> list[float]:
     # The other stages run without the packages of a server.
     from baton.bench.clusters import served_cluster
     from baton.bench.serve.client import Address, Client
@@ -621,20 +609,22 @@ async def _serve_and_load(
     words = ["--runtime", "local", "--load-format", "dummy", "--device", session.device.type]
     words += ["--max-model-len", str(min(sizes.max_model_len, sizes.model.max_positions)), *options]
     lengths = {"num_input": Lengths(*load.num_input), "num_output": Lengths(*load.num_output)}
-    async with served_cluster(
-        words, prefill=num_prefill, decode=1, environment=environment, model=str(folder)
-    ) as cluster:
-        client = Client(Address(cluster.url))
-        for seed, rate in enumerate((load.rates[0], *load.rates)):  # the first one warms up
-            num_jobs = max(1, round(rate * load.seconds))
-            jobs = random_jobs(num_jobs, seed, vocab_size=sizes.model.vocab_size, **lengths)
-            server = Load(client, folder.name, Shape(asks_ids=True))
-            run = await server.run(poisson(jobs, rate, seed))
-            if run.failures:
-                raise WrongResult(f"{len(run.failures)} requests failed: {run.failures[0]} {run.said}")
-            num_good = sum(
-                each.ttft_s <= load.ttft_s and (each.tbt_s or 0.0) <= load.itl_s for each in run.samples
-            )
-            goodputs.append(rate * num_good / num_jobs)
-        client.close()
+    with TemporaryDirectory() as folder:
+        sizes.model.write(Path(folder))
+        async with served_cluster(
+            words, prefill=num_prefill, decode=1, environment=environment, model=folder
+        ) as cluster:
+            client = Client(Address(cluster.url))
+            for seed, rate in enumerate((load.rates[0], *load.rates)):  # the first one warms up
+                num_jobs = max(1, round(rate * load.seconds))
+                jobs = random_jobs(num_jobs, seed, vocab_size=sizes.model.vocab_size, **lengths)
+                server = Load(client, Path(folder).name, Shape(asks_ids=True))
+                run = await server.run(poisson(jobs, rate, seed))
+                if run.failures:
+                    raise WrongResult(f"{len(run.failures)} requests failed: {run.failures[0]} {run.said}")
+                num_good = sum(
+                    each.ttft_s <= load.ttft_s and (each.tbt_s or 0.0) <= load.itl_s for each in run.samples
+                )
+                goodputs.append(rate * num_good / num_jobs)
+            client.close()
     return goodputs[1:]

@@ -316,9 +316,15 @@ SHAPES: Final = {
 
 def layout_of(shape: str, *, page_size: int) -> PageLayout:
     """Return the page layout of one of SHAPES."""
-    num_layers, num_kv_heads, head_dim = SHAPES[shape]
+    return bf16_layout(*SHAPES[shape], page_size=page_size)
+
+
+def bf16_layout(
+    num_layers: int, num_kv_heads: int, head_dim: int, *, page_size: int, tp_size: int = 1
+) -> PageLayout:
+    """Return the layout of pages of bf16."""
     return PageLayout(
-        tp_size=1,
+        tp_size=tp_size,
         page_size=page_size,
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,

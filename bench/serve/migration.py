@@ -26,6 +26,7 @@ from typing import Any, Final, NamedTuple
 from baton.bench.clusters import WatchedCluster, copy_tiny, served_cluster
 from baton.bench.report import Report, Row, at_most, option, percentile, suite
 from baton.bench.serve.client import Address, Answer, Connection
+from baton.bench.serve.figures import events_of
 from baton.errors import PeerGone
 from baton.messages.workers import WorkerRole
 
@@ -47,10 +48,11 @@ class Moved(NamedTuple):
     token_ids: list[int]
 
 
-def tokens_of(body: bytes) -> list[int]:
+def tokens_of(answer: Answer) -> list[int]:
     """Return the tokens of a streamed answer. The answer must have ended for its length."""
-    events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: {")]
-    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    choices = [
+        choice for event in events_of(answer.pieces) if event.content for choice in event.content["choices"]
+    ]
     assert choices[-1]["finish_reason"] == "length", choices[-1]
     return [token_id for choice in choices for token_id in choice.get("token_ids") or ()]
 
@@ -84,7 +86,7 @@ async def move(cluster: WatchedCluster, body: dict[str, Any], num_moves: int) ->
     times_s = [at_s for at_s, _ in answer.pieces]
     gaps_s = [gap_s(times_s, *window) for window in windows]
     itl_s = percentile([b - a for a, b in pairwise(times_s[2:])], 50)
-    return Moved(gaps_s[1::2], gaps_s[::2], itl_s, tokens_of(answer.body))
+    return Moved(gaps_s[1::2], gaps_s[::2], itl_s, tokens_of(answer))
 
 
 async def _window(

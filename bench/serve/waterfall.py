@@ -17,6 +17,7 @@ import re
 import signal
 import time
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Final
@@ -187,11 +188,10 @@ async def measure(options: Namespace, report: Report) -> None:
 
 def _parts_of(timelines: Sequence[RequestTimeline]) -> dict[str, float]:
     """Return the share of each part in the time of all requests."""
-    total_s = sum(timeline.total_s for timeline in timelines) or 1.0
-    sums: dict[str, float] = {}
+    total_s, sums = sum(timeline.total_s for timeline in timelines) or 1.0, defaultdict[str, float](float)
     for timeline in timelines:
         for part, seconds in timeline.seconds.items():
-            sums[part] = sums.get(part, 0.0) + seconds / total_s
+            sums[part] += seconds / total_s
     return sums
 
 
