@@ -34,7 +34,6 @@ def test_quantised_engines_are_compared_with_the_plain_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "DECODE_BARS", {1: {"int4": 1e-6}, 3: {}})
-    monkeypatch.setattr(bench, "DECODED_TOKENS", 4)
     write_config(tmp_path)
     options = ["--quantization", "int4", "--rounds", "1", "--output", str(tmp_path)]
     bench.measure.main(None, [str(tmp_path), *options])
