@@ -18,7 +18,7 @@ from operator import attrgetter
 from statistics import fmean, median, pstdev
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.bench.engine.replica import LLAMA_56M, LlamaShape, Replica, greedy, load_replica
+from baton.bench.engine.replica import LLAMA_56M, LlamaShape, RecordedEngine, greedy, load_replica
 from baton.bench.report import Plot, Report, Row, at_least, format_number, in_turns, option, percentile, suite
 from baton.request import Request
 
@@ -120,15 +120,15 @@ def poisson(output_lengths: tuple[int, ...], requests_per_s: float, seed: int = 
     return Requests(output_lengths, tuple(accumulate(gaps_s)))
 
 
-def load_policies(shape: LlamaShape = SHAPE) -> dict[str, Replica]:
+def load_policies(shape: LlamaShape = SHAPE) -> dict[str, RecordedEngine]:
     """Load one engine a policy, with the same weights, seats and pages, and without a prefix cache."""
     return {policy: _load(policy, shape) for policy in POLICIES}
 
 
-def serve(replica: Replica, requests: Requests) -> Outcome:
+def serve(replica: RecordedEngine, requests: Requests) -> Outcome:
     """Run all requests to the end in real time; an idle engine sleeps until the next arrival."""
-    engine, runner = replica.engine, replica.runner
-    before = (runner.num_steps, runner.num_rows, runner.num_padded_rows)
+    engine = replica.engine
+    before = (replica.num_steps, replica.num_rows, replica.num_padded_rows)
     rng = random.Random(len(requests.output_lengths))
     asked = [(_request(length, rng), arrival_s) for length, arrival_s in zip(*requests, strict=True)]
     to_come = deque(asked)
@@ -150,9 +150,9 @@ def serve(replica: Replica, requests: Requests) -> Outcome:
         seconds=max(ended_s.values()) - requests.arrivals_s[0],
         num_tokens=num_tokens,
         latencies_s=tuple(ended_s[request.request_id] - arrival_s for request, arrival_s in asked),
-        num_steps=runner.num_steps - before[0],
-        num_rows=runner.num_rows - before[1],
-        num_padded_rows=runner.num_padded_rows - before[2],
+        num_steps=replica.num_steps - before[0],
+        num_rows=replica.num_rows - before[1],
+        num_padded_rows=replica.num_padded_rows - before[2],
     )
 
 
@@ -161,13 +161,13 @@ def _request(num_tokens: int, rng: random.Random) -> Request:
     return greedy(prompt, num_tokens)
 
 
-def _load(policy: str, shape: LlamaShape) -> Replica:
+def _load(policy: str, shape: LlamaShape) -> RecordedEngine:
     scheduler: dict[str, object] = {"policy": policy, "max_num_seqs": NUM_SEATS}
     if policy == "dynamic":
         window = {"max_queue_delay_ms": DYNAMIC_WINDOW_MS, "preferred_batch_sizes": [NUM_SEATS]}
         scheduler |= window
     cache = {"kv_cache_memory_bytes": 2**27, "enable_prefix_caching": False}
-    return load_replica(shape, {"scheduler": scheduler, "cache": cache})
+    return RecordedEngine(load_replica(shape, {"scheduler": scheduler, "cache": cache}))
 
 
 def _scaled(values: Sequence[float], mean: int) -> list[int]:
@@ -220,7 +220,7 @@ class SweepPoint(NamedTuple):
         return ratio(self.outcomes, "static", "continuous", num_steps)
 
 
-def take_turns(replicas: Mapping[str, Replica], requests_of_repeats: Sequence[Requests]) -> Outcomes:
+def take_turns(replicas: Mapping[str, RecordedEngine], requests_of_repeats: Sequence[Requests]) -> Outcomes:
     """Run the requests of each repeat under every policy, in an order that alternates."""
     outcomes: Outcomes = {policy: [] for policy in replicas}
     for repeat, requests in enumerate(requests_of_repeats):

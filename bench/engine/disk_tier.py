@@ -154,7 +154,7 @@ def load_engine(folder: Path) -> Engine:
         "kv_disk_path": str(folder),
         "kv_disk_bytes": 2**30,
     }
-    return load_replica(SHAPE, {"device": "cpu", "cache": cache}).engine
+    return load_replica(SHAPE, {"device": "cpu", "cache": cache})
 
 
 def restart_rows(folder: Path, num_rounds: int, report: Report) -> list[Row]:

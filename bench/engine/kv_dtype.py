@@ -93,7 +93,7 @@ def measure(options: Namespace, report: Report) -> None:
     engines = {}
     for name in KV_DTYPES:
         cache = {"kv_cache_dtype": name, "kv_cache_memory_bytes": KV_BYTES}
-        engines[name] = load_replica(LLAMA_56M, {"device": "cpu", "cache": cache}).engine
+        engines[name] = load_replica(LLAMA_56M, {"device": "cpu", "cache": cache})
     report.rows += page_rows(engines)
     with process.freeze_gc():
         report.rows += speed_rows(engines, options.rounds, report)

@@ -1,4 +1,4 @@
-"""An engine to measure: a Llama of any shape with dummy weights, and a runner that records its steps."""
+"""An engine to measure: a Llama of any shape with dummy weights, and a record of its steps."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,12 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from baton.adapters import Adapter
-from baton.clock import SystemClock
-from baton.config.engine import EngineConfig, engine_config
-from baton.engine.engine import Engine
-from baton.engine.models.parallel import ReplicaRank
-from baton.engine.models.registry import ModelConfig, read_model_config
-from baton.engine.runner.model_runner import ModelRunner
+from baton.config.engine import engine_config
+from baton.engine.engine import Engine, load_engine
+from baton.engine.models.registry import ModelConfig
 from baton.engine.runner.step_inputs import StepArrays
 from baton.kernels.decoder_stack import OnLayers
 from baton.request import Request, SamplingParams
@@ -187,17 +184,19 @@ def load_ranks(load: Callable[[], Engine]) -> Ranks:
     return Ranks(engine, (here, *others))
 
 
-class RecordingRunner(ModelRunner):
-    """Counts the rows that steps compute, padding included, and keeps the last step that had any."""
+class RecordedEngine:
+    """An engine of one rank whose steps are counted; keeps the last step that had any rows."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, rank: ReplicaRank) -> None:
-        super().__init__(config, model, rank)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.last_step: StepArrays | None = None
         self.num_steps = 0
-        self.num_rows = 0
+        self.num_rows = 0  # computed, padding included
         self.num_padded_rows = 0  # keys and values of these rows are not stored
+        self._execute = engine.runner.execute
+        engine.runner.execute = self._recorded  # type: ignore[method-assign]
 
-    def execute(
+    def _recorded(
         self, arrays: StepArrays, on_layers: OnLayers | None = None, last_tokens_R: Tensor | None = None
     ) -> Tensor:
         if len(arrays.token_ids):
@@ -206,28 +205,11 @@ class RecordingRunner(ModelRunner):
             self.num_steps += 1
             self.num_rows += len(arrays.token_ids)
             self.num_padded_rows += int(np.count_nonzero(arrays.slots < 0))
-        return super().execute(arrays, on_layers, last_tokens_R)
+        return self._execute(arrays, on_layers, last_tokens_R)
 
 
-@dataclass(frozen=True)
-class Replica:
-    """A ready engine of one rank, and its runner."""
-
-    engine: Engine
-    runner: RecordingRunner
-
-
-def load_replica(shape: LlamaShape, settings: Mapping[str, object]) -> Replica:
+def load_replica(shape: LlamaShape, settings: Mapping[str, object]) -> Engine:
     """Load an engine with dummy weights. `settings` are those of EngineConfig, without the model."""
     with TemporaryDirectory() as folder:
         shape.write(Path(folder))
-        return load_model(Path(folder), {"load_format": "dummy", **settings})
-
-
-def load_model(directory: Path, settings: Mapping[str, object]) -> Replica:
-    """Load an engine of a model's directory. `settings` are those of EngineConfig, without the model."""
-    config = engine_config({"model": str(directory), **settings})
-    runner = RecordingRunner(config, read_model_config(directory), ReplicaRank())
-    runner.load()
-    runner.allocate()
-    return Replica(Engine(runner, SystemClock(), "bench"), runner)
+        return load_engine(engine_config({"model": folder, "load_format": "dummy", **settings}))

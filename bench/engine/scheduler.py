@@ -112,7 +112,7 @@ def host_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
         "cache": {"kv_cache_memory_bytes": 2**30},
         "scheduler": {"max_num_seqs": most, "async_scheduling": True},  # as on a GPU
     }
-    engine, rng = load_replica(HOST_SHAPE, {"device": "cpu", **settings}).engine, random.Random(0)
+    engine, rng = load_replica(HOST_SHAPE, {"device": "cpu", **settings}), random.Random(0)
     logits_BV, tokens_B = torch.zeros((most, HOST_SHAPE.vocab_size)), torch.full((most,), 7)
     with (
         patch.object(engine.runner, "execute", lambda arrays, *_: logits_BV[: len(arrays.logit_rows)]),

@@ -125,7 +125,7 @@ def roofline_seconds(session: Session, batch: int, num_context_tokens: int) -> f
     num_parameters = num_layer_parameters(shape) + num_head_parameters(shape)
     weights_s = 2 * num_parameters / rates.read_gbps / 1e9
     multiply_s = 2 * num_parameters * batch / rates.peak_tflops / 1e12
-    kv_bytes = num_context_tokens * session.replica.runner.layout.token_bytes
+    kv_bytes = num_context_tokens * session.replica.engine.runner.layout.token_bytes
     return max(weights_s, multiply_s) + kv_bytes / rates.read_gbps / 1e9
 
 
@@ -192,7 +192,7 @@ def _invariance_outputs(session: Session, settings: dict[str, object]) -> list[l
     """Greedy answers with the log probabilities of prompt and answer, by request."""
     base = {"device": session.device.type, "max_model_len": 512}
     cache = {"kv_cache_memory_bytes": 2**26, **cast(dict[str, object], settings.get("cache", {}))}
-    engine = load_replica(CHECKED_SHAPE, {**base, **settings, "cache": cache}).engine
+    engine = load_replica(CHECKED_SHAPE, {**base, **settings, "cache": cache})
     rng = random.Random(3)
     sampling = SamplingParams(
         max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=5, prompt_logprobs=0, seed=0
@@ -216,7 +216,7 @@ def _cost(session: Session, name: str, our_s: float, library_s: float) -> Row:
 
 def _decode_rows(session: Session, batch: int, sampling: SamplingParams, bar: float | None) -> Iterator[Row]:
     step_s, model_s = _decode_seconds(session, batch, sampling)
-    arrays = session.replica.runner.last_step
+    arrays = session.replica.last_step
     num_context_tokens = 0 if arrays is None else int(arrays.context_lens.sum())
     percent = 100 * roofline_seconds(session, batch, num_context_tokens) / step_s
     note = (
@@ -271,8 +271,8 @@ def _fill(session: Session, batch: int, sampling: SamplingParams) -> list[str]:
 
 def _model_seconds(session: Session) -> float:
     """Time the last decode step's forward pass alone: inputs, graph and logits, without sampling."""
-    runner, num_runs = session.replica.runner, session.sizes.num_steps
-    arrays = runner.last_step
+    runner, num_runs = session.replica.engine.runner, session.sizes.num_steps
+    arrays = session.replica.last_step
     if arrays is None:
         raise RuntimeError("no step has run")
 
@@ -376,7 +376,7 @@ def _mixed_rows(session: Session, rival: TransformersRival) -> Iterator[Row]:
 
 
 def _check(session: Session, rival: TransformersRival, prompt: list[int]) -> None:
-    ours_1V = session.replica.runner.execute(step_arrays([0], [prompt]))
+    ours_1V = session.replica.engine.runner.execute(step_arrays([0], [prompt]))
     # Rounding in bf16 grows with the layers; another model's logits would be off by 1.4.
     require_close("logits against transformers", ours_1V, rival.last_logits(prompt), limit=0.1)
 
@@ -503,7 +503,7 @@ def _agreement_row(session: Session, rival: VllmRival) -> Row:
     rng, sizes = random.Random(5), session.sizes
     jobs = [(random_tokens(rng, sizes.model, CHECKED_TOKENS), 1) for _ in range(sizes.num_rival_requests)]
     arrays = [step_arrays([0], [prompt]) for prompt, _ in jobs]
-    ours = [int(session.replica.runner.execute(each).argmax()) for each in arrays]
+    ours = [int(session.replica.engine.runner.execute(each).argmax()) for each in arrays]
     _, answers = rival.generate(jobs)
     agreed = sum(mine == answer[0] for mine, answer in zip(ours, answers, strict=True)) / len(ours)
     if agreed < LEAST_AGREEMENT:

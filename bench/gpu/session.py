@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from baton.bench.engine.replica import TOY_LLAMA, LlamaShape, Replica, load_replica
+from baton.bench.engine.replica import TOY_LLAMA, LlamaShape, RecordedEngine, load_replica
 from baton.bench.report import Row, at_least
 
 LLAMA_8B = LlamaShape(
@@ -178,7 +178,7 @@ class Session:
     figures: Figures = field(default_factory=Figures)
     batch_invariant: bool = True
     rival_python: str = sys.executable  # has vLLM, or not
-    _replica: Replica | None = None
+    _replica: RecordedEngine | None = None
 
     @property
     def rates(self) -> Rates:
@@ -187,7 +187,7 @@ class Session:
         return self.figures.rates
 
     @property
-    def replica(self) -> Replica:
+    def replica(self) -> RecordedEngine:
         """The engine of the 8B shape, loaded when first asked for."""
         if self._replica is None:
             sizes = self.sizes
@@ -201,7 +201,7 @@ class Session:
                     "max_num_batched_tokens": max(sizes.model_prefill_lengths),
                 },
             }
-            self._replica = load_replica(sizes.model, settings)
+            self._replica = RecordedEngine(load_replica(sizes.model, settings))
         return self._replica
 
     def bar(self, name: str, value: float, unit: str, bar: float | None, note: str = "") -> Row:

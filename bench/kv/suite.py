@@ -82,16 +82,15 @@ class _StreamingPrefill:
     def __init__(self, transport: str, most_tokens: int) -> None:
         token_bytes = 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim * 2
         kv_bytes = (SHAPE.max_positions + 2 * most_tokens) * token_bytes  # the last prompt's are still held
-        replica = load_replica(
+        self._engine = load_replica(
             SHAPE,
             {
                 "scheduler": {"max_num_seqs": 2, "max_num_batched_tokens": CHUNK_TOKENS},
                 "cache": {"kv_cache_memory_bytes": kv_bytes, "enable_prefix_caching": False},
             },
         )
-        self._engine, runner = replica.engine, replica.runner
-        pool = runner.pool.device
-        self._layout = runner.layout
+        runner = self._engine.runner
+        pool, self._layout = runner.pool.device, runner.layout
         self._destination = DestinationProcess(runner.layout, len(pool))
         self._source = SourceEnd(settings_of(runner.layout, transport), pool, self._engine.scheduler.pool)
 

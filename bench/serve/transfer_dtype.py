@@ -24,12 +24,13 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from baton.bench.clusters import served_cluster
-from baton.bench.engine.replica import LLAMA_56M, Replica, greedy, load_model, load_replica
+from baton.bench.engine.replica import LLAMA_56M, RecordedEngine, greedy, load_replica
 from baton.bench.report import Report, Row, at_most, option, suite
 from baton.bench.serve.client import Address, Client
 from baton.bench.tiny.tasks import Case, mixed_cases
 from baton.cluster.model_directory import resolve_model
-from baton.engine.engine import Engine
+from baton.config.engine import engine_config
+from baton.engine.engine import Engine, load_engine
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.kernels.native import TORCH_DTYPES
 from baton.kernels.store_kv import round_rows
@@ -128,21 +129,21 @@ class Divergence(NamedTuple):
 
 
 @torch.inference_mode()
-def divergence(replica: Replica, prompt: Sequence[int], transfer_dtype: str) -> Divergence:
+def divergence(replica: RecordedEngine, prompt: Sequence[int], transfer_dtype: str) -> Divergence:
     """Compute one step after the prompt's first token, with the prompt's pages as they are and rounded."""
     answer(replica.engine, prompt, 2)
-    step, pages = replica.runner.last_step, replica.engine.runner.pool.device
+    step, pages = replica.last_step, replica.engine.runner.pool.device
     assert step is not None
-    plain = replica.runner.execute(step)[0].clone()
+    plain = replica.engine.runner.execute(step)[0].clone()
     before = pages.clone()
     pages.copy_(round_rows(pages, TORCH_DTYPES[transfer_dtype]))
-    ours = replica.runner.execute(step)[0]
+    ours = replica.engine.runner.execute(step)[0]
     pages.copy_(before)
     max_abs_diff = float((ours - plain).abs().max())
     return Divergence(max_abs_diff, float(plain.std()), bool(ours.argmax() == plain.argmax()))
 
 
-def logit_rows(name: str, replica: Replica, prompts: Sequence[Sequence[int]]) -> list[Row]:
+def logit_rows(name: str, replica: RecordedEngine, prompts: Sequence[Sequence[int]]) -> list[Row]:
     """Compare logits and greedy answers of one model."""
     rows = []
     plain = [answer(replica.engine, prompt, NUM_TOKENS) for prompt in prompts]
@@ -183,7 +184,7 @@ async def measure(options: Namespace, report: Report) -> None:
     encode, lengths = Tokenizer.from_directory(tiny).encode, (64, 512)
     models = {
         "tiny": (
-            load_model(tiny, settings),
+            load_engine(engine_config({"model": str(tiny), **settings})),
             [encode(case.prompt) for case in mixed_cases(options.prompts, seed=20)],
         ),
         "Llama, 56 M": (
@@ -191,10 +192,10 @@ async def measure(options: Namespace, report: Report) -> None:
             [rng.choices(range(LLAMA_56M.vocab_size), k=lengths[at % 2]) for at in range(options.prompts)],
         ),
     }
-    for name, (replica, prompts) in models.items():
+    for name, (engine, prompts) in models.items():
         report.tell(f"logits of {name}")
-        report.rows += logit_rows(name, replica, prompts)
-        replica.engine.close()
+        report.rows += logit_rows(name, RecordedEngine(engine), prompts)
+        engine.close()
 
 
 if __name__ == "__main__":

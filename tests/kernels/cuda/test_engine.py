@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from baton.bench.engine.replica import Replica, load_replica, request_of
+from baton.bench.engine.replica import load_replica, request_of
 from baton.bench.gpu.model import CHECKED_SHAPE, random_tokens, step_arrays
+from baton.engine.engine import Engine
 from baton.kernels.triton.kernel import triton
 from baton.request import SamplingParams
 
@@ -33,7 +34,7 @@ def use_cuda(stop: threading.Event) -> None:
 
 
 @pytest.fixture(scope="module")
-def replica() -> Iterator[Replica]:
+def engine() -> Iterator[Engine]:
     stop = threading.Event()
     thread = threading.Thread(target=use_cuda, args=(stop,))
     thread.start()
@@ -46,23 +47,23 @@ def replica() -> Iterator[Replica]:
 
 @pytest.mark.parametrize("lengths", [(5,), (5, 33, 70), (300,)])
 def test_replay_of_prompts_agrees_with_the_step_without_a_graph(
-    lengths: tuple[int, ...], replica: Replica
+    lengths: tuple[int, ...], engine: Engine
 ) -> None:
     rng = random.Random(0)
     arrays = step_arrays([0] * len(lengths), [random_tokens(rng, CHECKED_SHAPE, each) for each in lengths])
-    replayed_BV = replica.runner.execute(arrays).clone()
-    computed_BV = replica.runner.execute(arrays._replace(num_layer_groups=1))
+    replayed_BV = engine.runner.execute(arrays).clone()
+    computed_BV = engine.runner.execute(arrays._replace(num_layer_groups=1))
     torch.testing.assert_close(replayed_BV, computed_BV, atol=2e-2, rtol=2e-2)
 
 
-def test_running_engine_compiles_nothing(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_engine_compiles_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
     def note(**compilation: object) -> None:
         compiled.append(str(compilation["repr"]))
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    engine, rng = replica.engine, random.Random(0)
+    rng = random.Random(0)
     for temperature in (0.0, 0.8):
         for _ in range(60):
             sampling = SamplingParams(

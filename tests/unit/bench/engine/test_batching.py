@@ -26,7 +26,7 @@ from baton.bench.engine.batching import (
     take_turns,
     varied_lengths,
 )
-from baton.bench.engine.replica import Replica
+from baton.bench.engine.replica import RecordedEngine
 from baton.bench.report import Report
 
 LENGTHS = (1, 2, 2, 3, 9) * 8
@@ -36,7 +36,7 @@ SMALL = replace(
 
 
 @pytest.fixture(scope="module")
-def replicas() -> Iterator[dict[str, Replica]]:
+def replicas() -> Iterator[dict[str, RecordedEngine]]:
     loaded = load_policies(SMALL)
     yield loaded
     for replica in loaded.values():
@@ -62,7 +62,7 @@ def test_poisson_arrivals_keep_the_rate() -> None:
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic", "continuous"])
-def test_every_policy_generates_what_was_asked(replicas: dict[str, Replica], policy: str) -> None:
+def test_every_policy_generates_what_was_asked(replicas: dict[str, RecordedEngine], policy: str) -> None:
     outcome = serve(replicas[policy], burst(LENGTHS))
     assert outcome.num_tokens == sum(LENGTHS)
     assert len(outcome.latencies_s) == len(LENGTHS)
@@ -70,7 +70,7 @@ def test_every_policy_generates_what_was_asked(replicas: dict[str, Replica], pol
 
 
 def test_only_static_pads_and_it_computes_every_row_of_a_batch_to_the_end(
-    replicas: dict[str, Replica],
+    replicas: dict[str, RecordedEngine],
 ) -> None:
     lengths = (2,) * (NUM_SEATS - 1) + (10,)
     outcomes = {policy: serve(replica, burst(lengths)) for policy, replica in replicas.items()}
@@ -79,13 +79,13 @@ def test_only_static_pads_and_it_computes_every_row_of_a_batch_to_the_end(
     }  # fmt: skip
 
 
-def test_latency_counts_from_arrival(replicas: dict[str, Replica]) -> None:
+def test_latency_counts_from_arrival(replicas: dict[str, RecordedEngine]) -> None:
     outcome = serve(replicas["dynamic"], poisson((2, 2, 2), requests_per_s=100.0))
     assert all(0 < latency_s < 5 for latency_s in outcome.latencies_s)
     assert outcome.mean_latency_s <= outcome.p99_latency_s <= max(outcome.latencies_s)
 
 
-def test_policies_take_turns_and_ratios_pair_runs_of_one_repeat(replicas: dict[str, Replica]) -> None:
+def test_policies_take_turns_and_ratios_pair_runs_of_one_repeat(replicas: dict[str, RecordedEngine]) -> None:
     outcomes = take_turns(replicas, [burst((1, 2)), burst((2, 1))])
     assert [len(runs) for runs in outcomes.values()] == [2, 2, 2]
     assert ratio(outcomes, "static", "static", lambda outcome: outcome.tokens_per_s) == 1.0

@@ -12,7 +12,7 @@ LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=1, head_
 
 def test_steps_have_the_work_of_their_shape() -> None:
     settings = {"device": "cpu", "max_model_len": 512, "cache": {"kv_cache_memory_bytes": 2**24}}
-    stepper = Stepper(load_replica(TOY_LLAMA, settings).engine)
+    stepper = Stepper(load_replica(TOY_LLAMA, settings))
     decodes = [each for each in stepper.measure(StepShape(3, 40)) if not each.work.num_new]
     assert len(decodes) == 12 and {each.work.num_sequences for each in decodes} == {3}
     assert 3 * 41 < decodes[0].work.num_context < 3 * 60 and len({each.work for each in decodes}) == 1
