@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import count, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import process_time
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -159,6 +159,28 @@ def decode_rate(
     prompts = [[1 + index] * num_prompt for index in range(batch)]
     started_s = process_time()
     return generate(engine, prompts, [num_tokens] * batch, adapters) / (process_time() - started_s)
+
+
+def decode_step_seconds(engine: Engine, requests: Sequence[Request], num_steps: int) -> list[float]:
+    """Compute all prompts, then time decode steps; the requests, which must not end before, are aborted.
+
+    RuntimeError: a step does not yield a token of each request.
+    """
+    for request in requests:
+        engine.add(request)
+    begun: set[str] = set()
+    while len(begun) < len(requests):
+        begun |= {output.request_id for output in engine.step()}
+    seconds = []
+    for _ in range(num_steps):
+        started_s = perf_counter()
+        outputs = engine.step()
+        seconds.append(perf_counter() - started_s)
+        if len(outputs) != len(requests):
+            raise RuntimeError(f"a decode step of {len(requests)} sequences yielded {len(outputs)} tokens")
+    for request in requests:
+        engine.abort(request.request_id)
+    return seconds
 
 
 class Ranks(NamedTuple):

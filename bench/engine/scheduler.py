@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from baton.bench.engine.replica import TOY_LLAMA, load_replica, request_of
+from baton.bench.engine.replica import TOY_LLAMA, decode_step_seconds, load_replica, request_of
 from baton.bench.report import Report, Row, at_most, format_number, option, percentile, suite
 from baton.clock import SystemClock
 from baton.config.engine import SchedulerConfig
@@ -125,19 +125,7 @@ def host_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
                 for _ in range(num_seqs)
             ]
             requests = [request_of(prompt, sampling) for prompt in prompts]
-            for request in requests:
-                engine.add(request)
-            while len(engine.step()) < num_seqs:
-                pass
-            times_us = []
-            for _ in range(num_steps):
-                started = perf_counter_ns()
-                outputs = engine.step()
-                times_us.append((perf_counter_ns() - started) / 1e3)
-                assert len(outputs) == num_seqs, "a sequence has ended before the last step"
-            for request in requests:
-                engine.abort(request.request_id)
-            yield num_seqs, times_us
+            yield num_seqs, [1e6 * each for each in decode_step_seconds(engine, requests, num_steps)]
 
 
 def packing_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:

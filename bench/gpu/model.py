@@ -28,6 +28,7 @@ from torch import Tensor
 from baton.bench.engine.replica import (
     TOY_LLAMA,
     LlamaShape,
+    decode_step_seconds,
     generate,
     load_replica,
     num_head_parameters,
@@ -234,39 +235,19 @@ def _decode_rows(session: Session, batch: int, sampling: SamplingParams, bar: fl
 
 def _decode_seconds(session: Session, batch: int, sampling: SamplingParams) -> tuple[float, float]:
     """Median seconds of a decode step of `batch` sequences, and of its model alone."""
-    engine = session.replica.engine
-    request_ids = _fill(session, batch, sampling)
-    seconds = []
-    for _ in range(NUM_WARMUP_STEPS + session.sizes.num_steps):
-        started_s = perf_counter()
-        outputs = engine.step()
-        seconds.append(perf_counter() - started_s)
-        if len(outputs) != batch:
-            raise WrongResult(f"a decode step of {batch} sequences yielded {len(outputs)} tokens")
-    model_s = _model_seconds(session)
-    for request_id in request_ids:
-        engine.abort(request_id)
-    return median(seconds[NUM_WARMUP_STEPS:]), model_s
+    rng, sizes = random.Random(batch), session.sizes
+    # Long enough that no request ends while the others are prefilled or timed.
+    sampling = msgspec.structs.replace(sampling, max_tokens=sizes.max_model_len - sizes.step_context)
+    requests = [
+        request_of(random_tokens(rng, sizes.model, sizes.step_context), sampling) for _ in range(batch)
+    ]
+    num_steps = NUM_WARMUP_STEPS + sizes.num_steps
+    seconds = decode_step_seconds(session.replica.engine, requests, num_steps)
+    return median(seconds[NUM_WARMUP_STEPS:]), _model_seconds(session)
 
 
 def _step_name(batch: int, num_context_tokens: int) -> str:
     return f"decode step, {batch} x {num_context_tokens:,}"
-
-
-def _fill(session: Session, batch: int, sampling: SamplingParams) -> list[str]:
-    """Add requests and prefill until every one has its first token; return their ids."""
-    engine, rng, sizes = session.replica.engine, random.Random(batch), session.sizes
-    # Long enough that no request ends while the others are prefilled or timed.
-    sampling = msgspec.structs.replace(sampling, max_tokens=sizes.max_model_len - sizes.step_context)
-    prompts = [random_tokens(rng, sizes.model, sizes.step_context) for _ in range(batch)]
-    requests = [request_of(prompt, sampling) for prompt in prompts]
-    for request in requests:
-        engine.add(request)
-    started: set[str] = set()
-    while len(started) < batch:
-        outputs: list[StepOutput] = engine.step()
-        started.update(output.request_id for output in outputs)
-    return [request.request_id for request in requests]
 
 
 def _model_seconds(session: Session) -> float:
