@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from baton.bench.engine.replica import LLAMA_56M, LlamaShape, request_of
+from baton.bench.engine.replica import LLAMA_56M, LlamaShape, generate, request_of
 from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
@@ -174,10 +174,7 @@ COPYING: Final = {"quotes": quotes, "edits": edits}
 
 def run(engine: Engine, work: Work) -> tuple[float, list[list[int | None]]]:
     """The tokens a second of answers to prompts in the prefix cache, and the answers."""
-    for prompt in work.prompts:
-        engine.add(request_of(prompt, SamplingParams(max_tokens=1)))
-    while engine.has_work():
-        engine.step()
+    generate(engine, work.prompts, [1] * len(work.prompts))
     requests = [
         request_of(
             prompt,

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from baton.bench.engine.replica import LLAMA_3M, greedy, load_replica
+from baton.bench.engine.replica import LLAMA_3M, greedy, load_replica, random_tokens
 from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.engine.cache.disk_tier import DiskTier, HostPages, Loaded, open_store
 from baton.engine.engine import Engine
@@ -159,11 +159,7 @@ def load_engine(folder: Path) -> Engine:
 
 def restart_rows(folder: Path, num_rounds: int, report: Report) -> list[Row]:
     """Ask about a prefix that is on disk alone, and about one that is nowhere, after each start."""
-    random = Random(2)
-
-    def tokens(num_tokens: int) -> list[int]:
-        return [random.randrange(SHAPE.vocab_size) for _ in range(num_tokens)]
-
+    tokens = partial(random_tokens, SHAPE, Random(2))
     found, computed, num_different = list[Answer](), list[Answer](), 0
     engine = load_engine(folder)
     for number in range(num_rounds):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, repeat
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, NamedTuple
@@ -118,6 +119,11 @@ def num_layer_parameters(shape: LlamaShape | ModelConfig) -> int:
 def num_head_parameters(shape: LlamaShape | ModelConfig) -> int:
     """Return the parameters of the output head, by which the rows that sample are multiplied."""
     return shape.vocab_size * shape.hidden_size
+
+
+def random_tokens(shape: LlamaShape, rng: Random, num_tokens: int) -> list[int]:
+    """Return random tokens of the vocabulary."""
+    return rng.choices(range(shape.vocab_size), k=num_tokens)
 
 
 def request_of(prompt: Sequence[int], sampling: SamplingParams, adapter: Adapter | None = None) -> Request:

@@ -116,14 +116,16 @@ class Clients:
         self._begin_s = time.perf_counter()
 
     @asynccontextmanager
-    async def asking(self) -> AsyncIterator[None]:
-        """Ask until the block ends; then wait for the answers to what was asked."""
+    async def asking(self, rest_s: float = 0.0) -> AsyncIterator[None]:
+        """Ask until the block ends, and `rest_s` before and after it; then wait for the last answers."""
         is_over = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for rng in self._rngs:
                 group.create_task(self._ask_on(rng, is_over))
             try:
+                await asyncio.sleep(rest_s)
                 yield
+                await asyncio.sleep(rest_s)
             finally:
                 is_over.set()
 

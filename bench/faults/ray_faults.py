@@ -185,8 +185,7 @@ async def head_away(
 ) -> list[Row]:
     """Kill the head, and a prefill worker meanwhile, under load; a head comes back after `away_s`."""
     clients = Clients(cluster.url, questions, 1, num_streams)
-    async with clients.asking():
-        await asyncio.sleep(LOAD_S)
+    async with clients.asking(LOAD_S):
         await asyncio.to_thread(nodes.kill, HEAD)
         killed_s = time.perf_counter()
         noticed_s = await cluster.seconds_until(lambda status: status.head_away_s > 0, START_S)
@@ -195,7 +194,6 @@ async def head_away(
         await asyncio.sleep(max(0.0, away_s - (time.perf_counter() - killed_s)))
         await nodes.start(HEAD, num_cpus=0)
         back_s = await _seconds_until_replaced(cluster, "prefill-0", before)
-        await asyncio.sleep(LOAD_S)
     return [
         *clients.answer_rows(f"head away {away_s:.0f} s"),
         at_most("head away: noticed after", noticed_s or START_S, "s", NOTICED_S),

@@ -33,6 +33,7 @@ from baton.bench.engine.replica import (
     load_replica,
     num_head_parameters,
     num_layer_parameters,
+    random_tokens,
     request_of,
 )
 from baton.bench.gpu.session import Session, Sizes, WrongResult, products_name, require_close
@@ -66,10 +67,10 @@ def check(session: Session) -> Iterator[Row]:
     tested = load_replica(CHECKED_SHAPE, {**settings, "device": session.device.type})
     oracle = load_replica(CHECKED_SHAPE, {**settings, "device": "cpu", "dtype": "float32"})
     rng = random.Random(0)
-    prompts = [random_tokens(rng, CHECKED_SHAPE, length) for length in CHECKED_LENGTHS]
+    prompts = [random_tokens(CHECKED_SHAPE, rng, length) for length in CHECKED_LENGTHS]
     steps = {
         "prefill": step_arrays([0] * len(prompts), prompts),
-        "decode": step_arrays(CHECKED_LENGTHS, [random_tokens(rng, CHECKED_SHAPE, 1) for _ in prompts]),
+        "decode": step_arrays(CHECKED_LENGTHS, [random_tokens(CHECKED_SHAPE, rng, 1) for _ in prompts]),
     }
     for name, arrays in steps.items():
         got_BV, expected_BV = tested.runner.execute(arrays), oracle.runner.execute(arrays)
@@ -107,7 +108,7 @@ def _share_of_products(session: Session, name: str, seconds: float) -> str:
 def _prefill_seconds(session: Session, num_tokens: int) -> float:
     rng, seconds = random.Random(num_tokens), []
     for _ in range(1 + NUM_PREFILLS):
-        prompt = random_tokens(rng, session.sizes.model, num_tokens)
+        prompt = random_tokens(session.sizes.model, rng, num_tokens)
         started_s = perf_counter()
         generate(session.replica.engine, [prompt], [1])
         seconds.append(perf_counter() - started_s)
@@ -128,11 +129,6 @@ def roofline_seconds(session: Session, batch: int, num_context_tokens: int) -> f
     multiply_s = 2 * num_parameters * batch / rates.peak_tflops / 1e12
     kv_bytes = num_context_tokens * session.replica.engine.runner.layout.token_bytes
     return max(weights_s, multiply_s) + kv_bytes / rates.read_gbps / 1e9
-
-
-def random_tokens(rng: random.Random, shape: LlamaShape, num_tokens: int) -> list[int]:
-    """Return random tokens of the vocabulary."""
-    return rng.choices(range(shape.vocab_size), k=num_tokens)
 
 
 def step_arrays(starts: Sequence[int], tokens: Sequence[list[int]]) -> StepArrays:
@@ -200,7 +196,7 @@ def _invariance_outputs(session: Session, settings: dict[str, object]) -> list[l
     )
     outputs: dict[str, list[StepOutput]] = {}
     for index, length in enumerate(INVARIANCE_LENGTHS):
-        request = request_of(random_tokens(rng, CHECKED_SHAPE, length), sampling)
+        request = request_of(random_tokens(CHECKED_SHAPE, rng, length), sampling)
         engine.add(msgspec.structs.replace(request, request_id=str(index)))
         outputs[str(index)] = []
     while engine.has_work():
@@ -239,7 +235,7 @@ def _decode_seconds(session: Session, batch: int, sampling: SamplingParams) -> t
     # Long enough that no request ends while the others are prefilled or timed.
     sampling = msgspec.structs.replace(sampling, max_tokens=sizes.max_model_len - sizes.step_context)
     requests = [
-        request_of(random_tokens(rng, sizes.model, sizes.step_context), sampling) for _ in range(batch)
+        request_of(random_tokens(sizes.model, rng, sizes.step_context), sampling) for _ in range(batch)
     ]
     num_steps = NUM_WARMUP_STEPS + sizes.num_steps
     seconds = decode_step_seconds(session.replica.engine, requests, num_steps)
@@ -311,9 +307,9 @@ def against_transformers(session: Session) -> Iterator[Row]:
         return
     sizes, rng = session.sizes, random.Random(2)
     rival = TransformersRival(sizes.model, session.device)
-    _check(session, rival, random_tokens(rng, sizes.model, CHECKED_TOKENS))
+    _check(session, rival, random_tokens(sizes.model, rng, CHECKED_TOKENS))
     for num_tokens, our_s in session.figures.prefill_seconds.items():
-        prompt = random_tokens(rng, sizes.model, num_tokens)
+        prompt = random_tokens(sizes.model, rng, num_tokens)
         rival_s = _median_seconds(session, partial(rival.last_logits, prompt))
         note = f"theirs {format_number(rival_s * 1e3)} ms"
         yield Row(f"prefill, {num_tokens:,} tokens: times as fast", rival_s / our_s, "x", note=note)
@@ -326,7 +322,7 @@ def against_transformers(session: Session) -> Iterator[Row]:
 
 def _decode_row(session: Session, rival: TransformersRival, batch: int, our_s: float) -> Row:
     sizes, rng = session.sizes, random.Random(batch)
-    prompts = [random_tokens(rng, sizes.model, sizes.step_context) for _ in range(batch)]
+    prompts = [random_tokens(sizes.model, rng, sizes.step_context) for _ in range(batch)]
 
     def seconds(num_tokens: int) -> float:
         return _median_seconds(session, lambda: rival.generate(prompts, num_tokens))
@@ -341,7 +337,7 @@ def _mixed_rows(session: Session, rival: TransformersRival) -> Iterator[Row]:
     """Run ragged requests: ours as they come, theirs as one padded batch up to the longest answer."""
     sizes, rng = session.sizes, random.Random(3)
     lengths = [rng.randint(*sizes.mixed_lengths) for _ in range(2 * sizes.num_mixed_requests)]
-    prompts = [random_tokens(rng, sizes.model, length) for length in lengths[::2]]
+    prompts = [random_tokens(sizes.model, rng, length) for length in lengths[::2]]
     num_new_tokens = lengths[1::2]
     generate_all = partial(generate, session.replica.engine, prompts, num_new_tokens)
     generate_all()  # captures the graph of every batch size on the way
@@ -472,9 +468,9 @@ def rival_loads(sizes: Sizes) -> dict[str, list[Job]]:
 
     lengths = [(length(90, 1.34), length(130, 0.9)) for _ in range(sizes.num_rival_requests)]
     return {
-        "lengths like ShareGPT's": [(random_tokens(rng, sizes.model, size), new) for size, new in lengths],
+        "lengths like ShareGPT's": [(random_tokens(sizes.model, rng, size), new) for size, new in lengths],
         f"{num_in:,} in, {num_out} out": [
-            (random_tokens(rng, sizes.model, num_in), num_out) for _ in range(sizes.num_rival_requests)
+            (random_tokens(sizes.model, rng, num_in), num_out) for _ in range(sizes.num_rival_requests)
         ],
     }
 
@@ -482,7 +478,7 @@ def rival_loads(sizes: Sizes) -> dict[str, list[Job]]:
 def _agreement_row(session: Session, rival: VllmRival) -> Row:
     """Compare first tokens, so that other weights have no figure."""
     rng, sizes = random.Random(5), session.sizes
-    jobs = [(random_tokens(rng, sizes.model, CHECKED_TOKENS), 1) for _ in range(sizes.num_rival_requests)]
+    jobs = [(random_tokens(sizes.model, rng, CHECKED_TOKENS), 1) for _ in range(sizes.num_rival_requests)]
     arrays = [step_arrays([0], [prompt]) for prompt, _ in jobs]
     ours = [int(session.replica.engine.runner.execute(each).argmax()) for each in arrays]
     _, answers = rival.generate(jobs)

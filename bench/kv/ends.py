@@ -8,10 +8,10 @@ import random
 import secrets
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import msgspec
 import torch
@@ -37,6 +37,7 @@ DEADLINE_S: Final = 120.0
 WAIT_S: Final = 0.05
 TRANSPORTS: Final = ("shm", "tcp")
 READY: Final = "ready"
+FoundT = TypeVar("FoundT")
 
 
 def settings_of(layout: PageLayout, transport: str) -> EndpointSettings:
@@ -116,13 +117,17 @@ class SourceEnd:
 
 def wait_for(endpoint: KvEndpoint, transfer: bytes) -> TransferEnded:
     """Return the end of a transfer; TimeoutError after DEADLINE_S."""
+    return _first(endpoint, lambda: (each for each in endpoint.poll() if each.transfer == transfer))
+
+
+def _first(endpoint: KvEndpoint, look: Callable[[], Iterator[FoundT]]) -> FoundT:
+    """Look until something is found; return the first."""
     deadline_s = perf_counter() + DEADLINE_S
     while perf_counter() < deadline_s:
-        for ended in endpoint.poll():
-            if ended.transfer == transfer:
-                return ended
+        for found in look():
+            return found
         endpoint.wait(WAIT_S)
-    raise TimeoutError(f"a transfer has not ended within {DEADLINE_S:g} s")
+    raise TimeoutError(f"a transfer was not granted, or has not ended, within {DEADLINE_S:g} s")
 
 
 def times_of(ended: TransferEnded) -> TransferTimes:
@@ -186,16 +191,14 @@ class DestinationProcess:
         transfer = secrets.token_bytes(16)
         order = _GrantOrder(source.address, transfer.hex(), num_units, num_layer_groups)
         self._child.tell(msgspec.json.encode(order).decode())
-        deadline_s = perf_counter() + DEADLINE_S
-        while perf_counter() < deadline_s:
+
+        def granted() -> Iterator[GrantedTransfer]:
             source.poll()
-            for granted in source.take_granted():
-                if granted.transfer == transfer:
-                    return granted
+            yield from (each for each in source.take_granted() if each.transfer == transfer)
             if self._child.poll() is not None:
                 raise RuntimeError("the destination's process has ended")
-            source.wait(WAIT_S)
-        raise TimeoutError(f"no pages were granted within {DEADLINE_S:g} s")
+
+        return _first(source, granted)
 
     def close(self) -> None:
         """End the process."""

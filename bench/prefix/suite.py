@@ -15,13 +15,14 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.bench.engine.replica import LLAMA_3M
+from baton.bench.engine.replica import LLAMA_3M, random_tokens
 from baton.bench.report import Plot, Report, Row, at_least, at_most, option, ranked_shares, suite
 from baton.clock import SystemClock
 from baton.cluster.offline.llm import LLM
@@ -207,9 +208,7 @@ async def open_cluster(
         yield cluster
 
 
-def tokens(random: Random, num_tokens: int) -> list[int]:
-    """Return random tokens."""
-    return [random.randrange(SHAPE.vocab_size) for _ in range(num_tokens)]
+tokens: Final = partial(random_tokens, SHAPE)
 
 
 async def ask_about_documents(cluster: PrefixCluster, random: Random) -> list[AnswerSink]:

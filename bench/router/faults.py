@@ -170,16 +170,14 @@ async def hurt_redis(
             return False
         return all(router.redis == "up" for router in await _routers(cluster))
 
-    async with clients.asking():
-        await asyncio.sleep(rest_s)  # until routers and Redis know the pages of workers
+    async with clients.asking(rest_s):  # routers and Redis know the pages of workers then
         num_pages, before = await redis.num_pages(), await _routers(cluster)
         await fault(redis)
         begin_s, least = perf_counter(), num_pages - NUM_WORKERS
         while not await is_warm(least) and perf_counter() - begin_s <= 2 * REWARMED_S:
             await asyncio.sleep(0.02)
         rewarmed_s = perf_counter() - begin_s
-        await asyncio.sleep(rest_s)
-        routing = routed_between(before, await _routers(cluster))
+    routing = routed_between(before, await _routers(cluster))
     return [
         *_answer_rows(name, clients),
         at_most(f"{name}: routing p99", 1000 * routing.quantile(0.99), "ms", ROUTING_MS),
@@ -193,8 +191,7 @@ async def kill_router(
 ) -> list[Row]:
     """Kill the oldest router under load."""
     clients = Clients(cluster.url, questions, 0, NUM_CLIENTS)
-    async with clients.asking():
-        await asyncio.sleep(rest_s)
+    async with clients.asking(rest_s):
         routers = await _routers(cluster)
         before = {router.id for router in routers}
         os.kill(min(router.pid for router in routers), signal.SIGKILL)
@@ -202,8 +199,7 @@ async def kill_router(
         new_s = await cluster.seconds_until(
             lambda status: bool(_new_routers(status.routers, before)), 2 * NEW_ROUTER_S
         )
-        await asyncio.sleep(rest_s)
-        after = await _routers(cluster)
+    after = await _routers(cluster)
     asked = [router for router in after if router.counters.get("decisions")]
     counted = asked if len(after) > 1 else _new_routers(asked, before)
     blind = max((router.blind_share for router in counted), default=0.0)
@@ -220,12 +216,10 @@ async def stop_router(cluster: WatchedCluster, questions: Sequence[Question], re
     """Stop one of two routers for STOPPED_S under load, and wait until both are there."""
     name = f"one router of two stopped {STOPPED_S:g} s"
     clients = Clients(cluster.url, questions, 0, NUM_CLIENTS)
-    async with clients.asking():
-        await asyncio.sleep(rest_s)
+    async with clients.asking(rest_s):
         with stopped(min(router.pid for router in await _routers(cluster))):
             await asyncio.sleep(STOPPED_S)
         back_s = await cluster.seconds_until(cluster.is_whole, 2 * NEW_ROUTER_S)
-        await asyncio.sleep(rest_s)
     return [
         *_answer_rows(name, clients),
         at_most(f"{name}: longest wait for a first token", max(clients.waits_s), "s", FIRST_TOKEN_S),

@@ -23,7 +23,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
-from baton.bench.engine.replica import LLAMA_56M, request_of
+from baton.bench.engine.replica import LLAMA_56M, generate, request_of
 from baton.bench.report import Plot, Report, Row, at_least, at_most, percentile, ranked_shares
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
@@ -401,10 +401,7 @@ def step_s(
     """
     rng = random.Random(1)
     prompts = [rng.sample(range(1, LLAMA_56M.vocab_size), 64) for _ in range(BATCH)]
-    for prompt in prompts:
-        engine.add(request_of(prompt, SamplingParams(max_tokens=1)))
-    while engine.has_work():
-        engine.step()
+    generate(engine, prompts, [1] * BATCH)
     for number, prompt in enumerate(prompts):
         form = forms[number % len(forms)]
         sampling = SamplingParams(

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from baton.bench.engine.replica import load_replica, request_of
-from baton.bench.gpu.model import CHECKED_SHAPE, random_tokens, step_arrays
+from baton.bench.engine.replica import load_replica, random_tokens, request_of
+from baton.bench.gpu.model import CHECKED_SHAPE, step_arrays
 from baton.engine.engine import Engine
 from baton.kernels.triton.kernel import triton
 from baton.request import SamplingParams
@@ -50,7 +50,7 @@ def test_replay_of_prompts_agrees_with_the_step_without_a_graph(
     lengths: tuple[int, ...], engine: Engine
 ) -> None:
     rng = random.Random(0)
-    arrays = step_arrays([0] * len(lengths), [random_tokens(rng, CHECKED_SHAPE, each) for each in lengths])
+    arrays = step_arrays([0] * len(lengths), [random_tokens(CHECKED_SHAPE, rng, each) for each in lengths])
     replayed_BV = engine.runner.execute(arrays).clone()
     computed_BV = engine.runner.execute(arrays._replace(num_layer_groups=1))
     torch.testing.assert_close(replayed_BV, computed_BV, atol=2e-2, rtol=2e-2)
@@ -69,7 +69,7 @@ def test_running_engine_compiles_nothing(engine: Engine, monkeypatch: pytest.Mon
             sampling = SamplingParams(
                 temperature=temperature, top_p=0.9, max_tokens=rng.randint(1, 60), ignore_eos=True
             )
-            engine.add(request_of(random_tokens(rng, CHECKED_SHAPE, rng.randint(1, 900)), sampling))
+            engine.add(request_of(random_tokens(CHECKED_SHAPE, rng, rng.randint(1, 900)), sampling))
             engine.step()
         while engine.has_work():
             engine.step()
