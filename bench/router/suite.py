@@ -8,6 +8,7 @@ All times are those of the time model in sim/timed/fast.py. docs/benchmarks.md e
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from math import floor
 from pathlib import Path
@@ -172,8 +173,10 @@ def workload_rows(name: str, num_requests: int, seed: int) -> list[Row]:
     """Measure the mean time to the last token, which contains the cost of local prompts to other requests."""
     fleet = Fleet(num_prefill=2, num_decode=2, num_prefill_pages=4000, decode_keeps=True)
     trace = WORKLOADS[name](num_requests, seed)
-    alike, loaded = (_of_thresholds(trace, seed, fleet, same_costs) for same_costs in (True, False))
-    tuned = run_trace(trace, "cost", seed=seed, fleet=fleet, scale=1.0)
+    run = partial(run_trace, trace, seed=seed, fleet=fleet, scale=1.0)
+    alike = {each: run("cost", select=up_to(each)).latency_mean_s for each in THRESHOLDS}
+    loaded = {each: run("least-loaded", local_prefill_tokens=each).latency_mean_s for each in THRESHOLDS}
+    tuned = run("cost")
     share = tuned.counters.get("computed_locally", 0) / num_requests
     best, best_alike = min(loaded, key=loaded.__getitem__), min(alike, key=alike.__getitem__)
     note = f"least-loaded at its best threshold, {best} tokens; {share:.0%} local"
@@ -182,22 +185,6 @@ def workload_rows(name: str, num_requests: int, seed: int) -> list[Row]:
         at_most(f"{name}: mean latency", tuned.latency_mean_s, "s", loaded[best], note),
         Row(f"{name}: cost at its best threshold", alike[best_alike], "s", note=alike_note),
     ]
-
-
-def _of_thresholds(
-    trace: Sequence[TraceRequest], seed: int, fleet: Fleet, same_costs: bool
-) -> dict[int, float]:
-    """Return the mean latency by the threshold up to which prompts are computed on their decode worker."""
-    found = {}
-    for threshold in THRESHOLDS:
-        if same_costs:
-            result = run_trace(trace, "cost", seed=seed, fleet=fleet, scale=1.0, select=up_to(threshold))
-        else:
-            result = run_trace(
-                trace, "least-loaded", seed=seed, fleet=fleet, scale=1.0, local_prefill_tokens=threshold
-            )
-        found[threshold] = result.latency_mean_s
-    return found
 
 
 def up_to(threshold: int) -> Select:
