@@ -198,7 +198,10 @@ class Report:
     def in_rounds(
         self, subjects: Mapping[NameT, Callable[[], ResultT]], num_rounds: int, what: str = ""
     ) -> dict[NameT, list[ResultT]]:
-        """Run each subject once a round, in turns; return the results without those of a first round more."""
+        """Run every subject once a round, in turns, and once before the first round, to warm up.
+
+        Returns the results of the rounds, by subject.
+        """
         found: dict[NameT, list[ResultT]] = {name: [] for name in subjects}
         for number in range(1 + num_rounds):
             self.tell(f"{what}round {number} of {num_rounds}", number / (1 + num_rounds))
