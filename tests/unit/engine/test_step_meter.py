@@ -6,6 +6,7 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.engine.replica import MAX_PENDING, PHASES, StepMeter
+from baton.messages.status import Histogram
 from baton.messages.workers import Load
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
@@ -32,19 +33,28 @@ def test_steps_are_counted_with_their_tokens_and_times(is_async: bool, tiny_mode
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_phases_of_the_step_after_a_load_are_timed(is_async: bool, tiny_model: Path) -> None:
+    """Other processes may interrupt a phase: the forward pass has its part of one of several steps at least."""
     engine = tiny_engine(tiny_model, scheduler={"async_scheduling": is_async})
     for name in "abcdefghijklmnop":  # enough rows that the forward pass is no small part of a step
-        add(engine, name, 30, 8)
+        add(engine, name, 30, 16)
     engine.step()
-    assert not any(name.startswith("step_") for name in engine.load().times)
-    before_s = engine.load().times["step"].sum if not is_async else 0.0
-    engine.step()
-    engine.step()
+    assert not _phases(engine)
+    shares = []
+    for number in range(1, 6):
+        before, before_s = _phases(engine), engine.load().times["step"].sum if not is_async else 0.0
+        engine.step()
+        engine.step()
+        after = _phases(engine)
+        assert set(after) == set(PHASES) and all(each.num == number for each in after.values())
+        phases_s = {name: each.sum - (before[name].sum if before else 0.0) for name, each in after.items()}
+        assert sum(phases_s.values()) <= engine.load().times["step"].sum - before_s + 1e-3
+        shares.append(phases_s["forward"] / sum(phases_s.values()))
+    assert max(shares) > 0.1
+
+
+def _phases(engine: Engine) -> dict[str, Histogram]:
     times = engine.load().times
-    phases = {name.removeprefix("step_"): each for name, each in times.items() if name.startswith("step_")}
-    assert set(phases) == set(PHASES) and all(each.num == 1 for each in phases.values())
-    assert sum(each.sum for each in phases.values()) <= times["step"].sum - before_s + 1e-3
-    assert phases["forward"].sum > 0.1 * sum(each.sum for each in phases.values())
+    return {name.removeprefix("step_"): each for name, each in times.items() if name.startswith("step_")}
 
 
 def test_padding_of_a_static_batch_is_counted(tiny_model: Path) -> None:
