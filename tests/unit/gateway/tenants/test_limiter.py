@@ -81,19 +81,6 @@ def test_without_tenants_all_slots_may_be_taken(limiter: Limiter) -> None:
     assert len(fill(limiter, "")[""]) == NUM_SLOTS
 
 
-def test_tenant_at_its_quota_is_refused_until_a_call_ends(limiter: Limiter, metrics: Metrics) -> None:
-    first, second = (limiter.enter(a_call(most=2)) for _ in range(2))
-    with pytest.raises(Refused) as refused:
-        limiter.enter(a_call(most=2))
-    assert refused.value.refusal is Refusal.MAX_CONCURRENT_REQUESTS and refused.value.retry_after_s > 0
-    limiter.enter(a_call("zeta", most=1))
-    first.leave("answered", 0, 0.0)
-    third = limiter.enter(a_call(most=2))
-    for permit in (second, third):
-        permit.leave("gone", 0, 0.0)
-    assert metrics.tenant("acme").num_open == 0 and metrics.tenant("zeta").num_open == 1
-
-
 def test_call_above_the_quota_is_a_client_error(limiter: Limiter, metrics: Metrics) -> None:
     with pytest.raises(ApiError, match="3 answers, its tenant may have 2") as refused:
         limiter.enter(a_call(most=2, num_choices=3))
