@@ -8,7 +8,6 @@ wheel end a process with a segmentation fault when the system has the same libra
 """
 
 import gc
-import math
 import os
 import signal
 import sys
@@ -89,10 +88,10 @@ def _no_thread_outlives_its_file() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _torch_gets_no_threads() -> Iterator[None]:
     """Fail the last test of a file that gives torch threads: in later tests they would spin as they wait."""
-    num_before = torch.get_num_threads() if (torch := sys.modules.get("torch")) else math.inf
     yield
-    if (torch := sys.modules.get("torch")) and torch.get_num_threads() > num_before:
-        pytest.fail(f"torch has {torch.get_num_threads()} threads after this file, {num_before} before it")
+    torch, most = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS")
+    if torch and most and torch.get_num_threads() > int(most):
+        pytest.fail(f"torch has {torch.get_num_threads()} threads, OMP_NUM_THREADS allows {most}")
 
 
 class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no annotations
