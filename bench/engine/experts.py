@@ -7,7 +7,6 @@ thread. Batches of 1 and 32 are decoded in turns, in elapsed time and in the pro
 the elapsed time every rank needs a core of its own.
 """
 
-import json
 from argparse import Namespace
 from functools import partial
 from itertools import product
@@ -17,7 +16,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
-from baton.bench.engine.replica import Ranks, greedy, load_ranks
+from baton.bench.engine.replica import LLAMA_56M, Ranks, greedy, load_ranks
 from baton.bench.report import Report, Row, at_most, option, suite
 from baton.config.engine import engine_config
 from baton.engine.engine import load_engine
@@ -35,22 +34,13 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     SPLIT: {"tensor_parallel_size": NUM_RANKS},
     WHOLE: {"tensor_parallel_size": NUM_RANKS, "enable_expert_parallel": True},
 }
-KEYS: Final = {
+MIXTURE: Final[dict[str, object]] = {  # beside the sizes of a Llama
     "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 512,
-    "intermediate_size": 1408,
+    "model_type": "qwen3_moe",
     "moe_intermediate_size": 704,
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "dtype": "bfloat16",
 }
 
 
@@ -88,7 +78,7 @@ def measure(options: Namespace, report: Report) -> None:
     """Decode with each kind of ranks in turns, and compare the tokens."""
     native.set_num_threads(NUM_RANKS)  # ranks share them: one each
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(KEYS))
+        LLAMA_56M.write(Path(folder), **MIXTURE)
         base = {"model": folder, "device": "cpu", "load_format": "dummy"}
         cache = {"kv_cache_memory_bytes": KV_BYTES}
         configs = {name: engine_config({**base, "cache": cache, **more}) for name, more in SETTINGS.items()}

@@ -43,8 +43,8 @@ class LlamaShape:
     initializer_range: float = 0.02  # standard deviation of dummy weights
     rope_theta: float = 500000.0
 
-    def write(self, directory: Path) -> None:
-        """Write the config.json of a bf16 model; dummy weights need nothing else."""
+    def write(self, directory: Path, **others: object) -> None:
+        """Write the config.json of a bf16 model; dummy weights need nothing else. others: keys to set."""
         keys = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -64,7 +64,7 @@ class LlamaShape:
             "bos_token_id": None,
             "eos_token_id": None,
         }
-        (directory / "config.json").write_text(json.dumps(keys))
+        (directory / "config.json").write_text(json.dumps(keys | others))
 
 
 TOY_LLAMA = LlamaShape(

@@ -379,9 +379,7 @@ class Says:
 
 def batch_engine(directory: Path) -> Engine:
     """Return an engine with dummy weights and the smaller tokenizer."""
-    LLAMA_56M.write(directory)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": END_ID}))
+    LLAMA_56M.write(directory, eos_token_id=END_ID)
     (directory / "tokenizer.json").write_text(tokenizer_text(LLAMA_56M.vocab_size))
     cache = {"kv_cache_memory_bytes": 2**29}
     settings = {"model": str(directory), "load_format": "dummy", "cache": cache}
