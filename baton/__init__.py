@@ -4,7 +4,7 @@
 nor Ray: the names are resolved on first use.
 """
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -27,5 +27,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(request, name)
     if name == "__version__":
-        return version(DISTRIBUTION)
+        try:
+            return version(DISTRIBUTION)
+        except PackageNotFoundError:  # a checkout on the path, as on a GPU machine where nothing is installed
+            return "0"
     raise AttributeError(f"module 'baton' has no attribute {name!r}")
