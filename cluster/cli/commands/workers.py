@@ -8,7 +8,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from baton.cluster.cli import output
 from baton.cluster.cli.connections import add_router_options, ask
@@ -189,69 +189,48 @@ def _migrate(arguments: argparse.Namespace) -> None:
     output.write(f"{moved.num_moved} moved{left}\n")
 
 
-def _add_options(*adders: Callable[[Parser], None]) -> Callable[[Parser], None]:
-    """Return a function that adds these options, and those that name the cluster."""
+Argument: TypeAlias = Callable[[Parser], object]  # adds one argument to a parser
+
+
+def _add_options(*arguments: Argument) -> Callable[[Parser], None]:
+    """Return a function that adds these arguments, and those that name the cluster."""
 
     def add(parser: Parser) -> None:
-        for each in (*adders, add_router_options):
+        for each in (*arguments, add_router_options):
             each(parser)
 
     return add
 
 
-def _add_wait(seconds: float) -> Callable[[Parser], None]:
-    def add(parser: Parser) -> None:
-        help_ = f"seconds to wait ({seconds:g})"
-        parser.add_argument("--wait", type=float, default=seconds, metavar="S", help=help_)
-
-    return add
+def _argument(*names: str, **settings: Any) -> Argument:
+    """Return what adds an argument, with the settings of argparse."""
+    return lambda parser: parser.add_argument(*names, **settings)
 
 
-def _add_worker(parser: Parser) -> None:
-    parser.add_argument("worker", metavar="WORKER", help="name or id, as `baton status` shows")
+def _wait(seconds: float) -> Argument:
+    help_ = f"seconds to wait ({seconds:g})"
+    return _argument("--wait", type=float, default=seconds, metavar="S", help=help_)
 
 
-def _add_role(parser: Parser) -> None:
-    parser.add_argument("role", metavar="ROLE", choices=[*WorkerRole], help="prefill or decode")
-
-
-def _add_force(parser: Parser) -> None:
-    parser.add_argument("--force", action="store_true", help="also when it is the last of its role")
-
-
-def _add_layout(parser: Parser) -> None:
-    help_ = "prefill and decode workers, such as 2P3D"
-    parser.add_argument("layout", metavar="LAYOUT", help=help_)
-    parser.add_argument(
-        "--model", metavar="NAME", default="", help="the model of the workers, where there are several"
-    )
-
-
-def _add_model(parser: Parser) -> None:
-    help_ = "its name in the API; may be left out where there is one"
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=help_)
-
-
-def _add_level(parser: Parser) -> None:
-    parser.add_argument(
-        "--level",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="1: a worker with a GPU keeps the weights in host memory; 2: no weights are kept (1)",
-    )
-
-
-def _add_moves(parser: Parser) -> None:
-    parser.add_argument(
-        "request", metavar="REQUEST", nargs="?", default="", help="as `baton explain` takes it"
-    )
-    parser.add_argument(
-        "--from", dest="worker", metavar="WORKER", default="", help="all requests of this one"
-    )
-    parser.add_argument(
-        "--to", metavar="WORKER", default="", help="the decode worker; else the router chooses"
-    )
+_worker = _argument("worker", metavar="WORKER", help="name or id, as `baton status` shows")
+_role = _argument("role", metavar="ROLE", choices=[*WorkerRole], help="prefill or decode")
+_force = _argument("--force", action="store_true", help="also when it is the last of its role")
+_layout = _argument("layout", metavar="LAYOUT", help="prefill and decode workers, such as 2P3D")
+_model_of_workers = _argument(
+    "--model", metavar="NAME", default="", help="the model of the workers, where there are several"
+)
+_model_help = "its name in the API; may be left out where there is one"
+_model = _argument("model", metavar="MODEL", nargs="?", default="", help=_model_help)
+_level = _argument(
+    "--level",
+    type=int,
+    choices=(1, 2),
+    default=1,
+    help="1: a worker with a GPU keeps the weights in host memory; 2: no weights are kept (1)",
+)
+_request = _argument("request", metavar="REQUEST", nargs="?", default="", help="as `baton explain` takes it")
+_from = _argument("--from", dest="worker", metavar="WORKER", default="", help="all requests of this one")
+_to = _argument("--to", metavar="WORKER", default="", help="the decode worker; else the router chooses")
 
 
 drain = CliCommand(
@@ -260,7 +239,7 @@ drain = CliCommand(
 `baton undrain` calls it back; a worker of `baton worker` is started again by hand. The last worker of a role
 goes with --force only.
 """,
-    _add_options(_add_worker, _add_force),
+    _add_options(_worker, _force),
     _drain,
 )
 undrain = CliCommand(
@@ -269,7 +248,7 @@ undrain = CliCommand(
 A worker that still drains comes back when it has ended. The command returns when the worker serves, and fails
 after --wait seconds.
 """,
-    _add_options(_add_worker, _add_wait(600.0)),
+    _add_options(_worker, _wait(600.0)),
     _undrain,
 )
 restart = CliCommand(
@@ -278,7 +257,7 @@ restart = CliCommand(
 Its requests end first; after `drain_timeout_s` the others are replayed on other workers. The command returns
 when the new process serves, and fails after --wait seconds. A worker that was drained before is started.
 """,
-    _add_options(_add_worker, _add_wait(600.0)),
+    _add_options(_worker, _wait(600.0)),
     _restart,
 )
 flip = CliCommand(
@@ -288,7 +267,7 @@ The weights are not loaded again, and its cached pages stay. Its requests move t
 that cannot move are replayed after `drain_timeout_s`. The command returns when the worker serves in its new
 role, and fails after --wait seconds. The last worker of a role flips with --force only.
 """,
-    _add_options(_add_worker, _add_role, _add_force, _add_wait(120.0)),
+    _add_options(_worker, _role, _force, _wait(120.0)),
     _flip,
 )
 scale = CliCommand(
@@ -297,7 +276,7 @@ scale = CliCommand(
 Missing workers are started; on Ray an autoscaler is asked for nodes. Workers that are too many hand their
 requests over and end. The command returns when all workers are ready, and fails after --wait seconds.
 """,
-    _add_options(_add_layout, _add_wait(600.0)),
+    _add_options(_layout, _model_of_workers, _wait(600.0)),
     _scale,
 )
 migrate = CliCommand(
@@ -306,7 +285,7 @@ migrate = CliCommand(
 Its KV pages are copied while it goes on, then the other worker takes over with the next token: the client
 sees no replay. A request that cannot move stays where it is. The command returns when all have moved or stay.
 """,
-    _add_options(_add_moves),
+    _add_options(_request, _from, _to),
     _migrate,
 )
 sleep = CliCommand(
@@ -316,7 +295,7 @@ Running requests end first; after `drain_timeout_s` the others are cut off. The 
 command returns when all workers of the model sleep. It fails after --wait seconds, and when the model is
 woken meanwhile.
 """,
-    _add_options(_add_model, _add_level, _add_wait(600.0)),
+    _add_options(_model, _level, _wait(600.0)),
     _sleep,
 )
 wake = CliCommand(
@@ -325,6 +304,6 @@ wake = CliCommand(
 The command returns when all workers of the model are ready. It fails after --wait seconds, and when the
 model is put to sleep meanwhile.
 """,
-    _add_options(_add_model, _add_wait(600.0)),
+    _add_options(_model, _wait(600.0)),
     _wake,
 )
