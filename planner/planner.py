@@ -32,7 +32,6 @@ from baton.planner.layouts import Demand, LayoutPrediction, Outlook, QueueModel,
 from baton.sim.rehearsal import Layout
 
 FEWEST_ROWS: Final = 4  # intervals before the first forecast
-STALE_INTERVALS: Final = 3.0
 STRICTER: Final = 0.5  # share of the allowed misses that a smaller layout may have
 RELEASE_AFTER: Final = 1.0  # start-ups for which a worker must have been unneeded
 LEAST_RELEASE: Final = 4  # intervals that a start-up counts as, at least
@@ -61,7 +60,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     counts: Counts  # of the gateways that have reported
     num_gateways: int  # that should report
-    age_s: float = 0.0  # of the oldest report
     ordered: Layout  # the workers that the cluster is told to run
     ready: Layout  # the workers that serve
     startups_s: tuple[float, ...] = ()  # start-ups of workers since the last figures
@@ -211,8 +209,6 @@ class Planner:
             return f"{figures.num_planners} processes plan for this cluster"
         if len(figures.counts) < figures.num_gateways or not figures.counts:
             return f"{len(figures.counts)} of {figures.num_gateways} gateways have reported"
-        if figures.age_s > STALE_INTERVALS * self._config.interval_s:
-            return f"the figures are {figures.age_s:.0f} s old"
         try:
             self._history.add(now_s, figures.counts)
         except Contradiction as error:

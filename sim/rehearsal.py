@@ -212,10 +212,10 @@ def _run(
         cluster = FastCluster(*arguments, seed=settings.seed, contention=contention, is_light=True)
         outcomes = cluster.run(_fast_calls(trace, page_size))
         busy_s = {worker.worker.name: worker.busy_s for worker in cluster.workers.values()}
-        return _course(outcomes, layout, times, busy_s, cluster.parts, NUM_HOPS * BODY_S)
+        return _course(outcomes, layout, busy_s, cluster.parts, NUM_HOPS * BODY_S)
     full = FullCluster(*arguments, seed=settings.seed, contention=contention)
     outcomes = full.run(_full_call(number, each) for number, each in enumerate(trace))
-    return _course(outcomes, layout, times, full.busy_s, full.parts)
+    return _course(outcomes, layout, full.busy_s, full.parts)
 
 
 def _fleet(layout: Layout, times: TimeModel, settings: RehearsalSettings, page_size: int) -> Fleet:
@@ -284,7 +284,6 @@ def _full_call(number: int, each: TraceRequest) -> ClientCall:
 def _course(
     outcomes: Sequence[CallOutcome],
     layout: Layout,
-    times: TimeModel,
     busy_s: Mapping[str, float],
     parts: Mapping[str, float],
     hops_s: float = 0.0,

@@ -192,7 +192,7 @@ class Replay:
 
     def faults(self) -> Iterator[dict[str, Any]]:
         """Yield the recorded starts and ends of processes, and repeated submissions, as JSON objects."""
-        hellos = {number: hello for number, hello in self.checkpoint.peers}
+        hellos = dict(self.checkpoint.peers)
         names = {hello.id: _name_of(hello) for hello in hellos.values()}
         for at_s, peer, record in self.records:
             told: dict[str, Any] = {}

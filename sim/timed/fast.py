@@ -71,8 +71,9 @@ class FastCluster:
         self.router = Router(config, clock, f"{1:032x}")
         all_times = tuple(times.values()) if isinstance(times, Mapping) else (times,)
         token_bytes = all_times[0].kv_token_bytes * scale
-        light = partial(LightRouter, clock, self.keys_of, page_size, token_bytes, config.seed)
-        self.light = light() if is_light else None
+        self.light: LightRouter | None = None
+        if is_light:
+            self.light = LightRouter(clock, self.keys_of, page_size, token_bytes, config.seed)
         self.outcomes: list[CallOutcome] = []
         self.served: list[tuple[float, str, int]] = []  # time, tenant, tokens computed or answered
         self.levels: list[tuple[float, int]] = []  # time, overload level
