@@ -20,7 +20,6 @@ from baton.config.environment import cache_directory
 from baton.errors import BatonError, ConfigError, PeerGone
 from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS
 from baton.messages.operations import MAX_PLANS, PlanSummary, Status
-from baton.messages.status import StreamCounts
 from baton.messages.workers import WorkerRole
 from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, ProductionRehearser, QueueModel, Room, linear
@@ -196,7 +195,10 @@ class Planning:
             status = Status()
         serving = [each.worker.role for each in status.workers if not each.is_draining]
         return Figures(
-            counts=dict(_counts(status)),
+            counts={
+                gateway.id: {Stream(each.tenant, each.priority): each for each in gateway.demand}
+                for gateway in status.gateways
+            },
             num_gateways=self._num_gateways,
             ordered=self._layout(),
             ready=Layout(
@@ -211,8 +213,3 @@ class Planning:
 def _in_words(action: Action) -> str:
     number = f"{action.number:.0%}" if action.number < 1 else f"{action.number:g}"
     return " ".join(filter(None, (action.kind.replace("_", " "), number, action.role)))
-
-
-def _counts(status: Status) -> Iterator[tuple[str, dict[Stream, StreamCounts]]]:
-    for gateway in status.gateways:
-        yield gateway.id, {Stream(each.tenant, each.priority): each for each in gateway.demand}

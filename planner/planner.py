@@ -177,10 +177,10 @@ class Planner:
         if manual:
             return self._predicted(self._unchanged(now_s, figures, "manual", manual, scores), later)
         confirmed, prediction = self._confirm(target, later)
-        if not _are_alike(confirmed, target):
+        if confirmed != target:
             target = confirmed
             outcome, reason = "change", f"{figures.ordered.name} becomes {target.name}, as the rehearsal asks"
-        if _are_alike(target, figures.ordered) and outcome == "change":
+        if target == figures.ordered and outcome == "change":
             outcome, reason = "keep", "the rehearsal asks for the present layout"
         self._ordered = target
         plan = ScalingPlan(
@@ -218,7 +218,7 @@ class Planner:
     def _manual(self, now_s: float, figures: Figures) -> str:
         """Return why an operator's change is respected now; "" without one."""
         ordered = figures.ordered
-        if self._ordered is not None and not _are_alike(ordered, self._ordered):
+        if self._ordered is not None and ordered != self._ordered:
             self._manual_until_s = now_s + self._config.manual_hold_s
             self._needs.clear()
         self._ordered = ordered
@@ -313,7 +313,7 @@ class Planner:
         target = self._within_bounds(wanted, ordered)
         if not is_met:
             return target, "the objectives need more workers than are allowed", "bounded"
-        if _are_alike(target, ordered):
+        if target == ordered:
             return ordered, "the present layout meets the objectives", "keep"
         return (
             target,
@@ -427,7 +427,7 @@ class Planner:
         """Add the predictions, and remember the plan for its score."""
         prediction = plan.prediction or self._model.rehearse(later, plan.target)
         other = prediction
-        if not _are_alike(plan.target, plan.inputs.ordered):
+        if plan.target != plan.inputs.ordered:
             other = self._model.rehearse(later, plan.inputs.ordered)
         plan = msgspec.structs.replace(
             plan, prediction=prediction, counterfactual=other, inputs=_with_outlook(plan.inputs, later)
@@ -497,10 +497,6 @@ def _least(met: Callable[[int], float], low: int, high: int, goal: float) -> int
         middle = (low + high) // 2
         low, high = (low, middle) if met(middle) >= goal else (middle + 1, high)
     return low
-
-
-def _are_alike(one: Layout, other: Layout) -> bool:
-    return (one.num_prefill, one.num_decode) == (other.num_prefill, other.num_decode)
 
 
 def _between(needed: int, ordered: int, held: int) -> int:

@@ -466,16 +466,20 @@ class Deployment:
         nodes = [f"node-{number % context.num_nodes}" for number in range(len(drawn))]
         placement.shuffle(nodes)
         self.routers = [
-            self._slot(f"router-{number}", partial(SimRouter, context, f"router-{number}", settings, address))
+            Slot(
+                f"router-{number}",
+                partial(SimRouter, context, f"router-{number}", settings, address),
+                context,
+            )
             for number, address in enumerate(context.routers)
         ]
         gateways = [f"gateway-{number}" for number in range(random.randint(1, 2))]
-        self.gateways = [self._slot(name, partial(SimGateway, context, name)) for name in gateways]
+        self.gateways = [Slot(name, partial(SimGateway, context, name), context) for name in gateways]
         self.workers = []
         for (worker, make_engine), node in zip(drawn, nodes, strict=True):
             described = msgspec.structs.replace(worker, node=node)
             start = partial(SimWorker, context, described, make_engine)
-            self.workers.append(self._slot(worker.name, start))
+            self.workers.append(Slot(worker.name, start, context))
 
     @property
     def slots(self) -> list[Slot]:
@@ -499,9 +503,6 @@ class Deployment:
     def nodes(self) -> list[str]:
         """Return the nodes with workers."""
         return sorted(set(map(_node_of, self.workers)))
-
-    def _slot(self, name: str, start: Callable[[], Life]) -> Slot:
-        return Slot(name, start, self.context)
 
 
 def _node_of(slot: Slot) -> str:
