@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -25,14 +25,13 @@ from baton.errors import PeerGone, WireError
 from baton.messages.bounds import MAX_BODY_BYTES, schema_hash
 from baton.messages.workers import Address
 from baton.rpc.auth import GATEWAYS, KeyRing, LinkKeys, Role
-from baton.rpc.connection import Connection
+from baton.rpc.connection import Connection, DroppedPeers
+from baton.rpc.listener import BACKLOG, Listener
 
 SOCKETS: Final = Path("/proc/net/unix")
 TIMEOUT_S: Final = 2.0  # for a gateway to answer; a slower one is left out
 RETRY_S: Final = 0.05  # after a gateway was too busy
 MAX_PEERS: Final = 64
-MAX_ANSWERING: Final = 8  # connections at once; the others are closed
-BACKLOG: Final = 64
 MORE, LAST = b"\1", b"\0"  # before each piece of an answer
 PIECE_BYTES: Final = MAX_BODY_BYTES - 1
 
@@ -63,10 +62,7 @@ class PeerGateways:
         self._subjects: dict[str, _Subject] = {}  # by the name of the question's type
         self._schema = b""  # from `listen` on
         self._prefix = self._name = ""
-        self._listener: socket.socket | None = None
-        self._answering: set[asyncio.Future[None]] = set()
-        # Not the loop's default pool: all its threads may wait in `_ask` while peers ask this gateway.
-        self._threads = ThreadPoolExecutor(MAX_ANSWERING, thread_name_prefix="peer-gateway")
+        self._listener: Listener | None = None
 
     def answer(
         self, question: type[Question], reply: type[Reply], tell: Callable[[Question], Reply | None]
@@ -103,17 +99,14 @@ class PeerGateways:
             logger.warning("the gateways of this port cannot ask each other: %s", error)
             listener.close()
             return
-        listener.setblocking(False)
-        self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept)
+        tell = partial(self._tell, asyncio.get_running_loop())
+        self._listener = Listener(listener, tell, "peer-gateway", DroppedPeers())
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop listening. May be called twice."""
         if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
+            await asyncio.to_thread(self._listener.close)  # its threads may wait for this loop
             self._listener = None
-        self._threads.shutdown(wait=False)
 
     def _names(self) -> list[str]:
         """Return the names in the kernel's list: the last column, with @ for the first byte."""
@@ -158,21 +151,10 @@ class PeerGateways:
             connection.send(question, timeout_s=TIMEOUT_S)
             return b"".join(_received(connection))
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        if not _is_ours(sock) or len(self._answering) >= MAX_ANSWERING:
+    def _tell(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        if not _is_ours(sock):
             sock.close()
             return
-        loop = asyncio.get_running_loop()
-        telling = loop.run_in_executor(self._threads, self._tell, sock, loop)
-        self._answering.add(telling)
-        telling.add_done_callback(self._answering.discard)
-
-    def _tell(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         connection = Connection(sock, self._keys, Role.ACCEPTING, schema=self._schema)
         failures = (WireError, PeerGone, TimeoutError, msgspec.MsgspecError)
         with contextlib.closing(connection), contextlib.suppress(*failures):

@@ -143,7 +143,7 @@ class GatewayProcess:
         await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
         for task in self._tasks:
             task.cancel()
-        self._peers.close()
+        await self._peers.close()
         await asyncio.gather(*(model.bodies.close() for model in self._models))
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

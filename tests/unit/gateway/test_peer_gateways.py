@@ -9,10 +9,11 @@ from baton.gateway.api.dialects.response_store import ResponseStore, StoredRespo
 from baton.gateway.api.errors import ApiError
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.peer_gateways import MAX_ANSWERING, PeerGateways
+from baton.gateway.peer_gateways import PeerGateways
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
+from baton.rpc.listener import MAX_NEWCOMERS
 from tests.event_loop import on_loop
 from tests.scripted_service import ScriptedService
 
@@ -45,7 +46,7 @@ async def listening(
         yield made
     finally:
         for one in made:
-            one.peers.close()
+            await one.peers.close()
 
 
 async def found_by(one: PeerGateway) -> dict[str, int]:
@@ -80,7 +81,7 @@ async def test_each_gateway_hears_all_others() -> None:
     async with listening("a", "bb", "ccc") as (first, second, third):
         assert await found_by(first) == {"bb": 2, "ccc": 3}
         assert await found_by(second) == {"a": 1, "ccc": 3}
-        third.peers.close()
+        await third.peers.close()
         assert await found_by(second) == {"a": 1}
 
 
@@ -105,20 +106,16 @@ async def test_process_without_the_key_hears_and_tells_nothing() -> None:
         await hung_up_on(reader)
         writer.close()
         assert await found_by(other) == {"a": 1}
-        while one.peers._answering:
-            await asyncio.sleep(0)
 
 
 @on_loop
-async def test_connections_above_the_limit_are_closed() -> None:
-    async with listening("a") as (one,):
-        idle = [await asyncio.open_unix_connection(f"\0{one.peers._name}") for _ in range(MAX_ANSWERING)]
-        reader, writer = await asyncio.open_unix_connection(f"\0{one.peers._name}")
-        await hung_up_on(reader)
-        for _, each in (*idle, (reader, writer)):
-            each.close()
-        while one.peers._answering:  # threads of the gateway close the connections
-            await asyncio.sleep(0)
+async def test_of_too_many_connections_the_oldest_is_closed() -> None:
+    async with listening("a", "bb") as (one, other):
+        idle = [await asyncio.open_unix_connection(f"\0{one.peers._name}") for _ in range(MAX_NEWCOMERS)]
+        assert await found_by(other) == {"a": 1}
+        await hung_up_on(idle[0][0])
+        for _, writer in idle:
+            writer.close()
 
 
 @on_loop
@@ -144,5 +141,5 @@ async def test_stored_response_is_found_at_the_gateway_that_has_it() -> None:
 @on_loop
 async def test_more_questions_at_once_than_a_gateway_answers_are_all_answered() -> None:
     async with listening("a", "bb") as (one, _):
-        asked = (response_of(one, "resp_bb") for _ in range(4 * MAX_ANSWERING))
+        asked = (response_of(one, "resp_bb") for _ in range(32))
         assert all(await asyncio.gather(*asked))

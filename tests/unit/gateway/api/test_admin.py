@@ -2,8 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -336,8 +336,8 @@ class Gateway:
         return {name: each.adapter.path for name, each in self.served.items()}
 
 
-@contextmanager
-def two_gateways() -> Iterator[tuple[Gateway, Gateway]]:
+@asynccontextmanager
+async def two_gateways() -> AsyncIterator[tuple[Gateway, Gateway]]:
     key = secrets.token_bytes(32)
     ring = KeyRing.of(key, Kind.GATEWAY)
     gateways = Gateway(PeerGateways(ring)), Gateway(PeerGateways(ring))
@@ -347,7 +347,7 @@ def two_gateways() -> Iterator[tuple[Gateway, Gateway]]:
         yield gateways
     finally:
         for each in gateways:
-            each.peers.close()
+            await each.peers.close()
 
 
 def adapter_in(folder: Path, *, alpha: int = 1) -> LoadAdapter:
@@ -361,7 +361,7 @@ def adapter_in(folder: Path, *, alpha: int = 1) -> LoadAdapter:
 @on_loop
 async def test_gateways_that_load_at_once_serve_the_same_adapter(tmp_path: Path) -> None:
     asked = [adapter_in(tmp_path / name, alpha=alpha) for alpha, name in enumerate("ab", 1)]
-    with two_gateways() as (first, second):
+    async with two_gateways() as (first, second):
         for _ in range(4):
             await asyncio.gather(first.adapters.load(asked[0]), second.adapters.load(asked[1]))
             await first.adapters.exchange()
@@ -372,7 +372,7 @@ async def test_gateways_that_load_at_once_serve_the_same_adapter(tmp_path: Path)
 async def test_gateway_that_missed_changes_has_them_after_an_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with two_gateways() as (first, second):
+    async with two_gateways() as (first, second):
         await first.adapters.load(adapter_in(tmp_path))
         assert first.paths == second.paths == {"one": str(tmp_path)}
         with monkeypatch.context() as away:
@@ -387,7 +387,7 @@ async def test_gateway_that_missed_changes_has_them_after_an_exchange(
 
 @on_loop
 async def test_adapter_is_loaded_once_unless_it_is_replaced(tmp_path: Path) -> None:
-    with two_gateways() as (first, second):
+    async with two_gateways() as (first, second):
         await first.adapters.load(adapter_in(tmp_path))
         again = msgspec.structs.replace(adapter_in(tmp_path), load_inplace=False)
         with pytest.raises(ApiError, match="already been loaded"):
