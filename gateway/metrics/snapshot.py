@@ -40,8 +40,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     pages: dict[str, int] = {}  # by state
 
 
-class WorkerRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One worker. Fields with the names of fields of `Load` are copies; counts are since the start."""
+class WorkerRow(Load, frozen=True, kw_only=True, omit_defaults=True):
+    """One worker, with the fields of its load that a list or the map shows. Counts are since the start."""
 
     id: str
     name: str
@@ -51,29 +51,15 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_asleep: bool = False
     beat_age_s: float = 0.0
     num_attempts: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_incoming: int = 0
-    num_outgoing: int = 0
     num_pages: int = 0
-    pages: dict[str, int] = {}
-    num_tokens: int = 0
     tokens_per_s: float = 0.0
     sent_bytes_per_s: float = 0.0
     sent_to: dict[str, float] = {}  # bytes a second, by the id of the receiving worker
-    num_preemptions: int = 0
-    prefix_queries_tokens: int = 0
-    prefix_hits_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_masks: int = 0
-    mask_us: int = 0
-    num_compiled_forms: int = 0
-    compile_us: int = 0
-    num_failed_forms: int = 0
 
 
-LOAD_FIELDS: Final = set(WorkerRow.__struct_fields__) & set(Load.__struct_fields__)
+# Of a load; `/ui/workers/ID` has them too.
+LEFT_OUT: Final = {"kv_bytes_to", "tier_token_ns", "step_tokens", "times", "pairs", "counters", "gauges"}
+LOAD_FIELDS: Final = set(Load.__struct_fields__) - LEFT_OUT
 
 
 class TenantRow(msgspec.Struct, frozen=True, kw_only=True):
