@@ -58,8 +58,8 @@ Escalations: TypeAlias = Annotated[
 ]
 
 
-class TenantStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tenant as one router sees it. Counts are since the router's start."""
+class TenantStatus(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One tenant as one router sees it. The router counts here, since its start."""
 
     tenant: Annotated[str, Meta(max_length=128)]
     weight: float = 1.0
@@ -73,6 +73,10 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_missed: Count = 0
     num_degraded: Count = 0
     refused: dict[Refusal, Count] = {}
+
+    def count_refused(self, refusal: Refusal) -> None:
+        """Count a refused request."""
+        self.refused[refusal] = self.refused.get(refusal, 0) + 1
 
 
 class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -48,7 +48,6 @@ from baton.router.queue.objectives import OUTLOOK_AGE_S, Forecast, ObjectiveChec
 from baton.router.queue.overload import OverloadManager
 from baton.router.queue.quotas import QuotaRefusal, RequestWork, TenantQuotas, WorkEstimator
 from baton.router.queue.tenant_queues import Deadlines, QueuedAttempt, TenantQueues
-from baton.tenants import Refusal
 
 OVERCOMMIT: Final = 1.25  # of a decode worker's limits
 MIN_COMPUTING: Final = 2  # prompts at a worker: the next prompt is there when the first is computed
@@ -160,42 +159,17 @@ class Capacity:
         return self._taking
 
 
-class TenantTally:
-    """The counts of one tenant."""
-
-    __slots__ = (
-        *("num_degraded", "num_dispatched", "num_met", "num_missed"),
-        *("refused", "waited_s", "weight", "work"),
-    )
-
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self.work = 0.0  # used by requests that have ended
-        self.num_dispatched = 0
-        self.waited_s = 0.0
-        self.num_met = 0
-        self.num_missed = 0
-        self.num_degraded = 0
-        self.refused: Counter[Refusal] = Counter()
-
-    def count_first_token(self, taken_s: float, promised_s: float) -> None:
-        """Count a first token as in time or late. promised_s: inf when none was promised."""
-        if promised_s < inf:
-            self.num_met += taken_s <= promised_s
-            self.num_missed += taken_s > promised_s
-
-
 class TenantTallies:
-    """The counts of all tenants."""
+    """The counts of all tenants since the router's start."""
 
     def __init__(self) -> None:
-        self._tallies: dict[str, TenantTally] = {}
+        self._tallies: dict[str, TenantStatus] = {}
 
-    def of(self, tenant: str) -> TenantTally:
+    def of(self, tenant: str) -> TenantStatus:
         """The counts of a tenant; new ones for an unknown tenant."""
         tally = self._tallies.get(tenant)
         if tally is None:
-            tally = self._tallies[tenant] = TenantTally()
+            tally = self._tallies[tenant] = TenantStatus(tenant=tenant[:128])
             if len(self._tallies) > MAX_KEPT:
                 del self._tallies[next(iter(self._tallies))]
         return tally
@@ -205,28 +179,17 @@ class TenantTallies:
     ) -> tuple[TenantStatus, ...]:
         """The statuses of the busiest MAX_TENANTS. waits_s: tenant -> the waits of its queued requests."""
         found = [
-            _status(tenant, tally, waits_s.get(tenant, ()), num_active(tenant))
+            msgspec.structs.replace(
+                tally,
+                num_queued=len(waits_s.get(tenant, ())),
+                num_active=num_active(tenant),
+                oldest_wait_s=min(MAX_SECONDS, max(waits_s.get(tenant, ()), default=0.0)),
+                refused=tally.refused.copy(),
+            )
             for tenant, tally in self._tallies.items()
         ]
         found.sort(key=lambda status: (-status.num_queued, -status.work_tokens, status.tenant))
         return tuple(found[:MAX_TENANTS])
-
-
-def _status(tenant: str, tally: TenantTally, waits_s: Sequence[float], num_active: int) -> TenantStatus:
-    return TenantStatus(
-        tenant=tenant[:128],
-        weight=tally.weight,
-        num_queued=len(waits_s),
-        num_active=num_active,
-        oldest_wait_s=min(MAX_SECONDS, max(waits_s, default=0.0)),
-        work_tokens=round(max(0.0, tally.work)),
-        num_dispatched=tally.num_dispatched,
-        waited_s=tally.waited_s,
-        num_met=tally.num_met,
-        num_missed=tally.num_missed,
-        num_degraded=tally.num_degraded,
-        refused=dict(tally.refused),
-    )
 
 
 def degraded(request: Request) -> Request:
@@ -329,7 +292,7 @@ class AdmissionQueue:
         attempt = QueuedAttempt(gateway, submit, since_s=since_s, due_s=due_s, work=work)
         refused = None if is_begun else self._refusal(attempt)
         if refused is not None:
-            self.tallies.of(request.tenant).refused[refused.refusal] += 1
+            self.tallies.of(request.tenant).count_refused(refused.refusal)
             return refused
         self.quotas.enter(request.tenant, request.scheduling_key.quotas, work.total)
         self.tallies.of(request.tenant).weight = request.scheduling_key.weight
@@ -430,7 +393,7 @@ class AdmissionQueue:
         """Take a waiting attempt out of the queue, and count the refusal."""
         attempt = self._attempts[key]
         assert not attempt.is_dispatched, key
-        self.tallies.of(attempt.tenant).refused[refused.refusal] += 1
+        self.tallies.of(attempt.tenant).count_refused(refused.refusal)
         self._end(attempt, None)
 
     def settle(self) -> None:
@@ -446,7 +409,10 @@ class AdmissionQueue:
         if attempt is not None and attempt.is_dispatched and not attempt.submit.is_begun:
             promised_s = objective_of(attempt.request).ttft_s
             taken_s = self._clock.now_s() - attempt.since_s
-            self.tallies.of(attempt.tenant).count_first_token(taken_s, promised_s)
+            if promised_s < inf:
+                tally = self.tallies.of(attempt.tenant)
+                tally.num_met += taken_s <= promised_s
+                tally.num_missed += taken_s > promised_s
 
     def computed(self, prompts: Iterable[PrefillTimes]) -> None:
         """These prompts were computed: their tenants are charged the computed tokens."""
@@ -551,7 +517,7 @@ class AdmissionQueue:
                 charged = RequestWork(charged.prompt, num_answered)
             if num_answered:
                 self._estimator.learn_answer(tenant, num_answered)
-            self.tallies.of(tenant).work += charged.total
+            self.tallies.of(tenant).work_tokens += max(0, round(charged.total))
         self.quotas.leave(tenant, was_active=attempt.is_dispatched)
         self._shared.hold_or_release(tenant)
 
