@@ -234,17 +234,14 @@ class RpcLink(asyncio.Protocol):
 
     @property
     def silence_s(self) -> float:
-        """See Peer."""
         return self._life.silence_s(time.monotonic()) if self._life is not None else 0.0
 
     @property
     def quiet_s(self) -> float:
-        """See Peer."""
         return self._life.quiet_s(time.monotonic()) if self._life is not None else 0.0
 
     @property
     def clock_offset(self) -> ClockOffset | None:
-        """See Peer."""
         return self._life.peer_clock.offset if self._life is not None else None
 
     @property
@@ -254,7 +251,6 @@ class RpcLink(asyncio.Protocol):
 
     @property
     def hello(self) -> Hello:
-        """See Peer."""
         assert self._hello is not None, "the peer has not said Hello yet"
         return self._hello
 
@@ -263,7 +259,6 @@ class RpcLink(asyncio.Protocol):
         self._send_body(encode(message))
 
     def close(self) -> None:
-        """See Peer."""
         self._bodies = iter(())
         if self._transport is not None:
             self._flush()
@@ -481,7 +476,6 @@ class RpcThread:
         self._is_closed = False
 
     def listen(self, host: str, port: int = 0) -> Address:
-        """See RpcServer."""
         return self._wait(self._rpc_server.listen(host, port))
 
     def serve(self, node: Node, steps: StepWatchdog | None = None) -> None:

@@ -373,12 +373,10 @@ class WorkerNode(ABC):
         self._reports.heartbeat(self, at_once=True)
 
     def joined(self, peer: Peer) -> None:
-        """See Node."""
         self._peer_registry.joined(peer)
         self._peer_registry.report(self._reachable())
 
     def left(self, peer: Peer) -> None:
-        """See Node."""
         if self._peer_registry.left(peer):
             if self._levels.pop(peer.hello.id, None) is not None:
                 self._set_pressure()
@@ -387,7 +385,6 @@ class WorkerNode(ABC):
             self._peer_registry.report(self._reachable())
 
     def tick(self) -> None:
-        """See Node."""
         self._peer_registry.tick()
         self._keep_up()
 
@@ -457,15 +454,12 @@ class SleepingWorker:
         self._peer_registry = peer_registry
 
     def joined(self, peer: Peer) -> None:
-        """See Node."""
         self._peer_registry.joined(peer)
 
     def left(self, peer: Peer) -> None:
-        """See Node."""
         self._peer_registry.left(peer)
 
     def tick(self) -> None:
-        """See Node."""
         self._peer_registry.tick()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:

@@ -268,7 +268,6 @@ class AnswerStream:
             self._end()
 
     def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
-        """See AnswerListener."""
         self._observe(choice, delta)
         progress = self._progress
         if progress is not None:
@@ -291,7 +290,6 @@ class AnswerStream:
             self._write_soon()
 
     def failed(self, error: BatonError) -> None:
-        """See AnswerListener."""
         self.error = error
         self.finished()
 
@@ -433,7 +431,6 @@ class AnswerCollector:
         return [choice.joined() for choice in kept]
 
     def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
-        """See AnswerListener."""
         self._observe(choice, delta)
         try:
             self._charge.add(self._kept[choice.index].add(delta))
@@ -443,12 +440,10 @@ class AnswerCollector:
             self._answer.fail(error)
 
     def finished(self) -> None:
-        """See AnswerListener."""
         if not self._end.done():
             self._end.set_result(None)
 
     def failed(self, error: Exception) -> None:
-        """See AnswerListener."""
         if not self._end.done():
             self._end.set_exception(error)
 

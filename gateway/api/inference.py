@@ -567,11 +567,9 @@ class WebSocketWriter:
 
     @property
     def lags(self) -> bool:
-        """See ResponseWriter."""
         return len(self._unsent) > MAX_UNSENT
 
     def write(self, data: bytes) -> None:
-        """See ResponseWriter."""
         if not self.is_gone:
             self._unsent += data.splitlines()
             self._has_unsent.set()

@@ -133,7 +133,6 @@ class Frontend:
 
     @property
     def why_not_ready(self) -> str:
-        """See Service."""
         silence_s = self._watch.silence_s
         if silence_s > SILENT_S:
             return f"no router has answered for {silence_s:.0f} s"
@@ -144,22 +143,18 @@ class Frontend:
 
     @property
     def status(self) -> Status | None:
-        """See Service."""
         return self._watch.status
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """See Service."""
         return self._peer_registry.workers
 
     @property
     def draining(self) -> Collection[str]:
-        """See Service."""
         return self._draining.keys()
 
     @property
     def prefill_seen_s(self) -> float | None:
-        """See Service."""
         transferred_s, answered_s = self._watch.transferred_s, self._answered_s
         return None if transferred_s is None or answered_s is None else min(transferred_s, answered_s)
 
@@ -190,7 +185,6 @@ class Frontend:
         return stream.marks
 
     def cancel(self, request_id: str) -> None:
-        """See Service."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self.counters["cancelled"] += 1
@@ -198,27 +192,22 @@ class Frontend:
             self._forget(stream, CANCELLED)
 
     def decode_worker(self, request_id: str) -> str:
-        """See Service."""
         stream = self._streams.get(request_id)
         return stream.decode if stream is not None else ""
 
     async def explain(self, question: Explain, timeout_s: float) -> list[Decisions]:
-        """See Service."""
         return await self._questions.explain(question, timeout_s)
 
     async def find_requests(self, query: FindRequests, timeout_s: float) -> list[FoundRequests]:
-        """See Service."""
         return await self._questions.find_requests(query, timeout_s)
 
     def send_order(self, order: Sleep | Wake) -> None:
-        """See Service."""
         for router in self._peer_registry.routers:
             router.send(order)
 
     # The host: see Node.
 
     def joined(self, peer: Peer) -> None:
-        """See Node."""
         if peer.hello.process not in (Kind.ROUTER, Kind.WORKER):
             raise ProtocolError(f"a {peer.hello.process} has no business with a gateway")
         former = self._peer_registry.peer(peer.hello.id)
@@ -235,7 +224,6 @@ class Frontend:
                 stream.lost.pop(peer.hello.id, None)
 
     def left(self, peer: Peer) -> None:
-        """See Node."""
         if not self._peer_registry.left(peer):
             return
         if peer.hello.process is Kind.ROUTER:
@@ -248,7 +236,6 @@ class Frontend:
             self._lose_worker(peer)
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
-        """See Node."""
         if peer.hello.process is Kind.WORKER:
             self._heard_s[peer.hello.id] = self._clock.now_s()
             self._from_worker(peer, message)
@@ -258,7 +245,6 @@ class Frontend:
         self._reports.flush()
 
     def tick(self) -> None:
-        """See Node."""
         self._peer_registry.keep_up()
         self._report_connections()
         now_s = self._clock.now_s()

@@ -114,19 +114,15 @@ class TypedFormat(ABC):
     # What AnswerStream and Inference call: see AnswerFormat.
 
     def first(self, choice: AnswerChoice) -> bytes:
-        """See AnswerFormat."""
         return self._written(self._begun())
 
     def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
-        """See AnswerFormat."""
         return self._written(self._grow(delta))
 
     def tool_call(self, choice: AnswerChoice, part: ToolCallDelta) -> bytes:
-        """See AnswerFormat."""
         return self._written(self._grow_call(part))
 
     def last(self, choice: AnswerChoice) -> bytes:
-        """See AnswerFormat."""
         return self._written([*self._close(is_cut_off=_is_cut_off(choice)), *self._ended(choice)])
 
     def usage(self) -> bytes:
@@ -134,7 +130,6 @@ class TypedFormat(ABC):
         return b""
 
     def failed(self, error: ApiError) -> bytes:
-        """See AnswerFormat."""
         return self._written(self._failed(error))
 
     def end(self) -> bytes:
@@ -142,7 +137,6 @@ class TypedFormat(ABC):
         return b""
 
     def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        """See AnswerFormat."""
         (delta,), (choice,) = deltas, self._answer.choices
         for _ in self._grow(delta):
             pass
