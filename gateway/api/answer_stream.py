@@ -135,22 +135,19 @@ class _Skip:
 
     def __init__(self, shown: DeliveredChoice) -> None:
         self.has_started = False
-        self._num_chars = shown.num_chars
-        self._num_tokens = shown.num_tokens
-        self._num_call_chars = shown.num_call_chars
-        self._num_reasoning_chars = shown.num_reasoning_chars
+        self._left = msgspec.structs.replace(shown)
         self._checksum = 0  # of tokens that were taken off
-        self._due_checksum = shown.token_checksum
-        self._is_begun = shown.is_begun
 
     @property
     def is_over(self) -> bool:
-        num_left = self._num_chars + self._num_tokens + self._num_call_chars + self._num_reasoning_chars
-        return not num_left and (self.has_started or not self._is_begun)
+        left = self._left
+        num_left = left.num_chars + left.num_tokens + left.num_call_chars + left.num_reasoning_chars
+        return not num_left and (self.has_started or not left.is_begun)
 
     def split(self, delta: Delta) -> tuple[Delta, Delta]:
         """Return the part of the delta that the client has, and the rest."""
-        chars, tokens, thought = self._num_chars, self._num_tokens, self._num_reasoning_chars
+        left = self._left
+        chars, tokens, thought = left.num_chars, left.num_tokens, left.num_reasoning_chars
         known = Delta(
             delta.text[:chars],
             delta.token_ids[:tokens],
@@ -165,25 +162,26 @@ class _Skip:
             delta.reasoning[thought:],
         )
         self._checksum = _checksum(known.token_ids, self._checksum)
-        self._num_chars = max(0, chars - len(delta.text))
-        self._num_tokens = max(0, tokens - len(delta.token_ids))
-        self._num_reasoning_chars = max(0, thought - len(delta.reasoning))
-        if tokens and not self._num_tokens and self._checksum != self._due_checksum:
+        left.num_chars = max(0, chars - len(delta.text))
+        left.num_tokens = max(0, tokens - len(delta.token_ids))
+        left.num_reasoning_chars = max(0, thought - len(delta.reasoning))
+        if tokens and not left.num_tokens and self._checksum != left.token_checksum:
             raise IntegrityError("the answer was generated again and differs from the part that was sent")
         return known, rest
 
     def _rest_of(self, part: ToolCallDelta) -> Iterator[ToolCallDelta]:
-        known = self._num_call_chars
-        self._num_call_chars = max(0, known - num_chars_of(part))
+        known = self._left.num_call_chars
+        self._left.num_call_chars = max(0, known - num_chars_of(part))
         if not known:
             yield part
         elif known < num_chars_of(part):
             yield ToolCallDelta(part.index, arguments=part.arguments[known:])
 
     def __str__(self) -> str:
+        left = self._left
         return (
-            f"{self._num_chars} characters, {self._num_reasoning_chars} of reasoning, "
-            f"{self._num_call_chars} of tool calls, {self._num_tokens} tokens"
+            f"{left.num_chars} characters, {left.num_reasoning_chars} of reasoning, "
+            f"{left.num_call_chars} of tool calls, {left.num_tokens} tokens"
         )
 
 
