@@ -91,13 +91,12 @@ def make_app(
     responses: ResponseStore,
     find: Find,
     tracer: Tracer | None,
-    random_bytes: Callable[[int], bytes],
     routes: Iterable[Callable[[FastAPI], None]],
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
 
     canaries: one for each model, in order. posts: by path. websocket: answers `/v1/stream`. find: of the
-    requests of this gateway. random_bytes: for ids. routes: each adds routes of one part.
+    requests of this gateway. routes: each adds routes of one part.
     """
     app = FastAPI(
         title="Baton",
@@ -129,7 +128,6 @@ def make_app(
         operator_port=config.operator_port,
         allowed_origins=config.allowed_origins,
         begin_trace=None if tracer is None else tracer.context,
-        random_bytes=random_bytes,
     )
     return _with_cors(guarded, config.allowed_origins) if config.allowed_origins else guarded
 

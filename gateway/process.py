@@ -30,7 +30,6 @@ from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer
 from baton.gateway.peer_gateways import PeerGateways
-from baton.gateway.random_bytes import RandomBytes
 from baton.gateway.streams import request_stream
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import Service
@@ -81,7 +80,6 @@ class GatewayProcess:
         self.metrics.forms, self.metrics.form_check = first.bodies.forms.outcomes, first.bodies.forms.times
         self.limiter = Limiter(self.metrics, config)
         self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config, first.name)
-        random_bytes = RandomBytes()
         self._inference = Inference(
             models,
             self.metrics,
@@ -91,7 +89,6 @@ class GatewayProcess:
             EventIds(ring),
             peers=self._peers,
             tracer=self._tracer,
-            random_bytes=random_bytes,
         )
         self._adapters = ServedAdapters(first.name, first.adapters, service, self._peers, clock)
         exporter = Exporter(
@@ -110,7 +107,6 @@ class GatewayProcess:
             responses=self._inference.responses,
             find=self.find,
             tracer=self._tracer,
-            random_bytes=random_bytes,
             routes=self._routes(),
         )
         self._server = HttpServer(app, config, self._refused)
@@ -165,7 +161,7 @@ class GatewayProcess:
             num_open=self.metrics.num_open,
             num_refused=sum(counts.values()),
             refused={tenant: refused[tenant] for tenant in most},
-            demand=self.limiter.demand.counts(),
+            demand=self.limiter.demand(),
         )
 
     def _canary(self, model: ServedModel, service: Service, clock: Clock) -> Canary:

@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -132,22 +132,14 @@ class AnswerFormat(Protocol):
 class Answer:
     """The running answer to one call. `choices` are ordered by prompt, then by number."""
 
-    def __init__(
-        self,
-        call: Call,
-        service: Service,
-        tokenizer: Tokenizer | None,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
-    ) -> None:
-        """random_bytes: for ids."""
+    def __init__(self, call: Call, service: Service, tokenizer: Tokenizer | None) -> None:
         self.call = call
         self.tokenizer = tokenizer
         self.service = service
         self.listener: AnswerListener | None = None
         self.error: BatonError | None = None  # that has ended the answer
         resumed = call.resumed
-        self.random_bytes = random_bytes
-        self.name = resumed.answer if resumed is not None else random_bytes(NAME_BYTES)
+        self.name = resumed.answer if resumed is not None else secrets.token_bytes(NAME_BYTES)
         self.choices = [
             AnswerChoice(self, prompt, number, index * call.num_choices + number)
             for index, prompt in enumerate(call.prompts)
@@ -291,7 +283,7 @@ class AnswerChoice:
     def __init__(self, answer: Answer, prompt: Prompt, number: int, index: int) -> None:
         # The first attempt at an answer may still run somewhere when another gateway resumes it.
         is_named = index == 0 and answer.call.resumed is None
-        self.request_id = (answer.name if is_named else answer.random_bytes(NAME_BYTES)).hex()
+        self.request_id = (answer.name if is_named else secrets.token_bytes(NAME_BYTES)).hex()
         self.prompt = prompt
         self.number = number
         self.index = index

@@ -129,13 +129,9 @@ class Inference:
         peers: PeerGateways | None = None,
         tracer: Tracer | None = None,
         calendar_s: Callable[[], float] = time.time,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
-        draw_seed: Callable[[], int] | None = None,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
-        """calendar_s: seconds since 1970, which clients see. random_bytes: for ids and seeds.
-
-        draw_seed: for a call without a seed; None: at random.
-        """
+        """calendar_s: seconds since 1970, which clients see. draw_seed: for a call without a seed."""
         self._models = models
         self._metrics = metrics
         self._limiter = limiter
@@ -143,8 +139,7 @@ class Inference:
         self._config = config
         self._event_ids = event_ids
         self._calendar_s = calendar_s
-        self._random_bytes = random_bytes
-        self._draw_seed = draw_seed or (lambda: int.from_bytes(random_bytes(8)) >> (64 - SEED_BITS))
+        self._draw_seed = draw_seed
         self._public = {model.key: PublicPrefixes(model.bodies.reader) for model in models}
         self.responses = ResponseStore(
             max_entries=config.max_stored_responses,
@@ -307,7 +302,7 @@ class Inference:
         if model.is_asleep and not self._config.wake_on_request:
             raise ApiError(503, ASLEEP.format(model=model.name), code="model_asleep", retry_after_s=WAKE_S)
         tokenizer = model.bodies.reader.tokenizer
-        answer = Answer(call, model.service, tokenizer, self._random_bytes)
+        answer = Answer(call, model.service, tokenizer)
         permit = self._open[answer] = self._limiter.enter(call)
         failure: Exception | None = None
         try:

@@ -85,13 +85,12 @@ class AuthMiddleware:
         operator_port: int | None = None,
         allowed_origins: Collection[str] = (),
         begin_trace: BeginTrace | None = None,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """posts: by path, the applications that get a POST directly, past the layers of `app`.
 
         answered: called once for each request, with its path and status. operator_port, allowed_origins: see
         GatewayConfig.
-        begin_trace: gives each call a trace; None: there are no traces. random_bytes: for ids.
+        begin_trace: gives each call a trace; None: there are no traces.
         """
         self._operator_port = operator_port
         self._allowed_origins = frozenset(allowed_origins)
@@ -100,7 +99,6 @@ class AuthMiddleware:
         self._tenants = tenants
         self._answered = answered
         self._begin_trace = begin_trace
-        self._random_bytes = random_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -140,9 +138,7 @@ class AuthMiddleware:
     def _label(self, scope: Scope) -> str:
         """Return the id of a request, which the client may give."""
         given = header(scope, b"x-request-id")
-        return (
-            given if given is not None and LABEL.fullmatch(given) else f"req-{self._random_bytes(16).hex()}"
-        )
+        return given if given is not None and LABEL.fullmatch(given) else f"req-{secrets.token_hex(16)}"
 
     def _trace(self, scope: Scope) -> Headers:
         """Begin or continue a trace for a call, if there are traces; return the headers of its answer."""

@@ -24,27 +24,6 @@ FULL_RETRY_S: Final = 1.0  # the end of a call cannot be predicted
 NO_OBJECTIVES: Final = Sla()
 
 
-class DemandMeter:
-    """Counts all requests of this gateway by tenant and class, for the planner."""
-
-    def __init__(self) -> None:
-        self._streams: dict[tuple[str, str], StreamCounts] = {}
-
-    def of(self, call: Call) -> StreamCounts:
-        """Return the counts of a call's stream; beyond MAX_STREAMS streams share theirs."""
-        classes, rank = call.tenant.classes, call.scheduling_key.rank
-        key = call.tenant.name, classes[rank] if rank < len(classes) else str(rank)
-        found = self._streams.get(key)
-        if found is None:
-            key = key if len(self._streams) < MAX_STREAMS else (OTHERS, "")
-            found = self._streams.setdefault(key, StreamCounts(tenant=key[0], priority=key[1]))
-        return found
-
-    def counts(self) -> tuple[StreamCounts, ...]:
-        """Return the counts of all streams since the gateway's start."""
-        return tuple(self._streams.values())
-
-
 class Permit:
     """The admission of one call: report each batch of `tokens`, then `leave` once."""
 
@@ -236,8 +215,12 @@ class Limiter:
         self.slots = Budget(metrics, settings.max_open_requests, Refusal.MAX_CONCURRENT_REQUESTS, "slots")
         self.inputs = Budget(metrics, settings.max_input_bytes, Refusal.MAX_INPUT_BYTES)
         self.answers = Budget(metrics, settings.max_answer_bytes, Refusal.MAX_ANSWER_BYTES)
-        self.demand = DemandMeter()
         self._metrics = metrics
+        self._demand: dict[tuple[str, str], StreamCounts] = {}  # by tenant and class, for the planner
+
+    def demand(self) -> tuple[StreamCounts, ...]:
+        """Return the counts of all requests since the gateway's start, by tenant and class."""
+        return tuple(self._demand.values())
 
     def enter(self, call: Call) -> Permit:
         """Admit a call.
@@ -245,7 +228,7 @@ class Limiter:
         Raises Refused for a quota, Overloaded when no slot is free, and ApiError 400 for a call that the
         tenant's quota never admits.
         """
-        demand = self.demand.of(call)
+        demand = self._demand_of(call)
         demand.arrive(call.num_prompt_tokens)
         quotas = call.scheduling_key.quotas
         most = quotas.max_concurrent_requests
@@ -254,3 +237,11 @@ class Limiter:
         slots = self.slots.charge(call.tenant.name, quotas)
         slots.add(call.num_answers)
         return Permit(call, self._metrics, slots, demand)
+
+    def _demand_of(self, call: Call) -> StreamCounts:
+        """Return the counts of a call's stream; beyond MAX_STREAMS streams share theirs."""
+        classes, rank = call.tenant.classes, call.scheduling_key.rank
+        key = call.tenant.name, classes[rank] if rank < len(classes) else str(rank)
+        if key not in self._demand and len(self._demand) >= MAX_STREAMS:
+            key = OTHERS, ""
+        return self._demand.setdefault(key, StreamCounts(tenant=key[0], priority=key[1]))
