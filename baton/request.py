@@ -249,7 +249,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     these cases, or the answer has all its `max_tokens` already.
     """
 
-    request_id: str
+    request_id: Id
     token_ids: TokenIds
     sampling: SamplingParams = SamplingParams()
     tenant: str = ""
@@ -260,7 +260,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sla: Sla = Sla()
     scheduling_key: SchedulingKey = SchedulingKey()  # of the tenant; written by the gateway
     arrival_s: float = 0.0
-    attempt: int = 0
+    attempt: Attempt = 0
     generated_token_ids: tuple[TokenId, ...] = ()
     choice: int = 0
     # A gateway's health check, never a client's request: a prefill worker computes the prompt and its pages

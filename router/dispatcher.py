@@ -23,7 +23,7 @@ import msgspec
 from baton.clock import Clock
 from baton.config.router import RouterConfig
 from baton.errors import ProtocolError
-from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS, Attempt, Id
+from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS
 from baton.messages.codec import fits_beside
 from baton.messages.control import (
     AttemptFailed,
@@ -60,8 +60,6 @@ from baton.tenants import Refusal, has_slots
 TRANSFER_BYTES: Final = 16
 RETRY_AFTER_S: Final = 1.0
 MAX_DISPATCHED: Final = 2  # attempts in one call of `dispatch_queued`; later turns of the loop go on
-
-_KEY: Final = tuple[Id, Attempt]
 
 
 def make_entry(
@@ -155,9 +153,9 @@ class Dispatcher:
 
         Returns True when the attempt was dispatched or queued in this call; a long prompt is queued later.
 
-        Raises ProtocolError for an invalid key, or for an attempt that is already open here.
+        Raises ProtocolError for an attempt that is already open here.
         """
-        key = _valid_key(submit.request)
+        key = submit.request.key
         if self._in_flight.is_anothers(key):
             self._in_flight.ended(key)  # the gateway has left the other router, or that router is gone
         if key in self._in_flight or key in self.admission_queue or key in self._arriving:
@@ -565,17 +563,6 @@ class Dispatchers:
             request_id=key[0], attempt=key[1], failure=Failure.LOST, reason=reason, worker=member.id
         )
         gateway.peer.send(failed)
-
-
-def _valid_key(request: Request) -> AttemptKey:
-    """Return the attempt's key. Raises ProtocolError when messages could not carry the key."""
-    try:
-        return msgspec.convert(request.key, _KEY)
-    except msgspec.ValidationError as error:
-        message = (
-            f"request id {request.request_id[:64]!r} with attempt {request.attempt} is not valid: {error}"
-        )
-        raise ProtocolError(message) from error
 
 
 def _send(gateway: GatewayPeer, request: Request, pair: Pair, queued: QueuedAttempt, waited_s: float) -> None:

@@ -37,12 +37,10 @@ from baton.messages.operations import (
     WorkerRemoved,
 )
 from baton.messages.workers import Load, RunningStep
-from baton.request import Request
 from baton.router import membership
 from baton.router.in_flight import SILENCE_S
 from baton.router.router import SETTLE_S, Router
 from baton.tenants import Quotas, SchedulingKey
-from baton.token_ids import TokenIds
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
@@ -276,9 +274,6 @@ def test_status_has_workers_load_and_counters() -> None:
         ("g", WatchWorkers()),
         ("d0", WatchWorkers()),
         ("d0", GatewayReport(status=GatewayStatus(id=id_of("g")))),
-        ("g", Submit(request=Request(request_id="../etc/passwd", token_ids=TokenIds.of((1,))))),
-        ("g", Submit(request=Request(request_id=id_of("r"), token_ids=TokenIds.of((1,)), attempt=2**17))),
-        ("g", Submit(request=Request(request_id=id_of("r"), token_ids=TokenIds.of((1,)), attempt=-1))),
     ],
 )
 def test_forbidden_message_is_an_offence(who: str, message: AnyMessage) -> None:
