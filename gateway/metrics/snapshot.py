@@ -54,7 +54,8 @@ class WorkerRow(Load, frozen=True, kw_only=True, omit_defaults=True):
     num_pages: int = 0
     tokens_per_s: float = 0.0
     sent_bytes_per_s: float = 0.0
-    sent_to: dict[str, float] = {}  # bytes a second, by the id of the receiving worker
+    # Bytes a second, by the id of the receiving worker.
+    sent_to: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 # Of a load; `/ui/workers/ID` has them too.

@@ -20,7 +20,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 import baton
@@ -126,7 +126,7 @@ class Tracer:
         found = {**asked, **_attributes(timeline, self._model), "baton.sampled_by": rule}
         attributes = {name: value for name, value in found.items() if value is not None}
         for span in _spans(timeline, context, attributes):
-            self._processor.on_end(span.readable())
+            self._processor.on_end(span)
 
     def close(self) -> None:
         """Send the last spans, for CLOSE_S at most: a collector may not answer.
@@ -169,95 +169,83 @@ def _attributes(timeline: RequestTimeline, model: str) -> Mapping[str, Value | N
     }
 
 
-class _Span(NamedTuple):
-    """A span before the SDK has it. Times are seconds since 1970."""
-
-    name: str
-    context: "SpanContext"
-    parent: "SpanContext | None"
-    resource: "Resource"
-    attributes: Attributes
-    begin_s: float
-    end_s: float
-    is_root: bool = False
-    error: str = ""
-    first_token_s: float | None = None
-
-    def readable(self) -> "ReadableSpan":
-        """Return the SDK's span."""
-        from opentelemetry.sdk.trace import Event, ReadableSpan
-        from opentelemetry.trace import SpanKind, Status, StatusCode
-
-        first_s = self.first_token_s
-        return ReadableSpan(
-            self.name,
-            context=self.context,
-            parent=self.parent,
-            resource=self.resource,
-            attributes=self.attributes,
-            events=() if first_s is None else (Event("first_token", timestamp=round(first_s * _NS)),),
-            kind=SpanKind.SERVER if self.is_root else SpanKind.INTERNAL,
-            status=Status(StatusCode.ERROR, self.error) if self.error else Status(StatusCode.UNSET),
-            start_time=round(self.begin_s * _NS),
-            end_time=round(self.end_s * _NS),
-            instrumentation_scope=_scope(),
-        )
-
-
-def _spans(timeline: RequestTimeline, trace: TraceContext, attributes: Attributes) -> Iterator[_Span]:
+def _spans(
+    timeline: RequestTimeline, trace: TraceContext, attributes: Attributes
+) -> Iterator["ReadableSpan"]:
     """Yield the root, the attempts, and the parts, each under its attempt or under the root."""
+    from opentelemetry.sdk.trace import Event
+    from opentelemetry.trace import SpanKind
+
     began_s, first_s = timeline.began_s, timeline.first_token_s
     root = _context(trace, trace.span_id)
-    caller = _context(trace, trace.parent_id, is_remote=True) if trace.parent_id else None
-    yield _Span(
+    yield _span(
         f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}",
         root,
-        caller,
+        _context(trace, trace.parent_id, is_remote=True) if trace.parent_id else None,
         _resource("gateway", timeline.gateway),
         attributes,
-        began_s,
-        began_s + timeline.total_s,
-        is_root=True,
+        (began_s, began_s + timeline.total_s),
         error="" if timeline.outcome in SUCCESSES else timeline.outcome,
-        first_token_s=None if first_s is None else began_s + first_s,
+        kind=SpanKind.SERVER,
+        events=() if first_s is None else (Event("first_token", timestamp=round((began_s + first_s) * _NS)),),
     )
     parents: list[tuple[TimelineAttempt, SpanContext]] = []
     for attempt in timeline.attempts:
         context = _context(trace, new_span_id())
         parents.append((attempt, context))
-        yield _attempt_span(attempt, context, root, timeline)
+        yield _span(
+            f"attempt {attempt.number}",
+            context,
+            root,
+            _resource("gateway", timeline.gateway),
+            {
+                "baton.attempt": attempt.number,
+                "baton.decode_worker": attempt.decode,
+                "baton.prefill_worker": attempt.prefill or attempt.decode,
+                "baton.num_tokens": attempt.num_tokens,
+                "baton.end": attempt.end,
+            },
+            (began_s + attempt.begin_s, began_s + max(attempt.begin_s, attempt.end_s)),
+            error="" if attempt.end in (FINISHED, CANCELLED) else attempt.end,
+        )
     for part in timeline.parts:
         around = [context for attempt, context in parents if _is_within(part, attempt)]
-        yield _Span(
+        yield _span(
             part.name,
             _context(trace, new_span_id()),
             around[-1] if around else root,
             _resource(_kind(part.process, timeline), part.process),
             {},
-            began_s + part.begin_s,
-            began_s + part.begin_s + part.seconds,
+            (began_s + part.begin_s, began_s + part.begin_s + part.seconds),
         )
 
 
-def _attempt_span(
-    attempt: TimelineAttempt, context: "SpanContext", root: "SpanContext", timeline: RequestTimeline
-) -> _Span:
-    attributes: dict[str, str | int] = {
-        "baton.attempt": attempt.number,
-        "baton.decode_worker": attempt.decode,
-        "baton.prefill_worker": attempt.prefill or attempt.decode,
-        "baton.num_tokens": attempt.num_tokens,
-        "baton.end": attempt.end,
-    }
-    return _Span(
-        f"attempt {attempt.number}",
-        context,
-        root,
-        _resource("gateway", timeline.gateway),
-        attributes,
-        timeline.began_s + attempt.begin_s,
-        timeline.began_s + max(attempt.begin_s, attempt.end_s),
-        error="" if attempt.end in (FINISHED, CANCELLED) else attempt.end,
+def _span(
+    name: str,
+    context: "SpanContext",
+    parent: "SpanContext | None",
+    resource: "Resource",
+    attributes: Attributes,
+    interval_s: tuple[float, float],
+    error: str = "",
+    **fields: Any,
+) -> "ReadableSpan":
+    """Return a span that has ended. interval_s: in seconds since 1970."""
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import Status, StatusCode
+
+    begin_ns, end_ns = (round(each * _NS) for each in interval_s)
+    return ReadableSpan(
+        name,
+        context=context,
+        parent=parent,
+        resource=resource,
+        attributes=attributes,
+        status=Status(StatusCode.ERROR, error) if error else Status(StatusCode.UNSET),
+        start_time=begin_ns,
+        end_time=end_ns,
+        instrumentation_scope=_scope(),
+        **fields,
     )
 
 
