@@ -33,23 +33,6 @@ UNREADABLE: Final = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, MemoryError),
     *(RecursionError, TypeError, ValueError),
 )
-_TAGS: Final = frozenset(
-    (
-        *("again", "array", "deque", "dict", "enum", "frozenset", "int", "leaf", "list", "named"),
-        *(
-            "named_tuple",
-            "ndarray",
-            "object",
-            "outside",
-            "random",
-            "request",
-            "scalar",
-            "set",
-            "struct",
-            "tuple",
-        ),
-    )
-)
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes})  # written as they are
 _BUILTINS: Final[dict[str, Any]] = {each.__name__: each for each in (set, dict, list, int, float, tuple)}
 _DICTS: Final = {each.__name__: each for each in (dict, OrderedDict, Counter, defaultdict)}
@@ -228,7 +211,7 @@ class _Saver:
 
 
 class _Loader:
-    """Makes the objects of what `_Saver` wrote, in the same order."""
+    """Makes the objects of what `_Saver` wrote, in the same order; `load_TAG` makes a part with that tag."""
 
     def __init__(self, outside: Mapping[str, object], policy_module: str) -> None:
         self._parts = outside
@@ -239,9 +222,7 @@ class _Loader:
     def value(self, written: Any) -> Any:
         if type(written) is not list:
             return written
-        if written[0] not in _TAGS:
-            raise ValueError(f"the state has a part of the kind {written[0]!r}")
-        return getattr(self, f"_{written[0]}")(*written[1:])
+        return getattr(self, f"load_{written[0]}")(*written[1:])
 
     def _items(self, written: list[Any]) -> list[Any]:
         return [self.value(each) if type(each) is list else each for each in written]
@@ -250,62 +231,62 @@ class _Loader:
         self._made.append(made)
         return made
 
-    def _int(self, text: str) -> int:
+    def load_int(self, text: str) -> int:
         return int(text, 16)
 
-    def _outside(self, name: str) -> object:
+    def load_outside(self, name: str) -> object:
         return self._parts[name]
 
-    def _again(self, number: int) -> Any:
+    def load_again(self, number: int) -> Any:
         return self._made[number]
 
-    def _list(self, items: list[Any]) -> list[Any]:
+    def load_list(self, items: list[Any]) -> list[Any]:
         made: list[Any] = self._keep([])
         made += self._items(items)
         return made
 
-    def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
+    def load_tuple(self, items: list[Any]) -> tuple[Any, ...]:
         return tuple(self._items(items))
 
-    def _set(self, items: list[Any]) -> set[Any]:
+    def load_set(self, items: list[Any]) -> set[Any]:
         made: set[Any] = self._keep(set())
         made.update(self._items(items))
         return made
 
-    def _frozenset(self, items: list[Any]) -> frozenset[Any]:
+    def load_frozenset(self, items: list[Any]) -> frozenset[Any]:
         return frozenset(self._items(items))
 
-    def _deque(self, items: list[Any]) -> deque[Any]:
+    def load_deque(self, items: list[Any]) -> deque[Any]:
         made: deque[Any] = self._keep(deque(maxlen=items[0]))
         made.extend(self._items(items[1:]))
         return made
 
-    def _dict(self, kind: str, factory: Any, items: list[Any]) -> dict[Any, Any]:
+    def load_dict(self, kind: str, factory: Any, items: list[Any]) -> dict[Any, Any]:
         made = self._keep(defaultdict(self.value(factory)) if kind == "defaultdict" else _DICTS[kind]())
         flat = iter(self._items(items))
         for key, value in zip(flat, flat, strict=True):
             made[key] = value
         return made  # type: ignore[no-any-return]
 
-    def _array(self, typecode: str, body: bytes) -> "array[Any]":
+    def load_array(self, typecode: str, body: bytes) -> "array[Any]":
         return array(typecode, body)
 
-    def _ndarray(self, dtype: str, shape: list[int], body: bytes) -> Any:
+    def load_ndarray(self, dtype: str, shape: list[int], body: bytes) -> Any:
         return np.frombuffer(body, dtype).reshape(shape).copy()
 
-    def _scalar(self, dtype: str, body: bytes) -> Any:
+    def load_scalar(self, dtype: str, body: bytes) -> Any:
         return np.frombuffer(body, dtype)[0]
 
-    def _random(self, state: Any) -> Random:
+    def load_random(self, state: Any) -> Random:
         made: Random = self._keep(Random())
         made.setstate(self.value(state))
         return made
 
-    def _request(self, written: Any) -> Request:
+    def load_request(self, written: Any) -> Request:
         made: Request = self._keep(msgspec.convert(written, Request))
         return made
 
-    def _named(self, name: str) -> Any:
+    def load_named(self, name: str) -> Any:
         if name in _BUILTINS:
             return _BUILTINS[name]
         found = self._classes.get(name)
@@ -322,26 +303,26 @@ class _Loader:
         return found
 
     def _class(self, name: str, base: type) -> Any:
-        found = self._named(name)
+        found = self.load_named(name)
         if not isinstance(found, type) or not issubclass(found, base):
             raise ValueError(f"the state has a {name} where a {base.__name__} belongs")
         return found
 
-    def _enum(self, kind: str, value: Any) -> Any:
+    def load_enum(self, kind: str, value: Any) -> Any:
         return self._class(kind, Enum)(value)
 
-    def _named_tuple(self, kind: str, items: list[Any]) -> Any:
+    def load_named_tuple(self, kind: str, items: list[Any]) -> Any:
         return self._class(kind, tuple)(*self._items(items))
 
-    def _leaf(self, kind: str, written: Any) -> Any:
+    def load_leaf(self, kind: str, written: Any) -> Any:
         return msgspec.convert(written, self._class(kind, msgspec.Struct))
 
-    def _struct(self, written: tuple[str, dict[str, Any]]) -> Any:
+    def load_struct(self, written: tuple[str, dict[str, Any]]) -> Any:
         kind, fields = written
         values = {name: self.value(each) for name, each in fields.items()}
         return self._keep(self._class(kind, msgspec.Struct)(**values))
 
-    def _object(self, written: tuple[str, Any]) -> Any:
+    def load_object(self, written: tuple[str, Any]) -> Any:
         kind = self._class(written[0], object)
         made = self._keep(kind.__new__(kind))
         state = self.value(written[1])
