@@ -14,7 +14,7 @@ The life of a member:
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from baton.clock import Clock, PauseDetector
 from baton.errors import ProtocolError, WireError
@@ -62,20 +62,6 @@ class Removed(NamedTuple):
     member: Member
     reason: str
     is_hung: bool = False  # it gives signs of life
-
-
-class MemberView(Protocol):
-    """The members that one admission queue dispatches to."""
-
-    @property
-    def version(self) -> int:
-        """Changes whenever the members that may take work may have changed."""
-
-    def of_role(self, role: WorkerRole) -> Sequence[Member]:
-        """The members of a role, in order of joining."""
-
-    def all(self) -> Iterable[Member]:
-        """All members, in order of joining."""
 
 
 class Membership:
@@ -245,7 +231,7 @@ class Membership:
 
 
 class ModelMembers:
-    """The MemberView of the workers of one model."""
+    """The part of a Membership that serves one model."""
 
     def __init__(self, members: Membership, model: str) -> None:
         self._members = members
@@ -253,16 +239,16 @@ class ModelMembers:
 
     @property
     def version(self) -> int:
-        """See MemberView."""
         return self._members.version
 
     def of_role(self, role: WorkerRole) -> Sequence[Member]:
-        """See MemberView."""
         return [member for member in self._members.of_role(role) if member.serves(self._model)]
 
     def all(self) -> Iterable[Member]:
-        """See MemberView."""
         return (member for member in self._members.all() if member.serves(self._model))
+
+
+MemberView: TypeAlias = Membership | ModelMembers  # the members that one admission queue dispatches to
 
 
 def _are_connected(member: Member, other: Member) -> bool:

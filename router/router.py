@@ -20,7 +20,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -102,6 +102,9 @@ from baton.rpc.connection import DroppedPeers
 from baton.rpc.peers import TICK_S, Peer, new_router_id
 from baton.rpc.server import RpcServer
 
+if TYPE_CHECKING:
+    from baton.router.redis.link import RedisLink
+
 SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every live worker has connected to a new router
 MIN_INDEX_PAGES: Final = 1024  # bound of the prefix index when the policy does not use the index
 LEARN_S: Final = 0.5  # bounds the wait for Redis at a router's start
@@ -115,13 +118,6 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 RelayedT = TypeVar("RelayedT", FindRequests, Migrate)
 
 logger = logging.getLogger(__name__)
-
-
-class RedisStatus(Protocol):
-    """The state of the link to Redis that the status shows."""
-
-    is_up: bool
-    counters: Counter[str]
 
 
 class Router:
@@ -149,7 +145,7 @@ class Router:
         self._system_clock, self._clock = clock, TurnClock(clock)
         clock = self._clock
         self.counters: Counter[str] = Counter()
-        self.redis: RedisStatus | None = None
+        self.redis: RedisLink | None = None
         self.in_flight = InFlight(clock)
         self.members = Membership(clock)
         policy_type = policy_class(config.policy)
