@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from baton.errors import WireError
-from baton.messages.control import KvEventBatch
 from baton.messages.workers import Worker
 from baton.router.index.prefix_index import (
     IndexChange,
@@ -60,7 +59,10 @@ logger = logging.getLogger(__name__)
 
 
 class RedisLink:
-    """Shares through Redis. `counters`: redis_failures, _gaps, _fenced, _refused, _overflows, _reliefs ..."""
+    """A SharingLink through Redis. While the link is down, shared messages are dropped.
+
+    `counters`: redis_failures, _gaps, _fenced, _refused, _overflows, _reliefs ...
+    """
 
     def __init__(
         self,
@@ -85,30 +87,13 @@ class RedisLink:
         self._feed = Feed(
             self._names, self._outbox, codec, router_id, index, change_index, self.counters, on_shared
         )
-        self._has_unsent = asyncio.Event()
+        self.left, self.pages, self.share = self._outbox.left, self._outbox.pages, self._outbox.share
         self._num_full = 0  # times in a row that Redis was out of memory before all was sent
         RedisConnection(url, self._names)  # raises ConfigError for an invalid url
 
     def joined(self, worker: Worker) -> None:
-        """See `SharingLink.joined`."""
         self._outbox.joined(worker)
         self._feed.adopted(worker.id)
-        self._has_unsent.set()
-
-    def left(self, worker_id: str) -> None:
-        """See `SharingLink.left`."""
-        self._outbox.left(worker_id)
-        self._has_unsent.set()
-
-    def pages(self, worker_id: str, events: KvEventBatch) -> None:
-        """See `SharingLink.pages`."""
-        self._outbox.pages(worker_id, events)
-        self._has_unsent.set()
-
-    def share(self, message: AnyShared) -> None:
-        """See `SharingLink.share`. Messages are dropped while the link is down."""
-        self._outbox.share(message)
-        self._has_unsent.set()
 
     @property
     def num_unsent(self) -> int:
@@ -194,7 +179,7 @@ class RedisLink:
             if not self.num_unsent:
                 self._num_full = 0
             if not len(self._outbox):
-                self._has_unsent.clear()
+                self._outbox.has_unsent.clear()
                 await self._wait_for_news()
 
     async def _send(self, writer: RedisConnection, commands: Sequence[Command]) -> None:
@@ -211,7 +196,7 @@ class RedisLink:
     async def _wait_for_news(self) -> None:
         try:
             async with asyncio.timeout(IDLE_S):
-                await self._has_unsent.wait()
+                await self._outbox.has_unsent.wait()
         except TimeoutError:
             return  # leases may be due
 

@@ -9,6 +9,7 @@
 4. Leases are renewed every few seconds. Workers with changed pages get new snapshots in turn.
 """
 
+import asyncio
 from collections import Counter, deque
 from itertools import chain
 from typing import Final
@@ -57,6 +58,7 @@ class RedisOutbox:
     ) -> None:
         self.workers: dict[str, Worker] = {}  # connected to this router, by id
         self.is_open = False
+        self.has_unsent = asyncio.Event()  # set by each new command
         self.budget_bytes = MAX_STREAM_BYTES  # see `stream_budget`
         self._names = names
         self._codec = codec
@@ -204,6 +206,7 @@ class RedisOutbox:
             self._stale = dict.fromkeys(self.workers)
         if command.script != "publish" or command.worker_id not in self._stale:
             self._queue.append(command)
+            self.has_unsent.set()
 
     def _drop(self, worker_id: str) -> None:
         self.workers.pop(worker_id, None)
