@@ -2,7 +2,7 @@
 
 A key chains everything that the KV of a full page depends on: the model, the element type, the tenant's salt,
 all tokens before the page and the tokens in it. Equal keys therefore mean equal contents, and without the
-secret the key of a prompt cannot be computed. Python's `hash()` has none of these properties.
+tenant's salt the key of a prompt cannot be computed. Python's `hash()` has none of these properties.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,11 @@ KEY_BYTES = 16
 
 
 class PageKeys:
-    """Keyed BLAKE2b-128: root = H(salt), key = H(parent key, token ids as u32 little endian)."""
+    """BLAKE2b-128 keyed by model and dtype: root = H(salt), key = H(parent key, token ids as u32)."""
 
-    def __init__(self, *, model_fingerprint: str, dtype: str, page_size: int, secret: bytes = b"") -> None:
+    def __init__(self, *, model_fingerprint: str, dtype: str, page_size: int) -> None:
         """dtype: `PageLayout.kv_dtype`. The keys do not depend on tp_size and byte order."""
-        key = blake2b(secret, digest_size=32).digest()
-        identity = blake2b(digest_size=32, key=key, person=b"baton-model")
+        identity = blake2b(digest_size=32, person=b"baton-model")
         for part in (model_fingerprint.encode(), dtype.encode()):
             identity.update(len(part).to_bytes(8, "little") + part)
         self._identity = identity.digest()

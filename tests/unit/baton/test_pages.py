@@ -22,16 +22,16 @@ def chain(page_keys: PageKeys, token_ids: list[int], num_pages: int, salt: bytes
     return keys
 
 
-def make(page_size: int = 4, model: str = "m", dtype: str = "bfloat16", secret: bytes = b"") -> PageKeys:
-    return PageKeys(model_fingerprint=model, dtype=dtype, page_size=page_size, secret=secret)
+def make(page_size: int = 4, model: str = "m", dtype: str = "bfloat16") -> PageKeys:
+    return PageKeys(model_fingerprint=model, dtype=dtype, page_size=page_size)
 
 
 def test_key_is_the_documented_hash() -> None:
-    identity = blake2b(digest_size=32, key=blake2b(b"s", digest_size=32).digest(), person=b"baton-model")
+    identity = blake2b(digest_size=32, person=b"baton-model")
     identity.update(struct.pack("<Q", 1) + b"m" + struct.pack("<Q", 8) + b"bfloat16")
     page_hash = blake2b(digest_size=16, key=identity.digest(), person=b"baton-page")
-    page_hash.update(make(secret=b"s").root(b"salt") + struct.pack("<4I", *TOKENS[:4]))
-    assert chain(make(secret=b"s"), TOKENS, 1, b"salt") == [page_hash.digest()]
+    page_hash.update(make().root(b"salt") + struct.pack("<4I", *TOKENS[:4]))
+    assert chain(make(), TOKENS, 1, b"salt") == [page_hash.digest()]
 
 
 def test_growing_a_chain_equals_hashing_it_at_once() -> None:
@@ -42,12 +42,11 @@ def test_growing_a_chain_equals_hashing_it_at_once() -> None:
     assert all(len(key) == KEY_BYTES for key in keys)
 
 
-def test_model_dtype_salt_and_secret_all_separate() -> None:
+def test_model_dtype_and_salt_all_separate() -> None:
     variants = [
         chain(make(), TOKENS, 1),
         chain(make(model="m2"), TOKENS, 1),
         chain(make(dtype="float16"), TOKENS, 1),
-        chain(make(secret=b"s"), TOKENS, 1),
         chain(make(), TOKENS, 1, b"tenant"),
         chain(make(model="mb", dtype="float16"), TOKENS, 1),
     ]
