@@ -84,9 +84,7 @@ class RedisLink:
         self._url = url
         self._names = Names.of(namespace)
         self._outbox = RedisOutbox(self._names, codec, router_id, index, self.counters)
-        self._feed = Feed(
-            self._names, self._outbox, codec, router_id, index, change_index, self.counters, on_shared
-        )
+        self._feed = Feed(self._outbox, change_index, on_shared)
         self.left, self.pages, self.share = self._outbox.left, self._outbox.pages, self._outbox.share
         self._num_full = 0  # times in a row that Redis was out of memory before all was sent
         RedisConnection(url, self._names)  # raises ConfigError for an invalid url
@@ -268,22 +266,14 @@ class Feed:
 
     def __init__(
         self,
-        names: Names,
         outbox: RedisOutbox,
-        codec: Codec,
-        router_id: str,
-        index: PrefixIndex,
         change_index: ChangeIndex,
-        counters: Counter[str],
         on_shared: Callable[[AnyShared], None],
     ) -> None:
-        self._names = names
+        """outbox: of the same router."""
         self._outbox = outbox
-        self._codec = codec
-        self._router_id = router_id.encode()
-        self._index = index
+        self._names, self._codec, self._index = outbox.names, outbox.codec, outbox.index
         self._change_index = change_index
-        self._counters = counters
         self._on_shared = on_shared
         self._foreign: set[str] = set()  # workers that are not connected to this router
         self._doubtful: set[str] = set()  # foreign workers with a gap
@@ -331,7 +321,7 @@ class Feed:
         self._doubtful.discard(worker_id)
 
     def _read(self, fields: Fields) -> None:
-        if fields.get(b"r") == self._router_id:
+        if fields.get(b"r") == self._outbox.router_id.encode():
             return
         if b"m" in fields:
             message = self._checked(self._codec.decode_shared, fields[b"m"])
@@ -382,7 +372,7 @@ class Feed:
         try:
             return decoder(body)
         except WireError:
-            self._counters["redis_malformed"] += 1
+            self._outbox.counters["redis_malformed"] += 1
             return None
 
 

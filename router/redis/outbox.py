@@ -60,11 +60,11 @@ class RedisOutbox:
         self.is_open = False
         self.has_unsent = asyncio.Event()  # set by each new command
         self.budget_bytes = MAX_STREAM_BYTES  # see `stream_budget`
-        self._names = names
-        self._codec = codec
-        self._router_id = router_id
-        self._index = index
-        self._counters = counters
+        self.names = names
+        self.codec = codec
+        self.router_id = router_id
+        self.index = index
+        self.counters = counters
         self._queue: deque[Command] = deque()
         self._stale: dict[str, None] = {}
         self._snapshots: dict[str, int] = {}  # worker -> the next number in its snapshot; the oldest first
@@ -94,7 +94,7 @@ class RedisOutbox:
 
     def expired(self, worker_id: str) -> None:
         """Redis has removed the worker, perhaps another router's: drop its snapshot, tell others."""
-        self._put(Command("", ("DEL", self._names.snapshot(worker_id)), worker_id))
+        self._put(Command("", ("DEL", self.names.snapshot(worker_id)), worker_id))
         self.share(SharedLeft(worker=worker_id))
 
     def pages(self, worker_id: str, events: KvEventBatch) -> None:
@@ -104,10 +104,10 @@ class RedisOutbox:
 
     def share(self, message: AnyShared) -> None:
         """Send a message to the other routers."""
-        body = self._codec.encode_shared(message)
-        fields: tuple[Argument, ...] = ("*", "r", self._router_id, "m", body)
+        body = self.codec.encode_shared(message)
+        fields: tuple[Argument, ...] = ("*", "r", self.router_id, "m", body)
         limit: tuple[Argument, ...] = ("MAXLEN", "~", max_entries(len(body), self.budget_bytes))
-        self._put(Command("", ("XADD", self._names.events, *limit, *fields)))
+        self._put(Command("", ("XADD", self.names.events, *limit, *fields)))
 
     def open(self) -> None:
         """The link is up."""
@@ -129,11 +129,11 @@ class RedisOutbox:
         if isinstance(reply, Exception):
             self._mark_stale(command.worker_id)
         elif command.script == "join" and reply == -2:
-            self._counters["redis_fenced"] += 1
+            self.counters["redis_fenced"] += 1
             self._drop(command.worker_id)
-            self._put(Command("", ("DEL", self._names.snapshot(command.worker_id)), command.worker_id))
+            self._put(Command("", ("DEL", self.names.snapshot(command.worker_id)), command.worker_id))
         elif command.script == "publish" and reply < 0:
-            self._counters["redis_gaps"] += 1
+            self.counters["redis_gaps"] += 1
             self._mark_stale(command.worker_id)
 
     def rejoined(self, worker: Worker, next_number: int) -> None:
@@ -141,13 +141,13 @@ class RedisOutbox:
         self._stale.pop(worker.id, None)
         if next_number == -2:
             self.answered(self.join(worker), next_number)
-        elif self._index.is_known(worker.id) and self._index.next_number(worker.id) != next_number:
+        elif self.index.is_known(worker.id) and self.index.next_number(worker.id) != next_number:
             self._mark_stale(worker.id)
 
     def join(self, worker: Worker) -> Command:
         """The command that adds a worker."""
         return Command(
-            "join", (worker.id, worker.name, self._codec.encode_worker(worker), LEASE_MS), worker.id
+            "join", (worker.id, worker.name, self.codec.encode_worker(worker), LEASE_MS), worker.id
         )
 
     def renew(self) -> Command:
@@ -156,7 +156,7 @@ class RedisOutbox:
 
     def relieve(self, *, of_all: bool) -> Command:
         """The command that frees memory. of_all: drop everything, not only old events and snapshots."""
-        return Command("relieve", (int(of_all), *map(self._names.snapshot, self.workers)))
+        return Command("relieve", (int(of_all), *map(self.names.snapshot, self.workers)))
 
     def next_to_snapshot(self) -> str | None:
         """The worker that needs a snapshot most: a stale one, then one without any, then the oldest.
@@ -167,7 +167,7 @@ class RedisOutbox:
             return next(iter(self._stale))
         without = (worker_id for worker_id in self.workers if worker_id not in self._snapshots)
         for worker_id in chain(without, self._snapshots):
-            number = self._index.next_number(worker_id)
+            number = self.index.next_number(worker_id)
             if number is not None and self._snapshots.get(worker_id) != number:
                 return worker_id
         return None
@@ -178,19 +178,19 @@ class RedisOutbox:
         A stale worker joins again first, and its numbers continue after the snapshot. Nothing is written of a
         worker with unknown pages: the worker is about to report them.
         """
-        commands, number = [], self._index.next_number(worker_id)
+        commands, number = [], self.index.next_number(worker_id)
         is_stale = worker_id in self._stale
         self._stale.pop(worker_id, None)
         if is_stale:
             commands.append(self.join(self.workers[worker_id]))
         if number is None:
             return commands
-        keys, values = self._index.export(worker_id)
+        keys, values = self.index.export(worker_id)
         body = Snapshot(number, stream_id, keys.astype("<u8").tobytes(), values.astype("<u8").tobytes())
-        sealed = self._codec.encode_snapshot(worker_id, body)
+        sealed = self.codec.encode_snapshot(worker_id, body)
         self._snapshots.pop(worker_id, None)
         self._snapshots[worker_id] = number
-        key = self._names.snapshot(worker_id)
+        key = self.names.snapshot(worker_id)
         commands.append(Command("", ("SET", key, sealed, "PX", SNAPSHOT_MS), worker_id))
         if is_stale:
             nothing = KvEventBatch(first=number, keys=b"", pages=(), generations=())
@@ -201,7 +201,7 @@ class RedisOutbox:
         if not self.is_open:
             return
         if len(self._queue) >= MAX_QUEUED:
-            self._counters["redis_overflows"] += 1
+            self.counters["redis_overflows"] += 1
             self._queue.clear()
             self._stale = dict.fromkeys(self.workers)
         if command.script != "publish" or command.worker_id not in self._stale:
@@ -221,7 +221,7 @@ class RedisOutbox:
             self._queue = deque(others)
 
     def _publish(self, worker_id: str, events: KvEventBatch, *, is_restart: bool) -> Command:
-        body = self._codec.encode_pages(worker_id, events)
+        body = self.codec.encode_pages(worker_id, events)
         most = max_entries(len(body), self.budget_bytes)
-        arguments = (worker_id, self._router_id, events.first, len(events.pages), int(is_restart), body, most)
+        arguments = (worker_id, self.router_id, events.first, len(events.pages), int(is_restart), body, most)
         return Command("publish", arguments, worker_id)

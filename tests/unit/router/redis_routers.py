@@ -116,9 +116,9 @@ async def connected(url: str) -> AsyncIterator[RedisConnection]:
 
 async def known_from(url: str, keys: bytes = CHAIN) -> dict[str, int]:
     """Return what a new router learns from Redis: worker id -> first pages of the chain, without zeros."""
-    index, counters = PrefixIndex(ManualClock(), 100_000), Counter[str]()
-    outbox = RedisOutbox(NAMES, CODEC, id_of("reader"), index, counters)
-    feed = Feed(NAMES, outbox, CODEC, id_of("reader"), index, index.change, counters, lambda message: None)
+    index = PrefixIndex(ManualClock(), 100_000)
+    outbox = RedisOutbox(NAMES, CODEC, id_of("reader"), index, Counter())
+    feed = Feed(outbox, index.change, lambda message: None)
     async with connected(url) as connection:
         after = await feed.learn(connection)
         while after != await last_stream_id(connection, NAMES):
