@@ -52,14 +52,8 @@ def weighed(candidate: PairCandidate) -> Weighed:
 
 class _Kept(msgspec.Struct):
     decided_s: float
-    decision: Decision  # when it was made, without the compared pairs
+    decision: Decision  # with the outcome so far, without the compared pairs
     candidates: Sequence[PairCandidate]
-    first_token_s: float | None = None
-    measured: PrefillTimes | None = None
-
-    def with_outcome(self) -> Decision:
-        """Return the decision with the outcome so far."""
-        return replace(self.decision, first_token_s=self.first_token_s, measured=self.measured)
 
 
 class DecisionHistory:
@@ -88,7 +82,7 @@ class DecisionHistory:
     def get(self, key: AttemptKey) -> Decision | None:
         """The decision without the other compared pairs; None when it is not kept."""
         kept = self._kept.get(key)
-        return None if kept is None else kept.with_outcome()
+        return None if kept is None else kept.decision
 
     def candidates(self, key: AttemptKey) -> Sequence[PairCandidate]:
         """The compared pairs of a decision; none when it is not kept."""
@@ -99,21 +93,22 @@ class DecisionHistory:
         """A kept decision with all compared pairs."""
         now_s, kept = self._clock.now_s(), self._kept[key]
         age_s, others = min(now_s - kept.decided_s, MAX_SECONDS), tuple(map(weighed, kept.candidates))
-        return replace(kept.with_outcome(), age_s=age_s, weighed=others)
+        return replace(kept.decision, age_s=age_s, weighed=others)
 
     def started(self, key: AttemptKey) -> None:
         """Note the time of the first token."""
         kept = self._kept.get(key)
-        if kept is not None and kept.first_token_s is None:
-            kept.first_token_s = min(self._clock.now_s() - kept.decided_s, MAX_SECONDS)
+        if kept is not None and kept.decision.first_token_s is None:
+            first_token_s = min(self._clock.now_s() - kept.decided_s, MAX_SECONDS)
+            kept.decision = replace(kept.decision, first_token_s=first_token_s)
 
     def measured(self, times: PrefillTimes) -> Decision | None:
         """Note the measured times of the prefill; return the decision, None when it is not kept."""
         kept = self._kept.get((times.request_id, times.attempt))
         if kept is None:
             return None
-        kept.measured = times
-        return kept.with_outcome()
+        kept.decision = replace(kept.decision, measured=times)
+        return kept.decision
 
     def of(self, request_id: str) -> Iterator[Decision]:
         """The decisions of a request's last MAX_ATTEMPTS attempts, with all compared pairs."""
