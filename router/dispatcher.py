@@ -44,7 +44,7 @@ from baton.request import AttemptKey, Request
 from baton.router.cluster_state import ClusterState
 from baton.router.in_flight import InFlightAttempt, num_kv_tokens, num_output_tokens, scheduling_class_of
 from baton.router.membership import Member, Membership, MemberView, ModelMembers
-from baton.router.pairing import NoSlot, Pairing, Unpaired
+from baton.router.pairing import NoSlot, Pairing, PairQuestion, Unpaired
 from baton.router.policies.base import (
     Pair,
     TenantClaim,
@@ -367,13 +367,14 @@ class Dispatcher:
             if reservation is not None and reservation.key != queued.key:
                 full |= {reservation.worker}
         local_tokens = self.admission_queue.overload.local_prefill_tokens
-        pair = self._pairing.pair(submit, gateway.reached, full, claim, local_tokens)
+        question = PairQuestion(submit, gateway.reached, full, claim, local_tokens)
+        pair = self._pairing.pair(question)
         if full or not isinstance(pair, Pair) or pair.decode.id == submit.sticky_worker:
             return pair
         if capacity.can_decode(pair.decode, num_tokens):
             return pair
         self._is_any_full = True
-        return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens), claim, local_tokens)
+        return self._pairing.pair(question._replace(full=capacity.full(num_tokens)))
 
     def _dispatch(self, gateway: GatewayPeer, queued: QueuedAttempt, pair: Pair) -> None:
         """Take the attempt out of the queue, enter its load, and tell workers, gateway and other routers."""
@@ -537,7 +538,7 @@ class Dispatchers:
 
     def _of(self, model: str) -> Dispatcher:
         found = self._dispatchers.get(model)
-        if found is None and any(member.serves(model) for member in self._members.all()):
+        if found is None and any(member.worker.serves(model) for member in self._members.all()):
             found = self._add(model, ModelMembers(self._members, model))
         return self.of_one_model if found is None else found
 

@@ -51,10 +51,6 @@ class Member:
         """True when the worker takes no new work."""
         return self.is_asked_to_drain or self.reports_draining or self.worker.is_asleep
 
-    def serves(self, model: str) -> bool:
-        """See Worker."""
-        return self.worker.serves(model)
-
 
 class Removed(NamedTuple):
     """A member that was given up."""
@@ -108,7 +104,7 @@ class Membership:
 
         An order for which there is no member is not kept.
         """
-        members = [member for member in self._members.values() if member.serves(order.model)]
+        members = [member for member in self._members.values() if member.worker.serves(order.model)]
         latest = latest_order(self.orders, order.model)
         if latest is not None and order.precedence < latest.precedence:
             return []
@@ -242,10 +238,10 @@ class ModelMembers:
         return self._members.version
 
     def of_role(self, role: WorkerRole) -> Sequence[Member]:
-        return [member for member in self._members.of_role(role) if member.serves(self._model)]
+        return [member for member in self._members.of_role(role) if member.worker.serves(self._model)]
 
     def all(self) -> Iterable[Member]:
-        return (member for member in self._members.all() if member.serves(self._model))
+        return (member for member in self._members.all() if member.worker.serves(self._model))
 
 
 MemberView: TypeAlias = Membership | ModelMembers  # the members that one admission queue dispatches to

@@ -46,13 +46,14 @@ class _Reach(NamedTuple):
 
 
 class PairQuestion(NamedTuple):
-    """The arguments of `Pairing.pair`."""
+    """An attempt that needs workers, and the bounds of the choice."""
 
     submit: Submit
-    reached: frozenset[str]
+    reached: frozenset[str]  # ids of the workers that the gateway reaches
+    # Decode workers without room; they are chosen only when they hold the prompt already.
     full: Collection[str]
     claim: TenantClaim
-    local_tokens: int
+    local_tokens: int  # the decode worker computes prompts of up to so many tokens; the policy is not asked
 
 
 class Pairing:
@@ -96,23 +97,11 @@ class Pairing:
         state = attributes_of(self) | {"_version": -1, "_decoders": {}, "_views": {}, "on_pair": None}
         return state | {"_no_partners": defaultdict(tuple)}
 
-    def pair(
-        self,
-        submit: Submit,
-        reached: frozenset[str],
-        full: Collection[str] = (),
-        claim: TenantClaim = NO_CLAIM,
-        local_tokens: int = 0,
-    ) -> Pair | Unpaired | NoSlot:
-        """Choose the workers of an attempt, or return why there are none now.
-
-        reached: the workers that the gateway reaches. full: decode workers without room; they are chosen only
-        when they hold the prompt already. local_tokens: the decode worker computes prompts of up to
-        this many tokens, and the policy is not asked.
-        """
-        answer = self._pair(submit, reached, full, claim, local_tokens)
+    def pair(self, question: PairQuestion) -> Pair | Unpaired | NoSlot:
+        """Choose the workers of an attempt, or return why there are none now."""
+        answer = self._pair(*question)
         if self.on_pair is not None:
-            self.on_pair(PairQuestion(submit, reached, full, claim, local_tokens), answer)
+            self.on_pair(question, answer)
         return answer
 
     def _pair(
@@ -244,4 +233,4 @@ class Pairing:
 
 
 def _takes_work(member: Member, reach: _Reach) -> bool:
-    return member.id in reach.reached and not member.is_draining and member.serves(reach.model)
+    return member.id in reach.reached and not member.is_draining and member.worker.serves(reach.model)

@@ -387,7 +387,7 @@ class _Comparison:
 
     def _ask(self, question: PairQuestion, answer: Pair | Unpaired | NoSlot) -> None:
         if isinstance(answer, Pair):
-            other = self._pairing.pair(*question)
+            other = self._pairing.pair(question)
             compared = self._compared(question, answer, other if isinstance(other, Pair) else None)
             self._asked[question.submit.request.key] = compared, other
 
