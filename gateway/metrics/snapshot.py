@@ -40,7 +40,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     pages: dict[str, int] = {}  # by state
 
 
-class WorkerRow(Load, frozen=True, kw_only=True, omit_defaults=True):
+class WorkerRow(Load, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
     """One worker, with the fields of its load that a list or the map shows. Counts are since the start."""
 
     id: str
