@@ -262,45 +262,38 @@ class KvLinks:
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
-        self._links: dict[str, Link] = {}  # by the worker's id
-        self._addresses: dict[str, Address] = {}  # of the same workers
-        self._asked: set[str] = set()
-        self._wanted: frozenset[str] = frozenset()
+        self._links: dict[Address, Link] = {}
+        self._addresses: dict[str, Address] = {}  # of the listed workers, by id
+        self._asked: set[Address] = set()
 
     def to(self, worker: str) -> Link | None:
         """Return the open link to a listed worker, or None."""
-        link = self._links.get(worker) if worker in self._wanted else None
+        address = self._addresses.get(worker)
+        link = None if address is None else self._links.get(address)
         return None if link is None or link.is_lost else link
 
     def keep_up(self, workers: Collection[Worker]) -> None:
         """Open the links that are missing. workers: the current list.
 
-        The link to a worker that has left the list stays open, unused: the worker may return to the list, for
-        example after a short silence. A process that returns under another id, in another role, keeps its
-        link.
+        The link to a worker that has left the list stays open, unused: its process may return to the list,
+        for example after a short silence, or under another id, in another role.
         """
-        self._wanted = frozenset(worker.id for worker in workers)
-        self._links = {id_: link for id_, link in self._links.items() if not link.is_lost}
-        self._addresses = {id_: self._addresses[id_] for id_ in self._links}
-        for worker in workers:
-            if self.to(worker.id) is None and worker.id not in self._asked:
-                former = [id_ for id_, address in self._addresses.items() if address == worker.kv_address]
-                if former and former[0] not in self._wanted:
-                    self._addresses[worker.id] = self._addresses.pop(former[0])
-                    self._links[worker.id] = self._links.pop(former[0])
-                    continue
-                self._asked.add(worker.id)
-                self._connect(worker.kv_address, partial(self._answered, worker))
+        self._links = {address: link for address, link in self._links.items() if not link.is_lost}
+        self._addresses = {worker.id: worker.kv_address for worker in workers}
+        for address in self._addresses.values():
+            if address not in self._links and address not in self._asked:
+                self._asked.add(address)
+                self._connect(address, partial(self._answered, address))
 
     def reachable(self) -> list[str]:
         """Return the ids of the listed workers that have an open link."""
-        return [id_ for id_ in self._links if self.to(id_) is not None]
+        return [id_ for id_ in self._addresses if self.to(id_) is not None]
 
     def ids(self) -> dict[bytes, str]:
         """Return the incarnations of the processes behind the open links, each with its worker's id."""
-        return {self._links[id_].hello.incarnation: id_ for id_ in self.reachable()}
+        return {link.hello.incarnation: id_ for id_ in self._addresses if (link := self.to(id_)) is not None}
 
-    def _answered(self, worker: Worker, link: Link | None) -> None:
-        self._asked.discard(worker.id)
+    def _answered(self, address: Address, link: Link | None) -> None:
+        self._asked.discard(address)
         if link is not None:
-            self._links[worker.id], self._addresses[worker.id] = link, worker.kv_address
+            self._links[address] = link
