@@ -60,11 +60,10 @@ class PeerTransports:
         self._post = post
         self._counts = counts
         self._sender: Sender | None = None
-        self._opening: tuple[threading.Thread, Sender] | None = None
+        self._opening: Sender | None = None  # a thread opens it, and closes it if it is late
         self._waiting: list[_Delivery] = []  # for a sender to open
         self._unsettled: list[Call] = []
         self._under_way: list[_Delivery] = []  # over the present sender
-        self._lock = threading.Lock()  # a thread is started before it is joined
         self._is_closed = False
 
     @property
@@ -103,15 +102,10 @@ class PeerTransports:
 
     def close(self) -> None:
         """From any thread, any number of times."""
-        with self._lock:
-            self._is_closed = True
-        if self._opening is not None:
-            thread, sender = self._opening
-            sender.close()
-            thread.join()
-            sender.close()
-        if self._sender is not None:
-            self._sender.close()
+        self._is_closed = True
+        for sender in (self._opening, self._sender):
+            if sender is not None:
+                sender.close()
 
     def _deliver(self, delivery: _Delivery) -> None:
         if delivery.is_cancelled:
@@ -142,11 +136,8 @@ class PeerTransports:
         sender: Sender | None = None
         try:
             sender = self._connect(self._left[0])
-            thread = threading.Thread(target=self._open, args=(name, sender), name="kv-open", daemon=True)
-            with self._lock:
-                if not self._is_closed:
-                    thread.start()
-                    self._opening = thread, sender
+            threading.Thread(target=self._open, args=(name, sender), name="kv-open", daemon=True).start()
+            self._opening = sender
         except (TransferFailed, RuntimeError) as error:  # RuntimeError: the process may have no more threads
             logger.warning("%s could not be opened: %s", name, error)
             if sender is not None:
@@ -162,20 +153,20 @@ class PeerTransports:
             sender.close()
             self._post(partial(self._opened, None))
         else:
+            if self._is_closed:
+                sender.close()
             self._post(partial(self._opened, sender))
 
     def _opened(self, sender: Sender | None) -> None:
         if self._is_closed or self._opening is None:
             return
-        self._opening[0].join()
-        self._opening = None
+        self._sender, self._opening = sender, None  # in this order: `close` may come meanwhile
         if sender is None:
             self._use_next()
             return
         self._counts[f"opened_{self._left[0].name}"] += 1
         if len(self._left) < len(self._all):
             self._counts["fallbacks"] += 1
-        self._sender = sender
         self._settle()
         waiting, self._waiting = self._waiting, []
         for delivery in waiting:

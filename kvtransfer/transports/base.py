@@ -211,7 +211,7 @@ class Sender(Protocol):
     def close(self) -> None:
         """Fail all pieces, stop the threads, free memory and sockets. May be called twice.
 
-        An `open` that waits in another thread fails soon; `close` is due once more when it has.
+        An `open` may be waiting in another thread; `close` is due once more when it has returned.
         """
 
 

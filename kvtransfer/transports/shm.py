@@ -137,7 +137,6 @@ class DirectSender(QueueSender, ABC):
             threading.Thread(target=self._run, name=f"{self.name}-source", daemon=True)
             for _ in range(self.num_threads)
         ]
-        self._connecting: socket.socket | None = None
         self._pages: PagePacking | None = None  # the destination's
         self._generations: PeerGenerations | None = None
 
@@ -153,13 +152,10 @@ class DirectSender(QueueSender, ABC):
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                 sock.settimeout(HANDSHAKE_S)
-                self._connecting = sock
                 sock.connect(self._address)
                 self._map(sock)
         except (OSError, BatonError) as error:
             raise TransferFailed(f"{self.name}: {error}") from error
-        finally:
-            self._connecting = None
         if self.is_broken:
             raise TransferFailed(f"{self.name}: {self._queue.end_reason}")
         for thread in self._threads:
@@ -167,9 +163,6 @@ class DirectSender(QueueSender, ABC):
 
     def close(self) -> None:
         self._queue.break_off("the transport was closed")
-        if (sock := self._connecting) is not None:
-            with contextlib.suppress(OSError):  # not connected yet
-                sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()

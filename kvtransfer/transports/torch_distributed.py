@@ -3,7 +3,7 @@
 1. The source connects to the destination's listener. Both prove that they hold the key of page links. The
    source says how much a message has at most; the destination agrees or refuses.
 2. Over that connection the two form a process group of their own (kvtransfer/transports/rank_pair.py). Each
-   end does so in a thread, because a thread that waits in torch for a peer cannot be stopped.
+   end does so in a thread of its own: a thread that waits in torch for a peer cannot be stopped.
 3. A piece is cut into parts. The sending thread takes the parts that wait, of any transfers, as one batch:
    a record announces them, then it packs each part into a slot and starts its payload. Over NCCL the parts of
    a batch are packed, moved and unpacked on several CUDA streams, the lanes, part p on lane p % num_lanes.
@@ -22,7 +22,6 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Annotated, Final, NamedTuple, cast
@@ -262,7 +261,6 @@ class GroupSender(QueueSender):
         self._settings = settings or GroupSettings()
         self._key = b""  # of the records
         self._channel: GlooChannel | None = None
-        self._joined: Future[GlooChannel] = Future()
         self._freed: SimpleQueue[int] = SimpleQueue()  # numbers of slots; 0: there will be no more
         self._num_free = NUM_SLOTS  # the sending thread's
         self._sent: SimpleQueue[_Sent | None] = SimpleQueue()
@@ -270,8 +268,14 @@ class GroupSender(QueueSender):
         self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
 
     def open(self) -> None:
-        threading.Thread(target=self._join, name=f"{self._name}-join", daemon=True).start()
-        self._channel = self._joined.result()
+        timeout_s, connection = self._settings.connect_s, self._connect()
+        self._key = stream_key(connection.session_key)
+        with contextlib.closing(PairStore(connection, timeout_s)) as store:
+            self._channel = self._transport.join(
+                store, SOURCE, self._rank.settings.host, self._packing, self._payload_bytes, timeout_s
+            )
+        if self.is_broken:
+            raise TransferFailed(f"{self._name}: {self._queue.end_reason}")
         for thread in self._threads:
             thread.start()
 
@@ -282,30 +286,6 @@ class GroupSender(QueueSender):
                 thread.join()
         channel, self._channel = self._channel, None
         if channel is not None:
-            channel.close()
-
-    def _join(self) -> None:
-        """In a thread of its own, which `close` does not wait for."""
-        settings = self._settings
-        try:
-            connection = self._connect()
-            self._key = stream_key(connection.session_key)
-            with contextlib.closing(PairStore(connection, settings.connect_s)) as store:
-                channel = self._transport.join(
-                    store,
-                    SOURCE,
-                    self._rank.settings.host,
-                    self._packing,
-                    self._payload_bytes,
-                    settings.connect_s,
-                )
-        except Exception as error:
-            with contextlib.suppress(InvalidStateError):
-                self._joined.set_exception(error)
-            return
-        try:
-            self._joined.set_result(channel)
-        except InvalidStateError:  # closed meanwhile
             channel.close()
 
     def _connect(self) -> Connection:
@@ -328,9 +308,10 @@ class GroupSender(QueueSender):
         return connection
 
     def _run(self, loop: Callable[[GlooChannel], None]) -> None:
-        assert self._channel is not None
+        channel = self._channel
         try:
-            loop(self._channel)
+            if channel is not None:  # None: closed at once
+                loop(channel)
         except BatonError as error:
             self._break(f"{self._name}: {error}")
         except BaseException as error:
@@ -340,8 +321,6 @@ class GroupSender(QueueSender):
     def _break(self, reason: str) -> None:
         """Fail all pieces, now and later, and end both threads."""
         self._queue.break_off(reason)
-        with contextlib.suppress(InvalidStateError):
-            self._joined.set_exception(TransferFailed(f"{self._name}: {reason}"))
         if self._channel is not None:
             self._channel.abort()
         self._freed.put(0)

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import socket
 import threading
 import time
 from collections import deque
@@ -42,7 +41,6 @@ from baton.kvtransfer.transports.rank_pair import (
 from baton.kvtransfer.transports.records import MAX_BATCH, MAX_PART_BYTES
 from baton.kvtransfer.transports.registry import TRANSPORTS
 from baton.kvtransfer.transports.torch_distributed import (
-    PAIR_SCHEMA,
     GlooTransport,
     GroupListener,
     GroupSender,
@@ -50,14 +48,10 @@ from baton.kvtransfer.transports.torch_distributed import (
     GroupTransport,
     NcclChannel,
     NcclTransport,
-    PairReply,
     join_nccl,
 )
 from baton.pages import PageLayout
-from baton.rpc.auth import Role
-from baton.rpc.connection import Connection
 from tests.transfer_ends import (
-    PAGE_KEYS,
     ObservedGloo,
     Push,
     local_rank,
@@ -161,36 +155,6 @@ def test_nccl_is_refused_for_pages_of_a_cpu() -> None:
         sender = GroupSender(nccl, rank, peer_rank("nccl", listener.address, LAYOUT), SETTINGS)
         with contextlib.closing(sender), pytest.raises(TransferFailed, match="nccl: .* not on a GPU"):
             sender.open()
-
-
-def test_closing_ends_an_open_whose_peer_never_joins() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = str(server.getsockname()[1])
-        settings = GroupSettings(connect_s=2.0)
-        pages = torch.zeros((1, LAYOUT.page_bytes), dtype=torch.uint8)
-        rank = local_rank(pages, layout=LAYOUT)
-        sender = GroupSender(GLOO, rank, peer_rank("gloo", address, LAYOUT), settings)
-        outcomes: list[str] = []
-
-        def open_it() -> None:
-            with pytest.raises(TransferFailed) as raised:
-                sender.open()
-            outcomes.append(str(raised.value))
-
-        opening = threading.Thread(target=open_it)
-        opening.start()
-        sock, _ = server.accept()
-        connection = Connection(sock, PAGE_KEYS, Role.ACCEPTING, schema=PAIR_SCHEMA).handshake()
-        connection.recv(5.0)
-        connection.send(msgspec.msgpack.encode(PairReply()))
-        time.sleep(0.1)
-        sender.close()
-        opening.join(0.5)
-        assert outcomes == ["gloo: the transport was closed"]
-        for thread in threading.enumerate():  # torch lets the thread go when its own wait is over
-            if thread.name == "gloo-join":
-                thread.join(10)
-        connection.close()
 
 
 # Messages of a pair, as the ends hand them to torch.
