@@ -314,9 +314,7 @@ class SimRank:
         """Perform a command: at once in the endpoint's process, or in a later turn of another process."""
         if isinstance(command, messages.DropLink | messages.UseKeys):
             return
-        if self.is_dead:
-            self._answer_for_dead(command)
-        elif self.process is self._endpoint.process:
+        if self.process is self._endpoint.process:
             self._gate.perform(command)
         elif not self.is_lost:
             self.process.post(lambda: self._gate.perform(command))
@@ -325,18 +323,7 @@ class SimRank:
         """A peer's process is known to be dead: it reads and writes no more."""
         self.pieces.target_died(incarnation)
         for transfer in self.registrations.writer_died(incarnation):
-            self._emit(messages.WriterDied(transfer=transfer, shard=self.number))
-
-    def _answer_for_dead(self, command: messages.ShardCommand) -> None:
-        """Answer a command to a dead rank, as RemoteRank does."""
-        match command:
-            case messages.CloseShard(transfer=transfer):
-                self._answer(messages.WriterStopped(transfer=transfer, shard=self.number))
-            case messages.StopShard(transfer=transfer):
-                self._answer(messages.ShardStopped(transfer=transfer, shard=self.number))
-
-    def _answer(self, event: messages.ShardEvent) -> None:
-        self._endpoint.process.post(lambda: self._endpoint.on_shard_event(event))
+            self._close(messages.CloseShard(transfer=transfer, shard=self.number, is_confirmed=True))
 
     def _carry_out(self, command: messages.ShardCommand) -> None:
         match command:

@@ -62,7 +62,6 @@ from baton.kvtransfer.ranks.messages import (
     ShardOpened,
     ShardVerified,
     VerifyShard,
-    WriterDied,
     WriterStopped,
 )
 
@@ -156,8 +155,6 @@ class DestinationHandoff(Handoff):
                 return self._send()
             case WriterStopped(shard=shard):
                 return self._writer_stopped(shard)
-            case WriterDied():
-                return self.fail("the source's process died")
             case ShardVerified() if not self.has_ended:
                 self._shards[event.shard].corrupt = event.corrupt_units
                 return self._conclude_verification()
@@ -169,12 +166,12 @@ class DestinationHandoff(Handoff):
     def _writer_stopped(self, shard: int) -> list[Action]:
         """Release the writer's hold: no byte of the shard can be written any more.
 
-        A writer that stops before its Commit ends the transfer.
+        A writer that stops before its Commit has died, and ends the transfer.
         """
         state = self._shards[shard]
         if state.is_stopped:
             return []
-        actions = [] if state.is_committed else self.fail("the writer died")
+        actions = [] if state.is_committed else self.fail("the source's process died")
         state.is_stopped = True
         self._ledger.release(self.pages, state.writer)
         if not self.has_ended:

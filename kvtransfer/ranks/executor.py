@@ -40,7 +40,6 @@ from baton.kvtransfer.ranks.messages import (
     UnitsHashed,
     UseKeys,
     VerifyShard,
-    WriterDied,
     WriterStopped,
     registration_id,
 )
@@ -467,14 +466,15 @@ class RankExecutor:
         shard.close(is_confirmed=command.is_confirmed)
 
     def _on_writer_death(self, registrations: list[bytes]) -> None:
+        """Close the shards that dead writers have left; WriterStopped follows."""
         dead = [
-            WriterDied(transfer=transfer, shard=shard)
+            CloseShard(transfer=transfer, shard=shard, is_confirmed=True)
             for transfer, shards in self._receiving.items()
             for shard, state in shards.items()
             if state.registration_id in registrations
         ]
-        for event in dead:
-            self._emit(event)
+        for command in dead:
+            self._close_shard(command)
 
     def _reach(self, order: ReachPeer) -> None:
         transports = self._transports.to(order.link, order.destination)

@@ -8,8 +8,8 @@ The life of a shard at the destination:
 
 1. OpenShard admits the source's bytes to the pages; the answer is ShardOpened. HashUnits names written units:
    the rank takes their digests.
-2. CloseShard admits no more bytes; the answer, once none can be written, is WriterStopped. A rank reports
-   WriterDied when the source rank's process has died; the shard must then be closed.
+2. CloseShard admits no more bytes; the answer, once none can be written, is WriterStopped. A rank closes a
+   shard by itself when the source rank's process has died.
 3. VerifyShard compares the digests; the answer is ShardVerified. Another OpenShard admits the corrupt units
    again.
 
@@ -189,10 +189,6 @@ class WriterStopped(OfShard, frozen=True):
     """No byte of the shard can be written any more."""
 
 
-class WriterDied(OfShard, frozen=True):
-    """The process that writes the shard is dead."""
-
-
 class ShardVerified(OfShard, frozen=True):
     """The units with another digest than the source's."""
 
@@ -231,14 +227,7 @@ ShardCommand: TypeAlias = (
 )
 Command: TypeAlias = ShardCommand | DropLink | UseKeys
 ShardEvent: TypeAlias = (
-    ShardOpened
-    | WriterStopped
-    | WriterDied
-    | ShardVerified
-    | ShardReached
-    | PushEnded
-    | UnitsHashed
-    | ShardStopped
+    ShardOpened | WriterStopped | ShardVerified | ShardReached | PushEnded | UnitsHashed | ShardStopped
 )
 ToAgent: TypeAlias = SetUp | Command | StopAll | TellCounts
 ToRankZero: TypeAlias = AgentHello | Ready | AllStopped | Counted | ShardEvent

@@ -26,7 +26,6 @@ from baton.kvtransfer.ranks.messages import (
     ShardStopped,
     StopShard,
     UnitsHashed,
-    WriterDied,
     WriterStopped,
 )
 from baton.kvtransfer.transports.pages import SharedPool
@@ -193,15 +192,15 @@ def test_end_of_a_link_closes_its_transports(destination: Rank, sources: list[Ra
     assert not any(thread.name == "shm-source" for thread in set(threading.enumerate()) - threads)
 
 
-def test_death_of_a_writer_is_reported_for_its_open_shards(destination: Rank, sources: list[Rank]) -> None:
+def test_death_of_a_writer_closes_its_open_shards(destination: Rank, sources: list[Rank]) -> None:
     for shard, source in enumerate(sources):
         open_shard(destination, source, shard)
     incarnation = sources[1].executor.listeners.incarnation
     destination.executor.rank.registrations.writer_came(incarnation)
     rank = destination.executor.rank
     rank.on_writer_death(rank.registrations.writer_died(incarnation))
-    assert destination.hear(WriterDied) == WriterDied(transfer=TRANSFER, shard=1)
-    assert not any(isinstance(event, WriterDied) for event in destination.events)
+    assert destination.hear(WriterStopped) == WriterStopped(transfer=TRANSFER, shard=1)
+    assert not any(isinstance(event, WriterStopped) for event in destination.events)
 
 
 def test_forgotten_shards_leave_nothing(destination: Rank, sources: list[Rank]) -> None:

@@ -29,7 +29,6 @@ EVENTS: list[m.ToRankZero] = [
     m.AllStopped(),
     m.ShardOpened(**OF_SHARD),
     m.WriterStopped(**OF_SHARD),
-    m.WriterDied(**OF_SHARD),
     m.ShardVerified(**OF_SHARD, corrupt_units=tuple(range(MAX_PAGES))),
     m.ShardReached(**OF_SHARD, transport="shm"),
     m.PushEnded(
