@@ -3,10 +3,9 @@ breaks.
 
 1. `when_settled` connects and opens a transport in a thread: that may take seconds. `push` takes a piece and
    the call to make when the piece has ended.
-2. A piece that fails is pushed again: over the next transport if this one is broken, else over the same one.
-   A piece has as many tries as there are transports.
-3. With no transport or no try left, the piece has failed for good. The next transfer tries all transports
-   again.
+2. The pieces of a transport that breaks are pushed again, over the next one. A piece that fails over a
+   transport that works has failed for good: the destination has refused it.
+3. With no transport left, pieces fail. The next transfer tries all transports again.
 """
 
 import logging
@@ -35,7 +34,6 @@ class _Delivery:
     def __init__(self, piece: Piece, on_end: OnEnd) -> None:
         self.piece = piece
         self.on_end = on_end
-        self.num_tries = 0
         self.is_cancelled = False
 
 
@@ -114,7 +112,6 @@ class PeerTransports:
             self._waiting.append(delivery)
             self._open_next()
             return
-        delivery.num_tries += 1
         sender = self._sender
         self._under_way.append(delivery)
         sender.push(
@@ -180,15 +177,11 @@ class PeerTransports:
         if sender is not self._sender:
             return  # the sender was given up, and its pieces go over the next one
         self._under_way.remove(delivery)
-        if outcome.is_done or delivery.is_cancelled:
-            self._tell(delivery, outcome)
-            return
-        if sender.is_broken:
+        if sender.is_broken and not (outcome.is_done or delivery.is_cancelled):
             self._give_up_sender(sender)
-        if delivery.num_tries >= len(self._all):
-            self._tell(delivery, outcome)
-        else:
             self._deliver(delivery)
+        else:
+            self._tell(delivery, outcome)
 
     def _give_up_sender(self, sender: Sender) -> None:
         self._counts[f"failed_{self._left.pop(0).name}"] += 1
