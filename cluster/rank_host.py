@@ -39,7 +39,7 @@ from baton.engine.runner.rank_process import (
     error_of,
 )
 from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost
-from baton.kvtransfer.ranks.agent_arguments import AgentNode, AgentsPlace, sidecar_on_node
+from baton.kvtransfer.ranks.agent_arguments import AgentArguments, AgentNode, AgentsPlace
 from baton.messages.bounds import LINK_TIMEOUT_S, schema_hash
 from baton.messages.workers import Address, HostPlace
 from baton.rpc.auth import RANKS, Generations, KeyRing, LinkKeys, Role
@@ -258,9 +258,11 @@ class _HostedReplica:
             rank=order.rank,
             rendezvous=rendezvous,
             num_threads=order.num_threads,
-            sidecar=sidecar_on_node(
-                AgentNode(rank_zero=order.agents, host=own_host, keys=keys, link_timeout_s=link_timeout_s)
-            ),
+            sidecar=AgentArguments(
+                node=AgentNode(
+                    rank_zero=order.agents, host=own_host, keys=keys, link_timeout_s=link_timeout_s
+                )
+            ).sidecar(),
             network=RankNetwork(
                 rank_zero=order.ranks,
                 replica=order.replica,

@@ -39,11 +39,3 @@ class AgentArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def sidecar(self) -> RankSidecar:
         """Return the agent as the sidecar of a rank."""
         return RankSidecar(factory=AGENT, arguments=msgspec.json.encode(self).decode())
-
-
-def sidecar_on_node(node: AgentNode) -> RankSidecar:
-    """Return the sidecar of a rank on another node than rank 0's.
-
-    A line that it hears has `Generations` as JSON, which replace its keys.
-    """
-    return AgentArguments(node=node).sidecar()
