@@ -33,7 +33,7 @@ def test_steps_are_counted_with_their_tokens_and_times(is_async: bool, tiny_mode
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_phases_of_the_step_after_a_load_are_timed(is_async: bool, tiny_model: Path) -> None:
-    """Other processes may interrupt a phase: the forward pass has its part of one of several steps at least."""
+    """Other processes may interrupt a phase: the forward pass has its part of one of five steps at least."""
     engine = tiny_engine(tiny_model, scheduler={"async_scheduling": is_async})
     for name in "abcdefghijklmnop":  # enough rows that the forward pass is no small part of a step
         add(engine, name, 30, 16)
