@@ -151,8 +151,8 @@ class WorkerInFlight:
     """The in-flight load of one worker."""
 
     __slots__ = (
-        *("num_attempts", "num_prompt_tokens", "num_tokens", "num_unknown", "num_unknown_tokens"),
-        *("num_computing", "num_decoding", "decoding", "work_s", "since_s", "prompts"),
+        *("num_attempts", "num_tokens", "num_unknown", "num_unknown_tokens"),
+        *("num_computing", "decoding", "work_s", "since_s", "prompts"),
     )
 
     def __init__(self) -> None:
@@ -161,9 +161,8 @@ class WorkerInFlight:
         self.work_s = 0.0  # expected time to compute all of them
         self.since_s = 0.0  # the present first of them has been the first since then
         self.num_attempts = 0
-        self.num_decoding = 0  # attempts that are decoded here and have their first token
-        self.decoding: dict[SchedulingClass, Decoding] = {}  # the same attempts, by class
-        self.num_prompt_tokens = 0
+        # Attempts that are decoded here and have their first token, by class.
+        self.decoding: dict[SchedulingClass, Decoding] = {}
         self.num_tokens = 0
         self.num_unknown = 0  # attempts that the worker reports and no entry names
         self.num_unknown_tokens = 0
@@ -223,9 +222,7 @@ class InFlight:
         decode.num_attempts += 1
         decode.num_tokens += entry.num_tokens
         if entry.prefill:
-            prefill = self._accounts[entry.prefill]
-            prefill.num_attempts += 1
-            prefill.num_prompt_tokens += entry.num_prompt_tokens
+            self._accounts[entry.prefill].num_attempts += 1
         self._waiting.add(key)
         account = self._accounts[entry.computed_by]
         if not account.num_computing:
@@ -244,7 +241,6 @@ class InFlight:
         self._waiting.remove(key)
         entry = self._entries[key]
         decode = self._accounts[entry.decode]
-        decode.num_decoding += 1
         num, num_tokens = decode.decoding.get(entry.scheduling_class, _NONE_DECODING)
         decode.decoding[entry.scheduling_class] = Decoding(num + 1, num_tokens + entry.num_output_tokens)
         account = self._accounts[entry.computed_by]
@@ -253,9 +249,7 @@ class InFlight:
         account.work_s = account.work_s - entry.compute_s if account.num_computing else 0.0
         account.prompts.remove(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
         if entry.prefill:
-            prefill = self._accounts[entry.prefill]
-            prefill.num_attempts -= 1
-            prefill.num_prompt_tokens -= entry.num_prompt_tokens
+            self._accounts[entry.prefill].num_attempts -= 1
 
     def ended(self, key: AttemptKey) -> None:
         """Remove an attempt."""
@@ -268,7 +262,6 @@ class InFlight:
         self._by_gateway[entry.gateway].pop(key, None)
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
-        decode.num_decoding -= 1
         num, num_tokens = decode.decoding.pop(entry.scheduling_class)
         if num > 1:
             decode.decoding[entry.scheduling_class] = Decoding(num - 1, num_tokens - entry.num_output_tokens)
@@ -334,13 +327,12 @@ class InFlight:
             computed = [
                 each for key in self._waiting if (each := self._entries[key]).computed_by == worker_id
             ]
-            prefilled = [each for each in computed if each.prefill]
-            assert account.num_attempts == len(decoded) + len(prefilled), worker_id
+            assert account.num_attempts == len(decoded) + sum(bool(each.prefill) for each in computed), (
+                worker_id
+            )
             assert account.num_tokens == sum(entry.num_tokens for entry in decoded.values()), worker_id
-            assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in prefilled), worker_id
             assert account.num_computing == len(computed), worker_id
             begun = [entry for key, entry in decoded.items() if key not in self._waiting]
-            assert account.num_decoding == len(begun), worker_id
             num_output_tokens = defaultdict[SchedulingClass, list[int]](list)
             for entry in begun:
                 num_output_tokens[entry.scheduling_class].append(entry.num_output_tokens)

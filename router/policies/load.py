@@ -64,7 +64,7 @@ class LoadPolicy:
         if role is WorkerRole.DECODE:
             return account.share_of(member.worker)
         prompt = NewPrompt(scheduling_class_of(request), request.num_tokens)
-        return account.num_prompt_tokens * account.prompts.share_ahead_of(prompt)
+        return account.prompts.total * account.prompts.share_ahead_of(prompt)
 
 
 class RoundRobin(LoadPolicy):

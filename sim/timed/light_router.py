@@ -59,8 +59,8 @@ class Account(WorkerInFlight):
     """The load of one worker, as the router counts it, and the worker's times, as the router learns them."""
 
     __slots__ = (
-        *("bit", "computing_tokens", "given", "handoffs", "id", "num_output_tokens", "peer", "slots"),
-        *("speeds", "worker"),
+        *("bit", "computing_tokens", "given", "handoffs", "id", "num_decoding", "num_output_tokens"),
+        *("peer", "slots", "speeds", "worker"),
     )
 
     def __init__(self, peer: LightWorker, bit: int, now_s: float, step: StepFit) -> None:
@@ -71,7 +71,7 @@ class Account(WorkerInFlight):
         self.handoffs: dict[str, Fit] = {}  # by decode worker
         self.given = DecayedSum(BALANCE_S, now_s)  # tokens of prompts
         self.slots = max(1, self.worker.num_pages * self.worker.page_size)
-        self.computing_tokens = self.num_output_tokens = 0
+        self.computing_tokens = self.num_decoding = self.num_output_tokens = 0
 
     def has_slot(self, now_s: float) -> bool:
         """See Capacity in router/queue/admission.py."""

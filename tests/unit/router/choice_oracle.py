@@ -124,7 +124,7 @@ class ChoiceOracle:
 
     def _local(self, decoder: Member, cost: Weighed) -> Weighed:
         account = self._context.in_flight.account(decoder.id)
-        num_decoding = account.num_decoding + account.num_unknown
+        num_decoding = sum(each.num for each in account.decoding.values()) + account.num_unknown
         decode_delay_s = self._decoding(decoder).decode_delay_s
         if num_decoding:
             num_output_tokens = sum(each.num_output_tokens for each in account.decoding.values())

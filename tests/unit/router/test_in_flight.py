@@ -81,8 +81,9 @@ class InFlightMachine(RuleBasedStateMachine):
             )
             decoding = [entry for entry in self.open.values() if entry.decode == worker]
             begun = [key for key in self.open.keys() - self.waiting if self.open[key].decode == worker]
-            assert account.num_decoding == len(begun)
-            assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in filling)
+            assert sum(each.num for each in account.decoding.values()) == len(begun)
+            computing = [self.open[key] for key in self.waiting if self.open[key].computed_by == worker]
+            assert account.prompts.total == sum(entry.num_prompt_tokens for entry in computing)
             assert account.num_tokens == sum(entry.num_tokens for entry in decoding)
             assert account.num_attempts == len(filling) + len(decoding)
 
