@@ -194,10 +194,14 @@ class InFlight:
         self._accounts: defaultdict[str, WorkerInFlight] = defaultdict(WorkerInFlight)
         self._waiting: set[AttemptKey] = set()  # without a first token
         self._reported_s: defaultdict[str, dict[AttemptKey, float]] = defaultdict(dict)  # by decode worker
-        self.num_others = 0
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def num_others(self) -> int:
+        """Attempts that other routers dispatched."""
+        return len(self._by_gateway.get(OTHERS, ()))
 
     @property
     def num_own(self) -> int:
@@ -216,7 +220,6 @@ class InFlight:
         assert key not in self._entries, key
         self._entries[key] = entry
         self._reported_s[entry.decode][key] = self._clock.now_s()
-        self.num_others += entry.gateway == OTHERS
         self._by_gateway[entry.gateway][key] = None
         decode = self._accounts[entry.decode]
         decode.num_attempts += 1
@@ -258,7 +261,6 @@ class InFlight:
         if entry is None:
             return
         del self._reported_s[entry.decode][key]
-        self.num_others -= entry.gateway == OTHERS
         self._by_gateway[entry.gateway].pop(key, None)
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
@@ -340,7 +342,6 @@ class InFlight:
             assert account.decoding == decoding, worker_id
         assert sum(map(len, self._by_gateway.values())) == len(self._entries)
         assert sum(map(len, self._reported_s.values())) == len(self._entries)
-        assert sum(entry.gateway == OTHERS for entry in self._entries.values()) == self.num_others
 
 
 def scheduling_class_of(request: Request) -> SchedulingClass:

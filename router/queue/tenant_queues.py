@@ -14,7 +14,7 @@ million requests.
 """
 
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -219,7 +219,6 @@ class TenantQueues:
         self._held: set[str] = set()  # tenants
         self._queued: dict[AttemptKey, QueuedAttempt] = {}  # in the order of arrival
         self._num_added = 0
-        self._busy: list[int] = []  # ranks with waiting requests, the highest class first
         self._work = [0.0] * MAX_CLASSES
         self._num = [0] * MAX_CLASSES
 
@@ -249,8 +248,6 @@ class TenantQueues:
             self._ranks.setdefault(waiting.tenant, []).append(waiting.rank)
         lane.line.add(waiting.order, waiting, waiting.work)
         lane.weight = waiting.scheduling_key.weight
-        if not self._num[waiting.rank]:
-            insort(self._busy, waiting.rank)
         self._num[waiting.rank] += 1
         self._work[waiting.rank] += waiting.work
         if waiting.tenant not in self._held:
@@ -264,9 +261,8 @@ class TenantQueues:
 
     def first(self) -> QueuedAttempt | None:
         """The next request in turn; None when all waiting tenants are held."""
-        for rank in self._busy:
-            tenant = self._shares[rank].first()
-            if tenant is not None:
+        for rank, share in enumerate(self._shares):
+            if (tenant := share.first()) is not None:
                 return self._lanes[rank, tenant].line.first()
         return None
 
@@ -334,7 +330,7 @@ class TenantQueues:
 
     def last_rank(self) -> int | None:
         """The lowest class with waiting requests."""
-        return self._busy[-1] if self._busy else None
+        return max((rank for rank, num in enumerate(self._num) if num), default=None)
 
     def work_before(self, waiting: QueuedAttempt) -> float:
         """Return the work that is dispatched before this request if nothing else arrives.
@@ -370,8 +366,6 @@ class TenantQueues:
         self._num[waiting.rank] -= 1
         rest = self._work[waiting.rank] - waiting.work
         self._work[waiting.rank] = rest if self._num[waiting.rank] else 0.0
-        if not self._num[waiting.rank]:
-            self._busy.remove(waiting.rank)
         place = (waiting.rank, waiting.tenant)
         lane = self._lanes[place]
         lane.line.remove(waiting.order)
