@@ -5,8 +5,8 @@ The life of a transfer at the source:
 1. A Grant or a PullRequest begins the transfer, and the ranks open the transports. Once they are open, the
    pages that a worker offers are written; for a pull, the source leases the wanted pages, if they are still
    here, and writes them all.
-2. `offer` adds pages as the prompt is computed; a lease holds them. Each offer is pushed for every shard.
-   Pages under a push have a second owner, the reader. The hold of the reader ends with the push.
+2. `offer` adds pages as the prompt is computed; a lease holds them. Each offer is pushed for every shard. The
+   pages have a second owner, the reader, which holds them until the transfer has ended and no push runs.
 3. Each push that has ended is a Wrote; the last push of a shard is its Commit, which carries the digests of
    all units and ends the writing of that shard.
 4. Verified: the destination has adopted the pages, and the lease ends. Corrupt: the source writes the named
@@ -30,7 +30,6 @@ and the peer derives the key from its own tokens. A wrong hint therefore never t
 tokens.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import pairwise
@@ -45,7 +44,6 @@ from baton.kvtransfer.protocol.handoff import (
     HandoffContext,
     HandoffOutcome,
     Owner,
-    PageLedger,
     Send,
     TransferTimes,
 )
@@ -200,33 +198,6 @@ class Timeline:
         self._phase = phase
 
 
-class PageReaders:
-    """The second owner of source pages that pushes read; it releases a page after the page's last push."""
-
-    def __init__(self, ledger: PageLedger, owner: Owner) -> None:
-        self._ledger = ledger
-        self._owner = owner
-        self._num_pushes: Counter[int] = Counter()  # page -> number of pushes that read the page; never 0
-
-    def enter(self, pages: Sequence[int]) -> None:
-        """Hold the pages for a new push. Another owner must hold the pages too."""
-        self._ledger.share([page for page in pages if page not in self._num_pushes], self._owner)
-        self._num_pushes.update(pages)
-
-    def leave(self, pages: Sequence[int]) -> None:
-        """End the hold of one push on these pages."""
-        for page in pages:
-            self._num_pushes[page] -= 1
-            if not self._num_pushes[page]:
-                del self._num_pushes[page]
-                self._ledger.release([page], self._owner)
-
-    def leave_all(self) -> None:
-        """End the holds of all pushes."""
-        self._ledger.release(sorted(self._num_pushes), self._owner)
-        self._num_pushes.clear()
-
-
 # Returns device pages with the contents of these keys and makes the owner a user of the pages. Pages that are
 # only in host memory are copied to the device. Returns None, with no page held, when a key is not found or
 # when no room is left on the device.
@@ -269,7 +240,7 @@ class SourceHandoff(Handoff):
         self._shards = [SourceShard(request.num_units) for _ in range(request.num_shards)]
         self._num_offered = [0] * request.num_layer_groups  # layer group -> units
         self._num_pushed = [0] * request.num_layer_groups  # units [pushed, offered) wait for the transports
-        self._readers = PageReaders(context.ledger, ("reader", self.transfer))
+        self._reader = ("reader", self.transfer)
 
     @property
     def is_closed(self) -> bool:
@@ -320,6 +291,7 @@ class SourceHandoff(Handoff):
             return self.fail("expired")
         if pages:
             self._ledger.lease(pages, self._lease_owner, self._deadline_s)
+            self._ledger.share(pages, self._reader)
             self.pages += pages
         for each in groups:
             self._num_offered[each] = num_units
@@ -401,7 +373,7 @@ class SourceHandoff(Handoff):
     def _close(self) -> list[Action]:
         for state in self._shards:
             state.in_flight.clear()
-        self._readers.leave_all()
+        self._ledger.release(self.pages, self._reader)
         self.state = SourceState.CLOSED
         return self.released()
 
@@ -419,6 +391,7 @@ class SourceHandoff(Handoff):
                 return self.fail(f"aborted: {message.reason}", tells_peer=False)
             case Verified(), SourceState.COMMITTING:
                 self.state, self.outcome = SourceState.CLOSED, HandoffOutcome.HANDED_OVER
+                self._ledger.release(self.pages, self._reader)
                 self._release_lease()
                 return [Finished(self.outcome, "")]
             case Corrupt(), SourceState.COMMITTING | SourceState.STREAMING:
@@ -477,7 +450,6 @@ class SourceHandoff(Handoff):
     def _push(self, shard: int, first: int, stop: int) -> PushUnits:
         state = self._shards[shard]
         state.in_flight.add((first, stop))
-        self._readers.enter(self._pages_of(first, stop))
         more_pages, state.num_pages_told = tuple(self.pages[state.num_pages_told :]), len(self.pages)
         self.timeline.pushed()
         return PushUnits(
@@ -493,10 +465,6 @@ class SourceHandoff(Handoff):
         if self.state is SourceState.CLOSED:
             return
         self._shards[shard].in_flight.remove((first, stop))
-        self._readers.leave(self._pages_of(first, stop))
-
-    def _pages_of(self, first: int, stop: int) -> list[int]:
-        return self.pages[first // self._units_per_page : -(-stop // self._units_per_page)]
 
     def _commit(self, shard: int, first: int, stop: int) -> Send:
         state = self._shards[shard]
