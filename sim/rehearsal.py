@@ -214,7 +214,10 @@ def _run(
         busy_s = {worker.worker.name: worker.busy_s for worker in cluster.workers.values()}
         return _course(outcomes, layout, busy_s, cluster.parts, NUM_HOPS * BODY_S)
     full = FullCluster(*arguments, seed=settings.seed, contention=contention)
-    outcomes = full.run(_full_call(number, each) for number, each in enumerate(trace))
+    outcomes = full.run(
+        ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each, number), num_answered=each.output_tokens)
+        for number, each in enumerate(trace)
+    )
     return _course(outcomes, layout, full.busy_s, full.parts)
 
 
@@ -275,10 +278,6 @@ def _shared_keys(trace: Sequence[TraceRequest], page_size: int) -> dict[int, byt
         if len(shared):
             found[number] = np.repeat(own[: int(shared[-1]) + 1], 2).tobytes()
     return found
-
-
-def _full_call(number: int, each: TraceRequest) -> ClientCall:
-    return ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each, number), num_answered=each.output_tokens)
 
 
 def _course(

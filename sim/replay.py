@@ -41,7 +41,6 @@ from baton.router.policies.base import Pair, PolicyContext, RoutingChoice
 from baton.router.policies.cost import predicted
 from baton.router.policies.registry import POLICIES, load_policy, policy_class
 from baton.router.recording import (
-    AnyChunk,
     Decided,
     Inputs,
     Joined,
@@ -158,7 +157,9 @@ class Replay:
         if not decoded or not isinstance(decoded[0], RouterCheckpoint):
             raise ConfigError("the recording does not begin with a router's state: nothing can be replayed")
         self.checkpoint = decoded[0]
-        self.records = [record for chunk in decoded[1:] for record in _records(chunk)]
+        self.records = [
+            record for chunk in decoded[1:] if isinstance(chunk, Inputs) for record in chunk.records
+        ]
 
     def run(self, policy: str | None = None) -> Replayed:
         """Replay all inputs. policy: compared with the recorded one.
@@ -266,10 +267,6 @@ def _framed(body: bytes) -> Iterator[bytes]:
         begin = place + LENGTH_BYTES
         place = begin + int.from_bytes(body[place:begin], "big")
         yield body[begin:place]
-
-
-def _records(chunk: AnyChunk) -> Sequence[tuple[float, int, Record]]:
-    return chunk.records if isinstance(chunk, Inputs) else ()
 
 
 def _first_difference(recorded: Sequence[Outcome], replayed: Sequence[Outcome]) -> Difference | None:

@@ -77,7 +77,8 @@ def told() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _drop()
+        # The interpreter, which flushes at exit, must not fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
         raise ConfigError(f"standard output cannot be written: {error.strerror}") from None
@@ -87,8 +88,3 @@ def flush() -> None:
     """Write what other code has left in the buffer; raises as `write` does."""
     if sys.stdout is not None:
         write("")
-
-
-def _drop() -> None:
-    """Point stdout at nothing, so that the interpreter does not fail once more when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

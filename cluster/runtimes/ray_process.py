@@ -40,7 +40,8 @@ class NodeActor:
     def __init__(self, given: Assignment) -> None:
         self._given = given
         self._ring = KeyRing(given.kind, given.generations)
-        set_node_name(f"{socket.gethostname()}/{_node_id()}")
+        node_id: str = ray.get_runtime_context().get_node_id()  # several nodes may share a machine
+        set_node_name(f"{socket.gethostname()}/{node_id[:8]}")
 
     def place(self) -> tuple[int, str]:
         """Return the ids of the process and of its node."""
@@ -132,12 +133,6 @@ class RankHostActor(NodeActor):
     def serve(self) -> None:
         """Serve until the actor is killed. Raises WorkerLost when a rank ends with an error."""
         self._host.serve()
-
-
-def _node_id() -> str:
-    """Return the first characters of Ray's id of the node: several nodes may share a machine."""
-    node_id: str = ray.get_runtime_context().get_node_id()
-    return node_id[:8]
 
 
 def _end_with(pid: int, started: int) -> None:
