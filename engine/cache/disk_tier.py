@@ -169,7 +169,7 @@ class DiskStore:
 
         False, with anything in the page, if the record is absent or damaged; a damaged record is forgotten.
         Several reads are under way at once, because a disk that waits for the next order is idle. None is
-        under way once the iterator has ended, been closed or raised OSError: the pages may be used again.
+        under way once the iterator has ended, been closed or raised an error: the pages may be used again.
         """
         runs = self._runs(pages)
         yield from ((key, False) for key in pages if key not in self._where)
@@ -186,11 +186,12 @@ class DiskStore:
                     except Exception as error:
                         results.put(error)
 
-        num_threads = min(len(runs), _READS_AT_ONCE)
-        threads = [threading.Thread(target=read_runs, daemon=True) for _ in range(num_threads)]
-        for thread in threads:
-            thread.start()
+        threads: list[threading.Thread] = []
         try:
+            for _ in range(min(len(runs), _READS_AT_ONCE)):
+                thread = threading.Thread(target=read_runs, daemon=True)
+                thread.start()
+                threads.append(thread)
             for _ in runs:
                 result = results.get()
                 if isinstance(result, Exception):

@@ -210,6 +210,36 @@ def test_failed_read_raises_once_no_other_read_is_under_way(
     store.close()
 
 
+def test_thread_that_cannot_start_leaves_no_read_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, preadv, start = store_in(tmp_path), os.preadv, threading.Thread.start
+    begun, num_under_way = threading.Event(), 0
+    for key in KEYS[:8]:
+        store.put(key, parts_of(page_of(key)))
+
+    def slow(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        nonlocal num_under_way
+        num_under_way += 1
+        begun.set()
+        threading.Event().wait(0.05)
+        num_under_way -= 1
+        return preadv(fd, buffers, offset, flags)
+
+    def start_one(thread: threading.Thread) -> None:
+        if begun.is_set():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        begun.wait()
+
+    monkeypatch.setattr(os, "preadv", slow)
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        read_all(store, KEYS[:8])
+    assert not num_under_way
+    store.close()
+
+
 def test_key_with_records_in_two_segments_may_be_forgotten_and_dropped(tmp_path: Path) -> None:
     """As after a loss of power, when the file system has not kept that a damaged record was removed."""
     store, key = store_in(tmp_path), KEYS[0]
