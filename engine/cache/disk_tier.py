@@ -5,8 +5,8 @@ The life of a page on disk:
 1. A page that has come to the host tier is written behind, by the thread of the tier. A page that leaves
    host memory before its turn is not written.
 2. Pages on disk that continue a request's prefix are read back to the host tier while it waits, in the
-   order of the files: pages that were written one after another are one read. The step loop only gives
-   orders and takes reports: it never waits for a disk.
+   order of the files, with several reads at once; pages that were written one after another are one read.
+   The step loop only gives orders and takes reports: it never waits for a disk.
 3. A full store drops the segment that was used least recently, as a whole.
 4. A process that starts claims the first free directory of its model, reads the index of every segment
    there, and has the pages again.
