@@ -71,9 +71,10 @@ def _by_key(settings: Mapping[str, object]) -> dict[str, Any]:
     }
     found: dict[str, object] = {}
     for name, value in flatten(parts, leaves(EngineConfig).keys() | keys).items():
-        option = "--" + name.replace("_", "-")
+        whole = name.partition(".")[0]  # of a mapping, such as hf_overrides
+        option = "--" + whole.replace("_", "-")
         if name not in keys and option in INSTEAD:
-            raise ConfigError(f"{name}: {INSTEAD[option]}")
+            raise ConfigError(f"{whole}: {INSTEAD[option]}")
         key = keys.get(name, name)
         if key in found:
             raise ConfigError(f"{name}: {key} is given twice")

@@ -119,6 +119,7 @@ def test_settings_may_have_the_names_of_options() -> None:
     [
         ({"block_size": 8, "cache": {"page_size": 8}}, "page_size: cache.page_size is given twice"),
         ({"swap_space": 4}, "swap_space: give --host-cache-memory"),
+        ({"hf_overrides": {"rope_theta": 1e4}}, "hf_overrides: change config.json"),
         ({"max_num_seq": 4}, "unknown configuration key 'max_num_seq'; did you mean"),
         ({"cache": 5, "block_size": 8}, "cache: expected a mapping, got 5"),
     ],
