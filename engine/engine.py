@@ -438,12 +438,12 @@ class Engine(Replica):
         tp_workers, self._tp_workers = self._tp_workers, None
         if tp_workers is None:
             return
-        if self._why_lost is not None:
-            tp_workers.close(timeout_s=0.0)
-            return
-        with suppress(WorkerLost):  # a rank that has ended already needs no command
-            self.runner.rank.send_command(STOP_COMMAND)
-        tp_workers.close()
+        if self._why_lost is None:
+            with suppress(WorkerLost):  # a rank has ended already: others may not have heard of the end
+                self.runner.rank.send_command(STOP_COMMAND)
+                tp_workers.close()
+                return
+        tp_workers.close(timeout_s=0.0)
 
     def _close_disk(self) -> None:
         cache = self.scheduler.cache

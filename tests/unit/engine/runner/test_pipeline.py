@@ -1,5 +1,7 @@
 """Pipeline stages: each computes its layers of a step, and the tokens are those of one rank."""
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -95,6 +97,19 @@ def test_killed_stage_is_reported_and_the_engine_still_closes(tiny_model: Path) 
 
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+def test_engine_that_has_lost_a_stage_while_idle_closes_without_a_wait(tmp_path: Path) -> None:
+    """The last stage hears of no end: without a kill, its process would be waited for in vain."""
+    directory = write_config(tmp_path / "model", num_hidden_layers=3)
+    before = psutil.Process().children(recursive=True)
+    engine = tiny_engine(directory, pipeline_parallel_size=3)
+    stages = sorted(set(psutil.Process().children(recursive=True)) - set(before), key=lambda each: each.pid)
+    stages[0].kill()
+    threading.Event().wait(0.3)  # until rank 0 has heard of it
+    began_s = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began_s < 8.0 and not any(each.is_running() for each in stages)
 
 
 def test_running_sequences_are_spread_over_the_steps_in_flight(
