@@ -103,13 +103,14 @@ def test_a_broken_way_between_two_ranks_fails_its_transfers_alone(
     link = source.endpoint._peers.link_to(destination.endpoint.incarnation)
     assert link is not None
     way = source.endpoint._here._transports._peers[link.number, 1]
+    sender = way._sender
+    assert isinstance(sender, TcpSender)
     transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
     apart = source.begin(other.address(), NUM_UNITS, NUM_UNITS // 2)
     if is_for_good:
         way.close()
     else:
-        assert isinstance(way._sender, TcpSender)
-        for stream in way._sender._streams:
+        for stream in sender._streams:
             stream._socket.wake()  # type: ignore[union-attr]
     for each in (transfer, apart):
         source.go_on(each)
@@ -120,6 +121,8 @@ def test_a_broken_way_between_two_ranks_fails_its_transfers_alone(
     if is_for_good:
         link.close()
         wait_for(lambda: link.is_lost)
+    else:  # a break that nobody has noticed yet would fail the next transfer
+        wait_for(lambda: sender.is_broken)
     assert source.send(destination.address(), NUM_UNITS) == "handed_over"
     assert destination.ended()[-1] == ("adopted", "", source.sent)
 
