@@ -68,7 +68,7 @@ def test_the_largest_numbers_survive_the_wire() -> None:
         stop_token_ids=(most,),
         logit_bias={most: 1.0},
     )
-    request = Request(request_id="r", token_ids=TokenIds.of((1,)), sampling=sampling)
+    request = Request(request_id="0" * 32, token_ids=TokenIds.of((1,)), sampling=sampling)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -512,7 +513,8 @@ def test_log_lines_of_a_host_name_its_node(model: Path, monkeypatch: pytest.Monk
     ray_process = pytest.importorskip("baton.cluster.runtimes.ray_process")
     names: list[str] = []
     monkeypatch.setattr(ray_process, "set_up_logging", lambda name, **_: names.append(name))
-    monkeypatch.setattr(ray_process, "_node_id", lambda: "elsewhere")
+    context = SimpleNamespace(get_node_id=lambda: "elsewhere")
+    monkeypatch.setattr(ray_process.ray, "get_runtime_context", lambda: context)
     monkeypatch.setenv("BATON_NODE_NAME", "elsewhere")
     config = WorkerConfig(
         role=WorkerRole.DECODE,
