@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from mmap import mmap
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -23,11 +22,13 @@ from time import perf_counter, sleep
 from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 
 from baton.bench.engine.replica import LLAMA_3M, greedy, load_replica, random_tokens
 from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.engine.cache.disk_tier import DiskTier, HostPages, Loaded, open_store
 from baton.engine.engine import Engine
+from baton.kernels.native import huge_zeros
 
 PAGE_BYTES: Final = {"128 KiB": 2**17, "2 MiB": 2**21}  # of 16 tokens: 56 M parameters, 8 G parameters
 READ_BYTES: Final = 2**29
@@ -98,7 +99,8 @@ def tier_rate(folder: Path, host: HostPages) -> float:
 def read_rows(name: str, folder: Path, num_rounds: int, report: Report) -> list[Row]:
     """Read the same bytes by the tier and plainly, in turns."""
     content = np.frombuffer(np.random.default_rng(1).bytes(READ_BYTES), np.uint8)
-    host = np.frombuffer(mmap(-1, READ_BYTES), np.uint8).reshape(-1, PAGE_BYTES[name])  # aligned
+    # As the host pages of an engine. Direct reads into huge pages need an eighth of the orders to the disk.
+    host = huge_zeros((READ_BYTES // PAGE_BYTES[name], PAGE_BYTES[name]), torch.uint8).numpy()
     host[:] = content.reshape(host.shape)
     with open_tier(folder / "tier", host) as tier:
         tier.stop()
