@@ -250,7 +250,9 @@ class SimWorker:
     def __init__(self, context: SimContext, described: Worker, make_engine: MakeEngine) -> None:
         """described: what stays the same in all its lives; the role, until it flips."""
         role = context.roles.get(described.name, described.role)
-        self.described = msgspec.structs.replace(described, role=role, kv_dtype=KV_DTYPE)
+        self.described = msgspec.structs.replace(
+            described, role=role, kv_dtype=KV_DTYPE, incarnation=next(context.starts)
+        )
         self.process = process = context.new_process(described.name)
         self.engine = make_engine(described, process)
         self.endpoint = SimEndpoint(
@@ -318,7 +320,6 @@ class SimWorker:
         worker = msgspec.structs.replace(
             self.described,
             id=self._context.new_id(self.described.name),
-            incarnation=next(self._context.starts),
             address=address,
             kv_address=kv_address,
         )

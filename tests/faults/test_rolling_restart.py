@@ -17,9 +17,10 @@ OPTIONS = ("--prefill", "2", "--decode", "2", "--routers", "2", "--gateways", "2
 
 
 def pids(cluster: Served) -> dict[str, int]:
-    """Return process name -> pid, by the processes' titles."""
+    """Return process name -> pid, by the processes' titles. The template of workers is none of them."""
     titles = {pid: command_line(pid).split() for pid in descendants(cluster.process.pid)}
-    return {title[1]: pid for pid, title in titles.items() if title[:1] == ["baton"] and len(title) == 2}
+    named = {title[1]: pid for pid, title in titles.items() if title[:1] == ["baton"] and len(title) == 2}
+    return {name: pid for name, pid in named.items() if name != "template"}
 
 
 def gateways_of(found: dict[str, int]) -> set[int]:
