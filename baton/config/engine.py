@@ -172,8 +172,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.nnodes > 1 and self.cache.kv_disk_path is not None:
             raise ConfigError(
-                "cache.kv_disk_path: rank 0 writes the pages of all ranks of a worker, which this does only "
-                f"where they share a node yet: expected nnodes 1, got {self.nnodes}"
+                "cache.kv_disk_path: the disk tier needs all ranks of a worker on one node: "
+                f"expected nnodes 1, got {self.nnodes}"
             )
 
     def check_nodes(self) -> None:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -607,19 +607,13 @@ async def _answering(nodes: Sequence[RayNode], among: Collection[str] | None = N
 
 async def _listens(node: RayNode) -> bool:
     """Return whether the raylet greets a client, as gRPC servers do: a hung one only accepts connections."""
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(node.address, node.port)
-    except (OSError, TimeoutError):
-        return False
-    try:
+    with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
         async with asyncio.timeout(GREETING_TIMEOUT_S):
-            writer.write(HTTP2_GREETING)
-            return (await reader.readexactly(len(HTTP2_SETTINGS)))[3] == HTTP2_SETTINGS[3]
-    except (OSError, TimeoutError, asyncio.IncompleteReadError):
-        return False
-    finally:
-        writer.close()
+            reader, writer = await asyncio.open_connection(node.address, node.port)
+            with closing(writer):
+                writer.write(HTTP2_GREETING)
+                return (await reader.readexactly(len(HTTP2_SETTINGS)))[3] == HTTP2_SETTINGS[3]
+    return False
 
 
 def _check_reachable(address: str) -> None:

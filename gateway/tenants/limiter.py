@@ -244,4 +244,6 @@ class Limiter:
         key = call.tenant.name, classes[rank] if rank < len(classes) else str(rank)
         if key not in self._demand and len(self._demand) >= MAX_STREAMS:
             key = OTHERS, ""
-        return self._demand.setdefault(key, StreamCounts(tenant=key[0], priority=key[1]))
+        if key not in self._demand:
+            self._demand[key] = StreamCounts(tenant=key[0], priority=key[1])
+        return self._demand[key]

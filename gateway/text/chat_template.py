@@ -145,7 +145,7 @@ class ChatTemplate:
         for name in self._default_kwargs:
             if self._is_reserved(name) or not any(name in read for read in self._variables.values()):
                 raise ConfigError(
-                    f"gateway.default_chat_template_kwargs: the chat template leaves no {name!r} to callers"
+                    f"gateway.default_chat_template_kwargs: the chat template reads no {name!r} of callers"
                 )
 
     @classmethod

@@ -121,7 +121,7 @@ def test_a_broken_way_between_two_ranks_fails_its_transfers_alone(
     if is_for_good:
         link.close()
         wait_for(lambda: link.is_lost)
-    else:  # a break that nobody has noticed yet would fail the next transfer
+    else:  # a transfer fails over a sender that has not noticed the break
         wait_for(lambda: sender.is_broken)
     assert source.send(destination.address(), NUM_UNITS) == "handed_over"
     assert destination.ended()[-1] == ("adopted", "", source.sent)
