@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from enum import StrEnum
 from itertools import chain
 from typing import Annotated, Any, NamedTuple, Self, TypeAlias
@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.adapters import Adapter
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, shown
 from baton.messages.bounds import Attempt, Count, Id
 from baton.messages.workers import WorkerTimes
 from baton.tenants import SchedulingKey, Sla, without_public
@@ -25,6 +25,13 @@ MAX_ALLOWED_TOKENS = 2**16  # of allowed_token_ids
 MAX_BAD_WORD_TOKENS = 2**14  # of all bad_words_token_ids together
 MAX_EXTRA_ARGS = 64
 MAX_SEED = 2**63 - 1
+# Fields of SamplingParams about the text, with their defaults.
+TEXT_FIELDS: dict[str, Any] = {
+    "stop": None,
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "bad_words": None,
+}
 MAX_FORM_CHARS = 64 * 2**10  # of a schema, a regex or a grammar
 MAX_FRAME_CHARS = 256 * 2**10  # which has the schemas of all tools
 # In a form, between the parts of JSON: a model that likes white space could otherwise write nothing else.
@@ -55,10 +62,6 @@ class _NamesTheNearest(msgspec.StructMeta):
 
 
 def _hint(unknown: str, known: tuple[str, ...]) -> str:
-    if unknown == "stop":
-        return (
-            "strings that end the text are an argument of generate, stream and chat: an engine knows no text"
-        )
     nearest = difflib.get_close_matches(unknown, known, n=1)
     return f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
 
@@ -114,13 +117,18 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class SamplingParams(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesTheNearest
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    metaclass=_NamesTheNearest,
 ):
-    """The choice of each next token. Names, meanings and defaults are vLLM's.
+    """The choice of each next token, and the text that it becomes. Names, meanings and defaults are vLLM's.
 
-    Stop strings are no field: `LLM.generate(..., stop="END")` takes them. Raises InvalidRequest when a value
-    is outside its range. The engine checks the limits that depend on the model: top_k, token ids, context
-    length.
+    Gateways and `LLM` read the fields of TEXT_FIELDS; an engine knows no text and refuses them (`of_tokens`).
+    Raises InvalidRequest when a value is outside its range. The engine checks the limits that depend on the
+    model: top_k, token ids, context length.
     """
 
     n: int = 1  # number of choices for one prompt
@@ -143,14 +151,25 @@ class SamplingParams(
     prompt_logprobs: int | None = None  # number of likeliest tokens to report at each prompt token
     structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
     extra_args: Mapping[str, ExtraArg] = {}  # for logits processors from outside the tree
+    stop: str | Sequence[str] | None = None  # end a choice before the first of these texts
+    include_stop_str_in_output: bool = False  # the text ends with the stop string, or with the stop token's
+    skip_special_tokens: bool = True  # leave the text of special tokens out
+    bad_words: Sequence[str] | None = None  # never complete one of these words
 
     def __post_init__(self) -> None:
+        self._check_texts()
         self._check_counts()
         self._check_tokens()
         self._check_reals()
         if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(f"{name} and structured_outputs: a form ends where it is complete")
+
+    def _check_texts(self) -> None:
+        if not all(_texts("stop", self.stop)):
+            raise InvalidRequest("stop: a stop string must not be empty")
+        if not all(word.strip() for word in _texts("bad_words", self.bad_words)):
+            raise InvalidRequest("bad_words: each of them needs a character that is no space")
 
     def _check_counts(self) -> None:
         _check_integer("n", self.n, 1, MAX_CHOICES)
@@ -207,9 +226,29 @@ class SamplingParams(
             _check_real(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return _texts("stop", self.stop)
+
+    def of_tokens(self) -> "SamplingParams":
+        """Return the parameters without those of the text, as an engine takes them."""
+        if all(getattr(self, name) == default for name, default in TEXT_FIELDS.items()):
+            return self
+        return msgspec.structs.replace(self, **TEXT_FIELDS)
+
+    @property
     def has_penalties(self) -> bool:
         """Any of the three penalties has an effect."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """Return the texts of a field that may be one text, several or None. Raises InvalidRequest."""
+    listed = [value] if isinstance(value, str) else () if value is None else value
+    texts = [text for text in listed if isinstance(text, str)] if isinstance(listed, Sequence) else []
+    if not isinstance(listed, Sequence) or len(texts) < len(listed):
+        raise InvalidRequest(f"{name}: expected text or a list of texts, got {shown(value)}")
+    return tuple(texts)
 
 
 def _check_integer(name: str, value: object, low: int = -MAX_INTEGER, high: int | None = None) -> None:

@@ -23,7 +23,6 @@ from baton.structured_output import check_form
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object]
 Prompts: TypeAlias = str | Mapping[str, object] | Iterable[int | Prompt]
 Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
-Stop: TypeAlias = str | Sequence[str] | None
 
 PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 EXPECTED: Final = "text, token ids, or a dict with 'prompt' or 'prompt_token_ids'"
@@ -53,17 +52,6 @@ def read_prompt(prompt: object) -> GivenPrompt:
     if isinstance(prompt, Mapping):
         return _from_mapping(prompt)
     return GivenPrompt(None, _token_ids(prompt, EXPECTED))
-
-
-def list_stops(stop: object) -> tuple[str, ...]:
-    """Return the stop strings. Raises InvalidRequest for anything but text."""
-    if stop is None or isinstance(stop, str):
-        return () if stop is None else (stop,)
-    listed = items_of(stop)
-    texts = [text for text in listed or () if isinstance(text, str)]
-    if listed is None or len(texts) < len(listed):
-        raise InvalidRequest(f"stop: expected text or a list of texts, got {shown(stop)}")
-    return tuple(texts)
 
 
 def list_sampling(sampling: object, num_prompts: int) -> list[SamplingParams]:
@@ -188,15 +176,13 @@ class Generation:
         prompt_index: int,
         *,
         tokenizer: Tokenizer | None,
-        stops: Sequence[str],
+        sampling: SamplingParams,
     ) -> None:
-        """tokenizer: None: all text is "". Raises InvalidRequest for stop strings without a tokenizer."""
-        if tokenizer is None and stops:
-            raise InvalidRequest("stop: the model has no tokenizer, so its text cannot be searched")
+        """tokenizer: None: all text is "". sampling: of the request, with the fields of the text."""
         self.request = request
         self._prompt = prompt
         self._prompt_index = prompt_index
-        self._choices = [_Choice(request, tokenizer, stops) for _ in range(request.sampling.n)]
+        self._choices = [_Choice(request, tokenizer, sampling) for _ in range(sampling.n)]
         self._num_cached_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
@@ -236,9 +222,11 @@ class Generation:
 
 
 class _Choice:
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
-        sampling = request.sampling
-        self._text = ChoiceText(detokenizer_of(tokenizer, request.token_ids), stops, sampling)
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, sampling: SamplingParams) -> None:
+        detokenizer = detokenizer_of(
+            tokenizer, request.token_ids, skip_special_tokens=sampling.skip_special_tokens
+        )
+        self._text = ChoiceText(detokenizer, sampling)
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self.token_ids: list[int] = []

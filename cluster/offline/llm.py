@@ -27,12 +27,10 @@ from baton.cluster.offline.generation import (
     GivenPrompt,
     Prompts,
     Sampling,
-    Stop,
     TextDelta,
     items_of,
     list_prompts,
     list_sampling,
-    list_stops,
     naming,
     read_prompt,
 )
@@ -203,49 +201,46 @@ class LLM:
         prompts: Prompts,
         sampling_params: Sampling = None,
         *,
-        stop: Stop = None,
         use_tqdm: bool = False,
     ) -> list[Completion]:
         """Complete each prompt, and return one Completion for each, in their order.
 
         prompts: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}, or an iterable of these.
         sampling_params: one for all, or one for each; None: the model's own (see `generation_config`).
-        stop: one or several strings; a choice ends before the first of them.
         use_tqdm: show progress on stderr.
 
         Raises InvalidRequest, which names the prompt, before any prompt is computed.
         """
         with self._one_thread:
-            generations = self._prepare(prompts, sampling_params, stop)
+            generations = self._prepare(prompts, sampling_params)
             with closing(self._run(generations)) as deltas:
                 num_choices = sum(generation.request.sampling.n for generation in generations)
                 for _ in watch(deltas, num_choices) if use_tqdm else deltas:
                     pass
         return [generation.completion() for generation in generations]
 
-    def stream(
-        self, prompts: Prompts, sampling_params: Sampling = None, *, stop: Stop = None
-    ) -> Generator[TextDelta, None, None]:
+    def stream(self, prompts: Prompts, sampling_params: Sampling = None) -> Generator[TextDelta, None, None]:
         """Yield the results of `generate` token by token, one TextDelta for each token of each choice.
 
         Closing the iterator aborts its requests. Raises InvalidRequest at once, not at the first item.
         """
-        return OneThreadStream(self._run(self._prepare(prompts, sampling_params, stop)), self._one_thread)
+        return OneThreadStream(self._run(self._prepare(prompts, sampling_params)), self._one_thread)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: Sampling = None,
         *,
-        stop: Stop = None,
         use_tqdm: bool = False,
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[Completion]:
         """Answer one conversation or several, such as `[{"role": "user", "content": "Hi"}]`.
 
-        add_generation_prompt: end the prompt with the beginning of the assistant's turn.
-        Other arguments and errors are those of `generate`. Raises InvalidRequest for a model without a chat
-        template.
+        The last four arguments are those of `chat_prompt`; the others and the errors are those of `generate`.
+        Calls of tools are text, as the model wrote them.
         """
         listed = items_of(messages)
         nested = [items_of(item) for item in listed or ()]
@@ -254,15 +249,50 @@ class LLM:
         prompts = []
         for index, conversation in enumerate(conversations):
             with naming(index, len(conversations)):
-                prompts.append(self.chat_prompt(conversation, add_generation_prompt=add_generation_prompt))
-        return self.generate(prompts, sampling_params, stop=stop, use_tqdm=use_tqdm)
+                prompt = self.chat_prompt(
+                    conversation,
+                    tools=tools,
+                    chat_template_kwargs=chat_template_kwargs,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                )
+                prompts.append(prompt)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: Conversation, *, add_generation_prompt: bool = True) -> list[int]:
-        """Return the token ids of a conversation in the model's chat template. Raises InvalidRequest."""
-        read, tokenizer = read_messages(messages), self.tokenizer
-        if self._chat_template is None:
+    def chat_prompt(
+        self,
+        messages: Conversation,
+        *,
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a conversation in the model's chat template.
+
+        tools: functions that the model may call, as in OpenAI's API. chat_template_kwargs: variables of the
+        template, such as `{"enable_thinking": False}`. add_generation_prompt: end the prompt with the
+        beginning of the assistant's turn. continue_final_message: end it with the text of the last message,
+        which the answer goes on with; add_generation_prompt must be False then.
+
+        Raises InvalidRequest, also for a model without a chat template and for a variable that it lacks.
+        """
+        read, tokenizer, template = read_messages(messages), self.tokenizer, self._chat_template
+        if template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
-        text = self._chat_template.render(read, add_generation_prompt=add_generation_prompt)
+        if tools and not template.reads("tools", has_tools=True):
+            raise InvalidRequest("tools: this model's chat template has none; leave them out")
+        if not continue_final_message:
+            text = template.render(
+                read,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                kwargs=chat_template_kwargs,
+            )
+        elif add_generation_prompt:
+            raise InvalidRequest("continue_final_message: add_generation_prompt must be False beside it")
+        else:
+            text = template.render_open(read, tools=tools, kwargs=chat_template_kwargs)
         return tokenizer.encode(text, add_special_tokens=False)
 
     def close(self) -> None:
@@ -280,8 +310,8 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self, prompts: object, sampling_params: object, stop: object) -> list[Generation]:
-        listed, stops = list_prompts(prompts), list_stops(stop)
+    def _prepare(self, prompts: object, sampling_params: object) -> list[Generation]:
+        listed = list_prompts(prompts)
         generations = []
         given = self._default_sampling if sampling_params is None else sampling_params
         sampling = list_sampling(given, len(listed))
@@ -289,17 +319,31 @@ class LLM:
             with naming(index, len(listed)):
                 given_prompt = read_prompt(prompt)
                 request = self._request(given_prompt, one_sampling)
+                text, tokenizer = given_prompt.text, self._tokenizer
                 generations.append(
-                    Generation(request, given_prompt.text, index, tokenizer=self._tokenizer, stops=stops)
+                    Generation(request, text, index, tokenizer=tokenizer, sampling=one_sampling)
                 )
         return generations
 
     def _request(self, prompt: GivenPrompt, sampling: SamplingParams) -> Request:
         given = prompt.token_ids
         token_ids = TokenIds.of(self.tokenizer.encode(prompt.text or "") if given is None else given)
-        request = Request(request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=sampling)
+        request = Request(
+            request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=self._sampling_of_tokens(sampling)
+        )
         self.engine.check(request)
         return request
+
+    def _sampling_of_tokens(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the parameters as the engine takes them; InvalidRequest where they need a tokenizer."""
+        if self._tokenizer is None and (sampling.stop or sampling.bad_words):
+            name = "stop" if sampling.stop else "bad_words"
+            raise InvalidRequest(f"{name}: the model has no tokenizer, so its text cannot be searched")
+        if sampling.bad_words:
+            banned = self.tokenizer.encode_bad_words(sampling.bad_words)
+            banned += sampling.bad_words_token_ids
+            sampling = msgspec.structs.replace(sampling, bad_words_token_ids=banned)
+        return sampling.of_tokens()
 
     def _run(self, generations: Sequence[Generation]) -> Generator[TextDelta, None, None]:
         if self._is_closed:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from baton.adapters import Adapter
 from baton.errors import IntegrityError, InvalidRequest
 from baton.fair_queue import DecayedShares, Share
-from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.request import TEXT_FIELDS, FinishReason, Request, SamplingParams, StepOutput
 from baton.tenants import without_public
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
@@ -648,6 +648,8 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> N
     _check_ids("prompt token", request.token_ids, vocab_size)
     _check_ids("generated_token_ids", request.generated_token_ids, vocab_size)
     check_sampling(request.sampling, vocab_size=vocab_size)
+    if request.sampling.of_tokens() is not request.sampling:
+        raise InvalidRequest(f"{', '.join(TEXT_FIELDS)}: an engine knows no text and takes none of these")
 
 
 def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:

@@ -252,7 +252,7 @@ class Answer:
                 return
 
     def _open(self, choice: "AnswerChoice", sticky_worker: str) -> None:
-        call, sampling = self.call, self.call.sampling
+        call, sampling = self.call, self.call.sampling.of_tokens()
         if choice.number and sampling.prompt_logprobs is not None:  # they are the same for every choice
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         request = Request(
@@ -296,9 +296,9 @@ class AnswerChoice:
         self._answer = answer
         call = answer.call
         detokenizer = detokenizer_of(
-            answer.tokenizer, prompt.token_ids, skip_special_tokens=call.skips_special_tokens
+            answer.tokenizer, prompt.token_ids, skip_special_tokens=call.sampling.skip_special_tokens
         )
-        self._text = ChoiceText(detokenizer, call.stops, call.sampling, includes_stop=call.includes_stop)
+        self._text = ChoiceText(detokenizer, call.sampling)
         self._reader = choice_reader(call.parsing, _tool_call_digests(answer.name, index))
 
     @property

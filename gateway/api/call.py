@@ -64,7 +64,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams  # of each choice; n is 1, the seed is set
     num_choices: int  # a prompt
-    stops: tuple[str, ...] = ()
     is_chat: bool = False
     dialect: Dialect = "openai"  # the wire format of the answer
     response: AskedResponse | None = None  # of the dialect "responses"
@@ -79,8 +78,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None  # likeliest tokens to show at each token of the prompt
     hides_tokens: bool = False  # max_tokens was 0: only the prompt is asked about
     returns_token_ids: bool = False
-    skips_special_tokens: bool = True
-    includes_stop: bool = False  # the stop string, or the text of the stop token, is shown
     names_tokens_by_id: bool = False  # in log probabilities
     cache_salt: str = ""  # of the caller: only calls of one salt share pages
     priority: int = 0
@@ -164,6 +161,7 @@ _CONVERTED: Final = {
     "allowed_token_ids",
     "prompt_logprobs",
     "structured_outputs",
+    "skip_special_tokens",
 }
 SAMPLING_FIELDS: Final = set(Body.__struct_fields__) & set(SamplingParams.__struct_fields__) - _CONVERTED
 
@@ -180,16 +178,12 @@ def make_call(read: ReadBody, *, new_seed: int, defaults: SamplingParams, **fiel
     options, num_choices = body.stream_options or StreamOptions(), 1 if body.n is None else body.n
     if not 1 <= num_choices <= MAX_CHOICES:
         raise invalid(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}", param="n")
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if not all(stops):
-        raise invalid("stop: a stop string must not be empty", param="stop")
     max_tokens, logprobs = _num_asked(body)
     is_chat, has_echo = read.chat is not None, isinstance(body, CompletionBody) and bool(body.echo)
     return Call(
         prompts=tuple(read.prompts),
         sampling=_sampling(read, body, defaults, max_tokens, logprobs, new_seed, has_echo),
         num_choices=num_choices,
-        stops=stops,
         is_chat=is_chat,
         response=read.response,
         parsing=parsing,
@@ -202,8 +196,6 @@ def make_call(read: ReadBody, *, new_seed: int, defaults: SamplingParams, **fiel
         num_prompt_logprobs=body.prompt_logprobs,
         hides_tokens=not is_chat and max_tokens == 0,
         returns_token_ids=bool(body.return_token_ids),
-        skips_special_tokens=body.skip_special_tokens is not False and not parsing.keeps_special_tokens,
-        includes_stop=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         priority=body.priority or 0,
@@ -257,5 +249,6 @@ def _sampling(
         seed=new_seed if body.seed is None else body.seed & MAX_SEED,  # a negative number is a seed as well
         structured_outputs=None if read.asked_form is None else read.asked_form.form,
         bad_words_token_ids=read.bad_words_token_ids,
+        skip_special_tokens=body.skip_special_tokens is not False and not read.parsing.keeps_special_tokens,
         **given,
     )

@@ -335,8 +335,6 @@ class PromptReader:
     def _bad_words(self, body: Body) -> tuple[tuple[int, ...], ...]:
         if not body.bad_words:
             return ()
-        if not all(word.strip() for word in body.bad_words):
-            raise invalid("bad_words: each of them needs a character that is no space", param="bad_words")
         token_ids = self._needed_tokenizer.encode_bad_words(body.bad_words)
         if sum(map(len, token_ids)) > MAX_BAD_WORD_TOKENS:
             raise invalid(f"bad_words: at most {MAX_BAD_WORD_TOKENS} tokens together", param="bad_words")

@@ -19,7 +19,6 @@ import msgspec
 
 from baton.errors import ConfigError, InvalidRequest, ModelError, shown
 from baton.gateway.api.body import check_depth
-from baton.gateway.api.errors import invalid
 from baton.tokenizer_file import read_text
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -183,8 +182,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt; encode it without adding special tokens. Raises InvalidRequest on bad messages.
 
-        kwargs: the caller's own variables of the template, such as `enable_thinking`. Raises ApiError, which
-        names the key, for a reserved name and for a name that the template does not read.
+        kwargs: the caller's own variables of the template, such as `enable_thinking`. Raises InvalidRequest,
+        which names the key, for a reserved name and for a name that the template does not read.
         """
         variables = self._variables_of(has_tools=bool(tools))
         self._check_kwargs(kwargs or {}, variables)
@@ -219,20 +218,18 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt up to the end of the last message's content, for an answer that continues it.
 
-        Raises the errors of `render`, and ApiError for a last message without text, or with text that the
-        template leaves out.
+        Raises the errors of `render`, and InvalidRequest for a last message without text, or with text that
+        the template leaves out.
         """
         *before, last = messages
         content = last.get("content")
         if not isinstance(content, str) or last.get("tool_calls"):
-            message = f"{CONTINUE}: the last message has no text, or calls tools"
-            raise invalid(message, param=CONTINUE)
+            raise InvalidRequest(f"{CONTINUE}: the last message has no text, or calls tools")
         marked = {**last, "content": content + END_MARK}
         text = self.render([*before, marked], tools=tools, add_generation_prompt=False, kwargs=kwargs)
         end = text.rfind(END_MARK.rstrip())
         if end < 0:
-            message = f"{CONTINUE}: the chat template leaves out the text of the last message"
-            raise invalid(message, param=CONTINUE)
+            raise InvalidRequest(f"{CONTINUE}: the chat template leaves out the text of the last message")
         # As in transformers: a template that strips contents would have stripped this one as well.
         is_stripped = not text.startswith(END_MARK, end)
         return text[:end].rstrip() if is_stripped else text[:end]
@@ -249,11 +246,11 @@ class ChatTemplate:
 
     def _check_kwargs(self, kwargs: Mapping[str, object], variables: Collection[str]) -> None:
         for name in kwargs:
-            param = name if name == REASONING_EFFORT else "chat_template_kwargs"
+            key = name if name == REASONING_EFFORT else "chat_template_kwargs"
             if self._is_reserved(name):
-                raise invalid(f"{param}: {name!r} is not for callers to set", param=param)
+                raise InvalidRequest(f"{key}: {name!r} is not for callers to set")
             if name not in variables:
-                raise invalid(f"{param}: the chat template of this model reads no {name!r}", param=param)
+                raise InvalidRequest(f"{key}: the chat template of this model reads no {name!r}")
 
 
 def _given(file: Path) -> str:

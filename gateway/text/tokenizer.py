@@ -272,12 +272,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str] = (), *, includes_stop: bool = False) -> None:
-        """includes_stop: the stop string is given out as well.
-
-        Raises InvalidRequest for an empty stop string, which would match before any text.
-        """
-        if not all(stops):
-            raise InvalidRequest("stop: a stop string must not be empty")
+        """stops: none of them is empty. includes_stop: the stop string is given out as well."""
         self._stops = tuple(stops)
         self._includes_stop = includes_stop
         self._held = ""
@@ -306,20 +301,9 @@ class StopStrings:
 class ChoiceText:
     """The text of one choice, and why it ended: `accept` every token until `finish_reason` is set."""
 
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        stops: Sequence[str],
-        sampling: SamplingParams,
-        *,
-        includes_stop: bool = False,
-    ) -> None:
-        """No stop string is looked for in the text of the first `sampling.min_tokens` tokens.
-
-        includes_stop: the stop string, or the text of the token that stops, belongs to the text.
-
-        Raises InvalidRequest for an empty stop string.
-        """
+    def __init__(self, detokenizer: Detokenizer, sampling: SamplingParams) -> None:
+        """No stop string is looked for in the text of the first `sampling.min_tokens` tokens."""
+        stops, includes_stop = sampling.stops, sampling.include_stop_str_in_output
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, includes_stop=includes_stop) if stops else None
         self._includes_stop = includes_stop

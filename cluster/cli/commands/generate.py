@@ -5,7 +5,6 @@ A model without a tokenizer answers in token ids.
 
 import argparse
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,13 +24,8 @@ if TYPE_CHECKING:
     from baton.cluster.offline.llm import LLM
 
 DEFAULT_MAX_TOKENS: Final = 256  # that of SamplingParams, as in vLLM, is 16: half a sentence
+LISTS: Final = {"stop": "end before", "bad_words": "never complete"}  # fields of SamplingParams
 GPU_SHARE: Final = "engine.cache.gpu_memory_utilization"
-
-
-def _stop_string(text: str) -> str:
-    if not text:
-        raise ArgumentTypeError("a stop string must not be empty")
-    return text
 
 
 def _add_options(parser: Parser) -> None:
@@ -40,14 +34,14 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from FILE; -: from stdin")
     parser.add_argument("--token-ids", metavar="IDS", type=integers, help="the prompt as token ids: 1,2,3")
     parser.add_argument("--chat", action="store_true", help="PROMPT is the user's message in a chat")
-    parser.add_argument(
-        "--stop",
-        metavar="TEXT",
-        action="append",
-        type=_stop_string,
-        default=[],
-        help="end before TEXT; may be repeated",
-    )
+    for field, effect in LISTS.items():
+        parser.add_argument(
+            "--" + field.replace("_", "-"),
+            dest=f"sampling.{field}",
+            metavar="TEXT",
+            action="append",
+            help=f"{effect} TEXT; may be repeated",
+        )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     verbosity = parser.add_mutually_exclusive_group()
     verbosity.add_argument("-q", "--quiet", action="store_true", help="nothing but errors on stderr")
@@ -70,7 +64,8 @@ def _sampling_settings() -> list[Setting]:
     settings = settings_of(SamplingParams, "sampling.")
     own = settings["sampling.max_tokens"]
     field = msgspec.structs.replace(own.field, default=DEFAULT_MAX_TOKENS)
-    return list((settings | {own.key: own._replace(field=field)}).values())
+    settings[own.key] = own._replace(field=field)
+    return [setting for setting in settings.values() if setting.field.name not in LISTS]
 
 
 def _engine_settings() -> list[Setting]:
@@ -110,8 +105,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         if arguments.chat:
             prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
         if sampling.n == 1 and not arguments.json:
-            return _print_stream(map(shown, llm.stream([prompt], sampling, stop=arguments.stop)))
-        (completion,) = llm.generate([prompt], sampling, stop=arguments.stop)
+            return _print_stream(map(shown, llm.stream([prompt], sampling)))
+        (completion,) = llm.generate([prompt], sampling)
     if arguments.json:
         output.write(f"{msgspec.json.encode(completion).decode()}\n")
     else:

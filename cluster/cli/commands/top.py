@@ -390,18 +390,22 @@ class TopApp(App[None]):
         self._points: deque[Point] = deque(maxlen=NUM_POINTS)
         self._requests: list[RequestSummary] = []
         self.snapshot: ClusterSnapshot | None = None
+        # Kept here: an event may still come when the app ends and the screen has no widgets any more.
+        self._tiles = Static("connecting", id="tiles", markup=False)
+        self._tokens, self._ttft = Sparkline(id="tokens"), Sparkline(id="ttft")
+        self._lists = Static(id="lists", markup=False)
         self.listing = Listing()
+        self._filter = Input(id="filter", placeholder="filter", compact=True)
+        self.state = Static(id="state", markup=False)
 
     def compose(self) -> ComposeResult:
         """Yield the lines of the screen from the top."""
-        yield Static("connecting", id="tiles", markup=False)
-        with Horizontal(id="charts"):
-            yield Sparkline(id="tokens")
-            yield Sparkline(id="ttft")
-        yield Static(id="lists", markup=False)
+        yield self._tiles
+        yield Horizontal(self._tokens, self._ttft, id="charts")
+        yield self._lists
         yield self.listing
-        yield Input(id="filter", placeholder="filter", compact=True)
-        yield Static(id="state", markup=False)
+        yield self._filter
+        yield self.state
 
     def on_mount(self) -> None:
         """Begin to follow the events."""
@@ -460,11 +464,9 @@ class TopApp(App[None]):
         """Show a snapshot."""
         self.snapshot = snapshot
         self._points.append(snapshot.point)
-        self.query_one("#tiles", Static).update(_tiles(snapshot))
-        self.query_one("#tokens", Sparkline).data = [point.tokens_per_s for point in self._points]
-        self.query_one("#ttft", Sparkline).data = [
-            point.ttft_s[-1] if point.ttft_s else 0.0 for point in self._points
-        ]
+        self._tiles.update(_tiles(snapshot))
+        self._tokens.data = [point.tokens_per_s for point in self._points]
+        self._ttft.data = [point.ttft_s[-1] if point.ttft_s else 0.0 for point in self._points]
         self._say(f"{snapshot.model}, Baton {snapshot.version}; sparklines: tokens/s, TTFT p99")
         if self.listing.kind is not REQUESTS:
             self.listing.update_rows(self._rows(self.listing.kind))
@@ -489,13 +491,13 @@ class TopApp(App[None]):
         return rows[kind.name]
 
     def _say(self, text: str) -> None:
-        self.query_one("#state", Static).update(text)
+        self.state.update(text)
 
     def _name_lists(self) -> None:
         text = Text("  ").join(
             Text(each.name, "reverse" if each is self.listing.kind else "") for each in LISTS
         )
-        self.query_one("#lists", Static).update(text)
+        self._lists.update(text)
 
     def action_list(self, step: int) -> None:
         """Open the next list."""
@@ -516,15 +518,13 @@ class TopApp(App[None]):
     def action_filter(self) -> None:
         """Open the field of the filter."""
         if len(self.screen_stack) == 1:
-            field = self.query_one("#filter", Input)
-            field.add_class("open")
-            field.focus()
+            self._filter.add_class("open")
+            self._filter.focus()
 
     def action_clear(self) -> None:
         """Show all rows."""
-        field = self.query_one("#filter", Input)
-        field.value = ""
-        field.remove_class("open")
+        self._filter.value = ""
+        self._filter.remove_class("open")
         self.listing.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:

@@ -90,6 +90,10 @@ def test_the_largest_numbers_survive_the_wire() -> None:
         ({"logit_bias": {"5": 1.0}}, "must be an integer, got '5'"),
         ({"logit_bias": 5}, "logit_bias must map token ids"),
         ({"stop_token_ids": 5}, "stop_token_ids must be token ids, got 5"),
+        ({"stop": 5}, "stop: expected text or a list of texts, got 5"),
+        ({"stop": ["a", None]}, "stop: expected text or a list of texts"),
+        ({"stop": [""]}, "stop: a stop string must not be empty"),
+        ({"bad_words": [" "]}, "bad_words: each of them needs a character that is no space"),
     ],
 )
 def test_sampling_of_the_wrong_type(change: dict[str, Any], message: str) -> None:
@@ -101,7 +105,6 @@ def test_sampling_of_the_wrong_type(change: dict[str, Any], message: str) -> Non
     ("name", "message"),
     [
         ("temprature", "Unexpected keyword argument 'temprature'; did you mean 'temperature'?"),
-        ("stop", "'stop'; strings that end the text are an argument of generate, stream and chat"),
         ("zzz", "'zzz'; known are n, max_tokens, "),
     ],
 )
@@ -114,3 +117,13 @@ def test_an_unknown_argument_is_answered_with_what_was_meant(name: str, message:
 def test_the_number_of_tokens_may_be_left_to_the_model() -> None:
     endless = SamplingParams(max_tokens=None, min_tokens=1000)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(endless), type=SamplingParams) == endless
+
+
+def test_stop_strings_may_be_one_text_or_several() -> None:
+    assert SamplingParams().stops == SamplingParams(stop=[]).stops == ()
+    assert SamplingParams(stop="x").stops == SamplingParams(stop=("x",)).stops == ("x",)
+
+
+def test_an_engine_gets_no_text() -> None:
+    sampling = SamplingParams(top_k=3, stop="x", bad_words=["y"], skip_special_tokens=False)
+    assert sampling.of_tokens() == SamplingParams(top_k=3)

@@ -47,10 +47,12 @@ ENGINE_FLAGS = """
 --logits-processor --logits-processors
 """
 GENERATE_FLAGS = """
+--bad-words
 --prompt-file --token-ids --chat --stop --json -q --quiet -v --verbose --max-tokens --min-tokens --temperature
 --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty --logit-bias
 --allowed-token-ids --bad-words-token-ids --extra-args
 --stop-token-ids --n --logprobs --prompt-logprobs --ignore-eos --no-ignore-eos --structured-outputs
+--include-stop-str-in-output --no-include-stop-str-in-output --skip-special-tokens --no-skip-special-tokens
 """
 
 

@@ -9,7 +9,6 @@ from baton.cluster.offline.generation import (
     GivenPrompt,
     list_prompts,
     list_sampling,
-    list_stops,
     naming,
     read_prompt,
 )
@@ -71,14 +70,6 @@ def test_rows_are_prompts() -> None:
 def test_invalid_prompt_is_shown(prompts: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         read(prompts)
-
-
-def test_stops() -> None:
-    assert list_stops(None) == list_stops([]) == ()
-    assert list_stops("x") == list_stops(["x"]) == ("x",)
-    for wrong in (5, [5], ["x", None], b"x", {"x": 1}):
-        with pytest.raises(InvalidRequest, match="stop: expected text or a list of texts, got "):
-            list_stops(wrong)
 
 
 def test_sampling() -> None:

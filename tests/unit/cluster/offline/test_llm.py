@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from baton.cluster.offline.generation import Completion, Prompt, TextDelta
 from baton.cluster.offline.llm import LLM
 from baton.engine.replica import LayerWatch
 from baton.errors import ConfigError, InvalidRequest
-from baton.request import FinishReason, SamplingParams, StepOutput
+from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.token_ids import TokenIds
 from tests.unit.cluster.model_directories import with_config_alone, without_weights
 
 MEMORY = {"kv_cache_memory_bytes": "64MiB"}
@@ -130,17 +132,15 @@ def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> Non
 
 
 def test_a_stop_string_over_two_tokens_ends_the_request(llm: LLM) -> None:
-    endless = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
-    deltas = []
-    for delta in llm.stream(COPY, endless, stop="un m"):
-        deltas.append(delta)
+    endless = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True, stop="un m")
+    deltas = list(llm.stream(COPY, endless))
     assert [delta.text for delta in deltas] == ["s", ""]
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, "un m")
     assert not llm.engine.has_work()
 
 
 def test_the_first_of_several_stop_strings_counts(llm: LLM) -> None:
-    (completion,) = llm.generate(COPY, GREEDY, stop=["star", "moon"])
+    (completion,) = llm.generate(COPY, replace(GREEDY, stop=["star", "moon"]))
     assert texts([completion]) == ["sun "]
     assert completion.outputs[0].stop_reason == "moon"
 
@@ -149,7 +149,31 @@ def test_each_choice_stops_for_itself(llm: LLM) -> None:
     sampling = SamplingParams(temperature=1.2, max_tokens=60, n=4, seed=2, ignore_eos=True)
     free = texts(llm.generate("k1=sun", sampling))
     stop = free[0][4:6]
-    assert texts(llm.generate("k1=sun", sampling, stop=stop)) == [text.partition(stop)[0] for text in free]
+    stopping = replace(sampling, stop=stop)
+    assert texts(llm.generate("k1=sun", stopping)) == [text.partition(stop)[0] for text in free]
+
+
+def test_a_stop_string_may_be_shown(llm: LLM) -> None:
+    shown = replace(GREEDY, stop=["moon"], include_stop_str_in_output=True)
+    assert texts(llm.generate(COPY, shown)) == ["sun moon"]
+
+
+def test_bad_words_are_not_written(llm: LLM) -> None:
+    (text,) = texts(llm.generate(COPY, replace(GREEDY, bad_words=["moon"])))
+    assert text.startswith("sun") and "moon" not in text
+
+
+def test_special_tokens_may_be_shown(llm: LLM) -> None:
+    end = llm.tokenizer.encode("<|end|>", add_special_tokens=False)
+    biased = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, allowed_token_ids=tuple(end))
+    assert texts(llm.generate(COPY, biased)) == [""]
+    assert texts(llm.generate(COPY, replace(biased, skip_special_tokens=False))) == ["<|end|>" * 2]
+
+
+def test_an_engine_takes_no_texts(llm: LLM) -> None:
+    request = Request(request_id="a", token_ids=TokenIds.of([1]), sampling=replace(GREEDY, stop="x"))
+    with pytest.raises(InvalidRequest, match="^stop, .* an engine knows no text"):
+        llm.engine.add(request)
 
 
 def test_bad_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
@@ -169,8 +193,6 @@ def test_bad_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
 def test_a_stream_checks_before_it_is_read(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="prompt is empty"):
         llm.stream("")
-    with pytest.raises(InvalidRequest, match="stop string must not be empty"):
-        llm.stream(COPY, stop=[""])
 
 
 def test_closing_a_stream_ends_its_requests(llm: LLM) -> None:
@@ -236,6 +258,27 @@ def test_the_generation_prompt_may_be_left_out(llm: LLM) -> None:
     assert llm.chat_prompt(QUESTION)[: len(shorter)] == shorter != llm.chat_prompt(QUESTION)
 
 
+def test_a_chat_may_have_tools_and_variables_of_the_template(llm: LLM, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "sort", "parameters": {"type": "object"}}}
+    with pytest.raises(InvalidRequest, match="^tools: this model's chat template has none"):
+        llm.chat(QUESTION, GREEDY, tools=[tool])
+    with pytest.raises(InvalidRequest, match="^chat_template_kwargs: .* reads no 'mood'"):
+        llm.chat(QUESTION, GREEDY, chat_template_kwargs={"mood": "sun"})
+    source = "{{ tools[0].function.name }} {{ mood }} {{ messages[0].content }}"
+    directory = without_weights(tmp_path, chat_template=source)
+    with LLM(directory, load_format="dummy", cache=MEMORY) as other:
+        prompt = other.chat_prompt(QUESTION, tools=[tool], chat_template_kwargs={"mood": "sun"})
+        assert other.tokenizer.decode(prompt) == "sort sun What is Baton?"
+
+
+def test_an_answer_may_go_on_with_the_last_message(llm: LLM) -> None:
+    begun = [*QUESTION, {"role": "assistant", "content": "Baton serves"}]
+    prompt = llm.chat_prompt(begun, add_generation_prompt=False, continue_final_message=True)
+    assert llm.tokenizer.decode(prompt).endswith("Baton serves")
+    with pytest.raises(InvalidRequest, match="^continue_final_message: add_generation_prompt must be False"):
+        llm.chat(begun, GREEDY, continue_final_message=True)
+
+
 def test_second_thread_is_refused(llm: LLM) -> None:
     stream = llm.stream(COPY, GREEDY)
     first = next(stream).text
@@ -298,8 +341,9 @@ def test_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
             llm.generate([[1], COPY])
         with pytest.raises(InvalidRequest, match="the model has no tokenizer.json"):
             llm.chat(QUESTION)
-        with pytest.raises(InvalidRequest, match="stop: the model has no tokenizer"):
-            llm.generate([[1, 2, 3]], stop="x")
+        for sampling in (SamplingParams(stop="x"), SamplingParams(bad_words=["x"])):
+            with pytest.raises(InvalidRequest, match="^(stop|bad_words): the model has no tokenizer"):
+                llm.generate([[1, 2, 3]], sampling)
         assert not llm.engine.has_work()
 
 

@@ -85,7 +85,7 @@ def test_every_prompt_has_its_choices() -> None:
 
 def test_stop_string_cancels_the_request() -> None:
     service = ScriptedService()
-    answer, heard = started(service, stops=("2",))
+    answer, heard = started(service, sampling={"stop": "2"})
     (request,) = service.requests
     service.emit(request.request_id, events(request, calls.ids("1 2 3"), end=None))
     assert heard.text() == "1 " and len(heard.ends) == 1

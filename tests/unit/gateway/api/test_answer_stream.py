@@ -426,7 +426,7 @@ def read(data: bytes) -> list[Event]:
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"stops": ("<stop>", "of that")}, {"returns_token_ids": True}, {"has_usage": True}],
+    [{}, {"sampling": {"stop": ("<stop>", "of that")}}, {"returns_token_ids": True}, {"has_usage": True}],
     ids=["plain", "stops", "ids", "usage"],
 )
 @pytest.mark.parametrize("seed", range(6))

@@ -23,7 +23,7 @@ from baton.gateway.api.body import (
 )
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.call import SAMPLING_FIELDS, Call
-from baton.gateway.api.errors import ApiError
+from baton.gateway.api.errors import ApiError, as_api_error, with_param
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import PromptReader, ReadPolicy
 from baton.gateway.metrics.metrics import ROUTES, Metrics
@@ -99,10 +99,11 @@ def test_defaults_are_those_of_openai() -> None:
 
 
 def test_every_sampling_field_of_a_body_reaches_the_sampler() -> None:
-    fields = dict.fromkeys(SAMPLING_FIELDS, 1) | {"ignore_eos": True, "top_p": 0.5}
+    fields: dict[str, Any] = dict.fromkeys(SAMPLING_FIELDS, 1) | {"ignore_eos": True, "top_p": 0.5}
+    fields |= {"include_stop_str_in_output": True, "stop": "a", "bad_words": ["b"]}
     sampling = completion(**fields, max_tokens=9).sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
-    assert len(fields) == 9
+    assert len(fields) == 12
 
 
 def test_model_caps_the_tokens_of_an_answer() -> None:
@@ -171,7 +172,7 @@ def test_completion_may_ask_for_no_token() -> None:
 
 
 def test_stop_strings() -> None:
-    assert chat(stop="a").stops == ("a",) and chat(stop=["a", "b"]).stops == ("a", "b")
+    assert chat(stop="a").sampling.stops == ("a",) and chat(stop=["a", "b"]).sampling.stops == ("a", "b")
 
 
 def test_keys_of_logit_bias_are_token_ids() -> None:
@@ -305,7 +306,7 @@ def test_tools_are_rendered_and_may_be_called() -> None:
     for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": None}):
         call = chat(tools=[TOOL], **fields)
         assert call.parsing.tool_call_parser == "hermes" and call.parsing.is_parallel
-        assert not call.skips_special_tokens
+        assert not call.sampling.skip_special_tokens
         assert "weather" in TOKENIZER.decode(call.prompts[0].token_ids, skip_special_tokens=False)
     assert not chat(tools=[TOOL], parallel_tool_calls=False).parsing.is_parallel
     with pytest.raises(ApiError, match=r"tools\[0\]"):
@@ -427,9 +428,10 @@ def test_wrong_prompts_are_refused(prompt: object) -> None:
     ],
 )
 def test_keys_about_tools_and_reasoning_are_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError, match=param) as refused:
+    with pytest.raises((ApiError, InvalidRequest)) as refused:
         chat(tools=[TOOL], **fields)
-    assert (refused.value.status, refused.value.param) == (400, param)
+    answer = as_api_error(with_param(refused.value))
+    assert (answer.status, answer.param) == (400, param)
 
 
 def test_calls_that_are_asked_for_are_a_form_of_the_answer() -> None:

@@ -7,7 +7,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from baton.errors import ConfigError, InvalidRequest, ModelError
-from baton.gateway.api.errors import ApiError
 from baton.gateway.text.answer_parsing import ModelParsers
 from baton.gateway.text.chat_template import (
     ChatTemplate,
@@ -113,11 +112,10 @@ def test_open_prompts_equal_those_of_transformers(source: str, content: str) -> 
 def test_last_message_that_cannot_be_continued_is_refused(
     source: str, last: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ApiError, match=message) as refused:
+    with pytest.raises(InvalidRequest, match=f"^continue_final_message: .*{message}"):
         ChatTemplate(source, {}).render_open(
             [{"role": "user", "content": "a"}, {"role": "assistant", **last}]
         )
-    assert refused.value.param == "continue_final_message"
 
 
 def from_directory(directory: Path, file: str | None = None) -> ChatTemplate:

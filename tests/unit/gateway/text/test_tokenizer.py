@@ -238,7 +238,7 @@ def shown(
     text: str, *stops: str, num_cut: int = 0, end: FinishReason = FinishReason.LENGTH, **sampling: Any
 ) -> tuple[str, FinishReason | None, str | int | None]:
     """The text of a choice that generates `text`, less its last `num_cut` tokens, and how it ends."""
-    choice = ChoiceText(BYTE_LEVEL.detokenizer(), stops, SamplingParams(**sampling, max_tokens=1000))
+    choice = ChoiceText(BYTE_LEVEL.detokenizer(), SamplingParams(**sampling, stop=stops, max_tokens=1000))
     token_ids = BYTE_LEVEL.encode(text)
     parts = list[str]()
     for index, token_id in enumerate(token_ids[: len(token_ids) - num_cut]):

@@ -169,8 +169,7 @@ def test_lost_gateway_is_said(portal: BlockingPortal) -> None:
 
         async def act(app: TopApp, pilot: Pilot[None]) -> None:
             await asyncio.to_thread(stack.close)
-            state = app.query_one("#state", Static)
-            await until(pilot, lambda: "the connection is lost" in str(state.content))
+            await until(pilot, lambda: "the connection is lost" in str(app.state.content))
 
         drive(f"http://{address.host}:{address.port}", act)
 
