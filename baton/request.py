@@ -166,9 +166,10 @@ class SamplingParams(
             raise InvalidRequest(f"{name} and structured_outputs: a form ends where it is complete")
 
     def _check_texts(self) -> None:
-        if not all(_texts("stop", self.stop)):
+        if self.stop is not None and not all(_texts("stop", self.stop)):
             raise InvalidRequest("stop: a stop string must not be empty")
-        if not all(word.strip() for word in _texts("bad_words", self.bad_words)):
+        words = () if self.bad_words is None else _texts("bad_words", self.bad_words)
+        if not all(word.strip() for word in words):
             raise InvalidRequest("bad_words: each of them needs a character that is no space")
 
     def _check_counts(self) -> None:
@@ -232,7 +233,8 @@ class SamplingParams(
 
     def of_tokens(self) -> "SamplingParams":
         """Return the parameters without those of the text, as an engine takes them."""
-        if all(getattr(self, name) == default for name, default in TEXT_FIELDS.items()):
+        has_texts = self.stop is not None or self.bad_words is not None
+        if not has_texts and self.skip_special_tokens and not self.include_stop_str_in_output:
             return self
         return msgspec.structs.replace(self, **TEXT_FIELDS)
 
@@ -252,6 +254,8 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 
 def _check_integer(name: str, value: object, low: int = -MAX_INTEGER, high: int | None = None) -> None:
+    if type(value) is int and low <= value <= (MAX_INTEGER if high is None else high):
+        return
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be an integer, got {value!r}")
     if not -MAX_INTEGER <= value <= MAX_INTEGER:
@@ -279,7 +283,7 @@ def _bound(value: float, low: float, high: float | None) -> str:
 AttemptKey: TypeAlias = tuple[str, int]  # request id, attempt
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One accepted request. `request_id` and `attempt` are minted inside Baton, never by a client.
 
     A later attempt has the tokens of earlier attempts in `generated_token_ids`; with the same seed the answer

@@ -8,11 +8,11 @@ from baton.tenants import Degradation, Quotas, Refusal, SchedulingKey, Sla, Tena
 from baton.token_ids import TokenIds
 
 
-def test_request_without_tenant_has_an_empty_scheduling_key() -> None:
+def test_a_message_has_no_defaults_of_a_request() -> None:
     request = Request(request_id="r", token_ids=TokenIds.of((1,)))
     message = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
-    assert message["scheduling_key"] == {}
-    assert message["sla"] == {}
+    assert message.keys() <= {"request_id", "token_ids", "sampling", "sla", "scheduling_key"}
+    assert all(message.get(name, {}) == {} for name in ("sampling", "sla", "scheduling_key"))
 
 
 @pytest.mark.parametrize(

@@ -247,8 +247,8 @@ def test_receiver_refuses_values_that_the_sender_does_not_check(message: AnyMess
 
 
 def test_sampling_out_of_range_is_refused() -> None:
-    message = c.Submit(request=Request(request_id=ID, token_ids=TokenIds.of((1,))))
-    fields = msgspec.msgpack.decode(encode(message), type=dict[str, Any])
+    request = Request(request_id=ID, token_ids=TokenIds.of((1,)), sampling=SamplingParams(temperature=0.5))
+    fields = msgspec.msgpack.decode(encode(c.Submit(request=request)), type=dict[str, Any])
     fields["request"]["sampling"]["temperature"] = -1.0
     with pytest.raises(WireError, match="temperature"):
         decode(msgspec.msgpack.encode(fields))
