@@ -70,16 +70,18 @@ SCALE_BYTES: Final = 2  # of the key, or the value, of one token and head in a p
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shape of a KV pool. Of one rank it is `[num_pages, layers of its stage, 2, num_kv_heads / tp_size,
+    """The shape of a KV pool. Of one rank it is `[num_pages, layers of its stage, planes, heads_per_rank,
     page_size, row_elements]`.
 
     A row is the key, or the value, of one token and head: `head_dim` elements of `dtype`, the model's. With
-    the `cache_dtype` int8 or fp8 (E4M3) a row is as many codes of one byte, and their scale. So the bytes of
-    a page depend on its tokens alone, not on the steps that have written them. With such a `transfer_dtype`
-    only transfers turn rows into codes: pages that have come from another worker are rounded.
+    one plane instead of two, values are a part of the keys: latent attention. With the `cache_dtype` int8 or
+    fp8 (E4M3) a row is as many codes of one byte, and their scale. So the bytes of a page depend on its
+    tokens alone, not on the steps that have written them. With such a `transfer_dtype` only transfers turn
+    rows into codes: pages that have come from another worker are rounded.
 
-    `num_kv_heads` counts the heads of the whole model. A page is one contiguous run of bytes on every rank;
-    heads come before tokens, so that the slice of a page for another tp_size is contiguous too.
+    `num_kv_heads` counts the heads of the whole model. Where a stage has more ranks than that, neighbouring
+    ranks hold copies of one head. A page is one contiguous run of bytes on every rank; heads come before
+    tokens, so that the slice of a page for another tp_size is contiguous too.
     """
 
     tp_size: int
@@ -88,6 +90,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_kv_heads: int
     head_dim: int
     dtype: str
+    planes: int = 2  # keys and values
     cache_dtype: str = "auto"  # as `dtype`
     transfer_dtype: str = "auto"  # auto: transfers send the bytes of pages
     # The number of layers in each pipeline stage; empty: one stage has all layers. Rank r is in stage
@@ -100,7 +103,9 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(f"PageLayout.{name} must be at least 1, got {getattr(self, name)}")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
-        if self.num_kv_heads % self.tp_size:
+        if self.planes not in (1, 2):
+            raise ConfigError(f"planes must be 1 or 2, got {self.planes}")
+        if self.num_kv_heads % self.tp_size and self.tp_size % self.num_kv_heads:
             raise ConfigError(f"{self.num_kv_heads} KV heads cannot be split over {self.tp_size} ranks")
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
@@ -174,17 +179,28 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def heads_per_rank(self) -> int:
-        return self.num_kv_heads // self.tp_size
+        return max(1, self.num_kv_heads // self.tp_size)
+
+    @property
+    def num_copies(self) -> int:
+        """The number of ranks of a stage that hold the same heads."""
+        return max(1, self.tp_size // self.num_kv_heads)
+
+    def heads_of(self, rank: int) -> range:
+        """Return the heads of a rank."""
+        first = rank % self.tp_size // self.num_copies * self.heads_per_rank
+        return range(first, first + self.heads_per_rank)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values of all layers, on one rank of each stage together."""
-        return 2 * self.num_layers * self.heads_per_rank * self.row_bytes
+        return self.planes * self.num_layers * self.heads_per_rank * self.row_bytes
 
     @property
     def sent_token_bytes(self) -> int:
-        """Bytes that a transfer moves for one token: keys and values of all layers, on all ranks together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.sent_row_bytes
+        """Bytes that a transfer moves for one token: keys and values of all layers, to all ranks together."""
+        num_heads = self.heads_per_rank * self.tp_size
+        return self.planes * self.num_layers * num_heads * self.sent_row_bytes
 
     @property
     def page_bytes(self) -> int:

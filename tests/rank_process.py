@@ -12,7 +12,8 @@ from tests.remote import Remote
 
 
 def shape_of(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
-    return (num_pages, layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.head_dim)
+    heads = layout.planes, layout.heads_per_rank
+    return (num_pages, layout.num_layers, *heads, layout.page_size, layout.head_dim)
 
 
 def fill(pool: Tensor, layout: PageLayout, rank: int, seed: int) -> None:
@@ -20,8 +21,8 @@ def fill(pool: Tensor, layout: PageLayout, rank: int, seed: int) -> None:
     shape = list(pool.shape)
     shape[3] = layout.num_kv_heads
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    first = rank * layout.heads_per_rank
-    pool.copy_(whole[:, :, :, first : first + layout.heads_per_rank])
+    heads = layout.heads_of(rank)
+    pool.copy_(whole[:, :, :, heads.start : heads.stop])
 
 
 class LateSteps:

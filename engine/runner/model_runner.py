@@ -73,7 +73,7 @@ ZerosOnCpu = Callable[[Ordered[int], torch.dtype], Tensor]
 
 
 class KvPool:
-    """`device` and `host`: [pages, num_layers, 2, heads_per_rank, page_size, row_elements], first zeros."""
+    """`device` and `host`: [pages, num_layers, planes, heads_per_rank, page_size, row_elements], zeros."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class KvPool:
         host_zeros: ZerosOnCpu | None = None,
     ) -> None:
         """host_zeros: gives the memory of the host pages; None: memory of this process."""
-        shape = (layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.row_elements)
+        heads, planes = layout.heads_per_rank, layout.planes
+        shape = (layout.num_layers, planes, heads, layout.page_size, layout.row_elements)
         dtype = TORCH_DTYPES[layout.element_type]
         if device.type == "cpu":
             self.device: Tensor = zeros_on_cpu((num_pages, *shape), dtype)
@@ -297,9 +298,7 @@ class ModelRunner:
             tp_size=self.tp.size,
             page_size=config.cache.page_size,
             num_layers=model_config.num_layers,
-            num_kv_heads=max(
-                model_config.num_kv_heads, self.tp.size
-            ),  # a head that several ranks hold counts as many
+            num_kv_heads=model_config.num_kv_heads,
             head_dim=model_config.head_dim,
             dtype=self.dtype,
             cache_dtype=config.cache.kv_cache_dtype,

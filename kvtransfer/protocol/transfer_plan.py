@@ -36,7 +36,10 @@ Pages: TypeAlias = Sequence[int] | Offsets  # page ids of one side, in token ord
 
 MAX_DEFAULT_GROUPS: Final = 4
 MIN_GROUP_BYTES: Final = 256 << 10  # of one page; smaller groups cost more than the overlap saves
-MUST_AGREE: Final = ("num_layers", "num_kv_heads", "head_dim", "dtype", "cache_dtype", "transfer_dtype")
+MUST_AGREE: Final = (
+    *("num_layers", "planes", "num_kv_heads", "head_dim"),
+    *("dtype", "cache_dtype", "transfer_dtype"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +89,7 @@ class TransferSide:
 class TransferPlan:
     """The placement of all bytes that one source rank sends to one destination rank, for any pages.
 
-    `unit_bytes` is 0 when the ranks share no head: nothing moves between them. `row_bytes` divides
+    `unit_bytes` is 0 when nothing moves between the ranks, see `sent_heads`. `row_bytes` divides
     `run_bytes` and every offset on both sides, so a kernel can treat both pools as tables of rows of this
     size.
     """
@@ -129,7 +132,8 @@ def plan_transfer(
     range.
     """
     check_same_model(source, destination)
-    mine, theirs = _heads(source, source_rank), _heads(destination, destination_rank)
+    shared = sent_heads(source, destination, source_rank, destination_rank)
+    mine, theirs = source.heads_of(source_rank), destination.heads_of(destination_rank)
     common = _common_layers(source, destination, source_rank, destination_rank)
     first_layer, stop_layer = layers or (common.start, common.stop)
     if not common.start <= first_layer <= stop_layer <= common.stop or (layers and first_layer == stop_layer):
@@ -137,28 +141,27 @@ def plan_transfer(
             f"layers [{first_layer}, {stop_layer}) are out of range: the ranks share "
             f"[{common.start}, {common.stop})"
         )
-    shared = range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
     unit_tokens = min(source.page_size, destination.page_size)
     heads_per_run = len(shared) if source.page_size == destination.page_size else 1
     is_whole_page = heads_per_run == len(mine) == len(theirs) and source.page_size == destination.page_size
     starts = shared[::heads_per_run] if shared else shared
-    num_layers = stop_layer - first_layer
     # A slab is one layer's keys, or values. The slabs of whole pages are contiguous and form one run.
-    slabs = range(0, 2 * num_layers, max(1, 2 * num_layers) if is_whole_page else 1)
+    num_slabs = source.planes * (stop_layer - first_layer)
+    slabs = range(0, num_slabs, max(1, num_slabs) if is_whole_page else 1)
     sides = [
         _side(
             layout.of_stage(rank),
             unit_tokens,
             [head - heads.start for head in starts],
             slabs,
-            2 * (first_layer - layout.layers_of(rank).start),
+            source.planes * (first_layer - layout.layers_of(rank).start),
         )
         for layout, rank, heads in (
             (source, source_rank, mine),
             (destination, destination_rank, theirs),
         )
     ]
-    num_rows = unit_tokens * 2 * num_layers * len(shared)  # of a unit
+    num_rows = unit_tokens * num_slabs * len(shared)  # of a unit
     num_runs = len(sides[0].run_offset_R)
     rows_per_run = num_rows // num_runs if num_runs else 0
     run_bytes = rows_per_run * source.row_bytes
@@ -182,16 +185,19 @@ def sent_codes(layout: PageLayout) -> CodedRows | None:
     return CodedRows(layout.head_dim, TORCH_DTYPES[layout.dtype], TORCH_DTYPES[layout.transfer_dtype])
 
 
-def peers_of(layout: PageLayout, other: PageLayout, rank: int) -> list[int]:
-    """Return the ranks of `other` that share heads and layers with `rank` of `layout`."""
-    check_same_model(layout, other)
-    heads = _heads(layout, rank)
-    sharing = range(heads.start // other.heads_per_rank, (heads.stop - 1) // other.heads_per_rank + 1)
-    return [
-        peer
-        for peer in range(other.num_ranks)
-        if peer % other.tp_size in sharing and _common_layers(layout, other, rank, peer)
-    ]
+def sent_heads(source: PageLayout, destination: PageLayout, source_rank: int, destination_rank: int) -> range:
+    """Return the heads that a source rank sends to a destination rank.
+
+    Where several source ranks hold copies of a head, each destination rank gets the head from one of them.
+    """
+    for layout, rank in ((source, source_rank), (destination, destination_rank)):
+        if not 0 <= rank < layout.num_ranks:
+            raise ValueError(f"rank {rank} is out of range: the layout has {layout.num_ranks} ranks")
+    copy, wanted_copy = source_rank % source.num_copies, destination_rank % destination.num_copies
+    if copy != wanted_copy * source.num_copies // destination.num_copies:
+        return range(0)
+    mine, theirs = source.heads_of(source_rank), destination.heads_of(destination_rank)
+    return range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
 
 
 def check_same_model(source: PageLayout, destination: PageLayout) -> None:
@@ -224,10 +230,13 @@ def shards_of(
 
     Raises ConfigError for different models, ValueError for more groups than layers.
     """
+    check_same_model(source, destination)
     groups = source.layer_groups(num_layer_groups)
     shards: list[ShardRanks] = []
     for rank in range(destination.num_ranks):
-        for source_rank in peers_of(destination, source, rank):
+        for source_rank in range(source.num_ranks):
+            if not sent_heads(source, destination, source_rank, rank):
+                continue
             common = _common_layers(source, destination, source_rank, rank)
             for group, (start, end) in enumerate(groups):
                 first, stop = max(start, common.start), min(end, common.stop)
@@ -239,13 +248,6 @@ def shards_of(
 def default_layer_groups(source: PageLayout) -> int:
     """Return the number of groups of layers in which a source of this layout sends its last pages."""
     return max(1, min(MAX_DEFAULT_GROUPS, source.num_layers, source.page_bytes // MIN_GROUP_BYTES))
-
-
-def _heads(layout: PageLayout, rank: int) -> range:
-    if not 0 <= rank < layout.num_ranks:
-        raise ValueError(f"rank {rank} is out of range: the layout has {layout.num_ranks} ranks")
-    first = rank % layout.tp_size * layout.heads_per_rank
-    return range(first, first + layout.heads_per_rank)
 
 
 def _common_layers(one: PageLayout, other: PageLayout, rank: int, other_rank: int) -> range:

@@ -183,8 +183,12 @@ def _of_experts(
     )
 
 
-EXPERTS: Final = (
-    pytest.param("qwen2-moe-even", _of_experts("ep 2 to 1", (2, 1, True), (1, 1, False))),
+OF_MODELS: Final = (
+    ("llama-gqa4-tied", Topology("tp 2 with one KV head to 1", prefill_tp=2, prefill_page_size=64)),
+    ("qwen2-moe-even", _of_experts("ep 2 to 1", (2, 1, True), (1, 1, False))),
+    pytest.param(
+        "llama-gqa4-tied", Topology("1 to tp 2 with one KV head", decode_tp=2), marks=pytest.mark.slow
+    ),
     *(
         pytest.param(case.name, topology, marks=pytest.mark.slow)
         for case in EVEN_EXPERTS
@@ -316,8 +320,7 @@ def _prompt_kv(engine: Engine, token_ids: Sequence[int]) -> torch.Tensor:
     filled = engine.claim_prefix(token_ids, b"", "the comparison")
     pages = engine.runner.pool.device[list(filled.pages)].clone()  # [P, L, 2, H, S, D]
     engine.release(filled)
-    num_pages, num_layers, _, num_heads, page_size, head_dim = pages.shape
-    return pages.permute(1, 2, 3, 0, 4, 5).reshape(num_layers, 2, num_heads, num_pages * page_size, head_dim)
+    return pages.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
 
 
 @pytest.mark.parametrize("topology", FAST, ids=lambda topology: topology.name)
@@ -336,9 +339,9 @@ def test_cluster_of_quantised_pages_gives_the_tokens_of_one_engine(
 
 
 @pytest.mark.parametrize(
-    ("name", "topology"), EXPERTS, ids=lambda value: value if isinstance(value, str) else value.name
+    ("name", "topology"), OF_MODELS, ids=lambda value: value if isinstance(value, str) else value.name
 )
-def test_cluster_of_whole_experts_gives_the_tokens_of_one_engine(
+def test_cluster_of_another_model_gives_the_tokens_of_one_engine(
     name: str, topology: Topology, model_directory: Callable[..., Path]
 ) -> None:
     directory = model_directory(name)

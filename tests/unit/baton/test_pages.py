@@ -118,6 +118,18 @@ def test_ranks_share_the_bytes_of_a_page(tp_size: int) -> None:
     assert layout.page_bytes * tp_size == PageLayout(**EIGHT_BILLION).page_bytes
 
 
+def test_more_ranks_than_heads_hold_copies() -> None:
+    layout = PageLayout(**EIGHT_BILLION | {"tp_size": 16})
+    assert [list(layout.heads_of(rank)) for rank in (0, 1, 2, 15)] == [[0], [0], [1], [7]]
+    assert layout.page_bytes == PageLayout(**EIGHT_BILLION).page_bytes // 8
+    assert layout.sent_token_bytes == 2 * PageLayout(**EIGHT_BILLION).sent_token_bytes
+
+
+def test_rows_of_one_plane_take_half() -> None:
+    both, latent = (PageLayout(**EIGHT_BILLION | {"planes": planes}) for planes in (2, 1))
+    assert (latent.page_bytes, latent.sent_token_bytes) == (both.page_bytes // 2, both.sent_token_bytes // 2)
+
+
 @pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_pages_of_codes_take_little_more_than_half(cache_dtype: str, head_dim: int) -> None:
@@ -164,6 +176,8 @@ def test_pages_are_just_enough(num_tokens: int, exponent: int) -> None:
         ({"page_size": 24}, "page_size must be a power of two, got 24"),
         ({"num_layers": 0}, "PageLayout.num_layers must be at least 1, got 0"),
         ({"tp_size": 3}, "8 KV heads cannot be split over 3 ranks"),
+        ({"tp_size": 12}, "8 KV heads cannot be split over 12 ranks"),
+        ({"planes": 3}, "planes must be 1 or 2, got 3"),
         ({"cache_dtype": "int4"}, "cache_dtype must be one of .*, got 'int4'"),
         ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
         ({"transfer_dtype": "int4"}, "transfer_dtype must be one of .*, got 'int4'"),

@@ -33,7 +33,8 @@ def test_shards_are_counted_by_destination_then_source_then_layers() -> None:
     assert shards_of(layout(1), layout(2)) == (ShardRanks(0, 0, (0, 3), 0), ShardRanks(0, 1, (0, 3), 0))
 
 
-CUTS = [*product((1, 2), ((), (1, 2), (2, 1), (1, 1, 1))), (4, ()), (8, ())]  # (ranks of a stage, its layers)
+# (ranks of a stage, its layers); 16 ranks hold two copies of each head
+CUTS = [*product((1, 2), ((), (1, 2), (2, 1), (1, 1, 1))), (4, ()), (8, ()), (16, ())]
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
@@ -48,7 +49,7 @@ def test_stages_move_the_layers_that_they_share(
         plan_transfer(source, destination, shard.source, shard.destination, shard.layers).unit_bytes
         for shard in shards
     ]
-    assert all(moved) and sum(moved) == layout(1).page_bytes
+    assert all(moved) and sum(moved) == destination.num_copies * layout(1).page_bytes
     for shard in shards:
         first, stop = source.layer_groups(num_groups)[shard.group]
         assert first <= shard.layers[0] < shard.layers[1] <= stop

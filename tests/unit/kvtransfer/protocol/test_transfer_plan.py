@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.errors import ConfigError
-from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, peers_of, plan_transfer
+from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, plan_transfer, sent_heads, shards_of
 from baton.pages import PageLayout
 from tests.transfer_ends import runs_of
 
 NUM_HEADS = 12  # splits by 2 and by 3: ranks whose heads overlap partly
-TP_SIZES = (1, 2, 3, 4, 12)
+TP_SIZES = (1, 2, 3, 4, 12, 24, 48)  # with more ranks than heads, some hold copies
 STAGES = ((), (1, 4), (3, 2), (1, 1, 3), (5,))  # layers of each pipeline stage
-Pool = NDArray[np.int32]  # [pages, layers, 2, heads of the rank, page_size, words of a row]
+Pool = NDArray[np.int32]  # [pages, layers, planes, heads of the rank, page_size, words of a row]
 
 
 def layout(tp_size: int, page_size: int, **changes: Any) -> PageLayout:
@@ -37,7 +37,8 @@ def layout(tp_size: int, page_size: int, **changes: Any) -> PageLayout:
 def pool_of(layout: PageLayout, num_pages: int, first_value: int, rank: int = 0) -> Pool:
     """Every element has a value of its own."""
     num_layers = len(layout.layers_of(rank))
-    shape = (num_pages, num_layers, 2, layout.heads_per_rank, layout.page_size, layout.row_bytes // 4)
+    heads = layout.heads_per_rank
+    shape = (num_pages, num_layers, layout.planes, heads, layout.page_size, layout.row_bytes // 4)
     return np.arange(first_value, first_value + int(np.prod(shape)), dtype=np.int32).reshape(shape)
 
 
@@ -63,16 +64,20 @@ def move_slowly(
 ) -> int:
     """The definition: element by element, by where a token of a head lies in each rank's pages."""
     num_moved = 0
+    copies = [max(1, cut.tp_size // NUM_HEADS) for cut in layouts]  # each is served by one of the source's
+    if ranks[0] % copies[0] != ranks[1] % copies[1] * copies[0] // copies[1]:
+        return 0
     for token, head in product(tokens, range(layouts[0].num_kv_heads)):
         places = []
         for layout, rank, page_ids in zip(layouts, ranks, pages, strict=True):
-            own_head = head - rank % layout.tp_size * layout.heads_per_rank
+            own_head = head - rank % layout.tp_size * NUM_HEADS // layout.tp_size
             page = page_ids[token // layout.page_size]
             places.append((page, own_head, token % layout.page_size))
         if all(0 <= own < cut.heads_per_rank for (_, own, _), cut in zip(places, layouts, strict=True)):
             (page, own, offset), (to_page, to_own, to_offset) = places
             ours, theirs = (cut.layers_of(rank) for cut, rank in zip(layouts, ranks, strict=True))
-            for layer, kv in product(range(*(layers or (0, layouts[0].num_layers))), range(2)):
+            planes = range(layouts[0].planes)
+            for layer, kv in product(range(*(layers or (0, layouts[0].num_layers))), planes):
                 if layer in ours and layer in theirs:
                     content = source[page, layer - ours.start, kv, own, offset]
                     destination[to_page, layer - theirs.start, kv, to_own, to_offset] = content
@@ -99,7 +104,8 @@ CODES: dict[str, Any] = {"head_dim": 6, "cache_dtype": "int8"}
 
 @given(
     st.one_of(
-        st.tuples(cuts(), cuts()), st.tuples(cuts(**CODES), cuts(**CODES)), st.tuples(staged(), staged())
+        *(st.tuples(cuts(**keys), cuts(**keys)) for keys in ({}, CODES, {"planes": 1})),
+        st.tuples(staged(), staged()),
     ),
     st.data(),
 )
@@ -195,12 +201,11 @@ def test_rows_divide_all_that_moves(one: tuple[PageLayout, int], other: tuple[Pa
 
 
 @given(st.sampled_from(TP_SIZES), st.sampled_from(TP_SIZES))
-def test_peers_are_the_ranks_that_share_a_head(tp_size: int, other_tp_size: int) -> None:
-    one, other = layout(tp_size, 4), layout(other_tp_size, 8)
-    for rank in range(tp_size):
-        sharing = [r for r in range(other_tp_size) if plan_transfer(one, other, rank, r).unit_bytes]
-        assert list(peers_of(one, other, rank)) == sharing
-        assert all(rank in peers_of(other, one, peer) for peer in sharing)
+def test_each_rank_gets_each_of_its_heads_once(tp_size: int, other_tp_size: int) -> None:
+    source, destination = layout(tp_size, 4), layout(other_tp_size, 8)
+    for rank in range(other_tp_size):
+        got = [head for peer in range(tp_size) for head in sent_heads(source, destination, peer, rank)]
+        assert got == [*destination.heads_of(rank)]
 
 
 def test_equal_layouts_move_whole_pages() -> None:
@@ -216,6 +221,7 @@ def test_equal_layouts_move_whole_pages() -> None:
     ("field", "value"),
     [
         ("num_layers", 3),
+        ("planes", 1),
         ("num_kv_heads", 24),
         ("head_dim", 4),
         ("dtype", "bfloat16"),
@@ -227,7 +233,7 @@ def test_another_model_is_refused_by_the_field(field: str, value: int | str) -> 
     with pytest.raises(ConfigError, match=f"{field} .* and {field} {value}"):
         plan_transfer(layout(1, 16), layout(1, 16, **{field: value}), 0, 0)
     with pytest.raises(ConfigError, match=field):
-        peers_of(layout(1, 16), layout(1, 16, **{field: value}), 0)
+        shards_of(layout(1, 16), layout(1, 16, **{field: value}))
 
 
 @pytest.mark.parametrize("ranks", [(2, 0), (0, 1), (-1, 0)])
