@@ -30,7 +30,6 @@ from baton.config.cluster import WorkerConfig
 from baton.config.environment import node_name
 from baton.engine.runner.rank_process import (
     READY,
-    START_TIMEOUT_S,
     RankNetwork,
     TpAssignment,
     TpWorkerFailure,
@@ -450,12 +449,10 @@ class HostedRank:
         self.error: BatonError | None = None  # what the rank said, or why it is gone
         self._has_said_why = False
 
-    def wait_until_ready(self) -> None:
-        with self._has_changed:
-            if not self._has_changed.wait_for(lambda: self._is_ready or self.error, START_TIMEOUT_S):
-                raise WorkerLost(f"rank {self.rank} was not ready within {START_TIMEOUT_S:g} s: it is ended")
-            if not self._is_ready and self.error is not None:
-                raise self.error
+    def is_ready(self) -> bool:
+        if not self._is_ready and self.error is not None:
+            raise self.error
+        return self._is_ready
 
     def failure(self) -> BatonError | None:
         return self.error if self._has_said_why else None

@@ -457,10 +457,11 @@ class Engine(Replica):
 
     def _flush(self, disk: DiskTier) -> None:
         """Write the pages of the host tier to the disk, then copy the device's pages over them and write
-        those.
+        those. Ranks that hang are killed: WorkerLost.
         """
         cache, until_s = self.scheduler.cache, time.monotonic() + FLUSH_S
-        self._wait_for_copies()
+        with self._kills_ranks_at(until_s):
+            self._wait_for_copies()
         disk.put(cache.host.written_pages(), until_s)
         known = [item for item in cache.known_pages().items() if item[0] not in disk.places]
         for first in range(0, len(known), cache.host.num_pages):
@@ -468,9 +469,13 @@ class Engine(Replica):
                 return
             part = known[first : first + cache.host.num_pages]
             copies = tuple((page, host_page) for host_page, (_, page) in enumerate(part))
-            self._run(Batch(copies_to_host=copies), None).wait()
-            self._wait_for_copies()
+            with self._kills_ranks_at(until_s):
+                self._run(Batch(copies_to_host=copies), None).wait()
+                self._wait_for_copies()
             disk.put(((key, host_page) for host_page, (key, _) in enumerate(part)), until_s)
+
+    def _kills_ranks_at(self, time_s: float) -> AbstractContextManager[None]:
+        return nullcontext() if self._tp_workers is None else self._tp_workers.killed_at(time_s)
 
     def _wait_for_copies(self) -> None:
         for step in self._in_flight:

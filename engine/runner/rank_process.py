@@ -26,7 +26,8 @@ from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.messages.workers import Address
 from baton.rpc.auth import Generations
 
-START_TIMEOUT_S: Final = 120.0  # importing torch takes a minute from a cold disk on a busy machine
+# For all ranks of a replica: importing torch takes a minute from a cold disk on a busy machine.
+START_TIMEOUT_S: Final = 120.0
 READY: Final = b"ready"
 ERROR_OUTPUT: Final = 2  # of the starter, for everything that a TP worker prints
 
@@ -67,8 +68,11 @@ class TpWorker(Protocol):
 
     rank: int
 
-    def wait_until_ready(self) -> None:
-        """Raises the TP worker's own error, or WorkerLost when its process hangs or dies."""
+    def is_ready(self) -> bool:
+        """Return whether the TP worker has said READY.
+
+        Raises the TP worker's own error, or WorkerLost when its process has died.
+        """
 
     def failure(self) -> BatonError | None:
         """The error that the TP worker has reported since it was ready."""
@@ -118,6 +122,7 @@ class TpWorkerProcess:
         self.rank = assignment.rank
         self.host_fd = assignment.host_fd
         self._reader, writer = Pipe(duplex=False)
+        self._is_ready = False
         self._failure: BatonError | None = None
         # A process group of its own: Ctrl-C in the terminal is for rank 0, which then sends STOP_COMMAND.
         self.process = subprocess.Popen(
@@ -129,7 +134,7 @@ class TpWorkerProcess:
             process_group=0,
         )
         writer.close()  # the process has the only writer now: its end closes the pipe
-        self.tell(msgspec.json.encode(assignment))  # `wait_until_ready` reports a process that died
+        self.tell(msgspec.json.encode(assignment))  # `is_ready` reports a process that died
         if not assignment.has_guardian:
             self._close_stdin()
 
@@ -140,16 +145,18 @@ class TpWorkerProcess:
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 
-    def wait_until_ready(self) -> None:
+    def is_ready(self) -> bool:
         """As `TpWorker`."""
-        if not self._reader.poll(START_TIMEOUT_S):
-            raise WorkerLost(f"rank {self.rank} was not ready within {START_TIMEOUT_S:g} s: it is ended")
+        if self._is_ready or not self._reader.poll():
+            return self._is_ready
         try:
             answer = self._reader.recv_bytes()
         except (EOFError, OSError):  # it was killed, perhaps in the middle of an answer
             raise ended(self.rank, self.process.wait(), was_ready=False) from None
         if answer != READY:
             raise error_of(self.rank, answer)
+        self._is_ready = True
+        return True
 
     def failure(self) -> BatonError | None:
         """As `TpWorker`."""

@@ -21,6 +21,7 @@ import secrets
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -43,6 +44,7 @@ from baton.engine.runner.model_runner import ModelRunner, check_memory, choose_d
 from baton.engine.runner.rank_links import RankLinks, RankListener, connect_ranks
 from baton.engine.runner.rank_process import (
     READY,
+    START_TIMEOUT_S,
     RankNetwork,
     RankNodes,
     TpAssignment,
@@ -61,6 +63,7 @@ logger = logging.getLogger(__name__)
 STOP_COMMAND: Final = b"stop"
 REPLICA_BYTES: Final = 16
 KEY_BYTES: Final = 32
+READY_POLL_S: Final = 0.01
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -150,8 +153,7 @@ class TpWorkers:
                     network=network,
                 )
                 self._workers.append(TpWorkerProcess(assignment))
-            for worker in self._workers:
-                worker.wait_until_ready()
+            self._wait_until_ready()
             with self.explains_loss():
                 self._links = _connect(0, config, network, self._listener)
                 self.rank = _join(0, rendezvous, config, self._links)
@@ -172,6 +174,29 @@ class TpWorkers:
                 raise
             # A rank that fails may cause others to lose it.
             raise min(failures, key=lambda failure: isinstance(failure, WorkerLost)) from error
+
+    @contextmanager
+    def killed_at(self, time_s: float) -> Iterator[None]:
+        """Kill the ranks if the body still runs at this time.monotonic(): steps then raise WorkerLost."""
+        timer = threading.Timer(max(0.0, time_s - time.monotonic()), self._kill)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.close(0.0)
+
+    def _wait_until_ready(self) -> None:
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while late := [worker.rank for worker in self._workers if not worker.is_ready()]:
+            if time.monotonic() >= until_s:
+                names = ", ".join(map(str, late))
+                raise WorkerLost(f"not ready within {START_TIMEOUT_S:g} s, and ended: rank {names}")
+            time.sleep(READY_POLL_S)
 
     def _check(self) -> None:
         for worker in self._workers:
@@ -200,8 +225,9 @@ class TpWorkers:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for the processes, which have received STOP_COMMAND; kill them after the timeout."""
+        until_s = time.monotonic() + timeout_s
         for worker in self._workers:
-            worker.close(timeout_s)
+            worker.close(max(0.0, until_s - time.monotonic()))
         if self._nodes is not None:
             self._nodes.close()
         if self._listener is not None:

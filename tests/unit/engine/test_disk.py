@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -153,6 +154,22 @@ def test_page_is_written_once_every_stage_has_copied_it_to_the_host(tmp_path: Pa
     again = generate(second, PROMPT)
     assert token_ids(again) == expected and num_cached(again) == 48
     second.close()
+
+
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, TWO_STAGES], ids=str)
+def test_stopped_rank_delays_the_close_by_no_more_than_the_flush(
+    ranks: Mapping[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.engine.engine.FLUSH_S", 0.5)
+    before = psutil.Process().children(recursive=True)
+    engine = engine_in(tmp_path, ranks=ranks)
+    (rank,) = set(psutil.Process().children(recursive=True)) - set(before)
+    generate(engine, PROMPT)
+    rank.suspend()
+    began_s = time.monotonic()
+    engine.close()
+    assert 0.5 <= time.monotonic() - began_s < 8.0
+    assert not rank.is_running()
 
 
 def test_pages_of_another_layout_are_not_read(tmp_path: Path) -> None:

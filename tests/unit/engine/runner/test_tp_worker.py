@@ -22,7 +22,6 @@ from baton.config.engine import EngineConfig, RankSidecar
 from baton.engine.cache.page_pool import mark_of
 from baton.engine.engine import load_engine
 from baton.engine.models.parallel import ReplicaRank
-from baton.engine.runner import rank_process
 from baton.engine.runner.rank_links import RankListener
 from baton.engine.runner.rank_process import RankNetwork, TpAssignment, TpWorkerProcess
 from baton.engine.runner.step_inputs import StepBuilder, encode
@@ -187,7 +186,11 @@ def test_copy_that_fails_leaves_the_ranks_apart_too(
     ("script", "message"),
     [
         ("exit 1", "rank 1 ended with status 1 before it was ready"),
-        ("exec sleep 600", "rank 1 was not ready within 0.5 s"),
+        ("exec sleep 600", "not ready within 0.5 s, and ended: rank 1, 2"),
+        (
+            """read line; case $line in *'"rank":2,'*) exit 1; esac; exec sleep 600""",
+            "rank 2 ended with status 1 before it was ready",
+        ),
     ],
 )
 def test_tp_worker_that_does_not_start_is_reported_and_none_is_left(
@@ -200,7 +203,7 @@ def test_tp_worker_that_does_not_start_is_reported_and_none_is_left(
 ) -> None:
     before = children()
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "rank", script))
-    monkeypatch.setattr(rank_process, "START_TIMEOUT_S", 0.5 if "sleep" in script else 60.0)
+    monkeypatch.setattr("baton.engine.runner.tp_worker.START_TIMEOUT_S", 60.0 if "exit" in script else 0.5)
     with pytest.raises(WorkerLost, match=message):
         TpWorkers(tiny_config(tiny_model, tensor_parallel_size=3))
     assert children() == before and not list(temporary.iterdir())
