@@ -39,7 +39,6 @@ import msgspec
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WorkerLost
 from baton.gateway.streams.timeline import RequestMarks
-from baton.messages.bounds import short_id
 from baton.messages.codec import fits_request
 from baton.messages.control import Routed
 from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Status
@@ -334,7 +333,7 @@ class RequestStream:
         """Enter SUBMITTED: this router has been asked."""
         self.state, self.router = StreamState.SUBMITTED, router
         self.heard_s = self.assigned_s = now_s
-        self.marks.submitted(self.attempt, f"router {short_id(router)}", now_s)
+        self.marks.submitted(self.attempt, router, now_s)
 
     def routed(self, decode: str, prefill: str, now_s: float) -> None:
         """Enter ROUTED: these workers have the attempt."""
@@ -369,7 +368,7 @@ class RequestStream:
         self._begin_attempt(migration.attempt)
         self.num_failed_migrations = 0
         self.heard_s = self.assigned_s = now_s
-        self.marks.submitted(self.attempt, f"router {short_id(self.router)}", now_s)
+        self.marks.submitted(self.attempt, self.router, now_s)
 
     def _begin_attempt(self, attempt: int) -> None:
         self.attempt = attempt

@@ -13,11 +13,11 @@ and waiting alternate within a worker; they are shown one after the other in the
 """
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
-from baton.messages.bounds import MAX_SECONDS
+from baton.messages.bounds import MAX_SECONDS, short_id
 from baton.messages.control import Routed
 from baton.messages.timeline import MAX_ATTEMPTS, RequestTimeline, TimelineAttempt, TimelinePart
 from baton.messages.workers import WorkerTimes
@@ -28,7 +28,10 @@ CANCELLED: Final = "cancelled"  # by the client, or at a stop string
 MIGRATED: Final = "migrated"  # to the worker of the next attempt
 
 
-class WorkerMarks(NamedTuple):
+# The garbage collector visits no marks: a busy gateway keeps thousands, and they are in no reference cycle.
+
+
+class WorkerMarks(msgspec.Struct, frozen=True, gc=False):
     """The times of one worker, and its clock."""
 
     name: str
@@ -36,13 +39,12 @@ class WorkerMarks(NamedTuple):
     clock: ClockOffset | None  # None: not measured
 
 
-# Not visited by the garbage collector: a busy gateway keeps thousands, and they are in no reference cycle.
 class AttemptMarks(msgspec.Struct, eq=False, gc=False):
     """One attempt, by the gateway's clock."""
 
     number: int
     submitted_s: float
-    router: str = ""
+    router: str = ""  # its id
     routed: Routed | None = None
     router_clock: ClockOffset | None = None
     decode: str = ""  # names of workers
@@ -62,7 +64,7 @@ class RequestMarks(msgspec.Struct, eq=False, gc=False):
     attempts: list[AttemptMarks] = []  # the latest MAX_ATTEMPTS
 
     def submitted(self, number: int, router: str, now_s: float) -> None:
-        """Note that a router was asked."""
+        """Note that a router was asked. router: its id."""
         if len(self.attempts) >= MAX_ATTEMPTS:
             del self.attempts[0]
         self.attempts.append(AttemptMarks(number, now_s, router))
@@ -74,7 +76,7 @@ class RequestMarks(msgspec.Struct, eq=False, gc=False):
             attempt.end, attempt.num_tokens, attempt.ended_s = end, num_tokens, now_s
 
 
-class CallMarks(NamedTuple):
+class CallMarks(msgspec.Struct, frozen=True, gc=False):
     """One call, by the gateway's clock."""
 
     received_s: float  # the first byte of its head
@@ -169,22 +171,27 @@ class PartList:
             self.cursor_s += seconds
 
 
+def _router_name(id: str) -> str:
+    """Return the name of a router in a timeline."""
+    return f"router {short_id(id)}"
+
+
 def _add_queue(parts: PartList, attempt: AttemptMarks) -> None:
     """Add the wait until a router dispatched the attempt."""
-    routed, clock = attempt.routed, attempt.router_clock
+    routed, clock, router = attempt.routed, attempt.router_clock, _router_name(attempt.router)
     if routed is None:
         return
     if clock is not None and routed.dispatched_s:
-        parts.add_until(clock.ours(routed.dispatched_s), "queued", attempt.router)
+        parts.add_until(clock.ours(routed.dispatched_s), "queued", router)
     else:  # the wait itself is known, the way to the router is not
         waited_s = routed.dispatched_s - routed.received_s
-        parts.add_until(attempt.submitted_s + waited_s, "queued", attempt.router)
+        parts.add_until(attempt.submitted_s + waited_s, "queued", router)
 
 
 def _add_attempt(parts: PartList, attempt: AttemptMarks, last_token_s: float, gateway: str) -> None:
     """Add the phases of the attempt that ended the request, to the arrival of its last token."""
     if attempt.routed is None and not attempt.workers:
-        parts.add_until(attempt.ended_s, "queued", attempt.router)
+        parts.add_until(attempt.ended_s, "queued", _router_name(attempt.router))
         return
     computed = next((each for each in attempt.workers if each.times.first_token_s), None)
     if computed is not None:
@@ -203,7 +210,7 @@ def _add_attempt(parts: PartList, attempt: AttemptMarks, last_token_s: float, ga
 
 
 def _add_prompt(parts: PartList, attempt: AttemptMarks, worker: WorkerMarks) -> None:
-    name, times, clock = worker
+    name, times, clock = worker.name, worker.times, worker.clock
     if clock is None:  # as if the first token had taken no time to the gateway
         clock = ClockOffset(times.first_token_s - (attempt.first_token_s or parts.ended_s), 0.0)
     parts.add_until(clock.ours(times.arrived_s), "dispatched", name)
@@ -216,7 +223,7 @@ def _add_prompt(parts: PartList, attempt: AttemptMarks, worker: WorkerMarks) -> 
 
 def _add_decode(parts: PartList, worker: WorkerMarks, last_token_s: float) -> None:
     """Add the phases until the last token; a cancelled attempt may have decoded on for a moment."""
-    name, times, clock = worker
+    name, times, clock = worker.name, worker.times, worker.clock
     if clock is None:  # as if the last token had taken no time to the gateway
         clock = ClockOffset(times.ended_s - last_token_s, 0.0)
     if times.granted_s:

@@ -45,7 +45,7 @@ def told(name: str, clock: ClockOffset, **times: float) -> WorkerMarks:
 
 def disaggregated() -> AttemptMarks:
     """An attempt of which every part takes another time."""
-    attempt = AttemptMarks(0, 10.6, "router 1", routed(10.7, 11.0, num_ahead=3, ahead_tenant="bulk"), ROUTER)
+    attempt = AttemptMarks(0, 10.6, "1", routed(10.7, 11.0, num_ahead=3, ahead_tenant="bulk"), ROUTER)
     attempt.decode, attempt.prefill = "decode-0", "prefill-0"
     attempt.workers.append(
         told(
@@ -140,9 +140,9 @@ def test_draft_tokens_of_all_attempts_are_summed() -> None:
 
 
 def test_failed_attempt_is_replayed_from_its_dispatch_to_the_next_submission() -> None:
-    lost = AttemptMarks(0, 10.6, "router 1", routed(10.7, 10.8), ROUTER, "decode-1")
+    lost = AttemptMarks(0, 10.6, "1", routed(10.7, 10.8), ROUTER, "decode-1")
     lost.first_token_s, lost.end, lost.ended_s = 10.85, "lost", 10.9
-    rejected = AttemptMarks(1, 10.92, "router 1", end="rejected", ended_s=10.95)
+    rejected = AttemptMarks(1, 10.92, "1", end="rejected", ended_s=10.95)
     last = disaggregated()
     last.number, last.submitted_s = 2, 10.96
     found = timeline(lost, rejected, last)
@@ -163,7 +163,7 @@ def test_time_that_no_process_tells_of_is_unaccounted() -> None:
 
 def test_without_offsets_the_phases_are_placed_by_the_arrival_of_their_tokens() -> None:
     attempt = disaggregated()
-    attempt.workers = [each._replace(clock=None) for each in attempt.workers]
+    attempt.workers = [replace(each, clock=None) for each in attempt.workers]
     attempt.router_clock = None
     found = timeline(attempt)
     check(found)
@@ -183,7 +183,7 @@ def test_answer_that_the_gateway_ended_is_streamed_after_its_first_token() -> No
 
 @pytest.mark.parametrize(("end", "part"), [("cancelled", "cancelled"), ("WorkerLost", "lost")])
 def test_attempt_without_a_token_is_one_part(end: str, part: str) -> None:
-    attempt = AttemptMarks(0, 10.6, "router 1", routed(10.7, 11.0), ROUTER, "decode-0")
+    attempt = AttemptMarks(0, 10.6, "1", routed(10.7, 11.0), ROUTER, "decode-0")
     attempt.end, attempt.ended_s = end, 15.0
     found = timeline(attempt, last_token_s=15.0)
     check(found)
@@ -202,7 +202,7 @@ def test_parts_never_overlap_whatever_processes_tell(seed: int) -> None:
 
     attempts = []
     for number in range(rng.randrange(4)):
-        attempt = AttemptMarks(number, rng.uniform(9.0, 21.0), "router 1")
+        attempt = AttemptMarks(number, rng.uniform(9.0, 21.0), "1")
         if rng.random() < 0.8:
             attempt.routed = routed(moment(), moment())
             attempt.router_clock = rng.choice((ROUTER, None))
@@ -212,7 +212,7 @@ def test_parts_never_overlap_whatever_processes_tell(seed: int) -> None:
                 **{f"{name}_s": seconds() for name in ("pulled", "prompt", "decode", "decode_preempted")},
             }
             worker = told("w", rng.choice((PREFILL, DECODE)), arrived_s=moment() + 100.0, **times)
-            attempt.workers.append(worker._replace(clock=rng.choice((worker.clock, None))))
+            attempt.workers.append(replace(worker, clock=rng.choice((worker.clock, None))))
         attempt.first_token_s = rng.choice((None, moment()))
         attempt.end, attempt.ended_s = rng.choice(("", "lost", "finished", "cancelled")), moment()
         attempts.append(attempt)
