@@ -137,7 +137,7 @@ class DecoderStack:
         page_size = kv_pool.shape[4]
         arguments = AttentionArguments.from_buffer_copy(batch.arguments)
         num_heads, head_dim = self._shape.num_heads, self._shape.head_dim
-        describe_heads(arguments, num_heads, head_dim, self._dtype, kv_pool[:, 0], head_dim**-0.5)
+        describe_heads(arguments, num_heads, head_dim, self._dtype, kv_pool[:, 0], head_dim**-0.5, head_dim)
         step = _Step(
             residual=residual_TE.data_ptr(),
             output=out_RE.data_ptr(),

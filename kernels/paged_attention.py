@@ -4,7 +4,8 @@ A long context is cut into splits that run side by side (flash-decoding); the la
 finish merges them. Where the splits lie depends on the positions of the keys alone. How many programs share
 them depends on shapes alone, so one captured graph serves any context lengths.
 
-Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P pages, S page size.
+Shapes: B sequences, H query heads, K kv heads, G = H / K, P pages, S page size; D value dim, E further
+elements of a key, as in attention_tile.py: D + E is the head dim.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.kernels.store_kv import as_stored, check_paged_kv, row_format
+from baton.kernels.store_kv import as_stored, check_paged_kv, check_value_dim, kv_strides, row_format
 from baton.kernels.triton.attention_tile import (
     LOG2_E,
     attend_keys,
     capped_tile,
+    dim_blocks,
     merge,
     num_splits,
     split_of,
@@ -41,8 +43,8 @@ def _store_out(out_ptr_GD: tl.tensor, acc_GD: tl.tensor, total_G: tl.tensor, ins
 
 @kernel(varying=("page_table_stride", "max_splits"))
 def paged_attention_kernel(
-    query_ptr: tl.tensor,  # [B, H, D]
-    kv_ptr: tl.tensor,  # [P, 2, K, S, R]; int8 where rows are codes and their scale
+    query_ptr: tl.tensor,  # [B, H, D + E]
+    kv_ptr: tl.tensor,  # [P, L, K, S, R]; int8 where rows are codes and their scale
     page_table_ptr: tl.tensor,  # [B, pages] int32
     context_lens_ptr: tl.tensor,  # [B] int32
     sinks_ptr: tl.tensor,  # [H] fp32, read when HAS_SINKS
@@ -52,7 +54,8 @@ def paged_attention_kernel(
     arrivals_ptr: tl.tensor,  # [B, K] int32, zeros before and after: programs that have computed their splits
     scale: float,
     group_size: int,  # G
-    head_dim: int,
+    value_dim: int,  # D
+    rest_dim: int,  # E
     query_stride_sequence: int,
     query_stride_head: int,
     kv_stride_page: int,
@@ -69,7 +72,8 @@ def paged_attention_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    EVEN_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EVEN: tl.constexpr,
 ) -> None:
     """One program attends over every num_programs-th split of one kv head of one sequence."""
     sequence, kv_head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -85,13 +89,17 @@ def paged_attention_kernel(
     row_G = tl.arange(0, BLOCK_G)
     dim_D = tl.arange(0, BLOCK_D)
     inside_G = row_G < group_size
-    inside_GD = inside_G[:, None] & (dim_D[None, :] < head_dim)
+    inside_GD = inside_G[:, None] & (dim_D[None, :] < value_dim)
     head_G = kv_head * group_size + row_G
-    cell_GD = head_G[:, None] * head_dim + dim_D[None, :]
-    query_ptr += sequence.to(tl.int64) * query_stride_sequence
-    query_GD = tl.load(
-        query_ptr + head_G[:, None] * query_stride_head + dim_D[None, :], mask=inside_GD, other=0.0
-    )
+    cell_GD = head_G[:, None] * value_dim + dim_D[None, :]
+    query_ptr_G1 = query_ptr + sequence.to(tl.int64) * query_stride_sequence
+    query_ptr_G1 += head_G[:, None] * query_stride_head
+    query_GD = tl.load(query_ptr_G1 + dim_D[None, :], mask=inside_GD, other=0.0)
+    query_GE = query_GD
+    if BLOCK_E > 0:
+        dim_E = tl.arange(0, BLOCK_E)
+        inside_GE = inside_G[:, None] & (dim_E[None, :] < rest_dim)
+        query_GE = tl.load(query_ptr_G1 + value_dim + dim_E[None, :], mask=inside_GE, other=0.0)
     num_heads = tl.num_programs(1) * group_size
     first_row = sequence.to(tl.int64) * max_splits  # int64: B * max_splits * H * D may pass 2^31
     zeros_GD = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -101,12 +109,13 @@ def paged_attention_kernel(
     if HAS_SINKS:
         first_peak_G = tl.load(sinks_ptr + head_G, mask=inside_G, other=0.0) * 1.4426950408889634
         first_total_G = tl.full([BLOCK_G], 1.0, tl.float32)
-    out_ptr_GD = out_ptr + sequence.to(tl.int64) * num_heads * head_dim + cell_GD
+    out_ptr_GD = out_ptr + sequence.to(tl.int64) * num_heads * value_dim + cell_GD
     for split in range(first_split + program, end_split, tl.num_programs(2)):
         _, _, _, acc_GD, peak_G, total_G = attend_keys(
             kv_ptr + kv_head * kv_stride_head,
             page_table_ptr + sequence.to(tl.int64) * page_table_stride,
             query_GD,
+            query_GE,
             tl.full([BLOCK_G], 0, tl.int32) + context_len - 1,
             zeros_GD,
             nothing_G,
@@ -117,7 +126,8 @@ def paged_attention_kernel(
             tl.maximum(split_start(split), window_start),
             tl.minimum(split_start(split + 1), context_len),
             scale,
-            head_dim,
+            value_dim,
+            rest_dim,
             kv_stride_page,
             kv_stride_value,
             kv_stride_slot,
@@ -129,7 +139,8 @@ def paged_attention_kernel(
             PAGE_SIZE,
             BLOCK_N,
             BLOCK_D,
-            EVEN_D,
+            BLOCK_E,
+            EVEN,
         )
         if end_split - first_split == 1:
             merged_GD, _, merged_total_G = merge(
@@ -138,7 +149,7 @@ def paged_attention_kernel(
             _store_out(out_ptr_GD, merged_GD, merged_total_G, inside_GD)
         else:
             row = first_row + split
-            tl.store(partial_ptr + row * num_heads * head_dim + cell_GD, acc_GD, mask=inside_GD)
+            tl.store(partial_ptr + row * num_heads * value_dim + cell_GD, acc_GD, mask=inside_GD)
             tl.store(peak_total_ptr + 2 * row * num_heads + head_G, peak_G, mask=inside_G)
             tl.store(peak_total_ptr + (2 * row + 1) * num_heads + head_G, total_G, mask=inside_G)
     if end_split - first_split > 1:
@@ -150,7 +161,7 @@ def paged_attention_kernel(
             merged_GD, merged_peak_G, merged_total_G = zeros_GD, first_peak_G, first_total_G
             for split in range(first_split, end_split):
                 row = first_row + split
-                acc_ptr_GD = partial_ptr + row * num_heads * head_dim + cell_GD
+                acc_ptr_GD = partial_ptr + row * num_heads * value_dim + cell_GD
                 peak_ptr_G = peak_total_ptr + 2 * row * num_heads + head_G
                 merged_GD, merged_peak_G, merged_total_G = merge(
                     merged_GD,
@@ -173,15 +184,16 @@ def paged_attention_decode_triton(
     window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    value_dim: int | None = None,
     arrivals: Tensor | None = None,
-    out_BHD: Tensor | None = None,
+    out_BHV: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each sequence's newest token over its context; returns [B, H, D], out_BHD if given.
+    """Attention of each sequence's newest token over its context; returns [B, H, V], out_BHV if given.
 
-    query_BHD: strides over sequences and heads are free. kv_pages: a layer, [P, 2, K, S, R], see store_kv.py.
+    query_BHD: strides over sequences and heads are free. kv_pages: a layer, [P, L, K, S, R], see store_kv.py.
     page_table_BP: int32; entries past the context are never followed. context_lens_B: int32, the
     newest token included; 0 (padding) gives zeros. window: the query at p sees keys in (p - window, p].
-    softcap, sinks_H: as of `ragged_attention`.
+    softcap, sinks_H, value_dim: as of `ragged_attention`.
     arrivals: int32 zeros, B * K at least, which are zeros again afterwards; made anew by default.
     """
     check_paged_kv(query_BHD, kv_pages, page_table_BP, context_lens_B, window)
@@ -189,34 +201,36 @@ def paged_attention_decode_triton(
     num_kv_heads, page_size = kv_pages.shape[2:4]
     if page_table_BP.shape[0] != num_sequences:
         raise ValueError(f"query has {num_sequences} sequences, page_table {page_table_BP.shape[0]}")
-    if out_BHD is None:
-        out_BHD = torch.empty(query_BHD.shape, dtype=query_BHD.dtype, device=query_BHD.device)
+    value_dim = check_value_dim(kv_pages, head_dim, value_dim)
+    if out_BHV is None:
+        out_BHV = query_BHD.new_empty((num_sequences, num_heads, value_dim))
     if num_sequences == 0:
-        return out_BHD
+        return out_BHV
     if arrivals is None:
         arrivals = new_arrivals(num_sequences * num_kv_heads, query_BHD.device)
     group_size = num_heads // num_kv_heads
     max_splits = num_splits(page_table_BP.shape[1] * page_size)
-    partial = out_BHD.new_empty((num_sequences, max_splits, num_heads, head_dim), dtype=torch.float32)
+    partial = out_BHV.new_empty((num_sequences, max_splits, num_heads, value_dim), dtype=torch.float32)
     peak_total = partial.new_empty((num_sequences, max_splits, 2, num_heads))
     num_programs = decode_programs(num_sequences * num_kv_heads, max_splits)
-    block_D, rows = max(16, triton.next_power_of_2(head_dim)), tile_rows(group_size, query_BHD.dtype)
+    rows, blocks = tile_rows(group_size, query_BHD.dtype, value_dim), dim_blocks(head_dim, value_dim)
     paged_attention_kernel[(num_sequences, num_kv_heads, num_programs)](
         query_BHD,
         as_stored(kv_pages),
         page_table_BP,
         context_lens_B,
         context_lens_B if sinks_H is None else sinks_H,
-        out_BHD,
+        out_BHV,
         partial,
         peak_total,
         arrivals,
         scale * LOG2_E,
         group_size,
-        head_dim,
+        value_dim,
+        head_dim - value_dim,
         query_BHD.stride(0),
         query_BHD.stride(1),
-        *kv_pages.stride()[:4],
+        *kv_strides(kv_pages),
         page_table_BP.stride(0),
         max_splits,
         WINDOW=window or 0,
@@ -225,14 +239,13 @@ def paged_attention_decode_triton(
         ROW_FORMAT=row_format(kv_pages, query_BHD.dtype, head_dim),
         PAGE_SIZE=page_size,
         BLOCK_G=rows,
-        BLOCK_D=block_D,
-        EVEN_D=head_dim == block_D,
+        **blocks,
         enable_fp_fusion=False,
         **capped_tile(
-            tile_options("decode", rows, group_size, head_dim, query_BHD.dtype, query_BHD.device), softcap
+            tile_options("decode", rows, group_size, value_dim, query_BHD.dtype, query_BHD.device), softcap
         ),
     )
-    return out_BHD
+    return out_BHV
 
 
 def new_arrivals(num_heads: int, device: torch.device) -> Tensor:

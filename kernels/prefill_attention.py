@@ -3,8 +3,8 @@
 One program takes BLOCK_M query rows: consecutive tokens of one sequence times the G query heads that
 share a kv head (FlashAttention-2 with packed heads). No row is padded to another sequence's length.
 
-Shapes: T tokens of the batch, B sequences, H query heads, K kv heads, G = H / K, D head dim, P pages,
-S page size.
+Shapes: T tokens of the batch, B sequences, H query heads, K kv heads, G = H / K, P pages, S page size; D
+value dim, E further elements of a key, as in attention_tile.py: D + E is the head dim.
 """
 
 from __future__ import annotations
@@ -12,23 +12,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.store_kv import as_stored, check_paged_kv, dense_attention, dense_kv, row_format
+from baton.kernels.store_kv import (
+    as_stored,
+    check_paged_kv,
+    check_value_dim,
+    dense_attention,
+    dense_kv,
+    kv_strides,
+    row_format,
+)
 from baton.kernels.triton.attention_tile import (
     LOG2_E,
     attend_keys,
     capped_tile,
+    dim_blocks,
     merge,
     owner_of_block,
     tile_options,
     tile_rows,
 )
-from baton.kernels.triton.kernel import kernel, tl, triton
+from baton.kernels.triton.kernel import kernel, tl
 
 
 @kernel(varying=("num_sequences", "page_table_stride"))
 def prefill_attention_kernel(
-    query_ptr: tl.tensor,  # [T, H, D]
-    kv_ptr: tl.tensor,  # [P, 2, K, S, R]; int8 where rows are codes and their scale
+    query_ptr: tl.tensor,  # [T, H, D + E]
+    kv_ptr: tl.tensor,  # [P, L, K, S, R]; int8 where rows are codes and their scale
     page_table_ptr: tl.tensor,  # [B, pages] int32
     cu_seqlens_ptr: tl.tensor,  # [B + 1] int32
     context_lens_ptr: tl.tensor,  # [B] int32
@@ -36,7 +45,8 @@ def prefill_attention_kernel(
     out_ptr: tl.tensor,  # [T, H, D], contiguous
     scale: float,
     num_sequences: int,
-    head_dim: int,
+    value_dim: int,  # D
+    rest_dim: int,  # E
     query_stride_token: int,
     query_stride_head: int,
     kv_stride_page: int,
@@ -54,7 +64,8 @@ def prefill_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    EVEN_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EVEN: tl.constexpr,
 ) -> None:
     """One program computes one tile of queries of one kv head of one sequence."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # late tokens see the most keys: they start first
@@ -72,10 +83,15 @@ def prefill_attention_kernel(
     token_M = token + row_M // GROUP_SIZE
     head_M = kv_head * GROUP_SIZE + row_M % GROUP_SIZE
     inside_M = (row_M < BLOCK_Q * GROUP_SIZE) & (token_M < num_tokens)
-    inside_MD = inside_M[:, None] & (dim_D[None, :] < head_dim)
+    inside_MD = inside_M[:, None] & (dim_D[None, :] < value_dim)
     row_of_batch_M = (first_token + token_M).to(tl.int64)  # T * H * D may pass 2^31
     query_ptr_M = query_ptr + row_of_batch_M * query_stride_token + head_M * query_stride_head
     query_MD = tl.load(query_ptr_M[:, None] + dim_D[None, :], mask=inside_MD, other=0.0)
+    query_ME = query_MD
+    if BLOCK_E > 0:
+        dim_E = tl.arange(0, BLOCK_E)
+        inside_ME = inside_M[:, None] & (dim_E[None, :] < rest_dim)
+        query_ME = tl.load(query_ptr_M[:, None] + value_dim + dim_E[None, :], mask=inside_ME, other=0.0)
 
     # Keys [start, stop) are seen by some row, [whole_start, whole_stop) by every row: only the edges
     # on either side of the whole part need a mask.
@@ -104,6 +120,7 @@ def prefill_attention_kernel(
             kv_ptr + kv_head * kv_stride_head,
             page_table_ptr + sequence.to(tl.int64) * page_table_stride,
             query_MD,
+            query_ME,
             position_M,
             merged_MD,
             merged_peak_M,
@@ -114,7 +131,8 @@ def prefill_attention_kernel(
             bounds[part],
             bounds[part + 1],
             scale,
-            head_dim,
+            value_dim,
+            rest_dim,
             kv_stride_page,
             kv_stride_value,
             kv_stride_slot,
@@ -126,7 +144,8 @@ def prefill_attention_kernel(
             PAGE_SIZE,
             BLOCK_N,
             BLOCK_D,
-            EVEN_D,
+            BLOCK_E,
+            EVEN,
         )
     merged_MD, merged_peak_M, merged_total_M = merge(
         merged_MD, merged_peak_M, merged_total_M, acc_MD, peak_M, total_M
@@ -134,7 +153,7 @@ def prefill_attention_kernel(
     # Padding saw no key.
     out_MD = merged_MD / tl.where(merged_total_M > 0, merged_total_M, 1.0)[:, None]
     num_heads = tl.num_programs(1) * GROUP_SIZE
-    out_ptr_M = out_ptr + (row_of_batch_M * num_heads + head_M) * head_dim
+    out_ptr_M = out_ptr + (row_of_batch_M * num_heads + head_M) * value_dim
     tl.store(out_ptr_M[:, None] + dim_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=inside_MD)
 
 
@@ -149,31 +168,33 @@ def prefill_attention_triton(
     window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    value_dim: int | None = None,
     max_seqlen_q: int,
-    out_THD: Tensor | None = None,
+    out_THV: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of every new token over its sequence; returns [T, H, D], out_THD if given.
+    """Causal attention of every new token over its sequence; returns [T, H, V], out_THV if given.
 
     query_THD: the new tokens of all sequences end to end; strides over tokens and heads are free.
-    kv_pages: one layer, [P, 2, K, S, R], see store_kv.py; the keys of the new tokens are already stored.
+    kv_pages: one layer, [P, L, K, S, R], see store_kv.py; the keys of the new tokens are already stored.
     cu_seqlens_q_B1: int32 [B + 1]; sequence b owns the tokens [cu[b], cu[b + 1]), possibly none.
     context_lens_B: int32, new tokens included, so token i of sequence b sits at position
     `context_lens[b] - (cu[b + 1] - cu[b]) + i`. window: the query at p sees keys in (p - window, p].
-    max_seqlen_q: an upper bound of the new tokens of one sequence. softcap, sinks_H: as of
+    max_seqlen_q: an upper bound of the new tokens of one sequence. softcap, sinks_H, value_dim: as of
     `ragged_attention`.
     """
     check_paged_kv(query_THD, kv_pages, page_table_BP, context_lens_B, window)
     _check_cu_seqlens(cu_seqlens_q_B1, context_lens_B)
     num_tokens, num_heads, head_dim = query_THD.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
+    value_dim = check_value_dim(kv_pages, head_dim, value_dim)
     format_of_rows = row_format(kv_pages, query_THD.dtype, head_dim)
     num_sequences = context_lens_B.shape[0]
-    if out_THD is None:
-        out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
+    if out_THV is None:
+        out_THV = query_THD.new_empty((num_tokens, num_heads, value_dim))
     if num_tokens == 0:
-        return out_THD
+        return out_THV
     group_size = num_heads // num_kv_heads
-    tile = capped_tile(prefill_tile(query_THD, group_size, max_seqlen_q, format_of_rows), softcap)
+    tile = capped_tile(prefill_tile(query_THD, group_size, max_seqlen_q, format_of_rows, value_dim), softcap)
     # The most blocks that any division of T tokens into B sequences takes; the spare ones return at once.
     num_blocks = num_tokens // tile["BLOCK_Q"] + num_sequences
     prefill_attention_kernel[(num_blocks, num_kv_heads)](
@@ -183,13 +204,14 @@ def prefill_attention_triton(
         cu_seqlens_q_B1,
         context_lens_B,
         context_lens_B if sinks_H is None else sinks_H,
-        out_THD,
+        out_THV,
         scale * LOG2_E,
         num_sequences,
-        head_dim,
+        value_dim,
+        head_dim - value_dim,
         query_THD.stride(0),
         query_THD.stride(1),
-        *kv_pages.stride()[:4],
+        *kv_strides(kv_pages),
         page_table_BP.stride(0),
         WINDOW=window or 0,
         SOFTCAP=(softcap or 0.0) * LOG2_E,
@@ -197,30 +219,37 @@ def prefill_attention_triton(
         ROW_FORMAT=format_of_rows,
         PAGE_SIZE=page_size,
         GROUP_SIZE=group_size,
-        EVEN_D=head_dim == tile["BLOCK_D"],
         enable_fp_fusion=False,
         **tile,
     )
-    return out_THD
+    return out_THV
 
 
 def prefill_tile(
-    query_THD: Tensor, group_size: int, max_seqlen_q: int, format_of_rows: int = 0
+    query_THD: Tensor,
+    group_size: int,
+    max_seqlen_q: int,
+    format_of_rows: int = 0,
+    value_dim: int | None = None,
 ) -> dict[str, int]:
     """Compile-time constants: 128 rows where registers and shared memory allow, fewer for short chunks.
 
     Short chunks over rows of codes keep 128 rows: with fewer warps the kernel needs more registers.
     """
     head_dim, dtype = query_THD.shape[2], query_THD.dtype
-    block_D = max(16, triton.next_power_of_2(head_dim))
-    rows = tile_rows(group_size, dtype)
-    if dtype != torch.float32 and block_D <= 128 and (format_of_rows or max_seqlen_q * group_size > rows):
+    value_dim = value_dim or head_dim
+    blocks, rows = dim_blocks(head_dim, value_dim), tile_rows(group_size, dtype, value_dim)
+    if (
+        dtype != torch.float32
+        and blocks["BLOCK_D"] <= 128
+        and (format_of_rows or max_seqlen_q * group_size > rows)
+    ):
         rows = max(rows, 128)
     return {
         "BLOCK_Q": rows // group_size,
         "BLOCK_M": rows,
-        "BLOCK_D": block_D,
-        **tile_options("prefill", rows, group_size, head_dim, dtype, query_THD.device),
+        **blocks,
+        **tile_options("prefill", rows, group_size, value_dim, dtype, query_THD.device),
     }
 
 
@@ -244,9 +273,11 @@ def prefill_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """`prefill_attention_triton` in plain torch, one sequence at a time; a decode is a chunk of one token."""
-    out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
+    value_dim = value_dim or query_THD.shape[2]
+    out_THV = query_THD.new_empty((*query_THD.shape[:2], value_dim))
     bounds = cu_seqlens_q_B1.tolist()
     for sequence, context_len in enumerate(context_lens_B.tolist()):
         begin, end = bounds[sequence], bounds[sequence + 1]
@@ -260,14 +291,14 @@ def prefill_attention_reference(
         visible_TN = key_position_N <= position_T1
         if window is not None:
             visible_TN &= key_position_N > position_T1 - window
-        out_HTD = dense_attention(
+        out_HTV = dense_attention(
             query_THD[begin:end].transpose(0, 1),
             key_KND,
-            value_KND,
+            value_KND[..., :value_dim],
             visible_TN,
             scale=scale,
             softcap=softcap,
             sinks_H=sinks_H,
         )
-        out_THD[begin:end] = out_HTD.transpose(0, 1)
-    return out_THD
+        out_THV[begin:end] = out_HTV.transpose(0, 1)
+    return out_THV

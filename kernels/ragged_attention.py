@@ -4,7 +4,7 @@ On a GPU each part has a kernel; the C kernel of the CPU computes both in one ca
 in either part.
 
 Shapes: T query tokens, B sequences, P pages of the longest sequence, H query heads, K kv heads, D head dim,
-S page_size.
+V value dim, S page_size, L planes, R elements of a row.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ from torch import Tensor
 from baton.kernels import native
 from baton.kernels.paged_attention import new_arrivals, paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
-from baton.kernels.store_kv import row_format
+from baton.kernels.store_kv import kv_strides, row_format
 from baton.kernels.triton.kernel import runs_triton
 
 LANES: Final = 16  # a multiple of the lanes of any CPU
 MAX_GROUP: Final = 16  # query heads a kv head, and
-MAX_HEAD_DIM: Final = 256  # head size that the C kernel has room for
+MAX_HEAD_DIM: Final = 576  # head size that the C kernel has room for
 
 
 class AttentionArguments(ctypes.Structure):
@@ -47,6 +47,7 @@ class AttentionArguments(ctypes.Structure):
         ("page_shift", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("padded_dim", ctypes.c_int64),
+        ("value_dim", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -120,23 +121,34 @@ def ragged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
-    """softmax(scale * q . k) v -> [T, H, D]; a query at position p sees keys (p - window, p], or
+    """softmax(scale * q . k) v -> [T, H, V]; a query at position p sees keys (p - window, p], or
     all up to p without a window.
 
-    kv_pages: [num_pages, 2, K, S, R], strided over pages, rows as in store_kv.py; the keys of this batch are
+    kv_pages: [num_pages, L, K, S, R], strided over pages, rows as in store_kv.py; the keys of this batch are
     stored already.
     softcap: a score s becomes softcap * tanh(s / softcap). sinks_H: fp32, for each head a score beside those
-    of the keys, whose value is zero.
+    of the keys, whose value is zero. value_dim: V, of pages with one plane; a value is the beginning of its
+    key.
     """
     num_heads, head_dim = query_THD.shape[1:]
-    group_size = num_heads // kv_pages.shape[2]
-    if not runs_triton(query_THD) and native_handles(query_THD.dtype, group_size, head_dim):
-        batch.arguments.softcap = softcap or 0.0
-        batch.arguments.sinks = None if sinks_H is None else sinks_H.data_ptr()
-        return _ragged_attention_native(query_THD, kv_pages, batch, scale, window or 0)
-    attend = _ragged_attention_triton if runs_triton(query_THD) else _ragged_attention_reference
-    return attend(query_THD, kv_pages, batch, scale, window, softcap, sinks_H)
+    options = (scale, window, softcap, sinks_H, value_dim or head_dim)
+    if runs_triton(query_THD):
+        return _ragged_attention_triton(query_THD, kv_pages, batch, *options)
+    several = _as_several_heads(kv_pages, num_heads)
+    if native_handles(query_THD.dtype, num_heads // several.shape[2], head_dim):
+        return _ragged_attention_native(query_THD, several, batch, *options)
+    return _ragged_attention_reference(query_THD, kv_pages, batch, *options)
+
+
+def _as_several_heads(kv_pages: Tensor, num_heads: int) -> Tensor:
+    """The same pages. A single kv head of many query heads stands there several times, for MAX_GROUP each."""
+    if kv_pages.shape[2] > 1:
+        return kv_pages
+    least = -(-num_heads // MAX_GROUP)
+    num_copies = next(copies for copies in range(least, num_heads + 1) if num_heads % copies == 0)
+    return kv_pages.expand(-1, -1, num_copies, -1, -1)
 
 
 def native_handles(dtype: torch.dtype, group_size: int, head_dim: int) -> bool:
@@ -153,6 +165,7 @@ def describe_heads(
     dtype: torch.dtype,
     kv_pages: Tensor,
     scale: float,
+    value_dim: int,
 ) -> None:
     """Fill in the fields that are the same for every layer of a model. dtype: of the queries.
 
@@ -164,13 +177,21 @@ def describe_heads(
     arguments.head_dim = head_dim
     arguments.padded_dim = -(-head_dim // LANES) * LANES
     arguments.page_shift = page_size.bit_length() - 1
+    arguments.value_dim = value_dim
     arguments.scale = scale
     arguments.is_bf16 = native.DTYPE_CODES[dtype]
     arguments.row_format = row_format(kv_pages, dtype, head_dim)
 
 
 def _ragged_attention_native(
-    query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, scale: float, window: int
+    query_THD: Tensor,
+    kv_pages: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+    value_dim: int,
 ) -> Tensor:
     num_tokens, num_heads, head_dim = query_THD.shape
     if query_THD.stride(2) != 1 or kv_pages.stride()[3:] != (kv_pages.shape[4], 1):
@@ -178,21 +199,24 @@ def _ragged_attention_native(
             f"ragged_attention: query {query_THD.dtype} strides {query_THD.stride()}, "
             f"kv_pages {kv_pages.dtype} strides {kv_pages.stride()}: heads and page rows must be contiguous"
         )
-    out_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=query_THD.dtype)
+    out_THV = torch.empty((num_tokens, num_heads, value_dim), dtype=query_THD.dtype)
     element_bytes, page_element_bytes = query_THD.element_size(), kv_pages.element_size()
     arguments = batch.arguments
     arguments.query = query_THD.data_ptr()
     arguments.query_token = query_THD.stride(0) * element_bytes
     arguments.query_head = query_THD.stride(1) * element_bytes
     arguments.pages = kv_pages.data_ptr()
-    arguments.page_stride = kv_pages.stride(0) * page_element_bytes
-    arguments.value_stride = kv_pages.stride(1) * page_element_bytes
-    arguments.head_stride = kv_pages.stride(2) * page_element_bytes
-    arguments.output = out_THD.data_ptr()
-    arguments.window = window
-    describe_heads(arguments, num_heads, head_dim, query_THD.dtype, kv_pages, scale)
+    page_stride, value_stride, head_stride, _ = kv_strides(kv_pages)
+    arguments.page_stride = page_stride * page_element_bytes
+    arguments.value_stride = value_stride * page_element_bytes
+    arguments.head_stride = head_stride * page_element_bytes
+    arguments.output = out_THV.data_ptr()
+    arguments.window = window or 0
+    arguments.softcap = softcap or 0.0
+    arguments.sinks = None if sinks_H is None else sinks_H.data_ptr()
+    describe_heads(arguments, num_heads, head_dim, query_THD.dtype, kv_pages, scale, value_dim)
     native.function("baton_attention", "pp")(ctypes.addressof(arguments), batch.scratch.data_ptr())
-    return out_THD
+    return out_THV
 
 
 def _ragged_attention_triton(
@@ -203,9 +227,13 @@ def _ragged_attention_triton(
     window: int | None,
     softcap: float | None,
     sinks_H: Tensor | None,
+    value_dim: int,
 ) -> Tensor:
+    if kv_pages.shape[1] == 1:
+        kv_pages = _as_several_heads(kv_pages, query_THD.shape[1])
     num_decodes, num_kv_heads = batch.num_decodes, kv_pages.shape[2]
-    out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
+    out_shape = (*query_THD.shape[:2], value_dim)
+    out_THV = torch.empty(out_shape, dtype=query_THD.dtype, device=query_THD.device)
     if len(batch.arrivals) < num_decodes * num_kv_heads:
         batch.arrivals = new_arrivals(num_decodes * num_kv_heads, query_THD.device)
     paged_attention_decode_triton(
@@ -217,8 +245,9 @@ def _ragged_attention_triton(
         window=window,
         softcap=softcap,
         sinks_H=sinks_H,
+        value_dim=value_dim,
         arrivals=batch.arrivals,
-        out_BHD=out_THD[:num_decodes],
+        out_BHV=out_THV[:num_decodes],
     )
     if num_decodes < len(query_THD):
         prefill_attention_triton(
@@ -231,10 +260,11 @@ def _ragged_attention_triton(
             window=window,
             softcap=softcap,
             sinks_H=sinks_H,
+            value_dim=value_dim,
             max_seqlen_q=batch.max_seqlen_q,
-            out_THD=out_THD[num_decodes:],
+            out_THV=out_THV[num_decodes:],
         )
-    return out_THD
+    return out_THV
 
 
 def _ragged_attention_reference(
@@ -245,6 +275,7 @@ def _ragged_attention_reference(
     window: int | None,
     softcap: float | None,
     sinks_H: Tensor | None,
+    value_dim: int,
 ) -> Tensor:
     """Decodes are chunks of one token."""
     return prefill_attention_reference(
@@ -257,4 +288,5 @@ def _ragged_attention_reference(
         window=window,
         softcap=softcap,
         sinks_H=sinks_H,
+        value_dim=value_dim,
     )

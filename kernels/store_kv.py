@@ -6,8 +6,11 @@ A row of a page is the key, or the value, of one token and head. In pools of int
 codes and SCALE_BYTES of their scale in bf16; an element is code * scale. Codes and scales have the same bytes
 on every device.
 
-Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S page size, M positions of the table, R
-elements of a row: D, or D + SCALE_BYTES.
+Pages have two planes, of keys and of values; those of latent attention have one. There a row is the value,
+which is also a part of the key, and the rotated part of the key after it.
+
+Shapes: T tokens, H query heads, K kv heads, D head dim, V value dim (D with two planes), P pages, S page
+size, M positions of the table, L planes, R elements of a row: D, D + SCALE_BYTES, or V + D with one plane.
 """
 
 from __future__ import annotations
@@ -92,8 +95,7 @@ def rope_reference(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, posit
 
 
 def _native_handles(heads_THD: Tensor) -> bool:
-    head_dim = heads_THD.shape[2]
-    return native.handles(heads_THD.dtype) and heads_THD.stride()[1:] == (head_dim, 1)
+    return native.handles(heads_THD.dtype) and heads_THD.stride(2) == 1
 
 
 def _rotate_native(heads_THD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
@@ -107,9 +109,10 @@ def _rotate_native(heads_THD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -
     ):
         found = f"{positions_T.dtype} {tuple(positions_T.shape)}"
         raise ValueError(f"positions must be contiguous int64 [{num_tokens}], got {found}")
-    native.function("baton_rope", "pnnppnni")(
+    native.function("baton_rope", "pnnnppnni")(
         heads_THD.data_ptr(),
         heads_THD.stride(0) * heads_THD.element_size(),
+        heads_THD.stride(1) * heads_THD.element_size(),
         num_heads,
         cos_sin_MD.data_ptr(),
         positions_T.data_ptr(),
@@ -119,24 +122,24 @@ def _rotate_native(heads_THD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -
     )
 
 
-def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+def store_kv(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
     """Write one layer's new keys and values into the pool, on a CPU; `rope_and_store` serves GPUs too.
 
-    kv_pages: [P, 2, K, S, R], strided over pages, modified in place. slots_T: int64 `page * S + offset`;
+    kv_pages: [P, L, K, S, R], strided over pages, modified in place. slots_T: int64 `page * S + offset`;
     -1 is skipped (padding). The other slots must be distinct and inside the pool; the caller guarantees that.
     """
     if runs_triton(key_TKD):
         raise ValueError("store_kv takes tensors of a CPU; rope_and_store takes those of a GPU")
-    if native.library() is not None and _rows_are_whole(key_TKD, value_TKD, kv_pages):
-        _store_kv_native(key_TKD, value_TKD, kv_pages, slots_T)
+    if native.library() is not None and _rows_are_whole(key_TKD, value_TKV, kv_pages):
+        _store_kv_native(key_TKD, value_TKV, kv_pages, slots_T)
     else:
-        store_kv_reference(key_TKD, value_TKD, kv_pages, slots_T)
+        store_kv_reference(key_TKD, value_TKV, kv_pages, slots_T)
 
 
 def rope_and_store(
     query_THD: Tensor,
     key_TKD: Tensor,
-    value_TKD: Tensor,
+    value_TKV: Tensor,
     cos_sin_MD: Tensor,
     positions_T: Tensor,
     kv_pages: Tensor,
@@ -144,10 +147,10 @@ def rope_and_store(
 ) -> None:
     """Apply `rope`, then `store_kv`. On a GPU one kernel does both and leaves `key_TKD` unrotated."""
     if runs_triton(query_THD):
-        rope_and_store_triton(query_THD, key_TKD, value_TKD, cos_sin_MD, positions_T, kv_pages, slots_T)
+        rope_and_store_triton(query_THD, key_TKD, value_TKV, cos_sin_MD, positions_T, kv_pages, slots_T)
     else:
         rope(query_THD, key_TKD, cos_sin_MD, positions_T)
-        store_kv(key_TKD, value_TKD, kv_pages, slots_T)
+        store_kv(key_TKD, value_TKV, kv_pages, slots_T)
 
 
 @jit
@@ -203,14 +206,15 @@ def row_elements(codes: tl.tensor, scales: tl.tensor, ROW_FORMAT: tl.constexpr) 
 def rope_and_store_kernel(
     query_ptr: tl.tensor,  # [T, H, D], in place
     key_ptr: tl.tensor,  # [T, K, D]
-    value_ptr: tl.tensor,  # [T, K, D]
+    value_ptr: tl.tensor,  # [T, K, V]
     cos_sin_ptr: tl.tensor,  # [M, D] fp32, contiguous
     positions_ptr: tl.tensor,  # [T]
-    kv_ptr: tl.tensor,  # [P, 2, K, S, R]; int8 where rows are codes and their scale
+    kv_ptr: tl.tensor,  # [P, K, S, R], where keys go; int8 where rows are codes and their scale
     slots_ptr: tl.tensor,  # [T] int64
     num_query_heads: int,
     num_kv_heads: int,
     half: int,  # D // 2
+    value_half: int,  # V // 2
     query_stride_token: int,
     query_stride_head: int,
     key_stride_token: int,
@@ -218,7 +222,7 @@ def rope_and_store_kernel(
     value_stride_token: int,
     value_stride_head: int,
     kv_stride_page: int,
-    kv_stride_value: int,  # from a key to the value of the same token
+    kv_stride_value: int,  # from a key to the value of the same token, which may come before it
     kv_stride_head: int,
     kv_stride_slot: int,
     ROW_FORMAT: tl.constexpr,  # as of row_format
@@ -226,6 +230,7 @@ def rope_and_store_kernel(
     BLOCK_H: tl.constexpr,  # >= H
     BLOCK_K: tl.constexpr,  # >= K
     BLOCK_HALF: tl.constexpr,  # >= D // 2
+    BLOCK_VALUE_HALF: tl.constexpr,  # >= V // 2
 ) -> None:
     """One program rotates all heads of one token, and stores its keys and values."""
     token = tl.program_id(0).to(tl.int64)  # T * H * D may pass 2^31
@@ -251,17 +256,19 @@ def rope_and_store_kernel(
     slot_ptr = kv_ptr + (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_slot
     row_ptr_K1 = slot_ptr + head_K * kv_stride_head
     store_rows(row_ptr_K1, first_KD, second_KD, dim_D, inside_K1, inside_KD, half, ROW_FORMAT)
-    value_ptr_KD = value_ptr + token * value_stride_token + head_K * value_stride_head + dim_D[None, :]
-    first_KD = tl.load(value_ptr_KD, mask=inside_KD, other=0.0)
-    second_KD = tl.load(value_ptr_KD + half, mask=inside_KD, other=0.0)
+    dim_V = tl.arange(0, BLOCK_VALUE_HALF)
+    inside_KV = inside_K1 & (dim_V[None, :] < value_half)
+    value_ptr_KV = value_ptr + token * value_stride_token + head_K * value_stride_head + dim_V[None, :]
+    first_KV = tl.load(value_ptr_KV, mask=inside_KV, other=0.0)
+    second_KV = tl.load(value_ptr_KV + value_half, mask=inside_KV, other=0.0)
     row_ptr_K1 += kv_stride_value
-    store_rows(row_ptr_K1, first_KD, second_KD, dim_D, inside_K1, inside_KD, half, ROW_FORMAT)
+    store_rows(row_ptr_K1, first_KV, second_KV, dim_V, inside_K1, inside_KV, value_half, ROW_FORMAT)
 
 
 def rope_and_store_triton(
     query_THD: Tensor,
     key_TKD: Tensor,
-    value_TKD: Tensor,
+    value_TKV: Tensor,
     cos_sin_MD: Tensor,
     positions_T: Tensor,
     kv_pages: Tensor,
@@ -269,34 +276,40 @@ def rope_and_store_triton(
 ) -> None:
     """`rope_and_store` on a GPU."""
     check_rope(query_THD, key_TKD, cos_sin_MD, positions_T)
-    _check(key_TKD, value_TKD, kv_pages, slots_T)
+    _check(key_TKD, value_TKV, kv_pages, slots_T)
     num_tokens, num_query_heads, head_dim = query_THD.shape
-    num_kv_heads = key_TKD.shape[1]
+    num_kv_heads, value_dim = value_TKV.shape[1:]
+    keys, values = _planes(kv_pages, value_dim)
     if num_tokens == 0:
         return
     rope_and_store_kernel[(num_tokens,)](
         query_THD,
         key_TKD,
-        value_TKD,
+        value_TKV,
         cos_sin_MD,
         positions_T,
-        as_stored(kv_pages),
+        as_stored(keys),
         slots_T,
         num_query_heads,
         num_kv_heads,
         head_dim // 2,
+        value_dim // 2,
         query_THD.stride(0),
         query_THD.stride(1),
         key_TKD.stride(0),
         key_TKD.stride(1),
-        value_TKD.stride(0),
-        value_TKD.stride(1),
-        *kv_pages.stride()[:4],
-        ROW_FORMAT=row_format(kv_pages, key_TKD.dtype, head_dim),
+        value_TKV.stride(0),
+        value_TKV.stride(1),
+        keys.stride(0),
+        values.storage_offset() - keys.storage_offset(),
+        keys.stride(1),
+        keys.stride(2),
+        ROW_FORMAT=_format_of_rows(key_TKD, value_TKV, kv_pages),
         PAGE_SIZE=kv_pages.shape[3],
         BLOCK_H=triton.next_power_of_2(num_query_heads),
         BLOCK_K=triton.next_power_of_2(num_kv_heads),
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_VALUE_HALF=triton.next_power_of_2(value_dim // 2),
     )
 
 
@@ -305,37 +318,61 @@ def as_stored(kv_pages: Tensor) -> Tensor:
     return kv_pages.view(torch.int8) if kv_pages.dtype in ROW_FORMATS else kv_pages
 
 
-def _check(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+def _check(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
     if key_TKD.dim() != 3 or key_TKD.stride(2) != 1:
         raise ValueError(f"key must be [T, K, D] with adjacent D, got {tuple(key_TKD.shape)}")
-    if value_TKD.shape != key_TKD.shape or value_TKD.stride(2) != 1:
-        raise ValueError(f"value must be {tuple(key_TKD.shape)} like key, got {tuple(value_TKD.shape)}")
     num_tokens, num_kv_heads, _ = key_TKD.shape
+    value_shape = tuple(value_TKV.shape)
+    if value_TKV.dim() != 3 or value_shape[:2] != key_TKD.shape[:2] or value_TKV.stride(2) != 1:
+        expected = f"[{num_tokens}, {num_kv_heads}, V]"
+        raise ValueError(f"value must be {expected} with adjacent V, got {value_shape}")
+    if value_shape[2] % 2:
+        raise ValueError(f"value must be [T, K, V], V even, got {value_shape}")
     if kv_pages.dim() != 5 or kv_pages.stride(4) != 1:
-        raise ValueError(f"kv_pages must be [P, 2, K, S, R] with adjacent R, got {tuple(kv_pages.shape)}")
-    if kv_pages.shape[1:3] != (2, num_kv_heads):
-        raise ValueError(f"kv_pages must be [P, 2, {num_kv_heads}, S, R], got {tuple(kv_pages.shape)}")
+        raise ValueError(f"kv_pages must be [P, L, K, S, R] with adjacent R, got {tuple(kv_pages.shape)}")
+    if kv_pages.shape[1] not in (1, 2) or kv_pages.shape[2] != num_kv_heads:
+        raise ValueError(f"kv_pages must be [P, L, {num_kv_heads}, S, R], got {tuple(kv_pages.shape)}")
     if slots_T.shape != (num_tokens,) or slots_T.dtype != torch.int64 or not slots_T.is_contiguous():
         raise ValueError(f"slots must be contiguous int64 [{num_tokens}], got {tuple(slots_T.shape)}")
-    if key_TKD.dtype != value_TKD.dtype:
-        raise ValueError(f"key and value must share a dtype, got {key_TKD.dtype}, {value_TKD.dtype}")
-    if not key_TKD.device == value_TKD.device == kv_pages.device == slots_T.device:
+    if key_TKD.dtype != value_TKV.dtype:
+        raise ValueError(f"key and value must share a dtype, got {key_TKD.dtype}, {value_TKV.dtype}")
+    if not key_TKD.device == value_TKV.device == kv_pages.device == slots_T.device:
         raise ValueError(f"kv_pages on {kv_pages.device} and the rest must be on {key_TKD.device}")
 
 
-def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+def _planes(kv_pages: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Where keys and values go, [P, K, S, _] each."""
+    if kv_pages.shape[1] == 2:
+        return kv_pages[:, 0], kv_pages[:, 1]
+    return kv_pages[:, 0, ..., value_dim:], kv_pages[:, 0, ..., :value_dim]
+
+
+def _format_of_rows(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor) -> int:
+    """As `row_format`. ValueError for pages that do not take such keys and values."""
+    key_dim, value_dim = key_TKD.shape[2], value_TKV.shape[2]
+    if kv_pages.shape[1] == 2:
+        if key_dim != value_dim:
+            raise ValueError(f"keys of {key_dim} and values of {value_dim} elements need pages of one plane")
+        return row_format(kv_pages, key_TKD.dtype, key_dim)
+    if kv_pages.dtype in ROW_FORMATS:
+        raise ValueError(f"pages of one plane hold no codes, got {kv_pages.dtype}")
+    return row_format(kv_pages, key_TKD.dtype, value_dim + key_dim)
+
+
+def store_kv_reference(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
     """`store_kv` in plain torch."""
     kept_T = slots_T >= 0
     if not bool(kept_T.all()):
-        key_TKD, value_TKD, slots_T = key_TKD[kept_T], value_TKD[kept_T], slots_T[kept_T]
+        key_TKD, value_TKV, slots_T = key_TKD[kept_T], value_TKV[kept_T], slots_T[kept_T]
+    keys, values = _planes(kv_pages, value_TKV.shape[2])
     if kv_pages.dtype in LARGEST_CODE:
-        key_TKD, value_TKD = (encode_rows(each, kv_pages.dtype) for each in (key_TKD, value_TKD))
-        kv_pages = kv_pages.view(torch.uint8)
+        key_TKD, value_TKV = (encode_rows(each, kv_pages.dtype) for each in (key_TKD, value_TKV))
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     page_size = kv_pages.shape[3]
     page_T = torch.div(slots_T, page_size, rounding_mode="floor")
     offset_T = slots_T % page_size
-    kv_pages[:, 0].transpose(1, 2).index_put_((page_T, offset_T), key_TKD)
-    kv_pages[:, 1].transpose(1, 2).index_put_((page_T, offset_T), value_TKD)
+    keys.transpose(1, 2).index_put_((page_T, offset_T), key_TKD)
+    values.transpose(1, 2).index_put_((page_T, offset_T), value_TKV)
 
 
 def encode_rows(heads: Tensor, dtype: torch.dtype) -> Tensor:
@@ -379,48 +416,51 @@ def row_format(kv_pages: Tensor, dtype: torch.dtype, head_dim: int) -> int:
     return ROW_FORMATS.get(kv_pages.dtype, 0)
 
 
-def _rows_are_whole(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor) -> bool:
+def _rows_are_whole(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor) -> bool:
     """True when every token's heads, and every page's rows, are adjacent, and C code knows their dtypes."""
-    head_dim = key_TKD.shape[2]
     return (
-        key_TKD.stride()[1:] == value_TKD.stride()[1:] == (head_dim, 1)
+        all(each.stride()[1:] == (each.shape[2], 1) for each in (key_TKD, value_TKV))
         and kv_pages.stride()[3:] == (kv_pages.shape[4], 1)
-        and key_TKD.dtype == value_TKD.dtype
+        and key_TKD.dtype == value_TKV.dtype
         and (kv_pages.dtype == key_TKD.dtype or native.handles(key_TKD.dtype))
     )
 
 
-def _store_kv_native(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
-    num_tokens, num_kv_heads, head_dim = key_TKD.shape
-    page_size = kv_pages.shape[3]
-    if kv_pages.shape[1:4] != (2, num_kv_heads, page_size) or value_TKD.shape != key_TKD.shape:
+def _store_kv_native(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+    num_tokens, num_kv_heads, key_dim = key_TKD.shape
+    _, planes, num_heads_here, page_size, _ = kv_pages.shape
+    if planes > 2 or num_heads_here != num_kv_heads or value_TKV.shape[:2] != key_TKD.shape[:2]:
         raise ValueError(f"kv_pages {tuple(kv_pages.shape)} do not take keys {tuple(key_TKD.shape)}")
+    format_of_rows = _format_of_rows(key_TKD, value_TKV, kv_pages)
+    keys, values = _planes(kv_pages, value_TKV.shape[2])
     if slots_T.dtype != torch.int64 or slots_T.shape != (num_tokens,) or not slots_T.is_contiguous():
         found = f"{slots_T.dtype} {tuple(slots_T.shape)}"
         raise ValueError(f"slots must be contiguous int64 [{num_tokens}], got {found}")
     head_bytes, page_bytes = key_TKD.element_size(), kv_pages.element_size()
-    native.function("baton_store_kv", "pnpnpnnnpnnnnni")(
+    native.function("baton_store_kv", "pnpnpnnnnpnnnnnni")(
         key_TKD.data_ptr(),
         key_TKD.stride(0) * head_bytes,
-        value_TKD.data_ptr(),
-        value_TKD.stride(0) * head_bytes,
-        kv_pages.data_ptr(),
-        kv_pages.stride(0) * page_bytes,
-        kv_pages.stride(1) * page_bytes,
-        kv_pages.stride(2) * page_bytes,
+        value_TKV.data_ptr(),
+        value_TKV.stride(0) * head_bytes,
+        keys.data_ptr(),
+        keys.stride(0) * page_bytes,
+        values.data_ptr() - keys.data_ptr(),
+        keys.stride(1) * page_bytes,
+        keys.stride(2) * page_bytes,
         slots_T.data_ptr(),
         num_tokens,
         num_kv_heads,
         page_size,
-        head_dim,
+        key_dim,
+        value_TKV.shape[2],
         head_bytes,
-        row_format(kv_pages, key_TKD.dtype, head_dim),
+        format_of_rows,
     )
 
 
 # Shared by the ops that read paged keys and values, outside Triton.
 #
-# Shapes: B sequences, H query heads, K kv heads, D head dim, P pages, S page size, N keys.
+# Shapes: B sequences, H query heads, K kv heads, D head dim, V value dim, P pages, S page size, N keys.
 
 
 def check_paged_kv(
@@ -430,8 +470,8 @@ def check_paged_kv(
     if query_XHD.dim() != 3 or query_XHD.stride(2) != 1:
         raise ValueError(f"query must be [_, H, D] with adjacent D, got {tuple(query_XHD.shape)}")
     _, num_heads, head_dim = query_XHD.shape
-    if kv_pages.dim() != 5 or kv_pages.stride(4) != 1 or kv_pages.shape[1] != 2:
-        raise ValueError(f"kv_pages must be [P, 2, K, S, R] with adjacent R, got {tuple(kv_pages.shape)}")
+    if kv_pages.dim() != 5 or kv_pages.stride(4) != 1 or kv_pages.shape[1] not in (1, 2):
+        raise ValueError(f"kv_pages must be [P, L, K, S, R] with adjacent R, got {tuple(kv_pages.shape)}")
     _, _, num_kv_heads, page_size, _ = kv_pages.shape
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads of {head_dim} cannot attend over {num_kv_heads} kv heads")
@@ -449,10 +489,31 @@ def check_paged_kv(
         raise ValueError(f"window must be at least 1 key or None, got {window}")
 
 
+def check_value_dim(kv_pages: Tensor, head_dim: int, value_dim: int | None) -> int:
+    """The value dim that a GPU kernel works with: D with two planes, less with one. ValueError for others."""
+    value_dim = value_dim or head_dim
+    if (kv_pages.shape[1] == 2) != (value_dim == head_dim) or value_dim > head_dim:
+        raise ValueError(
+            f"pages {tuple(kv_pages.shape)} do not have values of {value_dim} and keys of {head_dim} elements"
+        )
+    if kv_pages.shape[1] == 1 and kv_pages.dtype in ROW_FORMATS:
+        raise ValueError(f"pages of one plane hold no codes, got {kv_pages.dtype}")
+    return value_dim
+
+
+def kv_strides(kv_pages: Tensor) -> tuple[int, int, int, int]:
+    """The strides of pages, values, heads and slots; that of values is 0 with one plane."""
+    page, value, head, slot, _ = kv_pages.stride()
+    return page, value if kv_pages.shape[1] == 2 else 0, head, slot
+
+
 def dense_kv(
     kv_pages: Tensor, page_table_P: Tensor, first: int, last: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(keys, values), each [K, N, D] of `dtype`: contiguous copies of tokens [first, last) of a sequence."""
+    """(keys, values), each [K, N, D] of `dtype`: contiguous copies of tokens [first, last) of a sequence.
+
+    With one plane, values are the keys; the value dim says which part of them is meant.
+    """
     page_size = kv_pages.shape[3]
     first_page = first // page_size
     page_ids = page_table_P[first_page : -(-last // page_size)]
@@ -461,32 +522,32 @@ def dense_kv(
     if kv_pages.dtype in LARGEST_CODE:
         copy = decode_rows(copy.view(kv_pages.dtype), dtype)
     kept = copy[:, :, first - first_page * page_size : last - first_page * page_size]
-    return kept[0], kept[1]
+    return kept[0], kept[-1]
 
 
 def dense_attention(
     query_HTD: Tensor,
     key_KND: Tensor,
-    value_KND: Tensor,
+    value_KNV: Tensor,
     visible_TN: Tensor | None,
     *,
     scale: float,
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Attention of one sequence in plain torch: [H, T, D]. visible_TN: None means that all keys are seen."""
+    """Attention of one sequence in plain torch: [H, T, V]. visible_TN: None means that all keys are seen."""
     if softcap is None and sinks_H is None:
-        out_1HTD = functional.scaled_dot_product_attention(
+        out_1HTV = functional.scaled_dot_product_attention(
             query_HTD[None],
             key_KND[None],
-            value_KND[None],
+            value_KNV[None],
             attn_mask=visible_TN,
             scale=scale,
             enable_gqa=True,
         )
-        return out_1HTD[0]
+        return out_1HTV[0]
     group_size = len(query_HTD) // len(key_KND)
-    key_HND, value_HND = (each.repeat_interleave(group_size, dim=0).float() for each in (key_KND, value_KND))
+    key_HND, value_HNV = (each.repeat_interleave(group_size, dim=0).float() for each in (key_KND, value_KNV))
     score_HTN = query_HTD.float() @ key_HND.mT * scale
     if softcap is not None:
         score_HTN = softcap * torch.tanh(score_HTN / softcap)
@@ -497,4 +558,4 @@ def dense_attention(
         sink_HT1 = sinks_H[:, None, None].expand(*score_HTN.shape[:2], 1)
         score_HTN = torch.cat((score_HTN, sink_HT1), dim=2)
     weight_HTN = score_HTN.softmax(dim=2)[:, :, :num_keys]
-    return (weight_HTN @ value_HND).to(query_HTD.dtype)
+    return (weight_HTN @ value_HNV).to(query_HTD.dtype)

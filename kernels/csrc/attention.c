@@ -171,7 +171,7 @@ INLINE void add_block(
     }
     ahead = lines_ahead(p, w, turn, h, 1, p->value_stride);
     IN_GROUPS(r, n, h * num_rows + turn->first_row, h * num_rows + turn->last_row,
-              add_values(w->out + r, w->scores + r, w->rescale + r, w->values, ahead, head_dim, n, products))
+              add_values(w->out + r, w->scores + r, w->rescale + r, w->values, ahead, head_dim, p->value_dim, n, products))
 }
 
 // `wide` may be where the query is.
@@ -213,10 +213,10 @@ INLINE void end_tile(const struct attention *p, const struct tile *t, struct wor
         for (int64_t r = 0; r < num_rows; r++) {
             const float *out = w->out[h * num_rows + r], sum = sums[h * num_rows + r];
             float inverse = sum > 0 ? 1.0f / sum : 0.0f;
-            int64_t row = (token_of(t, group, r) * p->num_heads + head_of(t, group, h, r)) * p->head_dim, d = 0;
-            for (; d + LANES <= p->head_dim; d += LANES)
+            int64_t row = (token_of(t, group, r) * p->num_heads + head_of(t, group, h, r)) * p->value_dim, d = 0;
+            for (; d + LANES <= p->value_dim; d += LANES)
                 store_lanes(p->output, row + d, load_f32(out + d) * splat(inverse), is_bf16);
-            for (; d < p->head_dim; d++) store_one(p->output, row + d, out[d] * inverse, is_bf16);
+            for (; d < p->value_dim; d++) store_one(p->output, row + d, out[d] * inverse, is_bf16);
         }
 }
 
@@ -296,7 +296,7 @@ static void run_tiles(const void *context, int64_t begin, int64_t end, int threa
     end_products(products, mode);
 }
 
-// tile_starts: scratch of num_sequences + 1. head_dim: even, at most 256. A sequence whose
+// tile_starts: scratch of num_sequences + 1. head_dim: even, at most MAX_HEAD_DIM. A sequence whose
 // context_len is 0 is padding: its rows come out as zeros.
 EXPORT void baton_attention(const struct attention *p, int64_t *tile_starts) {
     // All KV heads in one tile where there are sequences enough to keep every thread busy.

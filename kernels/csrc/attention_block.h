@@ -12,7 +12,7 @@
 #define RUN 16       // neighbouring keys; a block has two runs
 #define KEYS (BLOCK / LANES)  // vectors of keys in a block
 #define MAX_ROWS 16  // of a tile
-#define MAX_HEAD_DIM 256
+#define MAX_HEAD_DIM 576  // of latent attention: 512 elements of the latent, 64 that are rotated
 #define GROUP (REGISTERS / 8)  // rows whose sums fit in registers: 4 or 2
 #define SLICE 4                // vectors of a row's sums
 
@@ -195,9 +195,10 @@ INLINE void add_slice(
         for (int v = 0; v < vectors; v++) store_f32(out[r] + d + v * LANES, acc[r][v]);
 }
 
+// The first `value_dim` of `head_dim` elements of the values.
 INLINE void add_values(
     float out[][MAX_HEAD_DIM], const f32s probabilities[][KEYS], const float *rescale, const uint32_t *values,
-    const char *ahead, int64_t head_dim, const int rows, const enum products products) {
+    const char *ahead, int64_t head_dim, int64_t value_dim, const int rows, const enum products products) {
     uint32_t weights[GROUP][BLOCK];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < KEYS; v++) {
@@ -205,11 +206,11 @@ INLINE void add_values(
             store_lanes(weights[r], v * LANES, rounded, products == PAIRS);
         }
     int64_t d = 0;
-    for (; d + SLICE * LANES <= head_dim; d += SLICE * LANES) {
+    for (; d + SLICE * LANES <= value_dim; d += SLICE * LANES) {
         add_slice(out, weights, rescale, values, ahead, head_dim, d, rows, SLICE, products);
         ahead += (products == FLOATS ? 2 * BLOCK : BLOCK) * 64 * LANES / 16;
     }
-    for (; d < head_dim; d += LANES) add_slice(out, weights, rescale, values, ahead, head_dim, d, rows, 1, products);
+    for (; d < value_dim; d += LANES) add_slice(out, weights, rescale, values, ahead, head_dim, d, rows, 1, products);
 }
 
 INLINE i32s lane_numbers(void) {

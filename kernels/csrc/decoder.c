@@ -93,15 +93,16 @@ static void attend(
         baton_rms_norm(key, stride, head_bytes, l->key_norm, key, stride, head_bytes, s->num_tokens, d->num_kv_heads,
                        d->head_dim, d->eps, d->dtype, d->dtype);
     }
-    baton_rope(query, stride, d->num_heads, d->cos_sin, s->positions, s->num_tokens, d->head_dim, d->dtype);
-    baton_rope(key, stride, d->num_kv_heads, d->cos_sin, s->positions, s->num_tokens, d->head_dim, d->dtype);
+    baton_rope(query, stride, head_bytes, d->num_heads, d->cos_sin, s->positions, s->num_tokens, d->head_dim, d->dtype);
+    baton_rope(key, stride, head_bytes, d->num_kv_heads, d->cos_sin, s->positions, s->num_tokens, d->head_dim, d->dtype);
     struct attention a = s->attention;
-    a.head_stride = s->page_size * row_bytes_of(d->head_dim, d->dtype == BF16, a.row_format);
+    int64_t row_bytes = row_bytes_of(d->head_dim, d->dtype == BF16, a.row_format);
+    a.head_stride = s->page_size * row_bytes;
     a.value_stride = d->num_kv_heads * a.head_stride;
     a.page_stride = d->num_layers * 2 * a.value_stride;
     char *pages = s->pool + index * 2 * a.value_stride;
-    baton_store_kv(key, stride, value, stride, pages, a.page_stride, a.value_stride, a.head_stride, s->slots,
-                   s->num_tokens, d->num_kv_heads, s->page_size, d->head_dim, size, a.row_format);
+    baton_store_kv(key, stride, value, stride, pages, a.page_stride, a.value_stride, a.head_stride, row_bytes, s->slots,
+                   s->num_tokens, d->num_kv_heads, s->page_size, d->head_dim, d->head_dim, size, a.row_format);
     a.query = query;
     a.query_token = stride;
     a.query_head = head_bytes;

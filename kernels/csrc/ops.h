@@ -6,15 +6,16 @@
 struct attention {
     const char *query;             // [num_tokens, num_heads, head_dim]
     ptrdiff_t query_token, query_head;  // strides, bytes
-    const char *pages;             // [num_pages, 2, num_kv_heads, 1 << page_shift] rows of kv_rows.h, the last axis contiguous
-    ptrdiff_t page_stride, value_stride, head_stride;  // bytes
+    const char *pages;             // [num_pages, planes, num_kv_heads, 1 << page_shift] rows of kv_rows.h, the last axis contiguous
+    ptrdiff_t page_stride, value_stride, head_stride;  // bytes; value_stride 0: values are a part of the keys
     const int32_t *page_table;     // [num_sequences, table_stride]
     ptrdiff_t table_stride;        // elements
     const int32_t *query_starts;   // [num_sequences + 1], cumulative
     const int32_t *context_lens;   // [num_sequences], keys in the pages, this chunk's included
-    char *output;                  // [num_tokens, num_heads, head_dim], contiguous
+    char *output;                  // [num_tokens, num_heads, value_dim], contiguous
     int64_t num_sequences, num_heads, num_kv_heads, head_dim, page_shift, window;  // window 0: none
     int64_t padded_dim;            // head_dim rounded up to whole vectors; rows are filled up with zeros
+    int64_t value_dim;             // a value is the first so many elements of its row
     const float *sinks;            // [num_heads]: a score beside those of the keys, whose value is zero; or null
     float scale, softcap;          // a score s becomes softcap * tanh(s / softcap); softcap 0: none
     int is_bf16;
@@ -61,12 +62,13 @@ void baton_add_rms_norm(
     const char *x, char *residual, const char *weight, char *y, int64_t num_rows, int64_t width, float eps, int dtype,
     int weight_dtype);
 void baton_rope(
-    char *x, ptrdiff_t stride, int64_t num_heads, const float *cos_sin, const int64_t *positions,
+    char *x, ptrdiff_t stride, ptrdiff_t head_stride, int64_t num_heads, const float *cos_sin, const int64_t *positions,
     int64_t num_tokens, int64_t head_dim, int dtype);
 void baton_store_kv(
     const char *key, ptrdiff_t key_stride, const char *value, ptrdiff_t value_stride, char *pages,
-    ptrdiff_t page_stride, ptrdiff_t kv_stride, ptrdiff_t head_stride, const int64_t *slots,
-    int64_t num_tokens, int64_t num_kv_heads, int64_t page_size, int64_t head_dim, int64_t element_bytes, int row_format);
+    ptrdiff_t page_stride, ptrdiff_t kv_stride, ptrdiff_t head_stride, ptrdiff_t row_stride, const int64_t *slots,
+    int64_t num_tokens, int64_t num_kv_heads, int64_t page_size, int64_t key_dim, int64_t value_dim, int64_t element_bytes,
+    int row_format);
 void baton_attention(const struct attention *p, int64_t *tile_starts);
 
 // The gate of a feed-forward layer; alpha and limit are of CLAMPED_SWIGLU alone.

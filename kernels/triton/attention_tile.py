@@ -10,7 +10,8 @@ Tiles have at least 64 rows, so that both kernels use the same matrix instructio
 other GPUs this has not been checked. The kernels are compiled without fused multiply-add, which a compiler
 may use in one kernel and not in the other.
 
-Shapes: M query rows of one kv head, N keys of a block, D head dim, R elements of a row, see store_kv.py.
+Shapes: M query rows of one kv head, N keys of a block, D value dim, E further elements of a key (none with
+two planes), R elements of a row, L planes, see store_kv.py.
 """
 
 from __future__ import annotations
@@ -61,9 +62,12 @@ def num_splits(num_keys: int) -> int:
     return count + -(-num_keys // length)
 
 
-def tile_rows(group_size: int, dtype: torch.dtype) -> int:
-    """The fewest rows of a tile that holds a token's query heads of one kv head."""
-    least = 16 if dtype == torch.float32 else 64
+def tile_rows(group_size: int, dtype: torch.dtype, value_dim: int) -> int:
+    """The fewest rows of a tile that holds a token's query heads of one kv head.
+
+    The sums of 64 rows of more than 256 elements do not fit into registers.
+    """
+    least = 16 if dtype == torch.float32 or value_dim > 256 else 64
     return max(least, 1 << (group_size - 1).bit_length())
 
 
@@ -94,7 +98,7 @@ def tile_options(
 
     BLOCK_N depends on the head dim, the dtype and the group size alone: both kernels meet the same blocks.
     """
-    if has_large_shared_memory(device) and tile_rows(group_size, dtype) == TUNED_ROWS:
+    if has_large_shared_memory(device) and tile_rows(group_size, dtype, head_dim) == TUNED_ROWS:
         tuned = tuned_tile(TileKey(kind, dtype, head_dim, num_rows))
         if tuned is not None:
             return {
@@ -107,6 +111,14 @@ def tile_options(
         "num_warps": tile_warps(num_rows, head_dim, dtype),
         "num_stages": 2 if kind == "prefill" and dtype == torch.float32 else num_stages(device),
     }
+
+
+def dim_blocks(head_dim: int, value_dim: int) -> dict[str, int]:
+    """BLOCK_D, BLOCK_E and EVEN of a kernel: powers of 2 that hold a value and the rest of a key."""
+    block_D = max(16, triton.next_power_of_2(value_dim))
+    rest = head_dim - value_dim
+    block_E = max(16, triton.next_power_of_2(rest)) if rest else 0
+    return {"BLOCK_D": block_D, "BLOCK_E": block_E, "EVEN": (value_dim, rest) == (block_D, block_E)}
 
 
 def capped_tile(tile: dict[str, int], softcap: float | None) -> dict[str, int]:
@@ -173,9 +185,10 @@ def merge(
 
 @jit
 def attend_keys(
-    kv_ptr: tl.tensor,  # [P, 2, K, S, R] at the kv head of the query rows
+    kv_ptr: tl.tensor,  # [P, L, K, S, R] at the kv head of the query rows
     page_table_ptr: tl.tensor,  # [pages] int32, the row of one sequence
     query_MD: tl.tensor,
+    query_ME: tl.tensor,  # read when BLOCK_E > 0
     position_M: tl.tensor,
     merged_MD: tl.tensor,  # acc, peak and total of the splits before the one that holds the first key
     merged_peak_M: tl.tensor,
@@ -186,9 +199,10 @@ def attend_keys(
     first: tl.tensor,  # keys [first, last) are met; first is a multiple of BLOCK_N
     last: tl.tensor,
     scale: float,  # of the scores, times log2(e)
-    head_dim: int,
+    value_dim: int,  # D
+    rest_dim: int,  # E
     kv_stride_page: int,
-    kv_stride_value: int,
+    kv_stride_value: int,  # 0 with one plane
     kv_stride_slot: int,
     ONE_SPLIT: tl.constexpr,  # True promises that the range lies in one split: nothing is merged
     MASKED: tl.constexpr,  # False promises that every row sees every key of the range
@@ -198,10 +212,13 @@ def attend_keys(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    EVEN_D: tl.constexpr,  # head_dim == BLOCK_D
+    BLOCK_E: tl.constexpr,  # 0: there are two planes; otherwise a value is the beginning of its key
+    EVEN: tl.constexpr,  # value_dim == BLOCK_D and rest_dim == BLOCK_E
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The merged state and the state of the last split after the keys [first, last)."""
     dim_D = tl.arange(0, BLOCK_D)
+    if BLOCK_E > 0:
+        dim_E = tl.arange(0, BLOCK_E)
     split_end = split_start(split_of(first) + 1)
     for start in range(first, last, BLOCK_N):
         key_N = start + tl.arange(0, BLOCK_N)
@@ -214,16 +231,26 @@ def attend_keys(
         key_ptr_DN = kv_ptr + token_N[None, :] + dim_D[:, None]
         value_ptr_ND = kv_ptr + kv_stride_value + token_N[:, None] + dim_D[None, :]
         # Loads mask the slots past the last key: memory never written may hold NaN.
-        if MASKED or not EVEN_D:
+        if MASKED or not EVEN:
             inside_N = exists_N if MASKED else key_N >= 0
-            inside_D = dim_D < head_dim
-            keys_DN = tl.load(key_ptr_DN, mask=inside_N[None, :] & inside_D[:, None], other=0.0)
+            inside_D = dim_D < value_dim
+            if BLOCK_E == 0:
+                keys_DN = tl.load(key_ptr_DN, mask=inside_N[None, :] & inside_D[:, None], other=0.0)
             values_ND = tl.load(value_ptr_ND, mask=inside_N[:, None] & inside_D[None, :], other=0.0)
         else:
-            keys_DN = tl.load(key_ptr_DN)
+            if BLOCK_E == 0:
+                keys_DN = tl.load(key_ptr_DN)
             values_ND = tl.load(value_ptr_ND)
+        if BLOCK_E > 0:
+            keys_DN = tl.trans(values_ND)
+            rest_ptr_EN = kv_ptr + value_dim + token_N[None, :] + dim_E[:, None]
+            if MASKED or not EVEN:
+                inside_EN = inside_N[None, :] & (dim_E < rest_dim)[:, None]
+                rest_EN = tl.load(rest_ptr_EN, mask=inside_EN, other=0.0)
+            else:
+                rest_EN = tl.load(rest_ptr_EN)
         if ROW_FORMAT > 0:
-            scale_ptr_N = kv_ptr + token_N + (BLOCK_D if EVEN_D else head_dim)
+            scale_ptr_N = kv_ptr + token_N + (BLOCK_D if EVEN else value_dim)
             scale_ptr_N = scale_ptr_N.to(tl.pointer_type(tl.bfloat16))
             value_scale_ptr_N = scale_ptr_N + kv_stride_value // 2
             if MASKED:
@@ -233,7 +260,10 @@ def attend_keys(
                 key_scale_N, value_scale_N = tl.load(scale_ptr_N), tl.load(value_scale_ptr_N)
             keys_DN = row_elements(keys_DN, key_scale_N[None, :], ROW_FORMAT).to(query_MD.dtype)
             values_ND = row_elements(values_ND, value_scale_N[:, None], ROW_FORMAT).to(query_MD.dtype)
-        score_MN = tl.dot(query_MD, keys_DN, input_precision="ieee") * scale
+        score_MN = tl.dot(query_MD, keys_DN, input_precision="ieee")
+        if BLOCK_E > 0:
+            score_MN = tl.dot(query_ME, rest_EN, score_MN, input_precision="ieee")
+        score_MN *= scale
         if SOFTCAP > 0:  # tanh(x) is 1 - 2 / (1 + exp(2 x))
             exponential_MN = tl.exp2(score_MN * (2 * 1.4426950408889634 / SOFTCAP))
             score_MN = SOFTCAP * (1.0 - 2.0 / (1.0 + exponential_MN))

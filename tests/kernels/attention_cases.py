@@ -29,11 +29,22 @@ class Shape:
     softcap: float | None = None
     has_sinks: bool = False
     codes: torch.dtype | None = None  # of pages of one byte
+    value_dim: int | None = None  # of pages with one plane
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """The arguments of attention."""
         sinks = normal(self.num_heads, dtype=torch.float32, device=device) if self.has_sinks else None
-        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks_H": sinks}
+        return {
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks_H": sinks,
+            "value_dim": self.value_dim,
+        }
+
+    @property
+    def planes(self) -> int:
+        return 2 if self.value_dim is None else 1
 
     @property
     def num_heads(self) -> int:
@@ -46,17 +57,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class PagedKv:
-    pages: Tensor  # [P, 2, K, S, R], one layer of a larger pool; NaN where no token was stored
+    pages: Tensor  # [P, L, K, S, R], one layer of a larger pool; NaN where no token was stored
     page_table: Tensor  # [B, pages] int32, -1 past the pages of a sequence
     context_lens: Tensor  # [B] int32
-    dense: list[Tensor]  # [n, 2, K, D] of each sequence
+    dense: list[Tensor]  # [n, L, K, D] of each sequence
 
 
 def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.device) -> PagedKv:
     counts = [-(-length // shape.page_size) for length in lens]
     num_pages = sum(counts) + 2
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages))
-    layer = (num_pages, 2, 2, shape.num_kv_heads, shape.page_size)
+    layer = (num_pages, 2, shape.planes, shape.num_kv_heads, shape.page_size)
     if shape.codes is None:
         pages = torch.full((*layer, shape.head_dim), math.nan, dtype=dtype, device=device)[:, 1]
     else:  # 255 twice is a NaN in bf16
@@ -66,7 +77,8 @@ def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.de
     dense = []
     for sequence, (length, count) in enumerate(zip(lens, counts, strict=True)):
         table[sequence, :count] = order[sum(counts[:sequence]) :][:count]
-        kv = normal(length + 1, 2, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)[:length]
+        heads = shape.planes, shape.num_kv_heads
+        kv = normal(length + 1, *heads, shape.head_dim, dtype=dtype, device=device)[:length]
         token = torch.arange(length)
         page = table[sequence].long()[token // shape.page_size]
         rows_of_kv = kv if shape.codes is None else encode_rows(kv, shape.codes)
@@ -106,6 +118,8 @@ SHAPES = (
     Shape(page_size=64, num_kv_heads=2, group_size=1, head_dim=80, window=70),
     Shape(page_size=16, num_kv_heads=1, group_size=4, head_dim=96, window=1),
     Shape(page_size=8, num_kv_heads=2, group_size=2, head_dim=16, window=8, softcap=1.5, has_sinks=True),
+    Shape(page_size=4, num_kv_heads=1, group_size=5, head_dim=28, value_dim=20),
+    Shape(page_size=16, num_kv_heads=1, group_size=2, head_dim=48, value_dim=32, window=40),
 )
 DECODE_LENS = {"ragged": [5, 0, 130, 1], "one": [1], "padding": [0, 0], "empty": [], "full_pages": [64]}
 PREFILL_CHUNKS = {

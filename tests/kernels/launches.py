@@ -118,6 +118,11 @@ def _row_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
         pages = torch.empty(4, 2, 2, 8, 16, head_dim, dtype=dtype)[:, 0]
         run = partial(store_kv.rope_and_store_triton, query, key, value, table, three, pages, three)
         yield Scenario(f"rope_and_store-{head_dim}-{name}", store_kv, "rope_and_store_kernel", run)
+    query, row = (torch.empty(3, heads, 576, dtype=dtype) for heads in (128, 1))
+    parts = query[..., 512:], row[..., 512:], row[..., :512]
+    pages = torch.empty(4, 2, 1, 1, 16, 576, dtype=dtype)[:, 0]
+    run = partial(store_kv.rope_and_store_triton, *parts, torch.empty(64, 64), three, pages, three)
+    yield Scenario(f"rope_and_store-latent-{name}", store_kv, "rope_and_store_kernel", run)
 
 
 def _linear_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
@@ -272,12 +277,16 @@ def _attention_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
         (256, 8, None, 1),
         (64, 64, 128, 16),
         (96, 8, None, 16),
+        (576, 128, None, 16),
     )
     for head_dim, num_heads, window, page_size in shapes:
         options: dict[str, Any] = {"scale": 0.1, "window": window}
         if head_dim == 64:  # gpt-oss
             options["sinks_H"] = torch.empty(num_heads)
         pages = torch.empty(4, 2, 2, 8, page_size, head_dim, dtype=dtype)[:, 0]
+        if head_dim == 576:  # DeepSeek V3: each eighth of the query heads attends over the one kv head
+            options["value_dim"] = 512
+            pages = pages[:, :1, :1].expand(-1, -1, 8, -1, -1)
         query = torch.empty(3, num_heads + 16, head_dim, dtype=dtype)[:, :num_heads]
         table, lens = torch.zeros(3, 8192 // page_size, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
         for label, width in (("split", table.shape[1]), ("whole", 1)):

@@ -46,7 +46,7 @@ def compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 def marks_of(name: str) -> Sequence[pytest.MarkDecorator]:
     """`make kernels` compiles dtypes other than bf16, and attention at further head sizes."""
-    return [pytest.mark.slow] if re.search(r"-(float16|float32|(64|96|256)-bfloat16)$", name) else []
+    return [pytest.mark.slow] if re.search(r"-(float16|float32|(64|96|256|576)-bfloat16)$", name) else []
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,7 @@ def test_prefill_runs_on_the_matrix_units_of_hopper(name: str, monkeypatch: pyte
     [
         *("decode-split-128-bfloat16", "decode-whole-128-bfloat16", "decode-split-80-float16"),
         *("decode-split-256-bfloat16", "prefill-128-bfloat16", "prefill-80-float16", "prefill-256-bfloat16"),
+        *("decode-split-576-bfloat16", "prefill-576-bfloat16"),
     ],
 )
 def test_attention_loads_the_next_blocks_while_it_computes(
@@ -153,7 +154,10 @@ def assert_loads_ahead(made: Compiled) -> None:
             tuple(f"linear-{label}-{number}" for number in (3, 300, 8192))
             for label in ("qkv", "out", "gate_up")
         ),
-        *((f"decode-split-{size}", f"decode-whole-{size}", f"prefill-{size}") for size in (80, 128, 256)),
+        *(
+            (f"decode-split-{size}", f"decode-whole-{size}", f"prefill-{size}")
+            for size in (80, 128, 256, 576)
+        ),
     ],
     ids=lambda names: names[0],
 )

@@ -51,7 +51,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "rope_table": (lambda: rotate(table=f(9, 4)), r"cos_sin must be \[M, 8\]"),
     "rope_positions": (lambda: rotate(positions=i64(2)), r"positions must be"),
     "store_slots": (lambda: rotate(slots=i32(3)), "slots must be"),
-    "store_heads": (lambda: rotate(key=f(3, 1, 8), value=f(3, 1, 8)), r"\[P, 2, 1, S, R\]"),
+    "store_heads": (lambda: rotate(key=f(3, 1, 8), value=f(3, 1, 8)), r"\[P, L, 1, S, R\]"),
+    "store_value": (lambda: rotate(value=f(3, 2, 7)), "V even"),
     "store_rows": (lambda: rotate(pages=pages.to(torch.int8)), "do not take heads of torch.float32 and 8"),
     "round_inputs": (lambda: round_inputs_triton(f(2, 60), 24), r"\[2, 60\] has no groups of 24"),
     "stack_experts": (
@@ -67,6 +68,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "decode_table": (lambda: decode(f(3, 4, 8), pages, i64(3, 4), i32(3)), "page_table must be int32"),
     "decode_batch": (lambda: decode(f(2, 4, 8), pages, i32(3, 4), i32(3)), "query has 2 sequences"),
     "decode_window": (lambda: decode(f(3, 4, 8), pages, i32(3, 4), i32(3), window=0), "window must be"),
+    "decode_value": (
+        lambda: decode(f(3, 4, 8), pages, i32(3, 4), i32(3), value_dim=4),
+        "do not have values of 4 and keys of 8",
+    ),
+    "prefill_codes": (
+        lambda: prefill(f(3, 4, 8), pages[:, :1].to(torch.int8), i32(3, 4), i32(4), i32(3), value_dim=4),
+        "pages of one plane hold no codes",
+    ),
     "prefill_bounds": (lambda: prefill(f(3, 4, 8), pages, i32(3, 4), i32(3), i32(3)), r"int32 \(4,\)"),
     "copy_dtype": (lambda: copy_pages_triton(f(4, 8), i64(2), f(2, 8).half(), None), "must be alike"),
     "copy_rows": (lambda: copy_pages_triton(f(4, 8), i64(2), f(3, 8), None), "2 pages cannot go to 3"),

@@ -132,6 +132,7 @@ SHAPES = (
     Shape(page_size=16, num_kv_heads=2, group_size=3, head_dim=16),
     Shape(page_size=4, num_kv_heads=1, group_size=1, head_dim=40, window=300),
     Shape(page_size=4, num_kv_heads=1, group_size=2, head_dim=16, codes=torch.int8),
+    Shape(page_size=4, num_kv_heads=1, group_size=2, head_dim=40, value_dim=24),
 )
 
 
@@ -145,11 +146,12 @@ def attend(kv: PagedKv, query_THD: Tensor, shape: Shape, context_len: int) -> Te
         torch.tensor([context_len], dtype=torch.int32),
         scale=shape.scale,
         window=shape.window,
+        value_dim=shape.value_dim,
         max_seqlen_q=len(query_THD),
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=("grouped", "window", "codes"))
+@pytest.mark.parametrize("shape", SHAPES, ids=("grouped", "window", "codes", "latent"))
 @pytest.mark.parametrize(("num_keys", "dtype"), in_dtypes(60, 530, 4400))
 def test_attention_of_a_token_is_the_same_in_decode_and_in_any_chunk(
     num_keys: int, shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +172,11 @@ def test_attention_of_a_token_is_the_same_in_decode_and_in_any_chunk(
     for target in (1, 3, paged_attention.TARGET_PROGRAMS):
         monkeypatch.setattr(paged_attention, "TARGET_PROGRAMS", 3 * shape.num_kv_heads * target)
         decoded = paged_attention_decode_triton(
-            query[-1:].expand(3, -1, -1), kv.pages, table, lens, scale=shape.scale, window=shape.window
+            query[-1:].expand(3, -1, -1),
+            *(kv.pages, table, lens),
+            scale=shape.scale,
+            window=shape.window,
+            value_dim=shape.value_dim,
         )
         assert torch.equal(decoded[0], whole[-1]) and torch.equal(decoded[2], whole[-1])
 

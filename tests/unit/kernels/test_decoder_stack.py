@@ -84,9 +84,9 @@ def test_weights_and_heads_that_are_too_much_for_the_native_call() -> None:
     assert can_stack([layer()], SHAPE) and can_stack([layer(torch.bfloat16)], SHAPE)
     assert not can_stack([layer(torch.float16)], SHAPE)
     wide = StackShape(
-        hidden=32, num_heads=2, num_kv_heads=1, head_dim=258, intermediate=24, eps=1e-5, num_splits=2
+        hidden=32, num_heads=2, num_kv_heads=1, head_dim=578, intermediate=24, eps=1e-5, num_splits=2
     )
-    assert not can_stack([layer(head_dim=258)], wide)
+    assert not can_stack([layer(head_dim=578)], wide)
 
 
 def test_structs_are_as_long_here_as_in_c() -> None:

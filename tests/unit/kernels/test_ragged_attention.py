@@ -5,7 +5,7 @@ Shapes: T query tokens, N keys of a sequence, H query heads, K kv heads, D head 
 
 import math
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import pytest
@@ -35,6 +35,11 @@ class Heads:
     softcap: float | None = None
     has_sinks: bool = False
     codes: torch.dtype | None = None  # of the pages
+    value_dim: int | None = None  # of pages with one plane
+
+    @property
+    def planes(self) -> int:
+        return 2 if self.value_dim is None else 1
 
     @property
     def sinks(self) -> Tensor | None:
@@ -63,13 +68,13 @@ class Sequences:
 
     def _random(self, index: int, length: int) -> Tensor:
         heads = self.heads
-        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        num_heads = heads.num_heads + heads.planes * heads.num_kv_heads
         # One more token than asked and a width that differs with the index: different values each.
         fused = normal(length + 1, num_heads, heads.head_dim + index, dtype=heads.dtype, device=CPU)
         return fused[:length, :, : heads.head_dim].contiguous()
 
     def run(self, parts: Ordered[Part], page_size: int) -> list[Tensor]:
-        """[T, H, D] of each part, all computed in one call; pages are scattered and hold NaN outside the
+        """[T, H, V] of each part, all computed in one call; pages are scattered and hold NaN outside the
         keys."""
         heads = self.heads
         num_tokens = [part.stop - part.start for part in parts]
@@ -92,8 +97,9 @@ class Sequences:
             window=heads.window,
             softcap=heads.softcap,
             sinks_H=heads.sinks,
+            value_dim=heads.value_dim,
         )
-        assert out.shape == query.shape and out.dtype == heads.dtype
+        assert out.shape == (*query.shape[:2], heads.value_dim or heads.head_dim) and out.dtype == heads.dtype
         return list(out.split(num_tokens))
 
     def pages(self, parts: Ordered[Part], page_size: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +107,7 @@ class Sequences:
         counts = [-(-part.stop // page_size) for part in parts]
         num_pages = sum(counts) + 1
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages)).int()
-        shape = (num_pages, 2, 2, heads.num_kv_heads, page_size)
+        shape = (num_pages, 2, heads.planes, heads.num_kv_heads, page_size)
         if heads.codes is None:
             pages = torch.full((*shape, heads.head_dim), math.nan, dtype=heads.dtype)[
                 :, 1
@@ -114,10 +120,10 @@ class Sequences:
             stored = self.qkv[part.sequence][: part.stop, heads.num_heads :]
             if heads.codes is not None:
                 stored = encode_rows(stored, heads.codes)
-            key, value = stored.chunk(2, dim=1)
             token = torch.arange(part.stop)
             page, offset = table[row].long()[token // page_size], token % page_size
-            pages[page, 0, :, offset], pages[page, 1, :, offset] = key, value
+            for plane, rows in enumerate(stored.chunk(heads.planes, dim=1)):
+                pages[page, plane, :, offset] = rows
         return pages if heads.codes is None else pages.view(heads.codes), table
 
     def decoded(self, page_size: int = 16) -> list[Tensor]:
@@ -133,13 +139,15 @@ class Sequences:
         if heads.codes is not None:
             rows = encode_rows(self.qkv[index][:, heads.num_heads :], heads.codes).view(heads.codes)
             qkv[:, heads.num_heads :] = decode_rows(rows, heads.dtype).double()
-        out = torch.zeros(len(qkv), heads.num_heads, heads.head_dim, dtype=torch.float64)
+        width = heads.value_dim or heads.head_dim
+        out = torch.zeros(len(qkv), heads.num_heads, width, dtype=torch.float64)
         for position in range(len(qkv)):
             first = 0 if heads.window is None else max(0, position - heads.window + 1)
             for head in range(heads.num_heads):
                 kv_head = heads.num_heads + head // heads.group_size
                 keys = qkv[first : position + 1, kv_head]
-                values = qkv[first : position + 1, kv_head + heads.num_kv_heads]
+                value_head = kv_head + (heads.planes - 1) * heads.num_kv_heads
+                values = qkv[first : position + 1, value_head, :width]
                 scores = keys @ qkv[position, head] * heads.head_dim**-0.5
                 if heads.softcap is not None:
                     scores = heads.softcap * torch.tanh(scores / heads.softcap)
@@ -167,7 +175,7 @@ def test_whole_prompt_is_the_causal_softmax(
 
 
 @dtypes
-@pytest.mark.parametrize("head_dim", [2, 16, 24, 42, 64, 80, 128, 250, 256])
+@pytest.mark.parametrize("head_dim", [2, 16, 24, 42, 64, 80, 128, 250, 256, 576])
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_heads_of_any_size_the_kernel_has_room_for(dtype: torch.dtype, head_dim: int, page_size: int) -> None:
     sequences = Sequences([35], Heads(group_size=3, head_dim=head_dim, dtype=dtype))
@@ -188,8 +196,27 @@ def test_codes_are_read_with_their_scales(
     close(sequences.run([Part(0, 0, 35)], page_size)[0], sequences.expected(0))
 
 
+LATENT_HEADS = [
+    Heads(num_kv_heads=1, group_size=16, head_dim=576, value_dim=512),
+    Heads(num_kv_heads=1, group_size=40, head_dim=36, value_dim=20),  # more query heads than a tile has rows
+    Heads(num_kv_heads=1, group_size=17, head_dim=24, value_dim=16, window=20),
+    Heads(num_kv_heads=2, group_size=4, head_dim=48, value_dim=40),
+]
+
+
+@dtypes
+@pytest.mark.parametrize("heads", LATENT_HEADS, ids=str)
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_values_that_are_a_part_of_the_keys(dtype: torch.dtype, heads: Heads, page_size: int) -> None:
+    sequences = Sequences([35], replace(heads, dtype=dtype))
+    whole = sequences.run([Part(0, 0, 35)], page_size)[0]
+    close(whole, sequences.expected(0))
+    assert torch.equal(whole, sequences.decoded(page_size)[0])
+
+
 REFERENCE_HEADS = [
-    Heads(head_dim=258),
+    Heads(head_dim=578),
+    Heads(num_kv_heads=1, group_size=20, head_dim=36, value_dim=20, dtype=torch.float16),
     Heads(group_size=17, window=9),
     Heads(head_dim=40, group_size=7, dtype=torch.float16),
     Heads(window=1, dtype=torch.float16),
@@ -218,10 +245,11 @@ def test_unsupported_heads_are_computed_by_the_references(heads: Heads, page_siz
         num_kv_heads=st.sampled_from((1, 2)),
         group_size=st.sampled_from((1, 4, 7)),
         head_dim=st.sampled_from((16, 24, 32)),
+        value_dim=st.sampled_from((None, None, 14)),
         window=st.sampled_from((None, 1, 17, 40)),
         dtype=st.sampled_from(DTYPES),
         codes=st.sampled_from((None, *CODES)),
-    ),
+    ).filter(lambda heads: heads.value_dim is None or heads.codes is None),
     page_size=st.sampled_from((1, 4, 16, 64)),
     chunk_size=st.integers(2, 50),
 )

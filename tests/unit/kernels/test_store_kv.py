@@ -50,6 +50,18 @@ def test_named_slots_of_one_layer_are_written_and_no_others(
     assert torch.equal(pool.view(torch.uint8), expected.view(torch.uint8))  # NaN equals itself
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("store", [store_kv, store_kv_reference])
+def test_row_of_one_plane_is_the_value_and_the_rest_of_the_key(dtype: torch.dtype, store: object) -> None:
+    key, value = (normal(3, 2, width, dtype=dtype, device=CPU) for width in (6, 10))
+    pool = torch.full((NUM_PAGES, NUM_LAYERS, 1, 2, 4, 16), math.nan, dtype=dtype)
+    expected = pool.clone()
+    expected[4, 1, 0, :, 3], expected[0, 1, 0, :, 0] = (torch.cat((value[i], key[i]), dim=1) for i in (0, 2))
+    assert callable(store)
+    store(key, value, pool[:, 1], torch.tensor([19, -1, 0]))
+    assert torch.equal(pool.view(torch.uint8), expected.view(torch.uint8))
+
+
 codes = pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
 
 
@@ -136,9 +148,13 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     for wrong in (slots.int(), torch.zeros(4, dtype=torch.int64)[::2]):
         with pytest.raises(ValueError, match=r"slots must be contiguous int64 \[2\]"):
             store_kv(key, key, pages, wrong)
-    for value, kv_pages in ((key, pages[:, :, :1]), (key[:, :1], pages)):
+    for value, kv_pages in ((key, pages[:, :, :1]), (key[:, :1], pages), (key, pages[:, :1, :1])):
         with pytest.raises(ValueError, match="kv_pages"):
             store_kv(key, value, kv_pages, slots)
+    with pytest.raises(ValueError, match="keys of 8 and values of 4 elements need pages of one plane"):
+        store_kv(key, key[..., :4].contiguous(), pages, slots)
+    with pytest.raises(ValueError, match="pages of one plane hold no codes"):
+        store_kv(key, key, pages[:, :1].to(torch.int8), slots)
     for kv_pages in (pages.to(torch.int8), pages[..., :6].bfloat16(), pages.bfloat16()):
         with pytest.raises(ValueError, match=r"do not take heads of torch.float32 and 8 elements"):
             store_kv(key, key, kv_pages.contiguous(), slots)
