@@ -1,4 +1,4 @@
-"""The experts of a mixture: each token goes through the feed-forward layers with the highest router logits.
+"""The experts of a mixture: each token goes through the feed-forward layers with the highest router scores.
 
 Rows, one for each token and chosen expert, are sorted by expert, so that each expert multiplies its rows at
 once: one C kernel on a CPU (csrc/experts.c), grouped products of `linear_kernel` on a GPU. A token's result
@@ -63,6 +63,24 @@ def stack_experts(weights: Sequence[LinearWeight], bias_XN: Tensor | None) -> Ex
     return ExpertWeights((), bias_XN, stacked)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """The choice of a token's experts by their scores, and their weights.
+
+    A score is the softmax of the logits, or the sigmoid of one. Experts are in groups of neighbours, of which
+    a token chooses some before it chooses among their experts. The score of a group is that of its best
+    expert; with sigmoids it is the sum of the best two.
+    """
+
+    top_k: int
+    normalises: bool  # the weights of a token sum to `scale`; otherwise they are scores times `scale`
+    uses_sigmoid: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scale: float = 1.0
+    bias_X: Tensor | None = None  # fp32: experts and groups are chosen, not weighed, by sigmoid + bias
+
+
 class Mixture:
     """The weights of the experts of one layer on one rank, and how they are chosen."""
 
@@ -70,9 +88,8 @@ class Mixture:
         self,
         gate_up: ExpertWeights,
         down: Sequence[ExpertWeights],
+        routing: Routing,
         *,
-        top_k: int,
-        normalises: bool,
         activation: Activation,
         out_dtype: torch.dtype,
         num_experts: int | None = None,
@@ -81,12 +98,11 @@ class Mixture:
     ) -> None:
         """gate_up: N = 2 * F, the gate first. down: one or two splits.
 
-        normalises: the weights of a token's experts sum to 1; otherwise they are shares of all experts.
         num_experts: of all ranks; None: this rank has all. first_expert: of this rank. keeps_splits: the
         caller adds the splits of `down`, after it has added the ranks.
         """
         self.gate_up, self.down = gate_up, tuple(down)
-        self.top_k, self.normalises, self.activation = top_k, normalises, activation
+        self.routing, self.activation = routing, activation
         self.out_dtype, self.keeps_splits = out_dtype, keeps_splits
         self.num_here = gate_up.num_experts
         self.num_experts = num_experts or self.num_here
@@ -182,6 +198,11 @@ class ExpertsArguments(ctypes.Structure):
         ("first", ctypes.c_int64),
         ("num_here", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("num_chosen_groups", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("uses_sigmoid", ctypes.c_int),
         ("kind", ctypes.c_int),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
@@ -195,18 +216,24 @@ class ExpertsArguments(ctypes.Structure):
 
 def _arguments(mixture: Mixture, addresses: Sequence[Tensor]) -> ExpertsArguments:
     """addresses: of gate_up and the splits of down."""
+    routing = mixture.routing
     arguments = ExpertsArguments(
         gate_up=_weights(mixture.gate_up, addresses[0]),
         num_experts=mixture.num_experts,
         first=mixture.first_expert,
         num_here=mixture.num_here,
-        top_k=mixture.top_k,
+        top_k=routing.top_k,
+        num_groups=routing.num_groups,
+        num_chosen_groups=routing.num_chosen_groups,
+        bias=None if routing.bias_X is None else routing.bias_X.data_ptr(),
+        scale=routing.scale,
+        uses_sigmoid=routing.uses_sigmoid,
         kind=mixture.activation.kind,
         alpha=mixture.activation.alpha,
         limit=mixture.activation.limit,
         splits=len(mixture.down),
         keeps_splits=mixture.keeps_splits,
-        normalises=mixture.normalises,
+        normalises=routing.normalises,
         dtype=native.DTYPE_CODES[mixture.gate_up.weights[0].dtype],
         y_dtype=native.DTYPE_CODES[mixture.out_dtype],
     )
@@ -234,13 +261,23 @@ def _weights(experts: ExpertWeights, addresses: Tensor) -> WeightArguments:
 # Plain torch.
 
 
-def route_reference(logits_TX: Tensor, top_k: int, normalises: bool) -> tuple[Tensor, Tensor]:
-    """(weights fp32, experts int64) of each token, [T, C] each, in descending order of the logits."""
-    order_TX = logits_TX.argsort(dim=1, descending=True, stable=True)
-    chosen_TC = order_TX[:, :top_k]
-    shares_TX = logits_TX.float().softmax(dim=1)
-    weights_TC = shares_TX.gather(1, chosen_TC)
-    return (weights_TC / weights_TC.sum(1, keepdim=True) if normalises else weights_TC), chosen_TC
+def route_reference(logits_TX: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """(weights fp32, experts int64) of each token, [T, C] each, in descending order of the scores."""
+    ranked_TX = logits_TX.float()
+    scores_TX = ranked_TX.sigmoid() if routing.uses_sigmoid else ranked_TX.softmax(dim=1)
+    if routing.uses_sigmoid:
+        ranked_TX = scores_TX if routing.bias_X is None else scores_TX + routing.bias_X
+    if routing.num_groups > 1:
+        groups_TGX = ranked_TX.unflatten(1, (routing.num_groups, -1))
+        best_TG = groups_TGX.topk(2 if routing.uses_sigmoid else 1, dim=2).values.sum(dim=2)
+        order_TG = best_TG.argsort(dim=1, descending=True, stable=True)
+        others_TG = order_TG[:, routing.num_chosen_groups :, None].expand(-1, -1, groups_TGX.shape[2])
+        ranked_TX = groups_TGX.scatter(1, others_TG, float("-inf")).flatten(1)
+    chosen_TC = ranked_TX.argsort(dim=1, descending=True, stable=True)[:, : routing.top_k]
+    weights_TC = scores_TX.gather(1, chosen_TC)
+    if routing.normalises:
+        weights_TC = weights_TC / weights_TC.sum(1, keepdim=True)
+    return weights_TC * routing.scale, chosen_TC
 
 
 def experts_reference(
@@ -248,7 +285,7 @@ def experts_reference(
 ) -> Tensor:
     """`Mixture` in plain torch, an expert after another."""
     num_experts, num_splits = mixture.num_experts, len(mixture.down)
-    weights_TC, chosen_TC = route_reference(logits_TX[:, :num_experts], mixture.top_k, mixture.normalises)
+    weights_TC, chosen_TC = route_reference(logits_TX[:, :num_experts], mixture.routing)
     out = mixture.new_output(len(x_TE), x_TE.device)
     sums_S2TN = torch.zeros((num_splits, 2, len(x_TE), out.shape[-1]), device=x_TE.device)
     for expert in chosen_TC.unique().tolist():
@@ -287,14 +324,21 @@ def _product(x_RK: Tensor, experts: ExpertWeights, expert: int, out_dtype: torch
 @kernel()
 def route_kernel(
     logits_ptr: tl.tensor,  # [T, X] fp32
+    bias_ptr: tl.tensor,  # [X] fp32, read when HAS_BIAS
     weights_ptr: tl.tensor,  # [T, C] fp32
     chosen_ptr: tl.tensor,  # [T, C] int64
     num_experts: int,
     logits_stride: int,
+    scale: float,
     TOP_K: tl.constexpr,  # C
     NORMALISES: tl.constexpr,
+    USES_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_CHOSEN_GROUPS: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # >= NUM_GROUPS
 ) -> None:
     """One program chooses the experts of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -303,19 +347,44 @@ def route_kernel(
     logit_X = tl.load(logit_ptr_X, mask=expert_X < num_experts, other=float("-inf"))
     highest = tl.max(logit_X, axis=0)
     rest_X = logit_X
+    if USES_SIGMOID:
+        score_X = 1.0 / (1.0 + tl.exp(-logit_X))
+        rest_X = score_X
+        if HAS_BIAS:
+            rest_X += tl.load(bias_ptr + expert_X, mask=expert_X < num_experts, other=0.0)
+        rest_X = tl.where(expert_X < num_experts, rest_X, float("-inf"))
+    if NUM_GROUPS > 1:
+        group_X, group_G = expert_X // (num_experts // NUM_GROUPS), tl.arange(0, BLOCK_G)
+        score_G = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        for group in tl.static_range(NUM_GROUPS):
+            own_X = tl.where(group_X == group, rest_X, float("-inf"))
+            group_score = tl.max(own_X, axis=0)
+            if USES_SIGMOID:
+                second_X = tl.where(expert_X == tl.argmax(own_X, axis=0), float("-inf"), own_X)
+                group_score += tl.max(second_X, axis=0)
+            score_G = tl.where(group_G == group, group_score, score_G)
+        kept_X = expert_X < 0
+        for _ in tl.static_range(NUM_CHOSEN_GROUPS):
+            best_group = tl.minimum(tl.argmax(score_G, axis=0), NUM_GROUPS - 1)
+            kept_X = kept_X | (group_X == best_group)
+            score_G = tl.where(group_G == best_group, float("-inf"), score_G)
+        rest_X = tl.where(kept_X, rest_X, float("-inf"))
     weight_C = tl.zeros([BLOCK_C], tl.float32)
     chosen_C = tl.zeros([BLOCK_C], tl.int64)
     total = tl.cast(0.0, tl.float32)
     for choice in tl.static_range(TOP_K):
         best = tl.minimum(tl.argmax(rest_X, axis=0), num_experts - 1)
-        weight = tl.exp(tl.max(rest_X, axis=0) - highest)
+        if USES_SIGMOID:
+            weight = tl.sum(tl.where(expert_X == best, score_X, 0.0), axis=0)
+        else:
+            weight = tl.exp(tl.max(rest_X, axis=0) - highest)
         weight_C = tl.where(choice_C == choice, weight, weight_C)
         chosen_C = tl.where(choice_C == choice, best, chosen_C)
         total += weight
         rest_X = tl.where(expert_X == best, float("-inf"), rest_X)
     if not NORMALISES:
-        total = tl.sum(tl.exp(logit_X - highest), axis=0)
-    tl.store(weights_ptr + token * TOP_K + choice_C, weight_C / total, mask=choice_C < TOP_K)
+        total = tl.cast(1.0, tl.float32) if USES_SIGMOID else tl.sum(tl.exp(logit_X - highest), axis=0)
+    tl.store(weights_ptr + token * TOP_K + choice_C, weight_C / total * scale, mask=choice_C < TOP_K)
     tl.store(chosen_ptr + token * TOP_K + choice_C, chosen_C, mask=choice_C < TOP_K)
 
 
@@ -376,8 +445,8 @@ def experts_triton(
 ) -> Tensor:
     """`Mixture` on a GPU, without a wait for the host."""
     num_experts, num_here = mixture.num_experts, mixture.num_here
-    top_k, device = mixture.top_k, x_TE.device
-    weights_TC, chosen_TC = route_triton(logits_TX[:, :num_experts], top_k, mixture.normalises)
+    top_k, device = mixture.routing.top_k, x_TE.device
+    weights_TC, chosen_TC = route_triton(logits_TX[:, :num_experts], mixture.routing)
     expert_R = chosen_TC.flatten()
     if num_here < num_experts:  # the rows of this rank's experts come first
         expert_R = (expert_R - mixture.first_expert) % num_experts
@@ -441,9 +510,9 @@ def combine_triton(
     return out
 
 
-def route_triton(logits_TX: Tensor, top_k: int, normalises: bool) -> tuple[Tensor, Tensor]:
+def route_triton(logits_TX: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """`route_reference` on a GPU."""
-    num_tokens, num_experts = logits_TX.shape
+    (num_tokens, num_experts), top_k = logits_TX.shape, routing.top_k
     if logits_TX.dtype != torch.float32 or logits_TX.stride(1) != 1 or top_k > num_experts:
         raise ValueError(f"route: {top_k} of {num_experts} experts need adjacent fp32 logits")
     weights_TC = logits_TX.new_empty((num_tokens, top_k))
@@ -451,14 +520,21 @@ def route_triton(logits_TX: Tensor, top_k: int, normalises: bool) -> tuple[Tenso
     if num_tokens:
         route_kernel[(num_tokens,)](
             logits_TX,
+            logits_TX if routing.bias_X is None else routing.bias_X,
             weights_TC,
             chosen_TC,
             num_experts,
             logits_TX.stride(0),
+            routing.scale,
             TOP_K=top_k,
-            NORMALISES=normalises,
+            NORMALISES=routing.normalises,
+            USES_SIGMOID=routing.uses_sigmoid,
+            HAS_BIAS=routing.bias_X is not None,
+            NUM_GROUPS=routing.num_groups,
+            NUM_CHOSEN_GROUPS=routing.num_chosen_groups,
             BLOCK_X=triton.next_power_of_2(num_experts),
             BLOCK_C=triton.next_power_of_2(top_k),
+            BLOCK_G=triton.next_power_of_2(routing.num_groups),
         )
     return weights_TC, chosen_TC
 

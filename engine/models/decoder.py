@@ -23,7 +23,7 @@ from baton.engine.models.rope_table import rope_table
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
 from baton.kernels.decoder_stack import DecoderStack, LayerGroups, StackLayer, StackShape, can_stack
-from baton.kernels.experts import Mixture
+from baton.kernels.experts import Mixture, Routing
 from baton.kernels.gated import SILU, Activation, gated
 from baton.kernels.linear import LinearWeight, embedding, linear, linear_gated
 from baton.kernels.ragged_attention import ragged_attention
@@ -388,6 +388,16 @@ def read_experts(
     return experts
 
 
+def read_routing(config: ModelConfig, *, normalises: bool) -> Routing:
+    """Read `num_experts_per_tok`. normalises: the weights of a token's experts sum to 1."""
+    top_k, num_experts = config.keys.count("num_experts_per_tok"), config.num_experts
+    if top_k > num_experts:
+        raise ModelError(
+            f"{config.keys.source}: {top_k} experts of a token cannot be chosen from {num_experts}"
+        )
+    return Routing(top_k=top_k, normalises=normalises)
+
+
 class SparseMlp:
     """A mixture of experts: a router chooses some feed-forward parts for each token, and weighs them.
 
@@ -399,24 +409,17 @@ class SparseMlp:
         config: ModelConfig,
         parameters: Parameters,
         experts: ExpertTensors,
+        routing: Routing,
         *,
-        normalises: bool,
         activation: Activation = SILU,
         router: str = "gate",
         router_bias: bool = False,
         shared_inner: int | None = None,
     ) -> None:
-        """normalises: the weights of a token's experts sum to 1. router: its name.
-
-        shared_inner: the width of `shared_expert`, which every token goes through, times a gate. Reads the
-        number of experts and `num_experts_per_tok`.
+        """router: its name. shared_inner: the width of `shared_expert`, which every token goes through, times
+        a gate. Reads the number of experts.
         """
         hidden, num_experts = config.hidden_size, config.num_experts
-        top_k = config.keys.count("num_experts_per_tok")
-        if top_k > num_experts:
-            raise ModelError(
-                f"{config.keys.source}: {top_k} experts of a token cannot be chosen from {num_experts}"
-            )
         self.tp = parameters.tp
         routers = [parameters.whole(f"{router}.weight", (num_experts, hidden))]
         self.router_bias_X = (
@@ -437,8 +440,7 @@ class SparseMlp:
         self.mixture = Mixture(
             parameters.pack_experts(experts.gate_up, experts.gate_up_bias_XN),
             [parameters.pack_experts(list(s), bias) for s, bias in zip(splits, biases, strict=False)],
-            top_k=top_k,
-            normalises=normalises,
+            routing,
             activation=activation,
             out_dtype=parameters.dtype if self.tp.size == 1 else torch.float32,
             num_experts=num_experts,

@@ -15,6 +15,7 @@ from baton.engine.models.decoder import (
     Norm,
     RmsNorm,
     SparseMlp,
+    read_routing,
 )
 from baton.engine.models.loading.weights import Matrix, Parameters, change_rows
 from baton.engine.models.registry import ModelConfig, read_layer_types
@@ -43,7 +44,7 @@ class GptOss(Decoder):
             config,
             mlp,
             read_experts(config, mlp.scope("experts")),
-            normalises=True,
+            read_routing(config, normalises=True),
             activation=clamped_swiglu(
                 keys.positive("swiglu_alpha", 1.702), keys.positive("swiglu_limit", 7.0)
             ),

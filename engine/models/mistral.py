@@ -3,7 +3,15 @@
 Every layer of Mistral has a sliding window, unless the config turns the window off.
 """
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, SparseMlp, read_experts
+from baton.engine.models.decoder import (
+    Attention,
+    Decoder,
+    DecoderLayer,
+    GatedMlp,
+    SparseMlp,
+    read_experts,
+    read_routing,
+)
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig
 
@@ -33,5 +41,5 @@ class Mixtral(Decoder):
         moe = parameters.scope("block_sparse_moe")
         experts = read_experts(config, moe, config.intermediate_size, ("w1", "w3", "w2"))
         attention = Attention(config, parameters.scope("self_attn"), window=window)
-        mlp = SparseMlp(config, moe, experts, normalises=True)
+        mlp = SparseMlp(config, moe, experts, read_routing(config, normalises=True))
         return DecoderLayer(config, parameters, attention, mlp)

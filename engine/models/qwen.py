@@ -6,7 +6,15 @@
 - Qwen3-MoE: Qwen3's attention, and experts without a shared one.
 """
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, SparseMlp, read_experts
+from baton.engine.models.decoder import (
+    Attention,
+    Decoder,
+    DecoderLayer,
+    GatedMlp,
+    SparseMlp,
+    read_experts,
+    read_routing,
+)
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig, read_layer_types
 
@@ -86,8 +94,8 @@ def mlp_of_layer(
     if (index + 1) % keys.count("decoder_sparse_step", 1):
         return GatedMlp(config, parameters)
     experts = read_experts(config, parameters, keys.count("moe_intermediate_size"))
-    normalises = keys.flag("norm_topk_prob")
-    return SparseMlp(config, parameters, experts, normalises=normalises, shared_inner=shared_inner)
+    routing = read_routing(config, normalises=keys.flag("norm_topk_prob"))
+    return SparseMlp(config, parameters, experts, routing, shared_inner=shared_inner)
 
 
 def _moe_window(config: ModelConfig, index: int) -> int | None:

@@ -1,6 +1,6 @@
 // The experts of a mixture: each token goes through `top_k` of the feed-forward layers, and their outputs are summed.
 //
-//   1. route: logits of all experts -> for each token the experts with the highest logits, and their weights
+//   1. route: logits of all experts -> for each token the experts with the highest scores, and their weights
 //   2. sort: a row for each token and expert of this rank; the rows of an expert lie together, earlier tokens first
 //   3. multiply: gate and up, activation, down; the experts with rows share the threads
 //   4. combine: for each token the weighted sum of its rows: of the first half of all experts, then of the second half,
@@ -52,12 +52,32 @@ struct routing {
     const struct plan *plan;
 };
 
-// The highest logit that is not taken; of equal ones the first.
-INLINE int64_t next_best(const float *logits, const char *taken, int64_t num_experts) {
+// The highest score that is not taken, which then is; of equal ones the first.
+INLINE int64_t take_best(const float *scores, char *taken, int64_t count) {
     int64_t best = -1;
-    for (int64_t i = 0; i < num_experts; i++)
-        if (!taken[i] && (best < 0 || logits[i] > logits[best])) best = i;
+    for (int64_t i = 0; i < count; i++)
+        if (!taken[i] && (best < 0 || scores[i] > scores[best])) best = i;
+    taken[best] = 1;
     return best;
+}
+
+INLINE float sigmoid(float logit) { return 1.0f / (1.0f + exp_lanes(splat(-logit))[0]); }
+
+// Takes the experts of all groups but the best ones. A group has the score of its best expert; of sigmoids, those of its best
+// two together.
+static void take_other_groups(const struct experts *e, const float *scores, char *taken) {
+    int64_t size = e->num_experts / e->num_groups;
+    float group_scores[e->num_groups];
+    char chosen[e->num_groups];
+    memset(chosen, 0, e->num_groups);
+    for (int64_t g = 0; g < e->num_groups; g++) {
+        const float *of_group = scores + g * size;
+        char *ranked = taken + g * size;
+        group_scores[g] = of_group[take_best(of_group, ranked, size)];
+        if (e->uses_sigmoid) group_scores[g] += of_group[take_best(of_group, ranked, size)];
+    }
+    memset(taken, 1, e->num_experts);
+    for (int64_t i = 0; i < e->num_chosen_groups; i++) memset(taken + take_best(group_scores, chosen, e->num_groups) * size, 0, size);
 }
 
 // The sum of exp(logit - highest) over all experts.
@@ -75,20 +95,23 @@ static void route_tokens(const void *context, int64_t begin, int64_t end, int th
     const struct routing *r = context;
     const struct experts *e = r->experts;
     char taken[e->num_experts];
+    float biased[e->num_experts];
     (void)thread;
     for (int64_t t = begin; t < end; t++) {
-        const float *logits = r->logits + t * r->stride;
+        const float *logits = r->logits + t * r->stride, *scores = e->uses_sigmoid ? biased : logits;
         int64_t *chosen = r->plan->chosen + t * e->top_k;
         float *weights = r->plan->weights + t * e->top_k, total = 0;
         memset(taken, 0, e->num_experts);
+        for (int64_t i = 0; e->uses_sigmoid && i < e->num_experts; i++) biased[i] = sigmoid(logits[i]) + (e->bias ? e->bias[i] : 0);
+        if (e->num_groups > 1) take_other_groups(e, scores, taken);
         for (int64_t j = 0; j < e->top_k; j++) {
-            chosen[j] = next_best(logits, taken, e->num_experts);
-            taken[chosen[j]] = 1;
-            weights[j] = exp_lanes(splat(logits[chosen[j]] - logits[chosen[0]]))[0];
+            chosen[j] = take_best(scores, taken, e->num_experts);
+            float logit = logits[chosen[j]];
+            weights[j] = e->uses_sigmoid ? sigmoid(logit) : exp_lanes(splat(logit - logits[chosen[0]]))[0];
             total += weights[j];
         }
-        if (!e->normalises) total = sum_exponentials(logits, logits[chosen[0]], e->num_experts);
-        for (int64_t j = 0; j < e->top_k; j++) weights[j] /= total;
+        if (!e->normalises) total = e->uses_sigmoid ? 1 : sum_exponentials(logits, logits[chosen[0]], e->num_experts);
+        for (int64_t j = 0; j < e->top_k; j++) weights[j] = weights[j] / total * e->scale;
     }
 }
 

@@ -96,6 +96,10 @@ INLINE void multiply_weight(
 struct experts {
     struct expert_weights gate_up, down[2];  // the bias of down belongs to down[0]
     int64_t num_experts, first, num_here, top_k;
+    int64_t num_groups, num_chosen_groups;  // of experts, and those of which a token's experts are chosen
+    const float *bias;  // [num_experts] of the scores by which experts are chosen, or null
+    float scale;        // of a token's weights
+    int uses_sigmoid;   // scores are sigmoids of the logits, otherwise their softmax
     struct activation activation;
     int splits;
     int keeps_splits;  // y has a sum for each split of down, otherwise their sum

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from baton.kernels.coded_runs import decode_pages_triton, encode_pages_triton
-from baton.kernels.experts import ExpertWeights, Mixture, experts_reference, experts_triton
+from baton.kernels.experts import (
+    ExpertWeights,
+    Mixture,
+    Routing,
+    experts_reference,
+    experts_triton,
+    route_reference,
+    route_triton,
+)
 from baton.kernels.gated import GELU_TANH, SILU, Activation, clamped_swiglu, gated_reference, gated_triton
 from baton.kernels.linear import LinearWeight
 from baton.kernels.pages import copy_pages_reference, copy_pages_triton
@@ -89,8 +97,7 @@ def random_mixture(
     return Mixture(
         weights(36, 24, is_biased),
         [weights(24, 9, is_biased and not part) for part in range(2)],
-        top_k=2,
-        normalises=not is_biased,
+        Routing(top_k=2, normalises=not is_biased),
         activation=clamped_swiglu(1.7, 1.0) if is_biased else SILU,
         out_dtype=dtype,
     )
@@ -110,8 +117,7 @@ def mixture_of_rank(made: Mixture, first: int, stop: int) -> Mixture:
     return Mixture(
         share(made.gate_up),
         [share(down) for down in made.down],
-        top_k=made.top_k,
-        normalises=made.normalises,
+        made.routing,
         activation=made.activation,
         out_dtype=torch.float32,
         num_experts=made.num_experts,
@@ -130,6 +136,17 @@ def experts_outcome(
     logits = normal(num_tokens, 6, dtype=torch.float32, device=device)
     arguments = (x, logits, mixture, None if is_biased else shared.contiguous())
     return Outcome(experts_triton(*arguments).to(dtype), experts_reference(*arguments).to(dtype))
+
+
+def route_outcome(routing: Routing, num_experts: int, dtype: torch.dtype, device: torch.device) -> Outcome:
+    """The weight of each expert for each token, 0 of those that are not chosen."""
+    bias = None if routing.bias_X is None else routing.bias_X.to(device)
+    logits = normal(50, num_experts, dtype=dtype, device=device)
+    dense = []
+    for route in (route_triton, route_reference):
+        weights, chosen = route(logits, replace(routing, bias_X=bias))
+        dense.append(torch.zeros_like(logits).scatter(1, chosen, weights))
+    return Outcome(kernel=dense[0], reference=dense[1])
 
 
 def rope_and_store_outcome(
@@ -275,6 +292,13 @@ def row_cases() -> Iterator[Case]:
         ):
             name = f"experts-{num_tokens}{'-rank' if of_rank else ''}-{short(dtype)}"
             yield Case(name, partial(experts_outcome, num_tokens, is_biased, of_rank, dtype))
+    groups = Routing(top_k=3, normalises=False, num_groups=5, num_chosen_groups=2, scale=2.5)
+    for label, routing in (
+        ("softmax", groups),
+        ("sigmoid", replace(groups, uses_sigmoid=True, normalises=True)),
+        ("biased", replace(groups, uses_sigmoid=True, bias_X=torch.linspace(-1, 1, 20))),
+    ):
+        yield Case(f"route-groups-{label}", partial(route_outcome, routing, 20, torch.float32))
 
 
 def page_cases() -> Iterator[Case]:

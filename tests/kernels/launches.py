@@ -167,8 +167,11 @@ def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
             )
             yield Scenario(f"experts-{label}-{num_tokens}-{name}", linear, "linear_kernel", run)
     if dtype is torch.bfloat16:
-        logits = torch.empty(3, 128)
-        yield Scenario("route", experts, "route_kernel", partial(experts.route_triton, logits, 8, True))
+        logits, routing = torch.empty(3, 128), experts.Routing(top_k=8, normalises=True)
+        yield Scenario("route", experts, "route_kernel", partial(experts.route_triton, logits, routing))
+        of_groups = replace(routing, uses_sigmoid=True, num_groups=8, num_chosen_groups=4, bias_X=logits[0])
+        run = partial(experts.route_triton, logits, of_groups)
+        yield Scenario("route-groups", experts, "route_kernel", run)
         down = linear.LinearWeight(torch.empty(64, 2048, 384, dtype=dtype), 2048, 384, dtype, is_packed=False)
         weights = experts.ExpertWeights((), None, down)
         chosen = torch.zeros(3, 8, dtype=torch.int64)
@@ -176,8 +179,7 @@ def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
             mixture = experts.Mixture(
                 weights,
                 [weights, weights],
-                top_k=8,
-                normalises=True,
+                routing,
                 activation=gated.SILU,
                 out_dtype=torch.float32 if keeps_splits else dtype,
                 num_experts=128,

@@ -10,7 +10,14 @@ from itertools import product
 
 import torch
 
-from baton.kernels.experts import ExpertWeights, Mixture, experts_reference, experts_triton, stack_experts
+from baton.kernels.experts import (
+    ExpertWeights,
+    Mixture,
+    Routing,
+    experts_reference,
+    experts_triton,
+    stack_experts,
+)
 from baton.kernels.gated import SILU, gated_reference
 from baton.kernels.linear import LinearWeight, linear_triton, new_arrivals, pack_quantised
 from baton.kernels.quantised import (
@@ -131,8 +138,7 @@ def experts_of_codes_outcome(
         Mixture(
             gate_up[index],
             (down[index], rest[index]),
-            top_k=2,
-            normalises=True,
+            Routing(top_k=2, normalises=True),
             activation=SILU,
             out_dtype=dtype,
         )

@@ -1,6 +1,7 @@
 """A mixture of experts on the CPU. Shapes: T tokens, X experts, E hidden, F width of an expert."""
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,14 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.experts import ExpertsArguments, ExpertWeights, Mixture, experts_reference
+from baton.kernels.experts import (
+    ExpertsArguments,
+    ExpertWeights,
+    Mixture,
+    Routing,
+    experts_reference,
+    route_reference,
+)
 from baton.kernels.gated import SILU, Activation, clamped_swiglu
 from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
 from baton.kernels.quantised import Method, quantise
@@ -27,25 +35,24 @@ def mixture(
     *,
     num_parts: int = 2,
     has_bias: bool = False,
-    top_k: int = 3,
-    normalises: bool = True,
+    num_experts: int = NUM_EXPERTS,
     activation: Activation = SILU,
+    **routing: Any,
 ) -> Mixture:
     """Random experts; `pack` makes the weight of one projection of one expert."""
 
     def weights(num_outputs: int, inputs: list[Tensor], bias: bool) -> ExpertWeights:
-        bias_XN = normal(NUM_EXPERTS, num_outputs, dtype=torch.float32, device=CPU) if bias else None
+        bias_XN = normal(num_experts, num_outputs, dtype=torch.float32, device=CPU) if bias else None
         return ExpertWeights(tuple(map(pack, inputs)), bias_XN)
 
     scale = HIDDEN**-0.5
-    gate_up = [_gate_up(dtype, expert) for expert in range(NUM_EXPERTS)]
-    down = [scale * normal(HIDDEN + i, WIDTH, dtype=dtype, device=CPU)[i:] for i in range(NUM_EXPERTS)]
+    gate_up = [_gate_up(dtype, expert) for expert in range(num_experts)]
+    down = [scale * normal(HIDDEN + i, WIDTH, dtype=dtype, device=CPU)[i:] for i in range(num_experts)]
     parts = zip(*(each.chunk(num_parts, dim=1) for each in down), strict=True)
     return Mixture(
         weights(2 * WIDTH, gate_up, has_bias),
         [weights(HIDDEN, list(part), has_bias and not index) for index, part in enumerate(parts)],
-        top_k=top_k,
-        normalises=normalises,
+        Routing(**{"top_k": 3, "normalises": True, **routing}),
         activation=activation,
         out_dtype=dtype,
     )
@@ -77,6 +84,49 @@ def test_native_kernel_agrees_with_the_reference(dtype: torch.dtype, options: di
             torch.testing.assert_close(made(x, logits, shared), expected, atol=tolerance, rtol=tolerance)
 
 
+BIAS = torch.tensor([0.0, 0.3, -0.2, 0.1, 0.5, 0.0, -0.4, 0.2])
+ROUTINGS: list[dict[str, Any]] = [
+    {"num_groups": 4, "num_chosen_groups": 2, "normalises": False, "scale": 3.0},
+    {"num_groups": 8, "num_chosen_groups": 3},
+    {"uses_sigmoid": True, "normalises": False},
+    {"uses_sigmoid": True, "bias_X": BIAS, "scale": 0.5},
+    {"uses_sigmoid": True, "num_groups": 2, "num_chosen_groups": 1, "scale": 2.5, "bias_X": BIAS},
+    {"uses_sigmoid": True, "num_groups": 4, "num_chosen_groups": 2, "bias_X": 2 * BIAS, "normalises": False},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_experts_of_groups_agree_with_the_reference_in_any_batch(
+    dtype: torch.dtype, routing: dict[str, Any]
+) -> None:
+    made, tolerance = mixture(dtype, num_experts=8, **routing), TOLERANCES[dtype]
+    x, logits = inputs(40, dtype)  # as many logits
+    out = made(x, logits)
+    torch.testing.assert_close(out, experts_reference(x, logits, made), atol=tolerance, rtol=tolerance)
+    assert torch.equal(torch.cat([made(x[i : i + 1], logits[i : i + 1]) for i in range(40)]), out)
+
+
+def test_token_goes_to_the_best_experts_of_the_best_groups() -> None:
+    """By hand: the bias moves the choice and not the weights; two good experts beat one that is better."""
+    scores = torch.tensor([[0.1, 0.9, 0.6, 0.6, 0.2, 0.3, 0.5, 0.4]])
+    logits = torch.logit(scores)
+    plain = Routing(top_k=2, normalises=False, uses_sigmoid=True, num_groups=4, num_chosen_groups=1)
+    assert chosen(logits, plain) == {2: 0.6, 3: 0.6}
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.2, 0.3])
+    assert chosen(logits, replace(plain, bias_X=bias)) == {6: 0.5, 7: 0.4}
+    assert chosen(logits, replace(plain, bias_X=bias, normalises=True, scale=9.0)) == {6: 5.0, 7: 4.0}
+    assert chosen(logits, replace(plain, num_groups=1)) == {1: 0.9, 2: 0.6}
+    shares = scores / scores.sum()
+    by_best = Routing(top_k=2, normalises=False, num_groups=4, num_chosen_groups=1, scale=float(scores.sum()))
+    assert chosen(shares.log(), by_best) == {1: 0.9, 0: 0.1}
+
+
+def chosen(logits: Tensor, routing: Routing) -> dict[int, float]:
+    weights, experts = route_reference(logits, routing)
+    return dict(zip(experts[0].tolist(), (round(w, 5) for w in weights[0].tolist()), strict=True))
+
+
 @pytest.mark.parametrize("method", ["int8", "fp8", "int4"])
 def test_quantised_experts_agree_with_the_reference(method: Method) -> None:
     def pack(weight: Tensor) -> LinearWeight:
@@ -105,9 +155,7 @@ def test_parts_equal_the_sum_of_two_ranks(dtype: torch.dtype) -> None:
     for rank in range(2):
         halves = [pack_linear(_gate_up(dtype, expert)[_half(rank)]) for expert in range(NUM_EXPERTS)]
         gate_up = ExpertWeights(tuple(halves), None)
-        alone = Mixture(
-            gate_up, [made.down[rank]], top_k=3, normalises=True, activation=SILU, out_dtype=torch.float32
-        )
+        alone = Mixture(gate_up, [made.down[rank]], made.routing, activation=SILU, out_dtype=torch.float32)
         sums.append(alone(x, logits, None if rank else x))
     assert torch.equal((sums[0] + sums[1]).to(dtype), made(x, logits, x))
 
