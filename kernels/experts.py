@@ -81,6 +81,41 @@ class Routing:
     bias_X: Tensor | None = None  # fp32: experts and groups are chosen, not weighed, by sigmoid + bias
 
 
+class LinearHeads:
+    """A weight of its own for each head: `heads` has the weights, each [N, K], as of experts."""
+
+    def __init__(self, heads: ExpertWeights) -> None:
+        self._heads = heads
+        self._is_packed = bool(heads.weights) and all(weight.is_packed for weight in heads.weights)
+        self._addresses = _addresses(heads)  # kept alive for the C kernel
+        self._arguments = _weights(heads, self._addresses) if self._is_packed else None
+
+    def __call__(self, x_THK: Tensor) -> Tensor:
+        """Each head's inputs times its weight, [T, H, N]. A token has the same bits in any batch."""
+        heads_HTK = x_THK.transpose(0, 1).contiguous()
+        num_heads, num_tokens, num_inputs = heads_HTK.shape
+        rows_RK, starts_H1 = heads_HTK.view(-1, num_inputs), torch.arange(num_heads + 1) * num_tokens
+        if self._heads.stacked is not None:
+            starts_H1 = starts_H1.to(device=x_THK.device, dtype=torch.int32)
+            out_RN = linear_experts_triton(rows_RK, self._heads, starts_H1)
+        elif self._arguments is None:
+            out_RN = torch.cat([*map(linear, heads_HTK, self._heads.weights)])
+        else:
+            out_RN = rows_RK.new_empty((len(rows_RK), self._heads.num_outputs))
+            native.function("baton_linear_experts", "pnppnpnii")(
+                rows_RK.data_ptr(),
+                num_inputs * rows_RK.element_size(),
+                ctypes.addressof(self._arguments),
+                starts_H1.data_ptr(),
+                num_heads,
+                out_RN.data_ptr(),
+                out_RN.shape[1] * out_RN.element_size(),
+                native.DTYPE_CODES[x_THK.dtype],
+                native.DTYPE_CODES[x_THK.dtype],
+            )
+        return out_RN.view(num_heads, num_tokens, out_RN.shape[1]).transpose(0, 1)
+
+
 class Mixture:
     """The weights of the experts of one layer on one rank, and how they are chosen."""
 

@@ -232,6 +232,24 @@ class VocabParallelHead:
         return logits_TV[:, : self.vocab_size]
 
 
+class AttentionLayer(Protocol):
+    """`self_attn` of a decoder layer."""
+
+    rope: RopeConfig
+    out: RowParallelLinear
+
+    @property
+    def rope_dim(self) -> int:
+        """The width of the table of cosines and sines."""
+
+    @property
+    def window(self) -> int | None:
+        """As of `Model.windows`."""
+
+    def attend(self, x_TE: Tensor, step: ModelInput, kv_pages: Tensor, cos_sin_MD: Tensor) -> Tensor:
+        """Store the step's keys and values, then attend over all of them: [T, H * V], before `out`."""
+
+
 class Attention:
     """Rotary attention with grouped heads over paged keys and values: `self_attn` of a decoder layer."""
 
@@ -261,7 +279,7 @@ class Attention:
         """
         hidden, head_dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        self.head_dim = head_dim
+        self.head_dim = self.rope_dim = head_dim
         self.num_heads = config.num_heads // parameters.tp.size
         self.num_kv_shards = min(
             parameters.tp.size, config.num_kv_heads
@@ -291,7 +309,7 @@ class Attention:
         self.out = RowParallelLinear(parameters, out_name, hidden, q_size, bias=bias)
 
     def attend(self, x_TE: Tensor, step: ModelInput, kv_pages: Tensor, cos_sin_MD: Tensor) -> Tensor:
-        """Store the step's keys and values, then attend over all of them: [T, H * D], before `out`."""
+        """As `AttentionLayer.attend`."""
         heads_THD = self.qkv(x_TE).view(len(x_TE), -1, self.head_dim)
         query_THD, key_TKD, value_TKD = heads_THD.split_with_sizes(
             (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
@@ -473,7 +491,7 @@ class DecoderLayer:
         self,
         config: ModelConfig,
         parameters: Parameters,
-        attention: Attention,
+        attention: AttentionLayer,
         mlp: Callable[[Tensor], Tensor],
         *,
         out: Callable[[Tensor], Tensor] | None = None,
@@ -528,10 +546,11 @@ class Decoder(ABC):
             self.norm = self.make_norm(config, model, self.names.norm)
             head_VE = self.embedding.table_VE if tied else parameters.rows("lm_head.weight", shape)
             self.head = VocabParallelHead(parameters, head_VE, config.vocab_size)
-        tables = {layer.attention.rope: Tensor() for layer in self.layers}
-        for rope in tables:
-            tables[rope] = _rope_table(config.head_dim, rope, max_model_len).to(parameters.device)
-        self.cos_sin_MD = [tables[layer.attention.rope] for layer in self.layers]
+        ropes = [(layer.attention.rope_dim, layer.attention.rope) for layer in self.layers]
+        tables = {
+            rope: _rope_table(*rope, max_model_len).to(parameters.device) for rope in dict.fromkeys(ropes)
+        }
+        self.cos_sin_MD = [tables[rope] for rope in ropes]
         self.adapters = parameters.adapters
         self.stack = self._fused_stack() if self.fuses_layers and parameters.tp.size == 1 else None
 
@@ -622,6 +641,7 @@ def _stack_layers(layers: Sequence[DecoderLayer]) -> list[StackLayer]:
         attention, mlp = layer.attention, layer.mlp
         sparse = mlp if isinstance(mlp, SparseMlp) else None
         dense = mlp if sparse is None else sparse.shared
+        assert isinstance(attention, Attention), "only plain attention can be fused"
         assert dense is None or isinstance(dense, GatedMlp), "only SwiGLU layers can be fused"
         assert isinstance(layer.input_norm, RmsNorm) and isinstance(layer.post_norm, RmsNorm)
         stack_layers.append(

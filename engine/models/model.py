@@ -41,7 +41,7 @@ class Model(Protocol):
     def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
         """Final hidden states [R, E] of the rows in `step.logit_rows_R`, normed.
 
-        Writes the KV of the step's tokens into kv_pool [num_pages, num_layers, 2, K, page_size, D].
+        Writes the KV of the step's tokens into kv_pool [num_pages, num_layers, planes, K, page_size, D].
         groups: learns which layers are written while the pass runs.
         """
 
@@ -153,8 +153,11 @@ def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
             raise ModelError(f"tensor {name!r} should have shape {list(expected)}, got {list(got)}")
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     derived = DERIVED if config.quantization is None else DERIVED + UNUSED_SCALES
+    num_predictors = config.keys.get("num_nextn_predict_layers", int) or 0  # of further tokens, not used
+    layers = range(config.num_layers, config.num_layers + num_predictors)
+    predictors = tuple(f"model.layers.{index}." for index in layers)
     for name in sorted(names - shapes.keys() - ignored):
-        if not name.endswith(derived):
+        if not name.endswith(derived) and not name.startswith(predictors):
             raise ModelError(
                 f"tensor {name!r} is not part of {config.architecture} as config.json describes it"
             )

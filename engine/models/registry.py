@@ -75,12 +75,13 @@ def attention_factor(scaling: RopeScaling) -> float:
             return 1.0
         return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_positions))
     if scaling.mscale and scaling.mscale_all_dim:
-        divisor = _mscale(scaling.factor, scaling.mscale_all_dim)
-        return _mscale(scaling.factor, scaling.mscale) / divisor if divisor else math.inf
-    return _mscale(scaling.factor, 1.0)
+        divisor = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+        return yarn_mscale(scaling.factor, scaling.mscale) / divisor if divisor else math.inf
+    return yarn_mscale(scaling.factor, 1.0)
 
 
-def _mscale(factor: float, scale: float) -> float:
+def yarn_mscale(factor: float, scale: float) -> float:
+    """Yarn's factor of queries and keys for a context that is stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
@@ -192,11 +193,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys
     vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
+    kv_planes: int = 2  # keys and values; 1: latent attention, where values are a part of the keys
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the weights as saved
@@ -247,6 +249,7 @@ class Architecture(NamedTuple):
     mlp_ratio: int | None = None  # intermediate_size / hidden_size without the key `intermediate_size`
     base_prefix: str = ""  # that names of a checkpoint may lack
     quant_methods: tuple[str, ...] = DENSE_METHODS  # of `quantization_config`, that the architecture reads
+    is_latent: bool = False  # multi-head latent attention
 
 
 _GPT2_NAMES: Final = {
@@ -258,8 +261,15 @@ _GPT2_NAMES: Final = {
     "rms_norm_eps": "layer_norm_epsilon",
 }
 _GELU: Final = ("hidden_activation", "gelu_pytorch_tanh")
+_DEEPSEEK_NAMES: Final = {"num_experts": "n_routed_experts"}
 # class name in `architectures` of a config.json -> architecture
 ARCHITECTURES: Final[dict[str, Architecture]] = {
+    "DeepseekV2ForCausalLM": Architecture(
+        "deepseek_v2", "baton.engine.models.deepseek:Deepseek", is_latent=True, names=_DEEPSEEK_NAMES
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        "deepseek_v3", "baton.engine.models.deepseek:Deepseek", is_latent=True, names=_DEEPSEEK_NAMES
+    ),
     "Gemma2ForCausalLM": Architecture(
         "gemma2", "baton.engine.models.gemma:Gemma2", 256, _GELU, tie_word_embeddings=True
     ),
@@ -305,7 +315,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     _refuse_unsupported(keys, spelling)
     num_layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
     vocab_size = keys.count("vocab_size")
-    num_heads, num_kv_heads, head_dim = _heads(keys, architecture)
+    num_heads, num_kv_heads, head_dim = _latent_heads(keys) if spelling.is_latent else _heads(keys, spelling)
     tokens = _generation_config(directory).merged(keys)
     return ModelConfig(
         architecture=architecture,
@@ -321,6 +331,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         max_position_embeddings=keys.count("max_position_embeddings"),
         rms_norm_eps=keys.positive("rms_norm_eps"),
         rope=read_rope_config(keys),
+        kv_planes=1 if spelling.is_latent else 2,
         tie_word_embeddings=keys.flag("tie_word_embeddings", spelling.tie_word_embeddings),
         eos_token_ids=_eos_token_ids(tokens, vocab_size),
         dtype=_dtype(keys),
@@ -350,7 +361,16 @@ def _refuse_unsupported(keys: JsonObject, architecture: Architecture) -> None:
         raise ModelError(f"{keys.source}: {name!r} should be {supported!r}, got {activation!r}")
 
 
-def _heads(keys: JsonObject, architecture: str) -> tuple[int, int, int]:
+def _latent_heads(keys: JsonObject) -> tuple[int, int, int]:
+    """All query heads share one key: the latent vector and a rotated part."""
+    latent_dim, rope_dim = keys.count("kv_lora_rank"), keys.count("qk_rope_head_dim")
+    for name, size in (("kv_lora_rank", latent_dim), ("qk_rope_head_dim", rope_dim)):
+        if size % 2:
+            raise ModelError(f"{keys.source}: {name!r} should be even, got {size}")
+    return keys.count("num_attention_heads"), 1, latent_dim + rope_dim
+
+
+def _heads(keys: JsonObject, architecture: Architecture) -> tuple[int, int, int]:
     hidden_size = keys.count("hidden_size")
     num_heads = keys.count("num_attention_heads")
     num_kv_heads = keys.count("num_key_value_heads", num_heads)
@@ -358,7 +378,7 @@ def _heads(keys: JsonObject, architecture: str) -> tuple[int, int, int]:
         raise ModelError(
             f"{keys.source}: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly"
         )
-    default = ARCHITECTURES[architecture].head_dim
+    default = architecture.head_dim
     if "head_dim" in keys or default is not None:
         head_dim = keys.count("head_dim", default)
     else:
@@ -418,6 +438,20 @@ def read_draft_model_config(settings: EngineSettings, target: ModelConfig) -> Mo
             f"got {model.vocab_size}"
         )
     return model
+
+
+def check_latent(model: ModelConfig, settings: EngineSettings) -> None:
+    """ConfigError for settings that latent attention does not support."""
+    if model.kv_planes == 2:
+        return
+    for name, chosen in (
+        ("cache.kv_cache_dtype", settings.cache.kv_cache_dtype),
+        ("cache.kv_transfer_dtype", settings.cache.kv_transfer_dtype),
+    ):
+        if chosen != "auto":
+            raise ConfigError(f"{name}: {model.architecture} supports 'auto', got {chosen!r}")
+    if settings.enable_lora:
+        raise ConfigError(f"enable_lora: {model.architecture} takes no adapters")
 
 
 def check_stages(model: ModelConfig, num_stages: int) -> None:

@@ -48,7 +48,7 @@ from baton.engine.models.model import (
     split_layers,
 )
 from baton.engine.models.parallel import PendingTensor, ReplicaRank
-from baton.engine.models.registry import ARCHITECTURES, ModelConfig, choose_max_model_len
+from baton.engine.models.registry import ARCHITECTURES, ModelConfig, check_latent, choose_max_model_len
 from baton.engine.runner.cuda_graphs import StepGraphs
 from baton.engine.runner.step_inputs import (
     ModelInput,
@@ -292,6 +292,7 @@ class ModelRunner:
                 f"quantization: {config.quantization} was asked for, but the weights are in "
                 f"{model_config.quantization.method} already"
             )
+        check_latent(model_config, config)
         self.dtype = choose_dtype(config.dtype, model_config, self.device)
         self.max_model_len = choose_max_model_len(config, model_config)
         self.layout = PageLayout(
@@ -300,6 +301,7 @@ class ModelRunner:
             num_layers=model_config.num_layers,
             num_kv_heads=model_config.num_kv_heads,
             head_dim=model_config.head_dim,
+            planes=model_config.kv_planes,
             dtype=self.dtype,
             cache_dtype=config.cache.kv_cache_dtype,
             transfer_dtype=config.cache.kv_transfer_dtype,

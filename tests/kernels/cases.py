@@ -14,6 +14,7 @@ from torch import Tensor
 from baton.kernels.coded_runs import decode_pages_triton, encode_pages_triton
 from baton.kernels.experts import (
     ExpertWeights,
+    LinearHeads,
     Mixture,
     Routing,
     experts_reference,
@@ -136,6 +137,15 @@ def experts_outcome(
     logits = normal(num_tokens, 6, dtype=torch.float32, device=device)
     arguments = (x, logits, mixture, None if is_biased else shared.contiguous())
     return Outcome(experts_triton(*arguments).to(dtype), experts_reference(*arguments).to(dtype))
+
+
+def heads_outcome(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Outcome:
+    """Products of four heads with weights of their own; other inputs lie between those of two heads."""
+    weight = 0.2 * normal(4, 18, 24, dtype=dtype, device=device)
+    stacked = LinearWeight(weight, 18, 24, dtype, is_packed=False)
+    x = normal(num_tokens, 4, 30, dtype=dtype, device=device)[..., :24]
+    reference = torch.einsum("thk,hnk->thn", x.float(), weight.float()).to(dtype)
+    return Outcome(LinearHeads(ExpertWeights((), None, stacked))(x), reference)
 
 
 def route_outcome(routing: Routing, num_experts: int, dtype: torch.dtype, device: torch.device) -> Outcome:
@@ -292,6 +302,8 @@ def row_cases() -> Iterator[Case]:
         ):
             name = f"experts-{num_tokens}{'-rank' if of_rank else ''}-{short(dtype)}"
             yield Case(name, partial(experts_outcome, num_tokens, is_biased, of_rank, dtype))
+        for num_tokens in (0, 1, 70):
+            yield Case(f"heads-{num_tokens}-{short(dtype)}", partial(heads_outcome, num_tokens, dtype))
     groups = Routing(top_k=3, normalises=False, num_groups=5, num_chosen_groups=2, scale=2.5)
     for label, routing in (
         ("softmax", groups),

@@ -43,6 +43,21 @@ _EXPERTS: Final = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate
 _BIASES: Final = {"attention_bias": True, "mlp_bias": True}
 
 
+# Of multi-head latent attention; the sizes of both parts of a key are no whole vectors.
+_LATENT: Final = {
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+}
+
+
 CONFIGS: Final = {"Gemma3": "Gemma3TextConfig"}  # of other names than the models
 
 
@@ -64,6 +79,18 @@ def _rope(rope_type: str, **keys: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **keys}}
 
 
+DEEPSEEK3: Final = _case(
+    "deepseek3",
+    "DeepseekV3",
+    4,
+    4,
+    **_LATENT,
+    q_lora_rank=28,
+    n_shared_experts=1,
+    n_group=2,
+    topk_group=1,
+    attention_bias=True,
+)
 CASES: Final = (
     _case("llama2", "Llama", 4, 4),
     _case("llama-gqa4-tied", "Llama", 4, 1, tie_word_embeddings=True),
@@ -127,6 +154,20 @@ CASES: Final = (
         mlp_only_layers=[1],
     ),
     _case("qwen3-moe", "Qwen3Moe", 4, 2, **_EXPERTS, head_dim=32, norm_topk_prob=True),
+    _case(
+        "deepseek2",
+        "DeepseekV2",
+        4,
+        4,
+        **_LATENT,
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9),
+        q_lora_rank=None,
+        n_shared_experts=2,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+    ),
+    DEEPSEEK3,
 )
 
 # Mixtures of which two ranks can have as many experts each.
@@ -141,6 +182,7 @@ EVEN_EXPERTS: Final = (
         shared_expert_intermediate_size=40,
         mlp_only_layers=[1],
     ),
+    DEEPSEEK3,
     _case("qwen3-moe-even", "Qwen3Moe", 4, 2, **(_EXPERTS | {"num_experts": 8}), head_dim=32),
     _case(
         "gpt-oss-even",
@@ -161,7 +203,8 @@ def save_model(case: Case, directory: Path, dtype: torch.dtype = torch.float32) 
     config = getattr(transformers, CONFIGS.get(case.kind, f"{case.kind}Config"))(**case.keys)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        scores = [each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias")]
+        for name, parameter in (*model.named_parameters(), *scores):
             if name.endswith("bias") or "norm" in name or "ln_" in name or "sinks" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(directory)

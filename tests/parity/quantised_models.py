@@ -18,7 +18,7 @@ GROUP: Final = 32
 BLOCK: Final = [32, 16]
 FP8: Final = torch.float8_e4m3fn
 # A layer a weight, and, in gpt-oss, [experts, K, N].
-PROJECTIONS: Final = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+PROJECTIONS: Final = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 EXPERTS: Final = ("experts.gate_up_proj", "experts.down_proj")
 E2M1: Final = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 

@@ -186,6 +186,26 @@ def _of_experts(
 OF_MODELS: Final = (
     ("llama-gqa4-tied", Topology("tp 2 with one KV head to 1", prefill_tp=2, prefill_page_size=64)),
     ("qwen2-moe-even", _of_experts("ep 2 to 1", (2, 1, True), (1, 1, False))),
+    (
+        "deepseek3",
+        Topology(
+            "latent pages, tp 2 to 1, drafts",
+            prefill_tp=2,
+            prefill_page_size=64,
+            decode_settings={"speculative": {"method": "ngram", "prompt_lookup_min": 1}},
+        ),
+    ),
+    *(
+        pytest.param("deepseek2", topology, marks=pytest.mark.slow)
+        for topology in (
+            Topology("latent pages"),
+            Topology(
+                "latent pages, 1 to tp 2, tcp, 16 to 64", decode_tp=2, decode_page_size=64, transport="tcp"
+            ),
+            Topology("latent pages, tp 2 to 2, gloo", prefill_tp=2, decode_tp=2, transport="gloo"),
+            Topology("latent pages, pp 2 x tp 2 to 1", prefill_tp=2, prefill_pp=2, decode_page_size=64),
+        )
+    ),
     pytest.param(
         "llama-gqa4-tied", Topology("1 to tp 2 with one KV head", decode_tp=2), marks=pytest.mark.slow
     ),

@@ -176,7 +176,57 @@ def _gpt_oss(source: Random) -> Keys:
     }
 
 
+def _latent(source: Random) -> Keys:
+    num_groups, group_size = source.choice((1, 2, 4)), source.choice((2, 3))
+    num_chosen = source.randint(1, num_groups)
+    num_heads, rope_dim = source.choice((2, 4, 34)), source.choice((2, 4, 16))
+    keys: Keys = {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "hidden_size": source.choice((68, 136)),
+        "kv_lora_rank": source.choice((8, 20, 64)),
+        "q_lora_rank": source.choice((None, 12, 40)),
+        "qk_nope_head_dim": source.choice((4, 10, 32)),
+        "qk_rope_head_dim": rope_dim,
+        "head_dim": rope_dim,
+        "v_head_dim": source.choice((6, 16)),
+        "first_k_dense_replace": source.randint(0, 2),
+        "n_routed_experts": num_groups * group_size,
+        "n_group": num_groups,
+        "topk_group": num_chosen,
+        "num_experts_per_tok": source.randint(1, min(4, num_chosen * group_size)),
+        "n_shared_experts": source.choice((1, 2)),
+        "moe_intermediate_size": source.choice((16, 20)),
+        "routed_scaling_factor": source.uniform(0.5, 3),
+        "attention_bias": source.random() < 0.3,
+    }
+    if source.random() < 0.5:
+        keys["rope_parameters"] = {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 64,
+            "mscale": source.choice((0.7, 1.0)),
+            "mscale_all_dim": source.choice((0.7, 1.0)),
+        }
+    return keys
+
+
+def _deepseek2(source: Random) -> Keys:
+    return {**_latent(source), "topk_method": source.choice(("greedy", "group_limited_greedy"))}
+
+
+def _deepseek3(source: Random) -> Keys:
+    return {
+        **_latent(source),
+        "norm_topk_prob": source.random() < 0.7,
+        "rope_interleave": source.random() < 0.7,
+    }
+
+
 FAMILIES: Final[dict[str, Callable[[Random], Keys]]] = {
+    "DeepseekV2": _deepseek2,
+    "DeepseekV3": _deepseek3,
     "Mixtral": _mixtral,
     "Qwen2Moe": _qwen2_moe,
     "Gemma2": _gemma2,

@@ -37,6 +37,7 @@ SLOW = (
         "qwen3-moe",
     ),
     *("gemma2", "gemma3", "gpt2", "gpt-oss", "granite", "olmo2", "phi3"),
+    *("deepseek2", "deepseek3"),
 )
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -139,7 +140,7 @@ def plain(
         return run(made, prompts(), GREEDY), run(made, prompts(1), SEEDED)
 
 
-QUANTISED = {FAST[0]: "int8", FAST[1]: "int4", "llama2": "fp8", "mixtral": "int4"}
+QUANTISED = {FAST[0]: "int8", FAST[1]: "int4", "llama2": "fp8", "mixtral": "int4", "deepseek3": "int8"}
 QUANTISED_PAGES = {FAST[0]: "int8", FAST[1]: "fp8", "gemma2": "int8", "gpt-oss": "fp8", "phi3": "int8"}
 
 

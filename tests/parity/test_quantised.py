@@ -17,7 +17,7 @@ from tests.parity.test_cluster import Topology, check
 from tests.parity.test_families import GREEDY
 
 NUM_CONFIGS: Final = 20
-KINDS: Final = ("Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "Qwen3Moe")
+KINDS: Final = ("Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "Qwen3Moe", "DeepseekV3")
 PLAIN: Final = Case("llama", "Llama", {**COMMON, "num_attention_heads": 4, "num_key_value_heads": 2})
 SMALL: Final[dict[str, Any]] = {
     "cache": {"page_size": 4},
@@ -49,9 +49,26 @@ def _random_case(scheme: str, seed: int) -> Case:
         "moe_intermediate_size": source.choice((32, 96)),
         "mlp_only_layers": [0],
     }
+    if kind == "DeepseekV3":
+        keys |= _latent(source) | {"num_key_value_heads": keys["num_attention_heads"]}
     if kind == "Qwen2":
         keys["hidden_size"] = keys["num_attention_heads"] * keys["head_dim"]
     return Case(f"{kind}-{seed}", kind, {**COMMON, **keys})
+
+
+def _latent(source: Random) -> dict[str, Any]:
+    return {
+        "head_dim": 16,
+        "kv_lora_rank": source.choice((32, 64)),
+        "q_lora_rank": source.choice((None, 32)),
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": source.choice((32, 64)),
+        "num_local_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    }
 
 
 def _gpt_oss(source: Random, seed: int) -> Case:
@@ -73,6 +90,9 @@ def _cases() -> Iterator[Any]:
     for scheme in SCHEMES:
         first = _random_case(scheme, NUM_CONFIGS) if scheme == "mxfp4" else PLAIN
         yield pytest.param(scheme, first, id=scheme)
+        if scheme == "fp8-block":
+            seed = NUM_CONFIGS * len(KINDS) + KINDS.index("DeepseekV3")
+            yield pytest.param(scheme, _random_case(scheme, seed), id=f"{scheme}-deepseek")
         for seed in range(NUM_CONFIGS):
             case = _random_case(scheme, seed)
             yield pytest.param(scheme, case, id=f"{scheme}-{case.name}", marks=pytest.mark.slow)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -26,7 +27,7 @@ from baton.engine.models.loading.quantised_weights import (
 )
 from baton.engine.models.parallel import TensorParallel
 from baton.errors import ConfigError, ModelError
-from baton.kernels.experts import ExpertWeights, stack_experts
+from baton.kernels.experts import ExpertWeights, LinearHeads, stack_experts
 from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
 from baton.kernels.lora import AdapterRows, LowRankWeights
 from baton.kernels.native import HugeArena
@@ -163,6 +164,12 @@ class Parameters:
         """The parameters in fewer shards than there are ranks: neighbouring ranks read the same shard."""
         view = copy(self)
         view.tp = TensorParallel(self.tp.rank * num_shards // self.tp.size, num_shards)
+        return view
+
+    def in_fp32(self) -> "Parameters":
+        """The same parameters, read in fp32."""
+        view = copy(self)
+        view.dtype = torch.float32
         return view
 
     def transposed(self, name: str) -> "Parameters":
@@ -338,6 +345,14 @@ class Parameters:
     def pack_router(self, weight_XK: Tensor) -> LinearWeight:
         """As `pack`, never rounded: a small error of a router's logit sends a token to another expert."""
         return pack_linear(weight_XK, self._packed_memory, batch_invariant=self.batch_invariant)
+
+    def pack_heads(self, weight_HNK: Tensor) -> LinearHeads:
+        """A weight of each head, never rounded: together they are small."""
+        pack = partial(pack_linear, memory=self._packed_memory, batch_invariant=self.batch_invariant)
+        weights = tuple(map(pack, weight_HNK))
+        if self.device.type == "cuda":
+            return LinearHeads(stack_experts(weights, None))
+        return LinearHeads(ExpertWeights(weights, None))
 
     def pack_experts(self, weights_NK: Sequence[Matrix], bias_XN: Tensor | None = None) -> ExpertWeights:
         """One projection of all experts as `Mixture` multiplies by it. bias_XN: fp32, of each expert.

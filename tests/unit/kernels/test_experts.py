@@ -12,6 +12,7 @@ from baton.kernels import native
 from baton.kernels.experts import (
     ExpertsArguments,
     ExpertWeights,
+    LinearHeads,
     Mixture,
     Routing,
     experts_reference,
@@ -125,6 +126,21 @@ def test_token_goes_to_the_best_experts_of_the_best_groups() -> None:
 def chosen(logits: Tensor, routing: Routing) -> dict[int, float]:
     weights, experts = route_reference(logits, routing)
     return dict(zip(experts[0].tolist(), (round(w, 5) for w in weights[0].tolist()), strict=True))
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float16), ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
+def test_each_head_is_multiplied_by_its_own_weight(dtype: torch.dtype, num_tokens: int) -> None:
+    num_heads, num_inputs, num_outputs = 5, 24, 18
+    weight = normal(num_heads, num_outputs, num_inputs, dtype=dtype, device=CPU)
+    wide = normal(num_tokens, num_heads, num_inputs + 6, dtype=dtype, device=CPU)
+    x = wide[..., :num_inputs]
+    heads = LinearHeads(ExpertWeights(tuple(map(pack_linear, weight)), None))
+    out, expected = heads(x), torch.einsum("thk,hnk->thn", x.double(), weight.double())
+    tolerance = 2**-7 if dtype is torch.float16 else TOLERANCES[dtype]
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    for token in range(0, num_tokens, 37):
+        assert torch.equal(heads(x[token : token + 1])[0], out[token]) or dtype is torch.float16
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8", "int4"])

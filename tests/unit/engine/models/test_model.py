@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -54,6 +56,17 @@ SMALL: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWED: dict[str, Any] = SMALL | {"use_sliding_window": True, "sliding_window": 8}
+LATENT: dict[str, Any] = SMALL | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 KINDS = ["sliding_attention", "full_attention"] * 2
 CONFIGS: list[tuple[PreTrainedConfig, tuple[int | None, ...]]] = [
     (LlamaConfig(**SMALL), (None,) * 4),
@@ -61,6 +74,8 @@ CONFIGS: list[tuple[PreTrainedConfig, tuple[int | None, ...]]] = [
         LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=16),
         (None,) * 4,
     ),
+    (DeepseekV2Config(**LATENT, n_shared_experts=2, mlp_bias=True), (None,) * 4),
+    (DeepseekV3Config(**LATENT, q_lora_rank=24, n_group=2, topk_group=1, attention_bias=True), (None,) * 4),
     (MistralConfig(**SMALL, head_dim=16, sliding_window=8), (8,) * 4),
     (MistralConfig(**SMALL, sliding_window=None), (None,) * 4),
     (Qwen2Config(**SMALL, tie_word_embeddings=True), (None,) * 4),
