@@ -341,7 +341,7 @@ def _check(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor, slots_T: Tensor
 
 
 def _planes(kv_pages: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Where keys and values go, [P, K, S, _] each."""
+    """(rows of keys, rows of values), [P, K, S, _] each."""
     if kv_pages.shape[1] == 2:
         return kv_pages[:, 0], kv_pages[:, 1]
     return kv_pages[:, 0, ..., value_dim:], kv_pages[:, 0, ..., :value_dim]

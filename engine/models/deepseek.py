@@ -112,7 +112,7 @@ class LatentAttention:
 
 
 def _scale(config: ModelConfig, head_dim: int) -> float:
-    """Of the scores. Yarn sharpens them where `mscale_all_dim` is given."""
+    """The scale of the scores, which yarn raises where `mscale_all_dim` is given."""
     scaling = config.rope.scaling
     mscale = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if scaling.mscale_all_dim else 1.0
     return mscale**2 / math.sqrt(head_dim)
