@@ -18,8 +18,10 @@ from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, SequenceProgress
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
+from baton.kernels.native import TORCH_DTYPES
+from baton.kvtransfer.transports.pages import PeerGenerations, SharedPool
 from baton.messages.workers import Worker
-from baton.pages import PageKeys
+from baton.pages import DTYPE_BYTES, PageKeys, PageLayout
 from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput
 from baton.sim.process import Crash
 
@@ -27,26 +29,51 @@ VOCAB_SIZE: Final = 61
 POISON: Final = VOCAB_SIZE - 1  # in a prompt: kills the process that computes it
 UNSAMPLEABLE: Final = VOCAB_SIZE - 2  # in a prompt: its logits are not finite
 NUM_WORDS: Final = VOCAB_SIZE - 2  # token ids below are harmless; only they are sampled
-ENTRY_BYTES: Final = 8  # of one token's KV: one layer, one head, one fp32 number each for key and value
+ENTRY_BYTES: Final = 8  # of one token's KV
+MODEL: Final = "numbers"  # where there is one
+KV_DTYPE: Final = "float32"  # page keys depend on both
 _MASK: Final = 2**64 - 1
 
 
+def page_layout(page_size: int, num_ranks: int = 1) -> PageLayout:
+    """Return the layout of the model's pages: one layer, and a head for each rank.
+
+    The key of a token and head is its entry; values stay 0.
+    """
+    return PageLayout(
+        tp_size=num_ranks,
+        page_size=page_size,
+        num_layers=1,
+        num_kv_heads=num_ranks,
+        head_dim=ENTRY_BYTES // DTYPE_BYTES[KV_DTYPE],
+        dtype=KV_DTYPE,
+    )
+
+
 class KvMemory:
-    """The contents of one replica's pages, `page_size` entries each."""
+    """The pages of one rank, which hold `page_size` entries each: the KV pool of the model of numbers."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
+        layout = page_layout(page_size)
         self.page_size = page_size
-        self.page_bytes = page_size * ENTRY_BYTES
-        self.bytes = bytearray(num_pages * self.page_bytes)
+        self.page_bytes = layout.page_bytes
+        self.shared = SharedPool()
+        shape = num_pages, layout.num_layers, 2, layout.heads_per_rank, page_size, layout.row_elements
+        self.tensor = self.shared.zeros(shape, TORCH_DTYPES[layout.element_type])
+        self.bytes = self.shared.memory.view()
+        # As processes see the table that may write the pages.
+        self.generations = PeerGenerations(self.shared.generations.file.descriptor, num_pages)
+        self.shared.close()  # no other process maps the pages
+        self._keys_bytes = page_size * ENTRY_BYTES
 
     def read(self, pages: Sequence[int], num_tokens: int, context: int) -> int:
         """Return the hash of `context` and the entries of the first `num_tokens` tokens in `pages`."""
-        view, size = memoryview(self.bytes), self.page_bytes
+        view, size = self.bytes, self._keys_bytes
         num_left = num_tokens * ENTRY_BYTES
         for page in pages:
             if num_left <= 0:
                 break
-            first = page * size
+            first = page * self.page_bytes
             context = crc32(view[first : first + min(size, num_left)], context)
             num_left -= size
         return context
@@ -57,7 +84,7 @@ class KvMemory:
         self.bytes[first : first + ENTRY_BYTES] = entry
 
     def place(self, pages: Sequence[int], unit: int, unit_tokens: int) -> tuple[int, slice]:
-        """Return the page of a transfer's unit, and the unit's place in `bytes`.
+        """Return the page of a transfer's unit, and the place in `bytes` of the unit's entries.
 
         pages: of the transfer, in order; a page holds one or several units.
         """
@@ -138,8 +165,6 @@ def _key(sampling: SamplingParams, seed: int | None) -> int:
     return seed
 
 
-MODEL: Final = "numbers"  # where there is one
-KV_DTYPE: Final = "float32"  # page keys depend on both
 IDLE_STEP_S: Final = 0.02  # a step without a batch
 STEPS_PER_CHECK: Final = 16  # between two integrity checks
 
@@ -160,14 +185,12 @@ class SimEngine(Replica):
         *,
         step_s: float = 0.0,
         token_s: float = 0.0,
-        memory: KvMemory | None = None,
     ) -> None:
         """worker: has the sizes. spend: called with the duration of each step.
 
-        step_s: of an empty batch. token_s: for each token of the batch. memory: of the pages; None: of its
-        own.
+        step_s: of an empty batch. token_s: for each token of the batch.
         """
-        self.memory = memory or KvMemory(worker.num_pages, worker.page_size)
+        self.memory = KvMemory(worker.num_pages, worker.page_size)
         self.more_s = 0.0  # a fault: each step takes this much longer
         self._fingerprint = worker.fingerprint
         self._spend, self._step_s, self._token_s = spend, step_s, token_s

@@ -160,11 +160,11 @@ class Faults:
         return f"{wire.name} stalls for {seconds:.2f} s"
 
     def _with_pieces(self, name: str, values: Sequence[float]) -> str:
-        """Set a fault of `Pieces` to one of these values for a while."""
+        """Set a fault of the pieces that leave a worker to one of these values for a while."""
         value, slot = self._random.choice(values), self._worker(WorkerRole.PREFILL)
-        pieces, seconds = _worker_of(slot).endpoint.ranks[0].pieces, self._random.uniform(0.2, 3.0)
-        setattr(pieces, name, value)
-        self._events.after(seconds, lambda: setattr(pieces, name, 0.0))
+        rank, seconds = _worker_of(slot).endpoint.ranks[0], self._random.uniform(0.2, 3.0)
+        setattr(rank, name, value)
+        self._events.after(seconds, lambda: setattr(rank, name, 0.0))
         return f"pages that leave {slot.name}: {name} is {value:g} for {seconds:.2f} s"
 
     def _drain(self, slot: Slot) -> str:

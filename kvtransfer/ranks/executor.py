@@ -56,7 +56,7 @@ from baton.kvtransfer.transports.base import (
 )
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
-from baton.rpc.connection import DROPPED, DroppedPeers, Post
+from baton.rpc.connection import DROPPED, Call, DroppedPeers, Post
 
 logger = logging.getLogger(__name__)
 Emit: TypeAlias = Callable[[ShardEvent], None]
@@ -234,8 +234,64 @@ class SendShard:
         return self._digests.submit(self._plan, self._plan.source, pages, piece.first, piece.stop)
 
 
-SHORTEST_SLEEP_S: Final = 2e-5  # the first between two checks of the marks; each further one is twice as long
+class Background(Protocol):
+    """Makes calls beside a rank's thread; calls back are posted to that thread."""
+
+    def start(self, call: Call) -> None:
+        """Make a call that may take seconds. RuntimeError: the process may have no more threads."""
+
+    def when(self, has_happened: Callable[[], bool], call: Call) -> None:
+        """Make the call soon after the condition holds. The condition, too, is asked by another thread."""
+
+    def close(self) -> None:
+        """Ask no more conditions. Any thread may call."""
+
+
+SHORTEST_SLEEP_S: Final = 2e-5  # between two looks at the conditions; each further one is twice as long
 LONGEST_SLEEP_S: Final = 1e-3
+
+
+class Threads:
+    """A thread for each call that takes long, and one for all conditions."""
+
+    def __init__(self) -> None:
+        self._awaited: deque[tuple[Callable[[], bool], Call]] = deque()
+        self._has_awaited = threading.Condition()
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, call: Call) -> None:
+        threading.Thread(target=call, name="kv-open", daemon=True).start()
+
+    def when(self, has_happened: Callable[[], bool], call: Call) -> None:
+        with self._has_awaited:
+            self._awaited.append((has_happened, call))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="kv-steps", daemon=True)
+                self._thread.start()
+            self._has_awaited.notify()
+
+    def close(self) -> None:
+        self._is_closed.set()
+        with self._has_awaited:
+            self._has_awaited.notify()
+
+    def _look(self) -> None:
+        sleep_s = SHORTEST_SLEEP_S
+        while not self._is_closed.is_set():
+            with self._has_awaited:
+                if not self._awaited:
+                    sleep_s = SHORTEST_SLEEP_S
+                    self._has_awaited.wait()
+                    continue
+                found = [each for each in self._awaited if each[0]()]
+                for each in found:
+                    self._awaited.remove(each)
+            for _, call in found:
+                call()
+            if not found:
+                self._is_closed.wait(sleep_s)
+                sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
 
 
 class CompletedSteps(Protocol):
@@ -256,8 +312,7 @@ class StepGate:
     """Delays commands until the steps of this rank have passed their marks (see engine/cache/page_pool.py).
 
     A command runs at once when its mark has passed. Otherwise it waits, and all later commands for the same
-    shard wait behind it, so each shard gets its commands in order. While commands wait, a thread checks
-    their marks.
+    shard wait behind it, so each shard gets its commands in order.
     """
 
     def __init__(
@@ -265,10 +320,11 @@ class StepGate:
         steps: CompletedSteps,
         carry_out: Callable[[ShardCommand], None],
         post: Post,
+        background: Background,
         *,
         pushes_wait: bool = True,
     ) -> None:
-        """carry_out: called by the rank's thread.
+        """carry_out: called by the rank's thread. background: asks whether marks have passed.
 
         pushes_wait: False when reads of pages are ordered after their writes in any case.
         """
@@ -276,11 +332,9 @@ class StepGate:
         self._pushes_wait = pushes_wait
         self._carry_out = carry_out
         self._post = post
+        self._background = background
         self._waiting: dict[tuple[bytes, int], deque[ShardCommand]] = {}  # by shard; none is empty
-        self._marks: deque[tuple[int, tuple[bytes, int]]] = deque()  # (mark, the shard that waits for it)
-        self._has_marks = threading.Condition()
-        self._is_closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def perform(self, command: ShardCommand) -> None:
         key = command.transfer, command.shard
@@ -291,50 +345,28 @@ class StepGate:
             self._carry_out(command)
         else:
             self._waiting[key] = deque((command,))
-            self._watch(self._mark_before(command), key)
+            self._wait(key)
 
     def close(self) -> None:
         """Drop the commands that wait. Any thread may call."""
-        self._is_closed.set()
-        with self._has_marks:
-            self._has_marks.notify()
+        self._is_closed = True
 
     def _can_run(self, command: ShardCommand) -> bool:
         mark = self._mark_before(command)
         return not mark or self._steps.has_passed(mark)
 
-    def _watch(self, mark: int, key: tuple[bytes, int]) -> None:
-        with self._has_marks:
-            self._marks.append((mark, key))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._check_marks, name="kv-steps", daemon=True)
-                self._thread.start()
-            self._has_marks.notify()
-
-    def _check_marks(self) -> None:
-        sleep_s = SHORTEST_SLEEP_S
-        while not self._is_closed.is_set():
-            with self._has_marks:
-                if not self._marks:
-                    sleep_s = SHORTEST_SLEEP_S
-                    self._has_marks.wait()
-                    continue
-                found = [each for each in self._marks if self._steps.has_passed(each[0])]
-                for each in found:
-                    self._marks.remove(each)
-            for _, key in found:
-                self._post(partial(self._resume, key))
-            if not found:
-                self._is_closed.wait(sleep_s)
-                sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+    def _wait(self, key: tuple[bytes, int]) -> None:
+        """Resume the shard once its first command can run."""
+        has_passed = partial(self._can_run, self._waiting[key][0])
+        self._background.when(has_passed, partial(self._post, partial(self._resume, key)))
 
     def _resume(self, key: tuple[bytes, int]) -> None:
         """Run the shard's commands up to the next one that has to wait."""
         waiting = self._waiting.pop(key)
-        while waiting and not self._is_closed.is_set():
+        while waiting and not self._is_closed:
             if not self._can_run(waiting[0]):
                 self._waiting[key] = waiting
-                self._watch(self._mark_before(waiting[0]), key)
+                self._wait(key)
                 return
             self._carry_out(waiting.popleft())
 
@@ -362,12 +394,13 @@ class RankExecutor:
         dropped: DroppedPeers,
         steps: CompletedSteps | None = None,
         node: str = "",
+        background: Background | None = None,
     ) -> None:
         """pool, shared, incarnation: see LocalRank. emit: called by the rank's thread. post: hands a call to
         that thread.
 
         steps: the steps that write the pool; None: only transfers write it. node: the address of the rank's
-        node, if the ranks are on several nodes.
+        node, if the ranks are on several nodes. background: None: threads.
         """
         self.rank = LocalRank(
             pool,
@@ -386,7 +419,8 @@ class RankExecutor:
             node=node,
             addresses={name: listener.address for name, listener in self._open_listeners.items()},
         )
-        self._transports = RankTransports(self.rank, self.listeners, transports, post)
+        self._background = background or Threads()
+        self._transports = RankTransports(self.rank, self.listeners, transports, post, self._background.start)
         self._emit = emit
         self._digests = UnitDigests(self.rank)
         self._tools = RankTools(self.rank, self._digests, post, emit)
@@ -394,7 +428,9 @@ class RankExecutor:
         self._sending: dict[tuple[bytes, int], SendShard] = {}  # (transfer, shard)
         # On a GPU, rank 0 pushes from the thread of its steps, on a stream that is ordered after theirs.
         is_ordered = pool.is_cuda and settings.rank == 0
-        self._gate = StepGate(steps or NoSteps(), self._carry_out, post, pushes_wait=not is_ordered)
+        self._gate = StepGate(
+            steps or NoSteps(), self._carry_out, post, self._background, pushes_wait=not is_ordered
+        )
 
     def counts(self) -> dict[str, int]:
         """Return the rank's counters since its start, by name."""
@@ -423,6 +459,7 @@ class RankExecutor:
         """Stop the rank. After the return only processes that have mapped the pool can write its pages."""
         self.stop()
         self._gate.close()
+        self._background.close()
         for listener in self._open_listeners.values():
             listener.close()
         self.rank.close()

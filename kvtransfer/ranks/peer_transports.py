@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
@@ -28,6 +29,7 @@ from baton.kvtransfer.transports.base import (
 from baton.rpc.connection import Call, Post
 
 logger = logging.getLogger(__name__)
+Start: TypeAlias = Callable[[Call], None]  # RuntimeError: the process may have no more threads
 
 
 class _Delivery:
@@ -45,10 +47,12 @@ class PeerTransports:
         transports: Sequence[Transport],
         connect: Callable[[Transport], Sender],
         post: Post,
+        start: Start,
         counts: Counter[str],
     ) -> None:
         """transports: best first. connect: a sender that is not open; TransferFailed when there is none.
 
+        start: makes the call that opens a sender, which may take seconds, in another thread.
         counts: receives the events of these transports: opened_NAME, failed_NAME (did not open, or broke
         later), fallbacks (not the first choice was opened) and recomputes (no transport was left).
         """
@@ -56,6 +60,7 @@ class PeerTransports:
         self._left = list(transports)  # transports that have not failed
         self._connect = connect
         self._post = post
+        self._start = start
         self._counts = counts
         self._sender: Sender | None = None
         self._opening: Sender | None = None  # a thread opens it, and closes it if it is late
@@ -133,7 +138,7 @@ class PeerTransports:
         sender: Sender | None = None
         try:
             sender = self._connect(self._left[0])
-            threading.Thread(target=self._open, args=(name, sender), name="kv-open", daemon=True).start()
+            self._start(partial(self._open, name, sender))
             self._opening = sender
         except (TransferFailed, RuntimeError) as error:  # RuntimeError: the process may have no more threads
             logger.warning("%s could not be opened: %s", name, error)
@@ -206,14 +211,20 @@ class RankTransports:
     """One rank's senders to all ranks of all peers. All calls but `stop` are made by the rank's thread."""
 
     def __init__(
-        self, rank: LocalRank, own: RankListenerAddresses, transports: TransportSet, post: Post
+        self,
+        rank: LocalRank,
+        own: RankListenerAddresses,
+        transports: TransportSet,
+        post: Post,
+        start: Start,
     ) -> None:
-        """own: the rank's own listeners."""
+        """own: the rank's own listeners. start: see PeerTransports."""
         self.counts: Counter[str] = Counter()  # see PeerTransports
         self._rank = rank
         self._own = own
         self._transports = transports
         self._post = post
+        self._start = start
         self._lock = threading.Lock()
         self._peers: dict[tuple[int, int], PeerTransports] = {}  # (link, the peer's rank)
         self._is_stopped = False
@@ -225,7 +236,11 @@ class RankTransports:
             if found is None:
                 order = () if self._is_stopped else self._transports.order(self._own, peer.listeners)
                 found = self._peers[link, peer.rank] = PeerTransports(
-                    order, lambda transport: transport.connect(self._rank, peer), self._post, self.counts
+                    order,
+                    lambda transport: transport.connect(self._rank, peer),
+                    self._post,
+                    self._start,
+                    self.counts,
                 )
         return found
 

@@ -63,6 +63,7 @@ from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.messages.workers import Address
+from baton.pages import PageLayout
 from baton.rpc.auth import RANKS, KeyRing, LinkKeys, LinkSecret, Role
 from baton.rpc.auth import Generations as KeyGenerations
 from baton.rpc.connection import Connection, DroppedPeers, MessageStream, Post
@@ -319,6 +320,24 @@ class RankAgents:
         return hello.rank in self._elsewhere and hello.replica == self.node_place.replica
 
 
+def routes(own: PageLayout, link: Link, num_layer_groups: int, *, is_source: bool) -> list[Route]:
+    """Return one route for each shard of a transfer over the link, in the order of the shards.
+
+    own: the layout of this replica. is_source: this replica is the source. Raises ValueError when there are
+    more groups than layers.
+    """
+    peer = link.hello.layout
+    source, destination = (own, peer) if is_source else (peer, own)
+    found = []
+    for source_rank, rank, layers, group in shards_of(source, destination, num_layer_groups):
+        ours, theirs = (source_rank, rank) if is_source else (rank, source_rank)
+        listeners = link.hello.listeners[theirs]
+        host = listeners.node or link.hello.listeners[0].node or link.host
+        peer_rank = PeerRank(host=host, layout=peer, rank=theirs, listeners=listeners)
+        found.append(Route(ours, peer_rank, layers, group))
+    return found
+
+
 class Ranks:
     """The ranks of a replica; commands go to one of them or to all. `close` closes all ranks."""
 
@@ -380,20 +399,8 @@ class Ranks:
         return f"rank {', '.join(lost)} is lost" if lost else None
 
     def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[Route]:
-        """Return one route for each shard of a transfer over the link, in the order of the shards.
-
-        is_source: this replica is the source. Raises ValueError when there are more groups than layers.
-        """
-        own, peer = self._settings.layout, link.hello.layout
-        source, destination = (own, peer) if is_source else (peer, own)
-        found = []
-        for source_rank, rank, layers, group in shards_of(source, destination, num_layer_groups):
-            ours, theirs = (source_rank, rank) if is_source else (rank, source_rank)
-            listeners = link.hello.listeners[theirs]
-            host = listeners.node or link.hello.listeners[0].node or link.host
-            peer_rank = PeerRank(host=host, layout=peer, rank=theirs, listeners=listeners)
-            found.append(Route(ours, peer_rank, layers, group))
-        return found
+        """As the function `routes`."""
+        return routes(self._settings.layout, link, num_layer_groups, is_source=is_source)
 
     def perform(self, rank: int, command: Command) -> None:
         """Have one rank perform the command. Returns at once; the events that follow are reported later."""

@@ -20,7 +20,7 @@ from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker
-from baton.sim.engine import KvMemory, SimEngine
+from baton.sim.engine import SimEngine
 from baton.sim.network import Network, Recorder
 from baton.sim.process import Events, TimedProcess
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
@@ -76,11 +76,9 @@ class TimedEngine(SimEngine):
         self,
         worker: Worker,
         process: TimedProcess,
-        memory: KvMemory,
         step_s: Callable[[StepWork], float],
     ) -> None:
-        """memory: of all replicas, which nothing is written to."""
-        super().__init__(worker, process.clock, process.spend, memory=memory)
+        super().__init__(worker, process.clock, process.spend)
         self.vocab_size = VOCAB_SIZE
         self.busy_s = 0.0
         self._work_s = step_s
@@ -150,7 +148,6 @@ class FullCluster:
         context = TimedContext(self.events, network, random, Recorder(self.events), LIMITS)
         context.direct_chance = 1.0
         workers = list(fleet.workers(page_size, 1.0))
-        self._memory = KvMemory(max(each.num_pages for each in workers), page_size)
         num_pages = min(2**20, max(4096, sum(each.num_pages for each in workers)))
         self._router = SimRouter(context, "router", config, context.routers[0], num_pages, 512)
         self._gateway = SimGateway(context, "gateway")
@@ -217,7 +214,7 @@ class FullCluster:
 
     def _make_engine(self, times: WorkTimes, worker: Worker, process: TimedProcess) -> TimedEngine:
         self._processes.append(process)
-        return TimedEngine(worker, process, self._memory, partial(self._step_s, times))
+        return TimedEngine(worker, process, partial(self._step_s, times))
 
     def _step_s(self, times: WorkTimes, work: StepWork) -> float:
         """Return the seconds of a step that begins now, beside the workers that are busy now."""

@@ -9,11 +9,12 @@ import pytest
 from baton.decode_worker.attempt import DecodeAdmission
 from baton.engine.scheduler.page_holds import ExternalPageHolds
 from baton.gateway.streams.request_stream import RequestStream, WorkerConnections
-from baton.kvtransfer.ranks.messages import CloseShard, ShardVerified, VerifyShard
+from baton.kvtransfer.ranks import executor
+from baton.kvtransfer.ranks.executor import ReceiveShard
+from baton.kvtransfer.ranks.peer_transports import PeerTransports
 from baton.prefill_worker.prefill_job import Offer, PrefillJob
 from baton.request import Request
 from baton.router.in_flight import InFlight
-from baton.sim.endpoint import SimRank
 from baton.sim.faults import Trouble
 from baton.sim.world import World
 
@@ -22,7 +23,7 @@ MAX_SEEDS = 150
 
 def finding(
     monkeypatch: pytest.MonkeyPatch,
-    owner: type,
+    owner: object,
     name: str,
     broken: Callable[..., Any],
     trouble: Trouble = Trouble.ANY,
@@ -40,21 +41,23 @@ def finding(
 
 
 def test_unverified_pages_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unverified(self: SimRank, command: VerifyShard) -> None:
-        self._emit_later(ShardVerified(transfer=command.transfer, shard=command.shard, corrupt_units=()))
-
-    found = finding(monkeypatch, SimRank, "_verify", unverified)
+    found = finding(monkeypatch, executor, "differing_units", lambda expected, found: ())
     assert "an undisturbed run says" in found
 
 
 def test_pages_freed_under_their_writer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    close = SimRank._close
+    close = ReceiveShard.close
 
-    def confirmed(self: SimRank, command: CloseShard) -> None:
-        close(self, msgspec.structs.replace(command, is_confirmed=True))
+    def confirmed(self: ReceiveShard, *, is_confirmed: bool) -> None:
+        close(self, is_confirmed=True)
 
-    found = finding(monkeypatch, SimRank, "_close", confirmed)
+    found = finding(monkeypatch, ReceiveShard, "close", confirmed)
     assert "while a writer is in it" in found
+
+
+def test_source_that_goes_on_writing_after_its_stop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finding(monkeypatch, PeerTransports, "abort", lambda self, transfer: None)
+    assert "is read unheld" in found or "while a writer is in it" in found
 
 
 def test_pages_in_the_wrong_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,8 +138,8 @@ class Replica:
 
     def set_faults(self, *, flip_chance: float, break_chance: float, delay_s: float) -> None:
         """Set the faults of the pieces that leave the replica from now on."""
-        for pieces in (rank.pieces for rank in self.endpoint.ranks):
-            pieces.flip_chance, pieces.break_chance, pieces.delay_s = flip_chance, break_chance, delay_s
+        for rank in self.endpoint.ranks:
+            rank.flip_chance, rank.break_chance, rank.delay_s = flip_chance, break_chance, delay_s
 
     def make_room(self, num_pages: int) -> bool:
         while self.pool.num_free < num_pages:

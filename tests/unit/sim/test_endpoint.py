@@ -99,7 +99,7 @@ def test_pages_arrive_as_they_were(is_direct: bool, page_sizes: tuple[int, int])
 
 def test_damaged_pages_are_computed_again(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.ranks[0].pieces.flip_chance = 1.0
+    pair.source.endpoint.ranks[0].flip_chance = 1.0
     pair.send()
     pair.run(4.0)
     assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
@@ -108,12 +108,27 @@ def test_damaged_pages_are_computed_again(is_direct: bool) -> None:
 
 def test_pages_that_never_arrive_fail_the_transfer(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.ranks[0].pieces.break_chance = 1.0
+    pair.source.endpoint.ranks[0].break_chance = 1.0
     pair.send()
     pair.run(4.0)
     assert [each.outcome for each in pair.source.ended] == [HandoffOutcome.FAILED]
     assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.REFUSED]
     assert pair.source.num_held == pair.destination.num_held == 0
+
+
+def test_pages_take_the_receivers_way_when_the_direct_one_breaks() -> None:
+    pair = Pair(is_direct=True)
+    sent, rank = pair.source.contents(pair.pages), pair.source.endpoint.ranks[0]
+    rank.break_chance = 1.0
+    pair.send()
+    while not rank.executor.counts().get("failed_shm"):
+        pair.events.run_until(pair.events.now_s + 0.0005)
+    rank.break_chance = 0.0
+    pair.run(3.0)
+    (there,) = pair.destination.ended
+    assert there.outcome is HandoffOutcome.ADOPTED and pair.destination.contents(there.pages) == sent
+    assert rank.executor.counts()["opened_tcp"] == rank.executor.counts()["fallbacks"] == 1
+    assert pair.source.num_held == 0
 
 
 def test_pages_are_quarantined_while_a_paused_writer_may_write_them(
@@ -137,7 +152,7 @@ def test_pages_are_quarantined_while_a_paused_writer_may_write_them(
 
 def test_pages_of_a_dead_writer_are_freed(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.ranks[0].pieces.delay_s = 0.6
+    pair.source.endpoint.ranks[0].delay_s = 0.6
     pair.send()
     pair.run(0.5)
     assert pair.destination.num_held == len(pair.pages)
@@ -149,7 +164,7 @@ def test_pages_of_a_dead_writer_are_freed(is_direct: bool) -> None:
 
 def test_lost_link_ends_a_transfer_at_both_ends(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.ranks[0].pieces.delay_s = 0.6
+    pair.source.endpoint.ranks[0].delay_s = 0.6
     pair.send()
     pair.run(0.5)
     (wire,) = pair.network.wires

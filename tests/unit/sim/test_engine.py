@@ -109,14 +109,14 @@ def test_only_harmless_tokens_are_sampled() -> None:
     assert sampled == set(range(NUM_WORDS))
 
 
-@pytest.mark.parametrize("damage", [0, 3 * ENTRY_BYTES, 7 * ENTRY_BYTES + 5])
-def test_every_byte_before_the_last_token_is_read_in_order(damage: int) -> None:
+@pytest.mark.parametrize(("token", "byte"), [(0, 0), (3, 0), (7, 5)])
+def test_every_byte_before_the_last_token_is_read_in_order(token: int, byte: int) -> None:
     memory = KvMemory(num_pages=4, page_size=4)
     context = 0
     for position in range(9):
         memory.write((2, 0, 3)[position // 4], position % 4, entry_of(context, position, position))
     whole = memory.read((2, 0, 3), 8, context)
-    place = damage + (2 * memory.page_bytes if damage < memory.page_bytes else -memory.page_bytes)
+    place = memory.place((2, 0, 3), token, 1)[1].start + byte
     memory.bytes[place] ^= 1
     assert memory.read((2, 0, 3), 8, context) != whole
     memory.bytes[place] ^= 1

@@ -8,6 +8,7 @@ import pytest
 from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.ranks.executor import Threads
 from baton.kvtransfer.ranks.peer_transports import PeerTransports
 from baton.kvtransfer.transports.base import (
     LocalRank,
@@ -77,7 +78,9 @@ class Bench:
         self.counts: Counter[str] = Counter()
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         transports = [NamedTransport(name) for name in names]
-        self.transports = PeerTransports(transports, self._connect, self._inbox.put, self.counts)
+        self.transports = PeerTransports(
+            transports, self._connect, self._inbox.put, Threads().start, self.counts
+        )
 
     def _connect(self, transport: Transport) -> ScriptedSender:
         if transport.name in self.cannot_connect:

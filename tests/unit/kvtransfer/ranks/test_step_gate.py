@@ -5,7 +5,7 @@ from queue import Empty, Queue
 
 import pytest
 
-from baton.kvtransfer.ranks.executor import StepGate
+from baton.kvtransfer.ranks.executor import StepGate, Threads
 from baton.kvtransfer.ranks.messages import OpenShard, PushUnits, ShardCommand, StopShard
 from baton.rpc.connection import Call
 from tests.numbered_pages import PEER_RANK
@@ -42,7 +42,14 @@ class Gated:
         self.steps = LateSteps()
         self.done: list[ShardCommand] = []
         self._inbox: Queue[Call] = Queue()
-        self.gate = StepGate(self.steps, self.done.append, self._inbox.put, pushes_wait=pushes_wait)
+        self._threads = Threads()
+        self.gate = StepGate(
+            self.steps, self.done.append, self._inbox.put, self._threads, pushes_wait=pushes_wait
+        )
+
+    def close(self) -> None:
+        self.gate.close()
+        self._threads.close()
 
     def run_one(self, timeout_s: float = 5.0) -> None:
         self._inbox.get(timeout=timeout_s)()
@@ -59,7 +66,7 @@ class Gated:
 def gated() -> Iterator[Gated]:
     made = Gated()
     yield made
-    made.gate.close()
+    made.close()
 
 
 def test_a_shard_hears_its_commands_in_order_and_other_shards_do_not_wait(gated: Gated) -> None:
@@ -93,7 +100,7 @@ def test_pushes_do_not_wait_where_the_reading_stream_does() -> None:
     gated.gate.perform(push(9))
     gated.gate.perform(open_shard(9))
     assert gated.done == [push(9)]
-    gated.gate.close()
+    gated.close()
 
 
 def test_waiting_commands_are_dropped_at_close(gated: Gated) -> None:
