@@ -160,8 +160,6 @@ def _router(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:
 
 
 def _gateway(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:
-    paths = named_paths(config.gateway.lora_modules)  # the process may start in another folder
-    modules = tuple(f"{name}={path}" for name, path in paths.items())
     return ProcessSpec(
         kind=Kind.GATEWAY,
         name=f"gateway-{index}",
@@ -177,7 +175,7 @@ def _gateway(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec
             tenants_file=config.tenants,
             drain_timeout_s=config.drain_timeout_s,
             link_timeout_s=config.link_timeout_s,
-            **{**msgspec.structs.asdict(config.gateway), "lora_modules": modules},
+            **{**msgspec.structs.asdict(config.gateway), "lora_modules": _lora_modules(config)},
         ),
     )
 
@@ -186,8 +184,14 @@ def _gateway_model(config: ServeConfig) -> GatewayModel:
     return GatewayModel(
         model=config.model,
         expects_prefill=config.prefill.num_workers > 0,
+        lora_modules=_lora_modules(config),
         **text_settings(config.gateway),
     )
+
+
+def _lora_modules(config: ServeConfig) -> tuple[str, ...]:
+    """Return the adapters of a model with whole paths: the gateway may start in another folder."""
+    return tuple(f"{name}={path}" for name, path in named_paths(config.gateway.lora_modules).items())
 
 
 # Checks before any process starts, of errors that workers would meet. They read files but no weights.

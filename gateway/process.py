@@ -90,7 +90,7 @@ class GatewayProcess:
             peers=self._peers,
             tracer=self._tracer,
         )
-        self._adapters = ServedAdapters(first.name, first.adapters, service, self._peers, clock)
+        self._adapters = ServedAdapters(models, self._peers, clock)
         exporter = Exporter(
             self.metrics, service, self._peers, models=models.names, vllm_names=config.vllm_metric_names
         )
@@ -113,8 +113,7 @@ class GatewayProcess:
 
     def _routes(self) -> Iterator[Callable[[FastAPI], None]]:
         yield partial(add_sleep_routes, models=self._models)
-        if len(self._models.names) == 1:  # an adapter does not say which model it changes
-            yield partial(add_adapter_routes, adapters=self._adapters)
+        yield partial(add_adapter_routes, adapters=self._adapters)
 
     async def prepare(self) -> None:
         """Start the text helpers, so that no request waits for them; optional before `start`."""
@@ -235,10 +234,6 @@ async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
 def _served_models(config: GatewayConfig, service: Service) -> ServedModels:
     name = config.served_model_name or Path(config.model).name
     first = _served_model(name, config, service, is_one_of_several=bool(config.other_models))
-    first.adapters = {
-        name: NamedAdapter(name, Adapter(path, read_adapter(path).digest), int(time.time()))
-        for name, path in named_paths(config.lora_modules).items()
-    }
     others = [
         _served_model(name, settings, service, is_one_of_several=True)
         for name, settings in config.other_models.items()
@@ -252,14 +247,18 @@ def _served_models(config: GatewayConfig, service: Service) -> ServedModels:
 def _served_model(
     name: str, config: GatewayConfig | GatewayModel, service: Service, *, is_one_of_several: bool
 ) -> ServedModel:
-    directory = Path(config.model)
+    directory, created_s = Path(config.model), int(time.time())
     return ServedModel(
         name=name,
         key=name if is_one_of_several else "",
         bodies=BodyReader.from_directory(directory, TextSettings(**text_settings(config))),
         service=service,
-        created_s=int(time.time()),
+        created_s=created_s,
         defaults=read_sampling_defaults(
             directory, config.generation_config, config.override_generation_config
         ),
+        adapters={
+            name: NamedAdapter(name, Adapter(path, read_adapter(path).digest), created_s)
+            for name, path in named_paths(config.lora_modules).items()
+        },
     )

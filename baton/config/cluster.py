@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from baton.adapters import named_paths
 from baton.config.engine import EngineConfig, EngineSettings
 from baton.config.gateway import GatewaySettings, TextSettings, is_loopback, text_settings
 from baton.config.loader import build, merged
@@ -101,6 +102,7 @@ class OtherModel(TextSettings, frozen=True, kw_only=True):
     decode: WorkersConfig | None = None  # None: the settings of the first model's decode workers
     # Settings of the engine that differ from those of the first model, nested as in `engine`.
     engine: dict[str, Any] = msgspec.field(default_factory=dict)
+    lora_modules: tuple[str, ...] = ()  # as of `gateway`: adapters of this model
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,13 +183,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     "other_models: each model needs a name of its own, of at most "
                     f"{MAX_MODEL_NAME_CHARS} characters, got {name!r}"
                 )
-        for setting, is_set in (
-            ("planner.mode", self.planner.mode != "off"),
-            ("engine.enable_lora", self.engine.enable_lora),
-        ):
-            if is_set:
-                raise ConfigError(f"{setting}: this needs a cluster of one model; leave other_models out")
-        _ = self.models  # checks the settings of each model
+        if self.planner.mode != "off":
+            raise ConfigError("planner.mode: this needs a cluster of one model; leave other_models out")
+        taken: set[str] = set()
+        for each in self.models:  # which checks the settings of each model
+            for name in (each.model_name, *named_paths(each.gateway.lora_modules)):
+                if name in taken:
+                    raise ConfigError(f"lora_modules: {name!r} is the name of another model or adapter, too")
+                taken.add(name)
 
     @property
     def models(self) -> "tuple[ServeConfig, ...]":
@@ -231,5 +234,7 @@ def _of_other(first: ServeConfig, name: str, other: OtherModel) -> ServeConfig:
         prefill=other.prefill or first.prefill,
         decode=other.decode or first.decode,
         engine=build(EngineSettings, engine, f"other_models.{name}.engine"),
-        gateway=msgspec.structs.replace(first.gateway, **text_settings(other)),
+        gateway=msgspec.structs.replace(
+            first.gateway, lora_modules=other.lora_modules, **text_settings(other)
+        ),
     )

@@ -74,7 +74,8 @@ class GatewaySettings(TextSettings, frozen=True, kw_only=True):
 
     strict: bool = False  # refuse unknown keys in request bodies with 400 instead of counting them
     vllm_metric_names: bool = True  # /metrics also serves vLLM's metric names, for dashboards and llm-d
-    lora_modules: tuple[str, ...] = ()  # adapters from the start, name=path each; see engine.enable_lora
+    # Adapters of the first model from the start, name=path each; see engine.enable_lora.
+    lora_modules: tuple[str, ...] = ()
     # Open at once; the last tenth is kept for /health, /ping and /metrics.
     max_connections: Annotated[int, Meta(ge=1, le=2**16)] = 4096
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = 4 * 2**20  # of one request
@@ -130,6 +131,7 @@ class GatewayModel(TextSettings, frozen=True, kw_only=True):
 
     model: str  # the directory with the tokenizer and the chat template
     expects_prefill: bool | None = None  # as GatewayConfig.expects_prefill, of the workers of this model
+    lora_modules: tuple[str, ...] = ()  # as GatewaySettings.lora_modules: adapters of this model
 
 
 class GatewayConfig(GatewaySettings, frozen=True):
@@ -154,8 +156,6 @@ class GatewayConfig(GatewaySettings, frozen=True):
         super().__post_init__()
         if not self.model:
             raise ConfigError("gateway.model: expected a directory, got an empty string")
-        if self.other_models and self.lora_modules:
-            raise ConfigError("gateway.lora_modules: adapters need a cluster of one model")
         if self.operator_port is not None and self.operator_port == self.port:
             raise ConfigError(f"gateway.operator_port: {self.port} is the port for clients; give another")
         if self.tenants_file is None and not is_loopback(self.host):

@@ -22,6 +22,7 @@ from msgspec import Meta
 from baton.adapters import Adapter, AdapterPath, NamedAdapter, read_adapter
 from baton.clock import Clock
 from baton.errors import BatonError, ModelError, Overloaded, WorkerLost
+from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
@@ -257,6 +258,7 @@ class LoadAdapter(msgspec.Struct, frozen=True):
     lora_name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     lora_path: AdapterPath
     load_inplace: bool = False  # in place of an adapter with the same name
+    base_model_name: str | None = None  # the model that it changes; None where the gateway serves one model
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True):
@@ -269,6 +271,7 @@ class AdapterChange(msgspec.Struct, frozen=True):
     """The latest change of a name."""
 
     name: Name
+    base: Name  # the name of the model that the adapter changes
     adapter: Adapter | None  # None: it was unloaded
     at_ns: int = 0  # in nanoseconds since 1970; 0: from the start
 
@@ -291,22 +294,14 @@ class ServedAdapters:
     and every EXCHANGE_S: a gateway that was busy, or that started again, has the changes of the others then.
     """
 
-    def __init__(
-        self,
-        model: str,
-        adapters: dict[str, NamedAdapter],
-        service: Service,
-        peers: PeerGateways,
-        clock: Clock,
-    ) -> None:
-        """model: its name. adapters: those that are served, by name; changes are made there.
-
-        Made before `peers` listens.
-        """
-        self._model = model
-        self._served = adapters
-        self._latest = {name: AdapterChange(name, each.adapter) for name, each in adapters.items()}
-        self._service = service
+    def __init__(self, models: ServedModels, peers: PeerGateways, clock: Clock) -> None:
+        """models: changes are made to their adapters. Made before `peers` listens."""
+        self._models = models
+        self._latest = {
+            name: AdapterChange(name, model.name, each.adapter)
+            for model in models
+            for name, each in model.adapters.items()
+        }
         self._clock = clock
         self._tell = peers.answer(AdapterChanges, AdapterChanges, self._take)
 
@@ -324,7 +319,7 @@ class ServedAdapters:
 
     async def load(self, asked: LoadAdapter) -> None:
         """Serve an adapter, once a worker has computed a token with it. Raises ApiError and BatonError."""
-        name, folder = asked.lora_name, Path(asked.lora_path)
+        base, folder = self._base(asked), Path(asked.lora_path)
         self._check_free(asked)
         try:
             if not folder.is_dir():
@@ -340,32 +335,41 @@ class ServedAdapters:
             sampling=SamplingParams(max_tokens=1, ignore_eos=True, seed=0),
             cache_salt=b"canary",
             adapter=adapter,
+            model=base.key,
             arrival_s=self._clock.now_s(),
         )
         try:
-            await _run_once(self._service, request, FIRST_REQUEST_S)
+            await _run_once(base.service, request, FIRST_REQUEST_S)
         except TimeoutError:
             raise WorkerLost(f"no worker answered within {FIRST_REQUEST_S:g} s") from None
         self._check_free(asked)
-        await self._change(name, adapter)
+        await self._change(asked.lora_name, base, adapter)
 
     async def unload(self, asked: UnloadAdapter) -> None:
         """Stop serving an adapter; its running requests continue. Raises ApiError 404."""
-        if asked.lora_name not in self._served:
+        base = self._models.find(asked.lora_name)
+        if base is None or asked.lora_name not in base.adapters:
             message = f"The lora adapter '{asked.lora_name}' cannot be found."
             raise ApiError(404, message, code="not_found", param="lora_name")
-        await self._change(asked.lora_name, None)
+        await self._change(asked.lora_name, base, None)
+
+    def _base(self, asked: LoadAdapter) -> ServedModel:
+        """Return the model that an adapter changes. Raises ApiError 400."""
+        names, base = self._models.names, asked.base_model_name
+        if base in names or (base is None and len(names) == 1):
+            return self._models.of(base)
+        raise invalid(f"base_model_name: name one of {', '.join(map(repr, names))}", param="base_model_name")
 
     def _check_free(self, asked: LoadAdapter) -> None:
         """Raise ApiError unless the name is free for an adapter."""
         name = asked.lora_name
-        if name == self._model or (name in self._served and not asked.load_inplace):
+        if name in self._models.names or (self._models.find(name) and not asked.load_inplace):
             raise invalid(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
 
-    async def _change(self, name: str, adapter: Adapter | None) -> None:
+    async def _change(self, name: str, base: ServedModel, adapter: Adapter | None) -> None:
         before = self._latest.get(name)
         at_ns = max(time.time_ns(), 0 if before is None else before.at_ns + 1)
-        self._note(AdapterChange(name, adapter, at_ns))
+        self._note(AdapterChange(name, base.name, adapter, at_ns))
         await self.exchange()
 
     def _take(self, theirs: AdapterChanges) -> AdapterChanges:
@@ -378,10 +382,12 @@ class ServedAdapters:
 
     def _note(self, change: AdapterChange) -> None:
         self._latest[change.name] = change
-        if change.adapter is None:
-            self._served.pop(change.name, None)
-        else:
-            self._served[change.name] = NamedAdapter(change.name, change.adapter, change.at_ns // 10**9)
+        for model in self._models:
+            if change.adapter is None or model.name != change.base:
+                model.adapters.pop(change.name, None)
+            else:
+                named = NamedAdapter(change.name, change.adapter, change.at_ns // 10**9)
+                model.adapters[change.name] = named
 
     def _list(self) -> AdapterChanges:
         """Return the latest changes, without those of adapters that were unloaded long ago."""
@@ -395,10 +401,7 @@ class ServedAdapters:
 
 
 def add_adapter_routes(app: FastAPI, adapters: ServedAdapters) -> None:
-    """Add `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, with vLLM's bodies and answers.
-
-    A cluster of several models has no such routes.
-    """
+    """Add `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, with vLLM's bodies and answers."""
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: HttpRequest) -> PlainTextResponse:

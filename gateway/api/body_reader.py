@@ -319,9 +319,13 @@ class ServedModels:
         """The names of the models, the first model's first."""
         return list(self._models)
 
+    def find(self, name: str) -> ServedModel | None:
+        """Return the model of this name, or with an adapter of this name."""
+        return self._models.get(name) or next((each for each in self if name in each.adapters), None)
+
     def of(self, name: str | None) -> ServedModel:
-        """Return the model of this name. None and an unknown name: the first, which refuses unknown names."""
-        return self.first if name is None else self._models.get(name, self.first)
+        """As `find`. None and an unknown name: the first, which refuses unknown names."""
+        return (None if name is None else self.find(name)) or self.first
 
     def of_body(self, data: bytes) -> ServedModel:
         """Return the model that reads a body."""

@@ -8,6 +8,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.offline.llm import LLM
-from baton.request import SamplingParams
+from baton.config.engine import engine_config
+from baton.engine.engine import load_engine
+from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
+from tests.lora_adapters import save_adapter
 from tests.served import Served, served, until
+from tests.tiny_models import run_to_end, token_ids
 
 OPTIONS = (
     "--runtime",
@@ -52,9 +58,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(other: Path) -> Iterator[Served]:
-    with served(
-        "--model", "a=tiny", "--model", f"b={other}", "--prefill", "1", "--decode", "1", *OPTIONS
-    ) as found:
+    models = "--model", "a=tiny", "--model", f"b={other}", "--enable-lora"
+    with served(*models, "--prefill", "1", "--decode", "1", *OPTIONS) as found:
         yield found
 
 
@@ -131,6 +136,31 @@ def test_chats_and_tokenize_use_the_model_that_they_name(cluster: Served) -> Non
         assert cluster.post("/tokenize", {"model": model, "prompt": "copy(sun)="})[0] == 200
 
 
+def test_adapter_changes_the_model_that_it_names(
+    cluster: Served, other: Path, expected: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    adapter = save_adapter(other, tmp_path / "law")
+    asked = {"lora_name": "law", "lora_path": adapter.path}
+    status, answer = order(cluster, "/v1/load_lora_adapter", **asked)
+    assert status == 400 and b"base_model_name: name one of 'a', 'b'" in answer
+    assert order(cluster, "/v1/load_lora_adapter", **asked, base_model_name="b")[0] == 200
+    listed = json.loads(get(cluster, "/v1/models"))["data"]
+    assert {card["id"]: card["parent"] for card in listed} == {"a": None, "b": None, "law": "b"}
+    status, prompt = cluster.post("/tokenize", {"model": "law", "prompt": PROMPTS[0]})
+    assert status == 200
+    cache = {"kv_cache_memory_bytes": 2**24}
+    config = engine_config({"model": str(other), "device": "cpu", "enable_lora": True, "cache": cache})
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with closing(load_engine(config)) as engine:
+        ids = TokenIds.of(prompt["tokens"])
+        engine.add(Request(request_id="r", token_ids=ids, sampling=sampling, adapter=adapter))
+        adapted = token_ids(run_to_end(engine))
+    assert tokens(cluster, "law", PROMPTS[0]) == adapted != expected["b"][0]
+    assert tokens(cluster, "b", PROMPTS[0]) == expected["b"][0]
+    assert order(cluster, "/v1/unload_lora_adapter", lora_name="law")[0] == 200
+    assert cluster.post("/v1/completions", body("law", "x"))[0] == 404
+
+
 def test_metrics_with_names_of_vllm_have_the_label_of_their_model(cluster: Served) -> None:
     tokens(cluster, "b", PROMPTS[0])
     families = {
@@ -191,9 +221,10 @@ def test_scale_changes_the_workers_of_the_named_model(cluster: Served) -> None:
 # Sleep, of one of the models.
 
 
-def order(cluster: Served, path: str) -> tuple[int, bytes]:
-    """Return the status and the body of a POST without a body."""
-    asked = urllib.request.Request(f"{cluster.url}{path}", method="POST")
+def order(cluster: Served, path: str, **fields: str) -> tuple[int, bytes]:
+    """Return the status and the body of a POST, with these fields if there are some."""
+    data = json.dumps(fields).encode() if fields else None
+    asked = urllib.request.Request(f"{cluster.url}{path}", data, method="POST")
     try:
         with urllib.request.urlopen(asked, timeout=60) as answer:
             return answer.status, answer.read()

@@ -137,6 +137,32 @@ def test_each_model_has_workers_of_its_own_and_the_gateways_serve_all() -> None:
     )
 
 
+def test_adapters_of_each_model_go_to_the_gateways_with_it(tmp_path: Path) -> None:
+    adapter = save_adapter(resolve_model("tiny"), tmp_path / "a")
+    other = {"model": "tiny", "lora_modules": [f"law={adapter.path}"]}
+    settings: dict[str, Any] = {
+        "model": "tiny",
+        "served_model_name": "a",
+        "engine": {"enable_lora": True},
+        "gateway": {"lora_modules": [f"sql={adapter.path}"]},
+        "other_models": {"b": other},
+    }
+    config = build(ServeConfig, settings)
+    topology = Topology(routers=(ROUTER,), host="", port=8000, num_gpus=0)
+    (gateway,) = (spec.config for spec in specs(config, topology) if isinstance(spec.config, GatewayConfig))
+    assert gateway.lora_modules == (f"sql={adapter.path}",)
+    assert gateway.other_models["b"].lora_modules == (f"law={adapter.path}",)
+    for each in config.models:
+        check_model(each)
+    without = settings | {"other_models": {"b": {**other, "engine": {"enable_lora": False}}}}
+    with pytest.raises(ConfigError, match="--enable-lora"):
+        check_model(build(ServeConfig, without).models[1])
+    for name in ("a", "b", "sql"):
+        taken = settings | {"other_models": {"b": {**other, "lora_modules": [f"{name}={adapter.path}"]}}}
+        with pytest.raises(ConfigError, match=f"{name!r} is the name of another model or adapter"):
+            build(ServeConfig, taken)
+
+
 def test_worker_that_has_flipped_is_started_in_its_new_role() -> None:
     flipped = with_role(plan()[0], WorkerRole.DECODE)
     assert isinstance(flipped.config, WorkerConfig)

@@ -247,7 +247,6 @@ def test_path_may_have_an_equals_sign_in_it() -> None:
     [
         ("--model a=tiny --model a=/models/b", "--model: each model needs a name of its own, of at most 64"),
         (f"--model {'a' * 65}=tiny --model b=tiny", "--model: expected up to 64 characters"),
-        ("--model a=tiny --model b=/m --enable-lora", "--enable-lora: this needs a cluster of one model"),
         (
             "--model a=tiny --model b=/m --planner advise --planner-ttft-ms 9 --planner-times t",
             "--planner: this",

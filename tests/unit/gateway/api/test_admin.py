@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
-from baton.adapters import CONFIG_FILE, WEIGHTS_FILE, NamedAdapter
+from baton.adapters import CONFIG_FILE, WEIGHTS_FILE
 from baton.clock import ManualClock
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
 from baton.gateway.api.admin import (
@@ -25,7 +25,9 @@ from baton.gateway.api.admin import (
     UnloadAdapter,
     add_admin_routes,
 )
+from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, as_api_error
+from baton.gateway.api.prompt_reader import PromptReader
 from baton.gateway.peer_gateways import PeerGateways
 from baton.messages.bounds import Kind
 from baton.messages.control import Decision, Weighed
@@ -324,23 +326,33 @@ async def test_query_that_is_not_known_is_refused(query: str) -> None:
 class Gateway:
     """The adapters of one gateway, whose workers take any."""
 
-    def __init__(self, peers: PeerGateways) -> None:
-        self.served: dict[str, NamedAdapter] = {}
-        self.adapters = ServedAdapters(
-            "tiny", self.served, ScriptedService(answer_at_once([1])), peers, ManualClock()
+    def __init__(self, peers: PeerGateways, names: Sequence[str]) -> None:
+        self.service = ScriptedService(answer_at_once([1]))
+        reader = BodyReader(PromptReader(None, None))
+        self.models = ServedModels(
+            [
+                ServedModel(name=name, key=name, bodies=reader, service=self.service, created_s=0)
+                for name in names
+            ]
         )
+        self.adapters = ServedAdapters(self.models, peers, ManualClock())
         self.peers = peers
 
     @property
     def paths(self) -> dict[str, str]:
-        return {name: each.adapter.path for name, each in self.served.items()}
+        return {name: each.adapter.path for model in self.models for name, each in model.adapters.items()}
+
+    @property
+    def bases(self) -> dict[str, str]:
+        return {name: model.name for model in self.models for name in model.adapters}
 
 
 @asynccontextmanager
-async def two_gateways() -> AsyncIterator[tuple[Gateway, Gateway]]:
+async def two_gateways(*models: str) -> AsyncIterator[tuple[Gateway, Gateway]]:
     key = secrets.token_bytes(32)
     ring = KeyRing.of(key, Kind.GATEWAY)
-    gateways = Gateway(PeerGateways(ring)), Gateway(PeerGateways(ring))
+    names = models or ("tiny",)
+    gateways = Gateway(PeerGateways(ring), names), Gateway(PeerGateways(ring), names)
     for each in gateways:
         each.peers.listen(Address("127.0.0.1", int.from_bytes(key[:2], "big") + 1))
     try:
@@ -394,3 +406,23 @@ async def test_adapter_is_loaded_once_unless_it_is_replaced(tmp_path: Path) -> N
             await second.adapters.load(again)
         with pytest.raises(ApiError, match="too long"):
             await first.adapters.load(LoadAdapter("two", "/" + "a" * 300))
+
+
+@on_loop
+async def test_adapter_of_one_of_several_models_names_its_base(tmp_path: Path) -> None:
+    asked = adapter_in(tmp_path)
+    async with two_gateways("a", "b") as (first, second):
+        for base in (None, "c", "one"):
+            with pytest.raises(ApiError, match="base_model_name: name one of 'a', 'b'"):
+                await first.adapters.load(msgspec.structs.replace(asked, base_model_name=base))
+        await first.adapters.load(msgspec.structs.replace(asked, base_model_name="b"))
+        assert [request.model for request in first.service.requests] == ["b"]
+        assert first.bases == second.bases == {"one": "b"}
+        assert second.models.of("one").name == "b"
+        await second.adapters.load(msgspec.structs.replace(asked, base_model_name="a"))
+        assert first.bases == second.bases == {"one": "a"}
+        taken = msgspec.structs.replace(asked, lora_name="b", base_model_name="a")
+        with pytest.raises(ApiError, match="already been loaded"):
+            await first.adapters.load(taken)
+        await first.adapters.unload(UnloadAdapter("one"))
+        assert not first.bases and not second.bases
