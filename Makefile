@@ -11,8 +11,8 @@
 #              planner that adds and removes a worker
 # make sim     3,500 simulated clusters with faults, in virtual time; every alert in its fault
 # make soak    half an hour of mixed load on a cluster on Ray, a fault every ten seconds
-# make kernels every GPU kernel compiled in every dtype, on the pinned Triton and on 3.6.0, the one of torch 2.11.
-#              make test compiles those in bf16, and on 3.6.0 one shape of them
+# make kernels every GPU kernel compiled at every shape in every dtype, on the pinned Triton and on 3.6.0, the one of
+#              torch 2.11. make test compiles some shapes in bf16, and on 3.6.0 one shape of them
 # make frameworks  LangChain, instructor, pydantic-ai, LiteLLM and openai against tiny, in a virtual environment that is
 #              installed once (half a gigabyte). make test runs the openai client there if it is installed
 # make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs, 1,300

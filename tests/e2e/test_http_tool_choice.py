@@ -14,7 +14,6 @@ from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS
 from tests.e2e.conftest import client_of
 from tests.engine_frontend import EngineFrontend, tiny_engine
-from tests.served import served as served_cluster
 from tests.served_gateway import ServedGateway
 from tests.tool_model import TEMPLATE, tool_model
 
@@ -79,9 +78,15 @@ def model(
     gateway.service.close()
 
 
-def ask(model: Model, seed: int = 1, **given: Any) -> Any:
+def ask(model: Model, seed: int = 1, max_tokens: int = 400, **given: Any) -> Any:
     asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "7+5="}], "temperature": 1.0}
-    return model.client.chat.completions.create(**asked, seed=seed, max_tokens=400, **given)
+    return model.client.chat.completions.create(**asked, seed=seed, max_tokens=max_tokens, **given)
+
+
+def ask_with_calls(model: Model, **given: Any) -> list[Any]:
+    """Ask thrice with a bias of the tag's logit, which makes the model begin calls."""
+    bias = {str(model.first_tag): 100}
+    return [ask(model, seed, max_tokens=150, logit_bias=bias, **given) for seed in range(3)]
 
 
 def calls_of(answer: Any) -> list[tuple[str, Any]]:
@@ -90,13 +95,13 @@ def calls_of(answer: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
-def written(answer: Any) -> tuple[str, list[tuple[str, str]]]:
-    """Return the finish reason and the calls as written. Calls that were not cut off are checked."""
+def num_checked(answer: Any) -> int:
+    """Check the calls that were not cut off; return the number of all."""
     (choice,) = answer.choices
-    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    calls = choice.message.tool_calls or []
     whole = calls[:-1] if choice.finish_reason == "length" else calls
-    check([(name, json.loads(arguments)) for name, arguments in whole])
-    return choice.finish_reason, calls
+    check([(call.function.name, json.loads(call.function.arguments)) for call in whole])
+    return len(calls)
 
 
 def check(calls: list[tuple[str, Any]]) -> None:
@@ -131,33 +136,10 @@ def test_stream_has_the_calls_of_the_whole_answer(model: Model) -> None:
     assert [(name, json.loads("".join(pieces)))] == whole and pieces[0] == "" and len(pieces) >= 2
 
 
-def test_calls_are_the_same_from_a_cluster(tmp_path: Path) -> None:
-    """A prefill worker samples the first token, a decode worker the others."""
-    directory = tool_model(tmp_path, TEMPLATE, TAGS["hermes"])
-    engine = tiny_engine(model=directory)
-    given: Any = {"tools": [WEATHER, TIME], "tool_choice": "required"}
-    with (
-        ServedGateway(lambda: EngineFrontend(engine), model=directory) as gateway,
-        client_of(gateway.url) as client,
-    ):
-        expected = [written(ask(Model("hermes", client), seed, **given)) for seed in range(4)]
-    gateway.service.close()
-    settings = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--served-model-name", "tiny")
-    with served_cluster(directory, *settings) as cluster, client_of(cluster.url) as client:
-        assert [written(ask(Model("hermes", client), seed, **given)) for seed in range(4)] == expected
-    assert all(calls for _, calls in expected)
-
-
 @pytest.mark.parametrize("model", [f"{name} tags" for name in TAGS], indirect=True)
 def test_strict_arguments_hold_once_a_call_begins(model: Model) -> None:
-    """The model is free to call. A bias of the tag's logit makes it begin a call."""
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-    num_calls = 0
-    for seed in range(3):
-        answer = ask(model, seed, tools=[strict], logit_bias={str(model.first_tag): 100})
-        _, calls = written(answer)
-        num_calls += len(calls)
-    assert num_calls >= 3
+    assert sum(map(num_checked, ask_with_calls(model, tools=[strict]))) >= 3
 
 
 @pytest.mark.parametrize("model", FORMS, indirect=True)
@@ -173,8 +155,7 @@ def test_allowed_tools_alone_are_called(model: Model) -> None:
 @pytest.mark.parametrize("model", [f"{name} tags" for name in TAGS], indirect=True)
 def test_model_is_free_to_call_an_allowed_tool_and_no_other(model: Model) -> None:
     some: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [WEATHER_ONLY]}}
-    given: Any = {"tools": [TIME, WEATHER], "tool_choice": some}
-    answers = [ask(model, seed, logit_bias={str(model.first_tag): 100}, **given) for seed in range(3)]
+    answers = ask_with_calls(model, tools=[TIME, WEATHER], tool_choice=some)
     calls = [call for answer in answers for call in answer.choices[0].message.tool_calls or []]
     assert calls and {call.function.name for call in calls} == {"weather"}
 

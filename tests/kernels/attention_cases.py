@@ -121,13 +121,10 @@ SHAPES = (
     Shape(page_size=4, num_kv_heads=1, group_size=5, head_dim=28, value_dim=20),
     Shape(page_size=16, num_kv_heads=1, group_size=2, head_dim=48, value_dim=32, window=40),
 )
-DECODE_LENS = {"ragged": [5, 0, 130, 1], "one": [1], "padding": [0, 0], "empty": [], "full_pages": [64]}
-PREFILL_CHUNKS = {
-    "ragged": [(0, 5), (7, 0), (60, 70), (0, 0), (20, 1)],
-    "one": [(0, 1)],
-    "empty": [],
-    "prefix": [(64, 3)],
-}
+RAGGED_LENS = [5, 0, 130, 1]
+RAGGED_CHUNKS = [(0, 5), (7, 0), (60, 70), (0, 0), (20, 1)]
+DECODE_LENS = {"one": [1], "padding": [0, 0], "empty": [], "full_pages": [64]}
+PREFILL_CHUNKS = {"one": [(0, 1)], "empty": [], "prefix": [(64, 3)]}
 
 NamedRun = tuple[str, Callable[[torch.device], Outcome]]
 
@@ -136,13 +133,13 @@ def attention_cases() -> Iterator[NamedRun]:
     for dtype in DTYPES:
         for shape in SHAPES:
             label = f"page{shape.page_size}-group{shape.group_size}-window{shape.window}-{short(dtype)}"
-            yield f"decode-ragged-{label}", partial(decode_outcome, DECODE_LENS["ragged"], shape, dtype)
-            yield f"prefill-ragged-{label}", partial(prefill_outcome, PREFILL_CHUNKS["ragged"], shape, dtype)
+            yield f"decode-ragged-{label}", partial(decode_outcome, RAGGED_LENS, shape, dtype)
+            yield f"prefill-ragged-{label}", partial(prefill_outcome, RAGGED_CHUNKS, shape, dtype)
     for codes, dtype in product((torch.int8, torch.float8_e4m3fn), (torch.float32, torch.bfloat16)):
         shape = replace(SHAPES[5 if dtype is torch.float32 else 1], codes=codes)
         label = f"{short(codes)}-page{shape.page_size}-{short(dtype)}"
-        yield f"decode-{label}", partial(decode_outcome, DECODE_LENS["ragged"], shape, dtype)
-        yield f"prefill-{label}", partial(prefill_outcome, PREFILL_CHUNKS["ragged"], shape, dtype)
+        yield f"decode-{label}", partial(decode_outcome, RAGGED_LENS, shape, dtype)
+        yield f"prefill-{label}", partial(prefill_outcome, RAGGED_CHUNKS, shape, dtype)
     for name, lens in DECODE_LENS.items():
         yield f"decode-{name}", partial(decode_outcome, lens, SHAPES[1], torch.float32)
     for name, chunks in PREFILL_CHUNKS.items():

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from baton.bench.gpu.kernels import compile_tile
 from baton.kernels import sample
@@ -44,13 +46,26 @@ def compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     return compile_for_hopper(launch)
 
 
-def marks_of(name: str) -> Sequence[pytest.MarkDecorator]:
-    """`make kernels` compiles dtypes other than bf16, and attention at further head sizes."""
-    return [pytest.mark.slow] if re.search(r"-(float16|float32|(64|96|256|576)-bfloat16)$", name) else []
+def slow(*values: object) -> ParameterSet:
+    """Return a parameter that `make kernels` has beside those of `make test`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# Shapes of one kernel differ in their constants. `make test` has attention in bf16 at one head size, products
+# at a few shapes, and codes of weights in products whose inputs are split.
+SLOW: Final = re.compile(
+    r"-(float16|float32|(64|80|96|256|576)-bfloat16)$|^(prefill|decode)-.*-64$"
+    r"|^linear-(down|head|odd)-(300|8192)-|^experts-(gate_up-8192|down-8)-"
+    r"|^(int|fp8|mxfp4).*-(qkv|gate_up)-"
+)
 
 
 @pytest.mark.parametrize(
-    "scenario", [pytest.param(each, id=each.name, marks=marks_of(each.name)) for each in SCENARIOS]
+    "scenario",
+    [
+        pytest.param(each, id=each.name, marks=pytest.mark.slow if SLOW.search(each.name) else ())
+        for each in SCENARIOS
+    ],
 )
 def test_kernel_compiles_for_hopper(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = record(scenario, monkeypatch)
@@ -94,7 +109,9 @@ def test_rows_of_an_8b_model_compile_without_spills(kind: TileKind, width: int, 
     assert_compiles_as_recorded(read_tuned()[TileKey(kind, torch.bfloat16, width, rows)])
 
 
-@pytest.mark.parametrize("name", ["prefill-128-bfloat16", "prefill-80-float16", "prefill-256-bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["prefill-128-bfloat16", slow("prefill-80-float16"), slow("prefill-256-bfloat16")]
+)
 def test_prefill_runs_on_the_matrix_units_of_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wgmma.mma_async" in compiled(name, monkeypatch).asm["ptx"]
 
@@ -102,9 +119,10 @@ def test_prefill_runs_on_the_matrix_units_of_hopper(name: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     "name",
     [
-        *("decode-split-128-bfloat16", "decode-whole-128-bfloat16", "decode-split-80-float16"),
-        *("decode-split-256-bfloat16", "prefill-128-bfloat16", "prefill-80-float16", "prefill-256-bfloat16"),
-        *("decode-split-576-bfloat16", "prefill-576-bfloat16"),
+        *("decode-split-128-bfloat16", "decode-whole-128-bfloat16", "prefill-128-bfloat16"),
+        *map(slow, ("decode-split-80-float16", "decode-split-256-bfloat16")),
+        *map(slow, ("prefill-80-float16", "prefill-256-bfloat16")),
+        *map(slow, ("decode-split-576-bfloat16", "prefill-576-bfloat16")),
     ],
 )
 def test_attention_loads_the_next_blocks_while_it_computes(
@@ -119,7 +137,7 @@ def test_attention_loads_the_next_blocks_while_it_computes(
     assert buffers and min(buffers) >= 2
 
 
-@pytest.mark.parametrize("label", ["qkv", "out", "gate_up", "down", "head"])
+@pytest.mark.parametrize("label", ["qkv", "out", "gate_up", slow("down"), slow("head")])
 def test_products_load_the_next_blocks_while_they_compute(
     label: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +145,7 @@ def test_products_load_the_next_blocks_while_they_compute(
         assert_loads_ahead(compiled(f"linear-{label}-{num_tokens}-bfloat16", monkeypatch))
 
 
-@pytest.mark.parametrize("name", ["int8-qkv", "int4_zeros-out", "fp8-gate_up", "int8_rounded-out"])
+@pytest.mark.parametrize("name", [slow("int8-qkv"), "int4_zeros-out", "fp8-gate_up", "int8_rounded-out"])
 def test_products_with_codes_load_the_next_blocks_sixteen_bytes_at_a_time(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,9 +172,10 @@ def assert_loads_ahead(made: Compiled) -> None:
             tuple(f"linear-{label}-{number}" for number in (3, 300, 8192))
             for label in ("qkv", "out", "gate_up")
         ),
+        ("decode-split-128", "decode-whole-128", "prefill-128"),
         *(
-            (f"decode-split-{size}", f"decode-whole-{size}", f"prefill-{size}")
-            for size in (80, 128, 256, 576)
+            slow((f"decode-split-{size}", f"decode-whole-{size}", f"prefill-{size}"))
+            for size in (80, 256, 576)
         ),
     ],
     ids=lambda names: names[0],
@@ -194,7 +213,7 @@ def test_rounded_inputs_are_multiplied_as_integers(monkeypatch: pytest.MonkeyPat
         assert re.search(r"wgmma\S*\.s32\.s8\.s8", compiled(name, monkeypatch).asm["ptx"])
 
 
-@pytest.mark.parametrize("name", ["decode-split-128-bfloat16", "decode-split-80-float16"])
+@pytest.mark.parametrize("name", ["decode-split-128-bfloat16", slow("decode-split-80-float16")])
 def test_decode_prefetches_pages_sixteen_bytes_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cp.async.cg.shared.global" in compiled(name, monkeypatch).asm["ptx"]
 

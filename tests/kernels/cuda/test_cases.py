@@ -3,7 +3,8 @@ import torch
 
 from tests.kernels.cases import CASES, Case, check
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

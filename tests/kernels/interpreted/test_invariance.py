@@ -93,7 +93,8 @@ def test_a_second_rank_changes_no_bit(directory: Path) -> None:
     assert two_ranks == outputs(directory, "float32", num_prompts=2)
 
 
-@pytest.mark.parametrize("codes", ["int8", pytest.param("fp8", marks=slow)])
+@slow
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
 def test_a_second_rank_changes_no_bit_of_weights_and_pages_of_one_byte(codes: str, directory: Path) -> None:
     on_one_rank, on_two_ranks = (
         outputs(directory, "float32", setting, num_prompts=1, codes=codes)

@@ -59,6 +59,7 @@ def test_without_the_right_nccl_a_row_says_why(
     assert (row.value, row.met) == (None, None) and why in row.note
 
 
+@pytest.mark.slow
 def test_transport_that_does_not_open_is_a_failure() -> None:
     with pytest.raises(RuntimeError, match="the destination's process has ended"):
         next(kv.move(TOY_SESSION, "nccl"))

@@ -129,7 +129,11 @@ def test_failed_stage_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "note"), [("crashes", "its process ended with exit code -11"), ("hangs", "killed after 10 s")]
+    ("name", "note"),
+    [
+        ("crashes", "its process ended with exit code -11"),
+        pytest.param("hangs", "killed after 10 s", marks=pytest.mark.slow),
+    ],
 )
 def test_rows_before_a_crash_or_a_hang_are_kept(
     name: str, note: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -336,7 +340,7 @@ def test_split_with_a_cliff_or_an_idle_gpu_misses(
     assert [row.met for row in kernels.heuristic(Session(CPU, TOY))] == met
 
 
-@pytest.mark.slow  # three clusters; the next test has one
+@pytest.mark.slow  # three clusters
 def test_two_roles_are_measured_beside_one_worker_for_both() -> None:
     lenient = replace(TOY.goodput, rates=(8.0,), ttft_s=60.0, itl_s=60.0)
     *rows, mps = model.two_roles(Session(CPU, replace(TOY, goodput=lenient)))
@@ -347,6 +351,7 @@ def test_two_roles_are_measured_beside_one_worker_for_both() -> None:
     assert mps.value is None and mps.note.startswith("skipped: ")
 
 
+@pytest.mark.slow  # a cluster
 def test_answers_past_the_limits_are_not_good() -> None:
     strict = replace(TOY.goodput, rates=(8.0,), ttft_s=1e-6)
     rows = model.two_roles(Session(CPU, replace(TOY, goodput=strict)))

@@ -20,7 +20,6 @@ from baton.kernels.triton.kernel import (
     TILES,
     TileKey,
     TileKind,
-    TunedTile,
     read_tuned,
     write_tuned,
 )
@@ -84,32 +83,28 @@ def test_rows_of_a_width_order_sums_alike() -> None:
         assert found == set(LINEAR if is_product else ATTENTION)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.kind}-{row.dtype}-{row.width}-{row.block_m}")
-def test_row_fits_an_h100_and_its_shape(row: TunedTile) -> None:
-    assert row.shared_bytes <= SHARED_MEMORY_BYTES and 0 < row.registers <= 255
-    assert row.registers * row.num_warps * 32 <= 65_536
-    if row.kind == "linear":
-        assert row.width % row.block_k == 0
-    else:
-        assert FIRST_SPLIT % row.block_n == 0 and row.block_k == 0
+def test_rows_fit_an_h100_and_their_shapes() -> None:
+    for row in ROWS:
+        assert row.shared_bytes <= SHARED_MEMORY_BYTES and 0 < row.registers <= 255, row
+        assert row.registers * row.num_warps * 32 <= 65_536, row
+        if row.kind == "linear":
+            assert row.width % row.block_k == 0, row
+        else:
+            assert FIRST_SPLIT % row.block_n == 0 and row.block_k == 0, row
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.kind}-{row.dtype}-{row.width}-{row.block_m}")
-def test_launchers_pick_the_row_of_their_shape(row: TunedTile) -> None:
-    dtype, cpu = row.key.dtype, torch.device("cpu")
-    tile: dict[str, int]
-    if row.kind == "linear":
-        num_tokens = 3 if row.block_m == 64 else 300
-        x = torch.empty(num_tokens, row.width, dtype=dtype, device="meta")
-        tile = linear_tile(x, row.width)
-        assert (tile["BLOCK_M"], tile["BLOCK_K"]) == (row.block_m, row.block_k)
-    else:
-        tile = tile_options(row.kind, row.block_m, 4, row.width, dtype, cpu)
-    assert (tile["BLOCK_N"], tile["num_warps"], tile["num_stages"]) == (
-        row.block_n,
-        row.num_warps,
-        row.num_stages,
-    )
+def test_launchers_pick_the_row_of_their_shape() -> None:
+    for row in ROWS:
+        dtype, cpu = row.key.dtype, torch.device("cpu")
+        tile: dict[str, int]
+        if row.kind == "linear":
+            x = torch.empty(3 if row.block_m == 64 else 300, row.width, dtype=dtype, device="meta")
+            tile = linear_tile(x, row.width)
+            assert (tile["BLOCK_M"], tile["BLOCK_K"]) == (row.block_m, row.block_k), row
+        else:
+            tile = tile_options(row.kind, row.block_m, 4, row.width, dtype, cpu)
+        found = tile["BLOCK_N"], tile["num_warps"], tile["num_stages"]
+        assert found == (row.block_n, row.num_warps, row.num_stages), row
 
 
 def test_shape_without_a_row_has_the_rule_of_its_kernel() -> None:
