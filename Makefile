@@ -9,7 +9,7 @@
 # make parity  every combination of the tests that compare tokens across topologies
 # make faults  aborts in every state; kills and stalls of real processes; broken and slow links; a
 #              planner that adds and removes a worker
-# make sim     3,500 simulated clusters with faults, in virtual time; every alert in its fault
+# make sim     3,500 simulated clusters with faults, in virtual time; every alert in its fault; rehearsals and planners
 # make soak    half an hour of mixed load on a cluster on Ray, a fault every ten seconds
 # make kernels every GPU kernel compiled at every shape in every dtype, on the pinned Triton and on 3.6.0, the one of
 #              torch 2.11. make test compiles some shapes in bf16, and on 3.6.0 one shape of them
@@ -106,7 +106,7 @@ faults: setup redis
 	$(BIN)/python -m baton.bench.faults.black_holes
 
 sim: setup
-	$(BIN)/python -m pytest tests/faults/test_sim.py tests/unit/sim/test_replay.py tests/unit/cluster/test_alerts.py \
+	$(BIN)/python -m pytest tests/faults/test_sim.py tests/unit/sim tests/unit/planner tests/unit/cluster/test_alerts.py \
 		-m "slow or not slow"
 
 soak: setup redis

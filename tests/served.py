@@ -189,7 +189,7 @@ def accepts(port: int) -> bool:
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for what a whole server does, on a busy machine; each look asks processes."""
-    wait_for(condition, timeout_s, interval_s=0.05)
+    wait_for(condition, timeout_s, interval_s=0.2)
 
 
 def _listens(process: psutil.Process) -> set[int]:

@@ -55,6 +55,7 @@ def test_steady_load_is_served_with_few_actions() -> None:
     assert len(late) <= 3
 
 
+@pytest.mark.slow
 def test_growing_load_gets_workers_before_it_misses() -> None:
     ramp = made("ramp", 1.0, lambda at_s: 2.0 + at_s / 1200, seed=1)
     result = simulate(ramp, (6, 2), Planned(ramp))
@@ -204,6 +205,7 @@ def test_plan_is_scored_when_its_window_has_passed() -> None:
     assert mine[0].attainment == 1.0
 
 
+@pytest.mark.slow  # test_lost_metrics_hold needs no load
 def test_metrics_lost_for_ten_minutes_under_load() -> None:
     steady = workload(hours=0.8)
     planned = Planned(steady, lost_s=(1200.0, 1800.0))

@@ -22,7 +22,7 @@ def rehearsed(workers: str, mode: Mode, rate: float = 30.0, shared: float = 0.0)
     return rehearse(trace, Layout.parse(workers), TIMES, RehearsalSettings(mode=mode, has_intervals=False))
 
 
-@pytest.mark.parametrize("workers", ["2P2D", "2M"])
+@pytest.mark.parametrize("workers", ["2P2D", pytest.param("2M", marks=pytest.mark.slow)])
 def test_fast_mode_agrees_with_the_full_mode(workers: str) -> None:
     fast, full = (rehearsed(workers, mode) for mode in ("fast", "full"))
     for name in ("ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "e2el_p50_ms", "output_tokens_per_s"):

@@ -22,7 +22,7 @@ from baton.sim.timed.times import Machine
 from baton.sim.world import World
 
 # Seeds: one router with faults and two lives; two routers with the policy cost.
-LASTING = [(5, 300.0), *(pytest.param(seed, 600.0, marks=pytest.mark.slow) for seed in (5, 3))]
+LASTING = [(5, 120.0), *(pytest.param(seed, 600.0, marks=pytest.mark.slow) for seed in (5, 3))]
 
 
 @pytest.fixture(autouse=True)
