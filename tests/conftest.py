@@ -95,7 +95,7 @@ def _torch_gets_no_threads() -> Iterator[None]:
 
 
 class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no annotations
-    """`--dist loadfile`, with files that share a cluster on one process."""
+    """`--dist loadfile`, with files that share clusters or models on one process."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)

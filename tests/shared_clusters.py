@@ -21,11 +21,15 @@ FILES: Final = frozenset(
         "nginx",
     ]
 )
+# One process loads transformers, which takes seconds of a core, and saves each model once.
+WITH_TRANSFORMERS: Final = ("tests/parity/", "tests/unit/engine/models/", "tests/unit/bench/test_tiny")
 
 
 def group_of(nodeid: str) -> str:
-    """Return the group of a test: its file, or the one group of the files that share clusters."""
+    """Return the group of a test: its file, or the group of several files."""
     file = nodeid.partition("::")[0]
+    if file.startswith(WITH_TRANSFORMERS):
+        return "transformers"
     return "shared clusters" if file in FILES else file
 
 

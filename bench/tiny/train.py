@@ -40,13 +40,13 @@ from pathlib import Path
 from typing import Final
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import PreTokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.init import normal_, orthogonal_
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from baton.bench.report import Progress
 from baton.bench.tiny.tasks import (
@@ -156,7 +156,7 @@ VALUE_OFFSET: Final = 2  # `k7=blue`
 
 
 @torch.no_grad()
-def initialise(model: LlamaForCausalLM) -> None:
+def initialise(model: "transformers.LlamaForCausalLM") -> None:
     """Overwrite every matrix of `model`; norms stay at one. Draws from torch's global generator."""
     common_E = normalize(torch.randn(model.config.hidden_size), dim=0)
     _scale_matrices(model)
@@ -167,7 +167,7 @@ def initialise(model: LlamaForCausalLM) -> None:
     _match(model)
 
 
-def _scale_matrices(model: LlamaForCausalLM) -> None:
+def _scale_matrices(model: "transformers.LlamaForCausalLM") -> None:
     """Draw matrices that keep the scale of their input; the outputs of layers start small."""
     damping = (2 * model.config.num_hidden_layers) ** -0.5
     for name, parameter in model.named_parameters():
@@ -183,7 +183,7 @@ def _draw_embeddings(common_E: Tensor, vocab_size: int) -> Tensor:
     return normalize(own_VE, dim=1)
 
 
-def _look_back(model: LlamaForCausalLM, common_E: Tensor) -> None:
+def _look_back(model: "transformers.LlamaForCausalLM", common_E: Tensor) -> None:
     """Layer 0: query head h attends h + 1 tokens back, through the phase that rope adds over that distance.
 
     Only the quickly turning dimensions tell neighbours apart. The values leave the common direction out.
@@ -205,7 +205,7 @@ def _look_back(model: LlamaForCausalLM, common_E: Tensor) -> None:
     normal_(attention.o_proj.weight, std=WRITE_STD)
 
 
-def _match(model: LlamaForCausalLM) -> None:
+def _match(model: "transformers.LlamaForCausalLM") -> None:
     """Layer 1: queries and keys read the output of layer 0, in the dimensions that hardly turn over a prompt.
 
     The output undoes the values: together, one query head of each kv head copies the whole vector it found.
@@ -226,13 +226,13 @@ def _match(model: LlamaForCausalLM) -> None:
             query_DE.copy_(read_DD @ written_ED[offset - 1].T)
 
 
-def _heads(projection: torch.nn.Linear, model: LlamaForCausalLM) -> list[Tensor]:
+def _heads(projection: torch.nn.Linear, model: "transformers.LlamaForCausalLM") -> list[Tensor]:
     """Return views of the rows of each head [D, E]."""
     head_dim: int = model.config.head_dim
     return [projection.weight[row : row + head_dim] for row in range(0, projection.out_features, head_dim)]
 
 
-def _rope_angles(model: LlamaForCausalLM) -> Tensor:
+def _rope_angles(model: "transformers.LlamaForCausalLM") -> Tensor:
     """Return the radians that one position turns each pair of dimensions [F], fastest first."""
     head_dim: int = model.config.head_dim
     base: float = model.config.rope_parameters["rope_theta"]
@@ -248,14 +248,14 @@ CONFIG_KEYS: Final = (
 )
 
 
-def build_model() -> LlamaForCausalLM:
+def build_model() -> "transformers.LlamaForCausalLM":
     """Return a model with starting weights in float32, 1.1 M parameters.
 
     A large rope base leaves half of each head's dimensions nearly unrotated over 2,000 tokens: a head
     needs fast ones to find "the token before" and slow ones to find "the same key, anywhere".
     """
     tokenizer = build_tokenizer()
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=384,
@@ -271,12 +271,12 @@ def build_model() -> LlamaForCausalLM:
         pad_token_id=special_id(tokenizer, PAD),
         use_cache=False,
     )
-    model = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     initialise(model)
     return model
 
 
-def load_model(folder: Path) -> LlamaForCausalLM:
+def load_model(folder: Path) -> "transformers.LlamaForCausalLM":
     """Return an exported model in float32."""
     model = build_model()
     weights = load_file(folder / "model.safetensors")
@@ -284,7 +284,7 @@ def load_model(folder: Path) -> LlamaForCausalLM:
     return model
 
 
-def export(model: LlamaForCausalLM, folder: Path) -> None:
+def export(model: "transformers.LlamaForCausalLM", folder: Path) -> None:
     """Write config.json, model.safetensors, tokenizer files and generation_config.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_config(model.config, folder)
@@ -292,12 +292,12 @@ def export(model: LlamaForCausalLM, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     build_tokenizer().save(str(folder / "tokenizer.json"))
     _write_json(tokenizer_config(MAX_LENGTH), folder / "tokenizer_config.json")
-    GenerationConfig(
+    transformers.GenerationConfig(
         do_sample=False, eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
     ).save_pretrained(folder)
 
 
-def _write_config(config: LlamaConfig, folder: Path) -> None:
+def _write_config(config: "transformers.LlamaConfig", folder: Path) -> None:
     """Write the rope base and the dtype in the spellings of transformers 5 and of older versions."""
     values = config.to_dict()
     shape = {name: values[name] for name in CONFIG_KEYS}
@@ -472,7 +472,9 @@ class Trainer:
             self.level, self._steps_at_level, self.recall_accuracy = self.level + 1, 0, 0.0
 
 
-def _measure(model: LlamaForCausalLM, ids_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, float]:
+def _measure(
+    model: "transformers.LlamaForCausalLM", ids_BL: Tensor, labels_BL: Tensor
+) -> tuple[Tensor, float]:
     """Return the mean loss over the labels, and the accuracy over the labels that are no end tokens."""
     is_answer_BL = labels_BL != IGNORED
     labels_N = labels_BL[is_answer_BL]  # N: labels of the batch

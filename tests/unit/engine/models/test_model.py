@@ -8,28 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
 from baton.engine.models.loading.checkpoint import METHODS, JsonObject, SafetensorsCheckpoint
@@ -68,51 +48,63 @@ LATENT: dict[str, Any] = SMALL | {
     "first_k_dense_replace": 1,
 }
 KINDS = ["sliding_attention", "full_attention"] * 2
-CONFIGS: list[tuple[PreTrainedConfig, tuple[int | None, ...]]] = [
-    (LlamaConfig(**SMALL), (None,) * 4),
+# (class of transformers, its keys, windows of the layers)
+CONFIGS: list[tuple[str, dict[str, Any], tuple[int | None, ...]]] = [
+    ("LlamaConfig", SMALL, (None,) * 4),
     (
-        LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=16),
+        "LlamaConfig",
+        SMALL | dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=16),
         (None,) * 4,
     ),
-    (DeepseekV2Config(**LATENT, n_shared_experts=2, mlp_bias=True), (None,) * 4),
-    (DeepseekV3Config(**LATENT, q_lora_rank=24, n_group=2, topk_group=1, attention_bias=True), (None,) * 4),
-    (MistralConfig(**SMALL, head_dim=16, sliding_window=8), (8,) * 4),
-    (MistralConfig(**SMALL, sliding_window=None), (None,) * 4),
-    (Qwen2Config(**SMALL, tie_word_embeddings=True), (None,) * 4),
-    (Qwen2Config(**WINDOWED, max_window_layers=0), (8,) * 4),
-    (Qwen2Config(**WINDOWED, max_window_layers=2), (None, None, 8, 8)),
-    (Qwen2Config(**WINDOWED, max_window_layers=4), (None,) * 4),
-    (Qwen3Config(**SMALL, head_dim=16, attention_bias=True), (None,) * 4),
-    (Qwen3Config(**WINDOWED, layer_types=KINDS), (8, None, 8, None)),
-    (MixtralConfig(**SMALL, num_local_experts=3), (None,) * 4),
-    (Qwen2MoeConfig(**EXPERTS, mlp_only_layers=[2], qkv_bias=False), (None,) * 4),
+    ("DeepseekV2Config", LATENT | dict(n_shared_experts=2, mlp_bias=True), (None,) * 4),
     (
-        Qwen2MoeConfig(**EXPERTS, use_sliding_window=True, sliding_window=8, max_window_layers=3),
+        "DeepseekV3Config",
+        LATENT | dict(q_lora_rank=24, n_group=2, topk_group=1, attention_bias=True),
+        (None,) * 4,
+    ),
+    ("MistralConfig", SMALL | dict(head_dim=16, sliding_window=8), (8,) * 4),
+    ("MistralConfig", SMALL | dict(sliding_window=None), (None,) * 4),
+    ("Qwen2Config", SMALL | dict(tie_word_embeddings=True), (None,) * 4),
+    ("Qwen2Config", WINDOWED | dict(max_window_layers=0), (8,) * 4),
+    ("Qwen2Config", WINDOWED | dict(max_window_layers=2), (None, None, 8, 8)),
+    ("Qwen2Config", WINDOWED | dict(max_window_layers=4), (None,) * 4),
+    ("Qwen3Config", SMALL | dict(head_dim=16, attention_bias=True), (None,) * 4),
+    ("Qwen3Config", WINDOWED | dict(layer_types=KINDS), (8, None, 8, None)),
+    ("MixtralConfig", SMALL | dict(num_local_experts=3), (None,) * 4),
+    ("Qwen2MoeConfig", EXPERTS | dict(mlp_only_layers=[2], qkv_bias=False), (None,) * 4),
+    (
+        "Qwen2MoeConfig",
+        EXPERTS | dict(use_sliding_window=True, sliding_window=8, max_window_layers=3),
         (8, None, 8, None),
     ),
-    (Gemma2Config(**SMALL, head_dim=16, sliding_window=8), (8, None, 8, None)),
-    (Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=KINDS), (8, None, 8, None)),
-    (Olmo2Config(**SMALL, eos_token_id=1), (None,) * 4),
-    (Phi3Config(**SMALL, pad_token_id=None, eos_token_id=1, sliding_window=8), (8,) * 4),
-    (GraniteConfig(**SMALL, attention_bias=True, mlp_bias=True), (None,) * 4),
-    (GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, eos_token_id=1), (None,) * 2),
-    (GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, sliding_window=8), (8, None, 8, None)),
-    (Qwen3MoeConfig(**EXPERTS, decoder_sparse_step=2, use_sliding_window=True, sliding_window=8), (8,) * 4),
+    ("Gemma2Config", SMALL | dict(head_dim=16, sliding_window=8), (8, None, 8, None)),
+    ("Gemma3TextConfig", SMALL | dict(head_dim=16, sliding_window=8, layer_types=KINDS), (8, None, 8, None)),
+    ("Olmo2Config", SMALL | dict(eos_token_id=1), (None,) * 4),
+    ("Phi3Config", SMALL | dict(pad_token_id=None, eos_token_id=1, sliding_window=8), (8,) * 4),
+    ("GraniteConfig", SMALL | dict(attention_bias=True, mlp_bias=True), (None,) * 4),
+    ("GPT2Config", dict(n_embd=32, n_layer=2, n_head=4, vocab_size=64, eos_token_id=1), (None,) * 2),
+    ("GptOssConfig", SMALL | dict(head_dim=16, num_local_experts=4, sliding_window=8), (8, None, 8, None)),
+    (
+        "Qwen3MoeConfig",
+        EXPERTS | dict(decoder_sparse_step=2, use_sliding_window=True, sliding_window=8),
+        (8,) * 4,
+    ),
 ]
 
 
-def save(directory: Path, config: PreTrainedConfig) -> None:
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+def save(directory: Path, config: "transformers.PreTrainedConfig") -> None:
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
 def windows(directory: Path) -> tuple[int | None, ...]:
     return build_model(read_model_config(directory), ParameterSurvey(), 1).windows
 
 
-@pytest.mark.parametrize(("config", "expected"), CONFIGS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(("name", "given", "expected"), CONFIGS, ids=[name for name, *_ in CONFIGS])
 def test_parameters_and_windows_are_those_of_transformers(
-    tmp_path: Path, config: PreTrainedConfig, expected: tuple[int | None, ...]
+    tmp_path: Path, name: str, given: dict[str, Any], expected: tuple[int | None, ...]
 ) -> None:
+    config = getattr(transformers, name)(**given)
     save(tmp_path, config)
     checkpoint, ours = SafetensorsCheckpoint(tmp_path), read_model_config(tmp_path)
     check_parameters(checkpoint, ours)
@@ -155,7 +147,7 @@ def test_wrong_number_of_layer_types_is_refused(tmp_path: Path) -> None:
 def test_wrong_tensor_is_named(
     tmp_path: Path, change: dict[str, torch.Tensor], without: str, message: str
 ) -> None:
-    save(tmp_path, LlamaConfig(**SMALL))
+    save(tmp_path, transformers.LlamaConfig(**SMALL))
     tensors = load_file(tmp_path / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if name != without}
     save_file(kept | change, tmp_path / "model.safetensors")
@@ -164,7 +156,7 @@ def test_wrong_tensor_is_named(
 
 
 def test_derived_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
-    save(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=True))
+    save(tmp_path, transformers.LlamaConfig(**SMALL, tie_word_embeddings=True))
     extra = {
         "lm_head.weight": torch.zeros(64, 32),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
@@ -175,7 +167,12 @@ def test_derived_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
 
 def test_gpt2_without_the_prefix_of_its_names_is_read(tmp_path: Path) -> None:
     """The published files hold the base model, and masks that follow from the config."""
-    save(tmp_path, GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, vocab_size=64, eos_token_id=1))
+    save(
+        tmp_path,
+        transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, n_positions=16, vocab_size=64, eos_token_id=1
+        ),
+    )
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}, tmp_path / "model.safetensors")
@@ -190,7 +187,9 @@ def test_mxfp4_is_dequantised_as_in_transformers() -> None:
     scheme, source = METHODS["mxfp4"](JsonObject({}, "")), torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=source)
     scales = torch.randint(118, 132, (2, 6, 3), generator=source)
-    expected = convert_moe_packed_tensors(blocks.byte(), scales.byte(), dtype=torch.float32)
+    expected = transformers.integrations.mxfp4.convert_moe_packed_tensors(
+        blocks.byte(), scales.byte(), dtype=torch.float32
+    )
     for expert, expected_KN in enumerate(expected):  # transformers has the inputs first
         parts = {"blocks": blocks[expert].byte(), "scales": scales[expert].byte()}
         made = read_matrix(scheme, parts, ((0, 6), (0, 96)))

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+import transformers
 
 from baton.engine.models.loading.checkpoint import JsonObject, read_json
 from baton.engine.models.registry import (
@@ -45,7 +44,7 @@ def read_keys(tmp_path: Path, keys: dict[str, Any]) -> ModelConfig:
 
 
 def test_config_of_transformers_is_read(tmp_path: Path) -> None:
-    oracle = LlamaConfig(**SMALL, rms_norm_eps=1e-5, dtype="bfloat16", tie_word_embeddings=True)
+    oracle = transformers.LlamaConfig(**SMALL, rms_norm_eps=1e-5, dtype="bfloat16", tie_word_embeddings=True)
     oracle.save_pretrained(tmp_path)
     config = read_model_config(tmp_path)
     assert config.architecture == "LlamaForCausalLM"
@@ -58,7 +57,7 @@ def test_config_of_transformers_is_read(tmp_path: Path) -> None:
 
 def test_head_dim_is_the_key_or_the_default_of_the_architecture(tmp_path: Path) -> None:
     keys = OLD_LLAMA | {"architectures": ["Qwen3ForCausalLM"]}
-    assert read_keys(tmp_path, keys).head_dim == Qwen3Config().head_dim
+    assert read_keys(tmp_path, keys).head_dim == transformers.Qwen3Config().head_dim
     assert read_keys(tmp_path, keys | {"head_dim": 16}).head_dim == 16
 
 
@@ -184,7 +183,7 @@ def read_rope(**keys: Any) -> RopeConfig:
     return read_rope_config(JsonObject({"max_position_embeddings": MAX_POSITIONS} | keys, "config.json"))
 
 
-def assert_means_the_same(rope: RopeConfig, oracle: LlamaConfig) -> None:
+def assert_means_the_same(rope: RopeConfig, oracle: "transformers.LlamaConfig") -> None:
     meant, scaling = oracle.rope_parameters, rope.scaling
     assert (scaling.rope_type, rope.theta) == (meant["rope_type"], meant["rope_theta"])
     assert {name: getattr(scaling, name) for name in FIELDS if name in meant} == {
@@ -193,14 +192,14 @@ def assert_means_the_same(rope: RopeConfig, oracle: LlamaConfig) -> None:
     if scaling.rope_type in ("llama3", "yarn"):
         assert scaling.original_max_positions == meant["original_max_position_embeddings"]
     if scaling.rope_type != "default":
-        _, expected = ROPE_INIT_FUNCTIONS[scaling.rope_type](oracle, "cpu")
+        _, expected = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling.rope_type](oracle, "cpu")
         assert attention_factor(scaling) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
 @pytest.mark.parametrize("spelling", ["rope_type", "type"])
 def test_every_rope_type_in_the_older_spelling(scaling: dict[str, Any], spelling: str) -> None:
-    oracle = LlamaConfig(
+    oracle = transformers.LlamaConfig(
         max_position_embeddings=MAX_POSITIONS, rope_parameters=scaling | {"rope_theta": THETA}
     )
     old = {spelling if name == "rope_type" else name: value for name, value in scaling.items()}
@@ -209,7 +208,7 @@ def test_every_rope_type_in_the_older_spelling(scaling: dict[str, Any], spelling
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, *SCALINGS], ids=lambda s: s["rope_type"])
 def test_every_rope_type_as_transformers_writes_it(tmp_path: Path, scaling: dict[str, Any]) -> None:
-    oracle = LlamaConfig(
+    oracle = transformers.LlamaConfig(
         max_position_embeddings=MAX_POSITIONS, rope_parameters=scaling | {"rope_theta": THETA}
     )
     oracle.save_pretrained(tmp_path)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.engine.models.loading.checkpoint import (
     MAX_FILE_BYTES,
@@ -27,10 +27,10 @@ FILE = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def model() -> "transformers.LlamaForCausalLM":
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             hidden_size=32,
             intermediate_size=48,
             num_hidden_layers=2,
@@ -52,7 +52,7 @@ def write_header(directory: Path, header: object, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("shard_size", [None, "16KB"])
 def test_checkpoint_has_the_tensors_of_transformers(
-    tmp_path: Path, model: LlamaForCausalLM, shard_size: str | None
+    tmp_path: Path, model: "transformers.LlamaForCausalLM", shard_size: str | None
 ) -> None:
     model.save_pretrained(tmp_path, **({} if shard_size is None else {"max_shard_size": shard_size}))
     assert (len(weight_files(tmp_path)) > 2) == (shard_size is not None)
