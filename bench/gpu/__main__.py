@@ -1,10 +1,9 @@
 """Kernels and engine on one GPU, beside the rates of the device: all of it in one command.
 
-    python -m baton.bench.gpu [--minutes 9] [--output FOLDER] [--resume] [--rival-python PATH] [--toy]
+    python -m baton.bench.gpu [--minutes 9] [--only STAGE ...] [--output FOLDER] [--rival-python PATH] [--toy]
 
---tune runs no stage: it writes kernels/triton/tuned.json. --live-programs measures nothing: how the decode
-kernel splits its work, with a plot. Exit code 1 when a stage failed. Without CUDA, or with --toy, the same
-code runs at toy size on the CPU. docs/benchmarks.md explains the figures.
+Exit code 1 when a stage failed. Without CUDA, or with --toy, the same code runs at toy size on the CPU.
+docs/benchmarks.md explains the figures.
 """
 
 import sys

@@ -4,29 +4,19 @@ Shapes: B sequences, T tokens, H query heads, K kv heads, D head dim, P pages, L
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import product
 from statistics import median
 from typing import Final
-from unittest import mock
 
 import torch
-from msgspec.structs import replace as replace_fields
 from torch import Tensor
 from torch.nn import functional
 
-from baton.bench.gpu.session import (
-    LLAMA_8B,
-    Rates,
-    Session,
-    products_name,
-    require_close,
-)
+from baton.bench.gpu.session import Rates, Session, products_name, require_close
 from baton.bench.machine import (
     Call,
     copy_bandwidth_gbps,
@@ -36,30 +26,11 @@ from baton.bench.machine import (
     read_bandwidth_gbps,
     seconds_per_call,
 )
-from baton.bench.report import Curve, Row, at_least, at_most, format_number
-from baton.kernels import linear, paged_attention
-from baton.kernels import prefill_attention as prefill
-from baton.kernels.gated import SILU
-from baton.kernels.linear import NUM_MULTIPROCESSORS
-from baton.kernels.paged_attention import (
-    TARGET_PROGRAMS,
-    decode_programs,
-)
+from baton.bench.report import Row, at_most, format_number
+from baton.kernels.paged_attention import TARGET_PROGRAMS
 from baton.kernels.prefill_attention import prefill_attention_reference
 from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
-from baton.kernels.triton import attention_tile
-from baton.kernels.triton.attention_tile import NUM_STAGES, num_splits
-from baton.kernels.triton.kernel import (
-    SHARED_MEMORY_BYTES,
-    Kernel,
-    Launch,
-    TileKind,
-    TunedTile,
-    compile_for_hopper,
-    kernel,
-    runs_triton,
-    tl,
-)
+from baton.kernels.triton.kernel import kernel, runs_triton, tl
 
 DTYPE = torch.bfloat16
 PAGE_SIZES = (16, 64)
@@ -68,50 +39,7 @@ READ_BLOCK: Final = 8192  # values that a program of `read_kernel` loads at once
 EVERY_BATCH_BAR: Final = 85.0  # percent of read bandwidth, at every number of sequences
 MISSES_NAMED: Final = 12
 NUM_RIVAL_ROUNDS: Final = 3
-MOST_SEQUENCES: Final = 256
-CONTEXTS: Final = (128, 1024, 8192, 32_768, 131_072)  # of the plot; the last is the longest
-LEAST_KEPT: Final = 0.5  # of the live programs, from one number of sequences to the next
 FA3: Final = "fa3_fwd_interface"  # the module of the wheel fa3-fwd
-
-
-def live_programs(batch: int, context: int) -> int:
-    """Return the decode kernel's programs that have a split: the 8B shape, served up to 131,072 tokens."""
-    num_heads = batch * LLAMA_8B.num_kv_heads
-    return num_heads * min(decode_programs(num_heads, num_splits(CONTEXTS[-1])), num_splits(context))
-
-
-def live_program_curves() -> dict[str, Curve]:
-    """Return the live programs over the number of sequences, by context."""
-    batches = range(1, MOST_SEQUENCES + 1)
-    return {
-        f"{context:,} tokens": [(batch, live_programs(batch, context)) for batch in batches]
-        for context in CONTEXTS
-    }
-
-
-def heuristic(session: Session) -> Iterator[Row]:
-    """Look for cliffs of live programs at every number of sequences and every length; nothing is launched.
-
-    Programs live in a context by its number of splits alone, so one length of each number stands for all.
-    """
-    lengths = {num_splits(context): context for context in range(CONTEXTS[0], CONTEXTS[-1] + 1)}
-    table = torch.tensor(
-        [
-            [live_programs(batch, length) for length in lengths.values()]
-            for batch in range(1, MOST_SEQUENCES + 1)
-        ]
-    )
-    heads = LLAMA_8B.num_kv_heads * torch.arange(1, MOST_SEQUENCES + 1)
-    reachable = (heads[:, None] * torch.tensor(list(lengths))).clip(max=TARGET_PROGRAMS)
-    kept_batch = (table[1:] / table[:-1]).amin(dim=1)
-    batch = int(kept_batch.argmin()) + 1
-    name, note = "live programs kept", f"from {batch} sequences to {batch + 1}"
-    yield at_least(f"{name}, one sequence more", float(kept_batch.min()), "x", LEAST_KEPT, note)
-    kept = float((table[:, 1:] / table[:, :-1]).min())
-    yield at_least(f"{name}, one token more", kept, "x", 1.0, f"{len(lengths)} numbers of splits")
-    filled = float((table / reachable).min())
-    note = f"{TARGET_PROGRAMS:,}, or all splits where there are fewer"
-    yield at_least("live programs of those that fill the GPU", filled, "x", 1.0, note)
 
 
 @dataclass(frozen=True)
@@ -462,213 +390,3 @@ def _library_prefill(session: Session, num_tokens: int) -> Call:
 
 def _normal(session: Session, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=DTYPE, device=session.device).normal_()
-
-
-# Tuned tiles: candidates, compiled and judged. bench/gpu/suite.py chooses among them.
-#
-# A candidate is compiled for sm_90 in every kind of launch that would use it. One that spills registers, or
-# has more shared memory than a program may have, is dropped. On a GPU the others are judged by the time of
-# launches, elsewhere by a model of a multiprocessor of an H200, whose constants are estimates: no GPU has
-# measured them.
-
-COMPILED_INPUTS: Final = 4096  # a product compiles to the same for all inputs that are multiples of block_k
-# (splits, is_gated, has_bias): row-parallel, the gate and its value, column-parallel products.
-LINEAR_SORTS: Final = ((2, False, False), (1, True, False), (1, False, True))
-LINEAR_OUTPUTS: Final = (4096, 6144, 28672)  # that a width is judged by
-TUNED_CONTEXT: Final = 2048  # keys of a sequence, where tiles are timed
-TUNED_TOKENS: Final = {64: 64, 128: 2048}  # rows of a tile -> tokens that it is judged by
-# The model of one of 132 multiprocessors.
-LATENCY_S: Final = 1.1e-6  # of memory
-NEEDED_BYTES: Final = 40_000  # under way, for all of its share of the read bandwidth during that time
-READ_BYTES_PER_S: Final = 4.8e12 / NUM_MULTIPROCESSORS
-CACHE_BYTES_PER_S: Final = 5.5e12 / NUM_MULTIPROCESSORS  # from the second level, which tiles share
-FLOPS_PER_S: Final = 800e12 / NUM_MULTIPROCESSORS
-PROGRAM_BYTES: Final = 1024  # of shared memory, that a program takes for itself
-BLOCK_OVERHEAD_KEYS: Final = 8  # keys that could be met in the time that a block costs beside its keys
-REGISTERS: Final = 65_536
-
-
-def num_programs(tile: TunedTile) -> int:
-    """Return the programs of a compiled tile that a multiprocessor has room for at once."""
-    by_registers = REGISTERS // (max(1, tile.registers) * 32 * tile.num_warps)
-    return min(by_registers, SHARED_MEMORY_BYTES // (tile.shared_bytes + PROGRAM_BYTES))
-
-
-def candidates(kind: TileKind, width: int) -> list[TunedTile]:
-    """Return the tiles of a kind that are tried, in bf16; they have not been compiled."""
-    sizes: list[tuple[int, int, int, int, int]]
-    if kind == "linear":
-        sizes = [
-            (rows, outputs, inputs, rows // per_warp, stages)
-            for rows in (64, 128)
-            for outputs in (64, 128, 256)
-            for inputs in (64, 128)
-            for per_warp in (16, 8)
-            for stages in (3, 4, 5, 6)
-            if stages * (rows + outputs) * inputs * 2 <= SHARED_MEMORY_BYTES + 2 * (rows + outputs) * inputs
-        ]
-    else:  # with other stages, a product waits for loads: tests/kernels/test_aot.py
-        heights = (64,) if kind == "decode" else (64, 128)
-        sizes = [(rows, keys, 0, rows // 16, NUM_STAGES) for rows in heights for keys in (32, 64, 128)]
-    return [
-        TunedTile(
-            kind=kind,
-            dtype="bfloat16",
-            width=width,
-            block_m=rows,
-            block_n=outputs,
-            block_k=inputs,
-            num_warps=warps,
-            num_stages=stages,
-            registers=0,
-            shared_bytes=0,
-            chosen_by="model",
-            triton=version("triton"),
-        )
-        for rows, outputs, inputs, warps, stages in sizes
-    ]
-
-
-class Recorder:
-    """Stands where a kernel stands and remembers how it was launched."""
-
-    def __init__(self, kernel: Kernel, launches: list[Launch]) -> None:
-        self._kernel, self._launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, **options: self._launches.append(Launch(self._kernel, arguments, options))
-
-
-@contextmanager
-def _in_use(tile: TunedTile) -> Iterator[None]:
-    """Make launchers use this tile in place of the table's."""
-    with (
-        mock.patch.object(linear, "tuned_tile", lambda key: tile),
-        mock.patch.object(attention_tile, "tuned_tile", lambda key: tile),
-    ):
-        yield
-
-
-def tile_launches(tile: TunedTile) -> list[Launch]:
-    """Return every kind of launch that has such a tile, as a CPU's tensors make it."""
-    launches: list[Launch] = []
-    module, name = {
-        "linear": (linear, "linear_kernel"),
-        "decode": (paged_attention, "paged_attention_kernel"),
-        "prefill": (prefill, "prefill_attention_kernel"),
-    }[tile.kind]
-    with mock.patch.object(module, name, Recorder(getattr(module, name), launches)), _in_use(tile):
-        for call in _tile_calls(tile, torch.device("cpu")):
-            call()
-    return launches
-
-
-def _tile_calls(tile: TunedTile, device: torch.device) -> Iterator[Call]:
-    """Yield launches: on a GPU at the shapes that are timed, on a CPU one of each sort."""
-    kind, dtype, width, block_m = tile.key
-
-    def values(*shape: int) -> Tensor:
-        made = torch.empty(shape, dtype=dtype, device=device)
-        return made.normal_() if made.is_cuda else made
-
-    if kind == "linear":
-        # Programs share the parts of a tile where there are few tiles, and compute whole tiles otherwise.
-        is_timed = device.type == "cuda"
-        outputs = LINEAR_OUTPUTS if is_timed else (4096, 128_256)
-        num_tokens = TUNED_TOKENS[block_m] if is_timed else block_m
-        for num_outputs, (num_splits_, is_gated, has_bias) in product(outputs, LINEAR_SORTS):
-            num_inputs = num_splits_ * width
-            weight = linear.LinearWeight(
-                values(num_outputs, num_inputs),
-                num_outputs,
-                num_inputs,
-                dtype,
-                is_packed=False,
-                arrivals=linear.new_arrivals(device),
-            )
-            yield partial(
-                linear.linear_triton,
-                values(num_tokens, num_inputs),
-                weight,
-                torch.zeros(num_outputs, device=device) if has_bias else None,
-                num_splits=num_splits_,
-                gate=SILU if is_gated else None,
-            )
-        return
-    # Decode steps and chunks of 16 tokens read long contexts; a prompt is computed in one chunk.
-    num_queries = 1 if kind == "decode" else 16 if block_m == 64 else TUNED_CONTEXT
-    num_sequences = 64 if num_queries < TUNED_CONTEXT else 1
-    for window, page_size in ((None, 16), (4096, 64)):
-        num_pages = TUNED_CONTEXT // page_size
-        pages = values(num_sequences * num_pages, 2, 8, page_size, width)
-        table = torch.arange(len(pages), dtype=torch.int32, device=device).view(num_sequences, num_pages)
-        lens = torch.full((num_sequences,), TUNED_CONTEXT, dtype=torch.int32, device=device)
-        query = values(num_sequences * num_queries, 32, width)
-        if kind == "decode":
-            decode = paged_attention.paged_attention_decode_triton
-            yield partial(decode, query, pages, table, lens, scale=0.1, window=window)
-        else:
-            starts = num_queries * torch.arange(num_sequences + 1, dtype=torch.int32, device=device)
-            yield partial(
-                prefill.prefill_attention_triton,
-                *(query, pages, table, starts, lens),
-                scale=0.1,
-                window=window,
-                max_seqlen_q=num_queries,
-            )
-
-
-def compile_tile(tile: TunedTile) -> TunedTile | None:
-    """Return the tile with the most that any launch takes; None where one spills or has no room."""
-    width = COMPILED_INPUTS if tile.kind == "linear" else tile.width
-    needs = _needs(replace_fields(tile, width=width, registers=0, shared_bytes=0))
-    return None if needs is None else replace_fields(tile, registers=needs[0], shared_bytes=needs[1])
-
-
-@cache
-def _needs(tile: TunedTile) -> tuple[int, int] | None:
-    """Return the registers and the bytes of shared memory; None: see above."""
-    compiled = [compile_for_hopper(launch) for launch in tile_launches(tile)]
-    if any(made.local_bytes or made.shared_bytes > SHARED_MEMORY_BYTES for made in compiled):
-        return None
-    return max(made.registers for made in compiled), max(made.shared_bytes for made in compiled)
-
-
-def model_seconds(tile: TunedTile) -> float:
-    """Return the time of typical work by the model of a multiprocessor; it compares tiles of one width."""
-    if tile.kind == "linear":
-        return sum(_linear_seconds(tile, num_outputs) for num_outputs in LINEAR_OUTPUTS)
-    num_buffers = (tile.num_stages - 1) // 2
-    blocks = 1 + BLOCK_OVERHEAD_KEYS / tile.block_n
-    if tile.kind == "decode":  # reads keys and values; all buffers but the one in use are under way
-        under_way = (num_buffers - 1) * 4 * tile.block_n * tile.width * num_programs(tile)
-        return blocks * NEEDED_BYTES / max(1, min(under_way, NEEDED_BYTES))
-    # An instruction of 64 rows takes block_n / 2 cycles and reads queries and keys at 128 bytes a cycle.
-    scores = max(1.0, (64 * 32 + 32 * tile.block_n) / 128 / (tile.block_n / 2))
-    return blocks * (scores + 1) / 2 * (1.0 if num_programs(tile) * tile.num_warps >= 8 else 1.5)
-
-
-def _linear_seconds(tile: TunedTile, num_outputs: int) -> float:
-    width, num_tokens = tile.width, TUNED_TOKENS[tile.block_m]
-    num_tiles = -(-num_outputs // tile.block_n) * -(-num_tokens // tile.block_m)
-    num_parts = -(-width // max(linear.LEAST_PART, -(-width // linear.MAX_PARTS)))
-    units = num_tiles * num_parts if num_tiles <= NUM_MULTIPROCESSORS else num_tiles
-    launched = 2 if tile.block_m == 64 else 1  # programs of a multiprocessor, as linear_triton launches them
-    programs = min(launched, max(1, num_programs(tile)))  # at once
-    rounds = -(-units // (NUM_MULTIPROCESSORS * launched)) * launched  # units of the busiest multiprocessor
-    inputs = width * num_tiles / units
-    loaded = (tile.block_m + tile.block_n) * inputs * 2
-    under_way = programs * (tile.num_stages - 1) * tile.block_n * tile.block_k * 2
-    weight_s = tile.block_n * inputs * 2 / READ_BYTES_PER_S / min(1.0, under_way / NEEDED_BYTES)
-    weight_s /= -(-num_tokens // tile.block_m)  # the rows of tiles share what one of them has read
-    product_s = 2 * tile.block_m * tile.block_n * inputs / FLOPS_PER_S
-    sums_s = tile.block_m * tile.block_n * 8 / CACHE_BYTES_PER_S if units > num_tiles else 0.0
-    # The first loads of a unit are waited for, unless another program computes meanwhile.
-    return rounds * (max(weight_s, loaded / CACHE_BYTES_PER_S, product_s) + sums_s + LATENCY_S / programs)
-
-
-def timed_seconds(tile: TunedTile) -> float:
-    """Return the time of the launches of `tile_launches` on the current GPU."""
-    device = torch.device("cuda")
-    with _in_use(tile):
-        return sum(seconds_per_call([call], device) for call in list(_tile_calls(tile, device)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.bench.gpu.session import Session, require_equal
-from baton.bench.kv.ends import Ends, bf16_layout, moving_s
+from baton.bench.kv.ends import Ends, bf16_layout
 from baton.bench.machine import Call, seconds_per_call, synchronize, wall_seconds
 from baton.bench.report import Row, format_number
 from baton.kernels.pages import Offsets, copy_pages
@@ -41,7 +41,7 @@ class Moved(NamedTuple):
 def move(session: Session, transport: str) -> Iterator[Moved]:
     """Move pages to another process; rounds alternate with copies. RuntimeError: pages do not arrive."""
     counts, layout = session.sizes.kv_moved_units, _layout(session, 1)
-    with Ends(layout, layout, max(counts) * PAGE_SIZE, (transport,), session.device.type) as ends:
+    with Ends(layout, max(counts) * PAGE_SIZE, (transport,), session.device.type) as ends:
         content = ends.pool(transport).view(-1).view(torch.uint8)
         target = torch.empty_like(content)
         for num_pages in counts:
@@ -49,7 +49,7 @@ def move(session: Session, transport: str) -> Iterator[Moved]:
             copy = partial(target[:num_bytes].copy_, content[:num_bytes])
             times_s = [
                 (
-                    moving_s(ends.send(transport, num_pages * PAGE_SIZE)),
+                    ends.send(transport, num_pages * PAGE_SIZE).moving_s,
                     wall_seconds(copy, session.device),
                 )
                 for _ in range(1 + NUM_ROUNDS)

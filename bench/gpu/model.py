@@ -1,29 +1,24 @@
-"""The 8B shape through the engine, beside rivals: scheduler, graphs and sampling are part of the figures.
+"""The 8B shape through the engine, beside vLLM: scheduler, graphs and sampling are part of the figures.
 
 Shapes: B sequences, V vocabulary.
 """
 
-import asyncio
 import json
 import random
-import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from operator import add
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Final, TypeAlias, cast
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from baton.bench.engine.replica import (
     TOY_LLAMA,
@@ -37,10 +32,9 @@ from baton.bench.engine.replica import (
     request_of,
 )
 from baton.bench.gpu.session import Session, Sizes, WrongResult, products_name, require_close
-from baton.bench.machine import Call, wall_seconds
+from baton.bench.machine import wall_seconds
 from baton.bench.processes import Child
 from baton.bench.report import Row, at_most, format_number
-from baton.config.environment import environment_of_child
 from baton.engine.models.loading.checkpoint import SINGLE_FILE
 from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.registry import read_model_config
@@ -49,8 +43,6 @@ from baton.engine.scheduler.sequence import Batch
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.request import SamplingParams, StepOutput
 
-GENERATE_BAR: Final = 8.0  # our throughput / padded generate on ragged requests
-NUM_DECODE_TOKENS: Final = 33
 NUM_RUNS: Final = 3
 CHECKED_TOKENS: Final = 64
 STEP_BARS: Final = {1: 80.0, 64: 75.0, 256: 65.0}  # percent of roofline
@@ -260,109 +252,6 @@ def _model_seconds(session: Session) -> float:
     return wall_seconds(run, session.device) / num_runs
 
 
-class TransformersRival:
-    """A transformers model in bf16 with the engine's weights and SDPA attention."""
-
-    def __init__(self, shape: LlamaShape, device: torch.device) -> None:
-        import transformers  # the other stages run without it
-
-        transformers.logging.set_verbosity_error()
-        self._device = device
-        with TemporaryDirectory() as folder:
-            shape.write(Path(folder))
-            config = transformers.AutoConfig.from_pretrained(folder)
-            checkpoint = dummy_checkpoint(read_model_config(Path(folder)), 0, device)
-        with torch.device(device):
-            self._model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation="sdpa"
-            ).eval()
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(checkpoint.slice(name, 0, 0, len(parameter)))
-
-    def last_logits(self, prompt: list[int]) -> Tensor:
-        """Return the logits of the last token, [1, V]."""
-        token_ids = torch.tensor([prompt], device=self._device)
-        logits: Tensor = self._model(token_ids, logits_to_keep=1).logits[:, -1]
-        return logits
-
-    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> None:
-        """Generate greedily; all prompts are padded on the left to the longest."""
-        longest = max(map(len, prompts))
-        token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        self._model.generate(
-            token_ids.to(self._device),
-            attention_mask=mask.to(self._device),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-
-
-def against_transformers(session: Session) -> Iterator[Row]:
-    """Compare with `transformers` on the same device with the same weights."""
-    if find_spec("transformers") is None:
-        yield Row("transformers", None, "", note="not installed")
-        return
-    sizes, rng = session.sizes, random.Random(2)
-    rival = TransformersRival(sizes.model, session.device)
-    _check(session, rival, random_tokens(sizes.model, rng, CHECKED_TOKENS))
-    for num_tokens, our_s in session.figures.prefill_seconds.items():
-        prompt = random_tokens(sizes.model, rng, num_tokens)
-        rival_s = _median_seconds(session, partial(rival.last_logits, prompt))
-        note = f"theirs {format_number(rival_s * 1e3)} ms"
-        yield Row(f"prefill, {num_tokens:,} tokens: times as fast", rival_s / our_s, "x", note=note)
-    for batch in sizes.step_batches[:2]:
-        step_s = session.figures.step_seconds.get(_step_name(batch, sizes.step_context))
-        if step_s is not None:
-            yield _decode_row(session, rival, batch, step_s)
-    yield from _mixed_rows(session, rival)
-
-
-def _decode_row(session: Session, rival: TransformersRival, batch: int, our_s: float) -> Row:
-    sizes, rng = session.sizes, random.Random(batch)
-    prompts = [random_tokens(sizes.model, rng, sizes.step_context) for _ in range(batch)]
-
-    def seconds(num_tokens: int) -> float:
-        return _median_seconds(session, lambda: rival.generate(prompts, num_tokens))
-
-    rival_s = (seconds(NUM_DECODE_TOKENS) - seconds(1)) / (NUM_DECODE_TOKENS - 1)
-    note = f"theirs {format_number(rival_s * 1e3)} ms"
-    name = f"{_step_name(batch, sizes.step_context)}: times as fast as generate"
-    return Row(name, rival_s / our_s, "x", note=note)
-
-
-def _mixed_rows(session: Session, rival: TransformersRival) -> Iterator[Row]:
-    """Run ragged requests: ours as they come, theirs as one padded batch up to the longest answer."""
-    sizes, rng = session.sizes, random.Random(3)
-    lengths = [rng.randint(*sizes.mixed_lengths) for _ in range(2 * sizes.num_mixed_requests)]
-    prompts = [random_tokens(sizes.model, rng, length) for length in lengths[::2]]
-    num_new_tokens = lengths[1::2]
-    generate_all = partial(generate, session.replica.engine, prompts, num_new_tokens)
-    generate_all()  # captures the graph of every batch size on the way
-    our_s = wall_seconds(generate_all, session.device)
-    ours = sum(num_new_tokens) / our_s
-    name = f"{len(prompts)} ragged requests"
-    yield Row(f"{name}: Baton", ours, "tok/s", note=f"{sizes.mixed_lengths} tokens in and out")
-    rival.generate(prompts, 2)
-    rival_s = wall_seconds(lambda: rival.generate(prompts, max(num_new_tokens)), session.device)
-    theirs = sum(num_new_tokens) / rival_s
-    yield Row(f"{name}: padded generate", theirs, "tok/s", note="tokens past an answer's end not counted")
-    yield session.bar(f"{name}: times as fast", ours / theirs, "x", GENERATE_BAR)
-
-
-def _check(session: Session, rival: TransformersRival, prompt: list[int]) -> None:
-    ours_1V = session.replica.engine.runner.execute(step_arrays([0], [prompt]))
-    # Rounding in bf16 grows with the layers; another model's logits would be off by 1.4.
-    require_close("logits against transformers", ours_1V, rival.last_logits(prompt), limit=0.1)
-
-
-def _median_seconds(session: Session, run: Call) -> float:
-    run()
-    return median(wall_seconds(run, session.device) for _ in range(NUM_RUNS))
-
-
 Job: TypeAlias = tuple[list[int], int]  # a prompt, and the tokens of its answer
 VLLM_BAR: Final = 0.95  # our output tokens a second / vLLM's
 VLLM_GOAL: Final = 1.1
@@ -496,112 +385,3 @@ def _vllm_rows(session: Session, rival: VllmRival, name: str, jobs: list[Job]) -
     yield Row(f"{name}: Baton", sum(lengths) / our_s, "tok/s", note=f"{sum(map(len, prompts)):,} tokens in")
     yield Row(f"{name}: vLLM", sum(lengths) / their_s, "tok/s")
     yield session.bar(f"{name}: times as fast as vLLM", their_s / our_s, "x", VLLM_BAR, f"goal {VLLM_GOAL}")
-
-
-MPS: Final = "nvidia-cuda-mps-control"
-MPS_START_S: Final = 10.0
-
-
-@contextmanager
-def mps(folder: Path) -> Iterator[dict[str, str] | None]:
-    """Run CUDA's MPS, with which processes compute on one GPU side by side; yield its clients' environment.
-
-    None: there is no MPS, or it does not start.
-    """
-    program, pipes = shutil.which(MPS), folder / "pipes"
-    if program is None:
-        yield None
-        return
-    places = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
-    environment = environment_of_child(num_threads=1) | places
-    daemon = subprocess.Popen([program, "-f"], env=environment, stdin=subprocess.DEVNULL)
-    try:
-        until_s = perf_counter() + MPS_START_S
-        while not pipes.exists() and daemon.poll() is None and perf_counter() < until_s:
-            sleep(0.1)
-        yield environment if pipes.exists() and daemon.poll() is None else None
-    finally:
-        daemon.terminate()
-        daemon.wait()
-
-
-def two_roles(session: Session) -> Iterator[Row]:
-    """Compare the goodput of a prefill and a decode worker on one device with that of one worker for both.
-
-    The two workers divide the device's memory; without MPS they also take turns on its processors. Limits:
-    the time to the first token, and the mean of the worst tenth of an answer's gaps.
-    """
-    load, whole = session.sizes.goodput, dict[str, list[float]]()
-    for name, options in {
-        "one worker": (),
-        f"one worker, steps of {load.chunk_tokens} tokens": (
-            "--max-num-batched-tokens",
-            str(load.chunk_tokens),
-        ),
-    }.items():
-        whole[name] = asyncio.run(_goodputs(session, 0, options))
-        for rate, goodput in zip(load.rates, whole[name], strict=True):
-            yield _goodput_row(rate, name, goodput)
-    yield from _divided_rows(session, "1P+1D", whole, None)
-    with TemporaryDirectory() as folder, mps(Path(folder)) as environment:
-        if environment is not None and session.device.type == "cuda":
-            yield from _divided_rows(session, "1P+1D with MPS", whole, environment)
-        else:
-            yield Row("1P+1D with MPS", None, "", note="skipped: no GPU, or MPS does not start")
-
-
-def _divided_rows(
-    session: Session, name: str, whole: Mapping[str, list[float]], environment: Mapping[str, str] | None
-) -> Iterator[Row]:
-    """Measure 1P+1D. whole: goodputs of one worker at each rate, by its name."""
-    rates, ours = session.sizes.goodput.rates, asyncio.run(_goodputs(session, 1, (), environment))
-    for place, (rate, goodput) in enumerate(zip(rates, ours, strict=True)):
-        verdict = roles_verdict(goodput, {rival: of_rival[place] for rival, of_rival in whole.items()})
-        yield _goodput_row(rate, name, goodput, verdict)
-
-
-def _goodput_row(rate: float, name: str, goodput: float, note: str = "") -> Row:
-    return Row(f"one device, {rate:g} requests/s: {name}", goodput, "good requests/s", note=note)
-
-
-def roles_verdict(ours: float, whole: Mapping[str, float]) -> str:
-    """Compare the goodput of 1P+1D with the best one of one worker."""
-    best = max(whole, key=whole.__getitem__)
-    theirs = f"{format_number(whole[best])} of {best}"
-    if ours == whole[best]:
-        return f"P/D equals the {theirs}"
-    return f"P/D {'wins over' if ours > whole[best] else 'LOSES to'} the {theirs}"
-
-
-async def _goodputs(
-    session: Session, num_prefill: int, options: Sequence[str], environment: Mapping[str, str] | None = None
-) -> list[float]:
-    """Serve the model with one decode worker; return the good answers a second at each rate."""
-    # The other stages run without the packages of a server.
-    from baton.bench.clusters import served_cluster
-    from baton.bench.serve.client import Address, Client
-    from baton.bench.serve.load import Lengths, Load, Shape, poisson, random_jobs
-
-    sizes, load, goodputs = session.sizes, session.sizes.goodput, list[float]()
-    words = ["--runtime", "local", "--load-format", "dummy", "--device", session.device.type]
-    words += ["--max-model-len", str(min(sizes.max_model_len, sizes.model.max_positions)), *options]
-    lengths = {"num_input": Lengths(*load.num_input), "num_output": Lengths(*load.num_output)}
-    with TemporaryDirectory() as folder:
-        sizes.model.write(Path(folder))
-        async with served_cluster(
-            words, prefill=num_prefill, decode=1, environment=environment, model=folder
-        ) as cluster:
-            client = Client(Address(cluster.url))
-            for seed, rate in enumerate((load.rates[0], *load.rates)):  # the first one warms up
-                num_jobs = max(1, round(rate * load.seconds))
-                jobs = random_jobs(num_jobs, seed, vocab_size=sizes.model.vocab_size, **lengths)
-                server = Load(client, Path(folder).name, Shape(asks_ids=True))
-                run = await server.run(poisson(jobs, rate, seed))
-                if run.failures:
-                    raise WrongResult(f"{len(run.failures)} requests failed: {run.failures[0]} {run.said}")
-                num_good = sum(
-                    each.ttft_s <= load.ttft_s and (each.tbt_s or 0.0) <= load.itl_s for each in run.samples
-                )
-                goodputs.append(rate * num_good / num_jobs)
-            client.close()
-    return goodputs[1:]

@@ -1,8 +1,7 @@
 """A stage of the GPU suite gets a `Session`: its device, sizes, engine, and the figures of earlier stages."""
 
 import sys
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,25 +26,6 @@ class WrongResult(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GoodputLoad:
-    """Poisson load at rising rates, and the limits within which an answer counts."""
-
-    rates: tuple[float, ...]  # requests a second
-    seconds: float  # of each rate
-    num_input: tuple[int, int]  # tokens, uniform in this range
-    num_output: tuple[int, int]
-    ttft_s: float
-    itl_s: float  # mean of the worst tenth of an answer's gaps
-    chunk_tokens: int  # of a step of the worker that is tuned for short gaps
-
-
-NOT_HALVED: Final = (
-    *("has_bars", "model", "num_pool_layers", "max_model_len", "num_steps", "mixed_lengths", "rival_lengths"),
-    "goodput",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The sizes of every stage. Figures at toy size have no bars."""
 
@@ -66,22 +46,8 @@ class Sizes:
     step_context: int
     num_steps: int
     model_prefill_lengths: tuple[int, ...]
-    num_mixed_requests: int
-    mixed_lengths: tuple[int, int]  # of prompts and answers, uniform in this range
     num_rival_requests: int  # of each load that vLLM gets as well
     rival_lengths: tuple[int, int]  # tokens in and out; the first also caps lengths like those of ShareGPT
-
-    goodput: GoodputLoad
-
-    def halved(self) -> "Sizes":
-        """The sizes for a second attempt at a failed stage. Its figures have no bars."""
-        half = {name: _half(value) for name, value in vars(self).items() if name not in NOT_HALVED}
-        goodput = replace(self.goodput, seconds=self.goodput.seconds / 2)
-        return replace(self, has_bars=False, goodput=goodput, **half)
-
-
-def _half(value: Any) -> Any:
-    return tuple(map(_half, value)) if isinstance(value, tuple) else max(1, value // 2)
 
 
 FULL = Sizes(
@@ -102,19 +68,8 @@ FULL = Sizes(
     step_context=1000,
     num_steps=40,
     model_prefill_lengths=(2048, 8192),
-    num_mixed_requests=128,
-    mixed_lengths=(100, 1024),
     num_rival_requests=256,
     rival_lengths=(1024, 128),
-    goodput=GoodputLoad(
-        rates=(2, 4, 8, 16),
-        seconds=15,
-        num_input=(512, 4096),
-        num_output=(64, 256),
-        ttft_s=2.0,
-        itl_s=0.025,
-        chunk_tokens=512,
-    ),
 )
 TOY = Sizes(
     has_bars=False,
@@ -134,19 +89,8 @@ TOY = Sizes(
     step_context=40,
     num_steps=4,
     model_prefill_lengths=(32, 64),
-    num_mixed_requests=4,
-    mixed_lengths=(5, 20),
     num_rival_requests=4,
     rival_lengths=(32, 8),
-    goodput=GoodputLoad(
-        rates=(5, 20),
-        seconds=1,
-        num_input=(16, 64),
-        num_output=(4, 32),
-        ttft_s=1.0,
-        itl_s=0.02,
-        chunk_tokens=32,
-    ),
 )
 
 
@@ -197,7 +141,7 @@ class Session:
                 "max_model_len": sizes.max_model_len,
                 "cache": {"kv_cache_memory_bytes": sizes.kv_cache_bytes, "enable_prefix_caching": False},
                 "scheduler": {
-                    "max_num_seqs": max(*sizes.step_batches, sizes.num_mixed_requests),
+                    "max_num_seqs": max(sizes.step_batches),
                     "max_num_batched_tokens": max(sizes.model_prefill_lengths),
                 },
             }

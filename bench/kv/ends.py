@@ -23,7 +23,6 @@ from baton.kernels.native import TORCH_DTYPES, huge_zeros
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import GrantedTransfer, HandoffOutcome, TransferEnded, TransferTimes
-from baton.kvtransfer.protocol.messages import AnyMessage, Commit, Wrote
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.base import AUTO
 from baton.kvtransfer.transports.pages import SharedPool
@@ -137,11 +136,6 @@ def times_of(ended: TransferEnded) -> TransferTimes:
     return ended.times
 
 
-def moving_s(times: TransferTimes) -> float:
-    """Return the seconds while bytes moved."""
-    return times.moving_s
-
-
 class _Start(msgspec.Struct, frozen=True):
     """The destination's assignment."""
 
@@ -149,7 +143,6 @@ class _Start(msgspec.Struct, frozen=True):
     num_pages: int
     device: str
     transport: str
-    damaged_unit: int | None
     has_digests: bool
 
 
@@ -172,14 +165,11 @@ class DestinationProcess:
         *,
         device: str = "cpu",
         transport: str = AUTO,
-        damaged_unit: int | None = None,
         has_digests: bool = True,
     ) -> None:
-        """damaged_unit: the unit that arrives with one bit flipped, in the first long transfer."""
-        start = _Start(layout, num_pages, device, transport, damaged_unit, has_digests)
+        start = _Start(layout, num_pages, device, transport, has_digests)
         self.layout = layout
         self._child = Child("-m", "baton.bench.kv.ends", msgspec.json.encode(start).decode())
-        self.pid = self._child.pid
         if self._child.read() != READY:
             raise RuntimeError("the destination's process has ended")
 
@@ -210,24 +200,22 @@ class Ends:
 
     def __init__(
         self,
-        source: PageLayout,
-        destination: PageLayout,
+        layout: PageLayout,
         num_tokens: int,
         transports: Sequence[str] = TRANSPORTS,
         device: str = "cpu",
         has_digests: bool = True,
     ) -> None:
         """num_tokens: room of either pool; there are 64 pages at least."""
-        num_pages = max(64, source.num_pages(num_tokens))
-        num_theirs = max(64, destination.num_pages(num_tokens))
+        num_pages = max(64, layout.num_pages(num_tokens))
         asked = transports[0] if len(transports) == 1 else AUTO
         self._destination = DestinationProcess(
-            destination, num_theirs, device=device, transport=asked, has_digests=has_digests
+            layout, num_pages, device=device, transport=asked, has_digests=has_digests
         )
         self._sources: dict[str, SourceEnd] = {}
         pool: Tensor | None = None
         for transport in transports:
-            settings = msgspec.structs.replace(settings_of(source, transport), has_digests=has_digests)
+            settings = msgspec.structs.replace(settings_of(layout, transport), has_digests=has_digests)
             end = SourceEnd.random(settings, num_pages, pool, device)
             self._sources[transport], pool = end, end.pool
 
@@ -253,20 +241,6 @@ class Ends:
         return times
 
 
-class _DamagingEndpoint(KvEndpoint):
-    damaged_unit: int | None = None
-
-    def _received(self, link: Link, message: AnyMessage) -> None:
-        unit = self.damaged_unit
-        if unit is not None and isinstance(message, Wrote | Commit) and message.first <= unit < message.stop:
-            pages = self._transfers[message.transfer].handoff.pages
-            memory = self._here.rank.memory
-            assert memory is not None
-            memory.view()[pages[unit] * memory.page_bytes] ^= 1
-            self.damaged_unit = None
-        super()._received(link, message)
-
-
 def serve(start: _Start) -> None:
     """Grant pages as the lines of stdin say, and release what arrives, until killed."""
     layout, shared = start.layout, SharedPool() if start.device == "cpu" else None
@@ -276,8 +250,7 @@ def serve(start: _Start) -> None:
     pool.view(-1).view(torch.uint8)[::4096].fill_(1)
     ledger = _scattered_ledger(layout, start.num_pages, seed=1)
     settings = msgspec.structs.replace(settings_of(layout, start.transport), has_digests=start.has_digests)
-    endpoint = _DamagingEndpoint(settings, pool, ledger, shared=shared)
-    endpoint.damaged_unit = start.damaged_unit
+    endpoint = KvEndpoint(settings, pool, ledger, shared=shared)
     sys.stdout.write(READY + "\n")
     sys.stdout.flush()
     orders: list[_GrantOrder] = []

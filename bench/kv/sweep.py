@@ -16,22 +16,20 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from statistics import median
 from time import perf_counter
 from typing import Final, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from baton.bench.kv.ends import TRANSPORTS, Ends, layout_of, moving_s
+from baton.bench.kv.ends import TRANSPORTS, Ends, layout_of
 from baton.bench.processes import HOST, Child
 from baton.bench.report import Plot, Row, at_least
 from baton.errors import ConfigError
 from baton.kernels.native import huge_zeros
-from baton.kernels.pages import copy_runs
 from baton.kvtransfer.protocol.handoff import TransferTimes
-from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.page_socket import unpace
 from baton.kvtransfer.transports.rank_pair import PairGroup, join_gloo
 from baton.kvtransfer.transports.tcp import TcpSettings
@@ -139,8 +137,10 @@ def _send(sock: socket.socket, share: memoryview) -> None:
 class Gloo:
     """Sends with isend/irecv of torch.distributed, a message for each page, all in flight."""
 
-    def __init__(self, name: str, moves: PageMoves) -> None:
-        self.name, self.num_bytes = name, moves.num_bytes
+    name = "isend/irecv pages"
+
+    def __init__(self, moves: PageMoves) -> None:
+        self.num_bytes = moves.num_bytes
         store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         size = (moves.num_pool_pages, moves.page_bytes)
         self._receiver = _receiver("gloo", store.port, len(moves.source_pages), *size)
@@ -169,14 +169,12 @@ def limits_of(layout: PageLayout) -> list[Limit]:
     """Return every limit for pages of this layout."""
     many = scattered_moves(layout.page_bytes)
     few = scattered_moves(layout.page_bytes, layout.num_pages(SMALL_TOKENS))
-    contiguous = PageMoves(many.num_bytes, 1, [0], [0])
     streams = sorted({1, TcpSettings().num_streams})
     return [
         Memcpy(many),
         *(RawSocket(many.num_bytes, num_streams) for num_streams in streams),
         RawSocket(many.num_bytes, streams[-1], UNPACED),
-        Gloo("isend/irecv", contiguous),
-        Gloo("isend/irecv pages", many),
+        Gloo(many),
         Memcpy(few, SMALL),
         RawSocket(few.num_bytes, 1, SMALL),
     ]
@@ -282,7 +280,6 @@ GLOO_BAR: Final = 1.5
 SMALL_BAR: Final = 0.6
 # the beginning of a rival's name -> the least ratio to its rate of writing; other operations have no bar
 RIVAL_BARS: Final = {"nixl": 1.2, "mooncake": 2.0}
-RELAID_TOKENS: Final = 2048
 Progress = Callable[[str], None]
 
 
@@ -300,7 +297,7 @@ class Point(NamedTuple):
     @property
     def gbps(self) -> float:
         """GB/s while bytes moved."""
-        return self.num_bytes / moving_s(self.times) / 1e9
+        return self.num_bytes / self.times.moving_s / 1e9
 
 
 class Sweep(NamedTuple):
@@ -319,13 +316,9 @@ def measure_shape(
     sizes: Sequence[int],
     num_rounds: int,
     rivals: Sequence[str],
-    also: Sequence[str],
     progress: Progress,
 ) -> Sweep:
-    """Measure every prompt size, the limits and the rivals. ConfigError: a rival's text is not valid.
-
-    also: transports beside TRANSPORTS, which have no bars.
-    """
+    """Measure every prompt size, the limits and the rivals. ConfigError: a rival's text is not valid."""
     layout = layout_of(shape, page_size=page_size)
     competing = [Rival(text) for text in rivals]
     moves = scattered_moves(layout.page_bytes)
@@ -335,12 +328,10 @@ def measure_shape(
     try:
         with ExitStack() as stack:
             num_tokens = max(sizes) * 5 // 4
-            both = stack.enter_context(Ends(layout, layout, num_tokens))
-            bare = stack.enter_context(Ends(layout, layout, num_tokens, has_digests=False))
+            both = stack.enter_context(Ends(layout, num_tokens))
+            bare = stack.enter_context(Ends(layout, num_tokens, has_digests=False))
             ends = {transport: (both, transport) for transport in TRANSPORTS}
             ends |= {f"{transport}, no digests": (bare, transport) for transport in TRANSPORTS}
-            for asked in also:  # a destination listens with one transport that is not automatic
-                ends[asked] = stack.enter_context(Ends(layout, layout, num_tokens, (asked,))), asked
             for _ in range(1 + num_rounds):
                 for num_tokens in sizes:
                     progress(f"{shape}, pages of {page_size}: {num_tokens} tokens")
@@ -354,7 +345,7 @@ def measure_shape(
         for limit in limits:
             limit.close()
     points = [
-        Point(num_tokens, transport, sorted(taken[1:], key=moving_s)[num_rounds // 2])
+        Point(num_tokens, transport, sorted(taken[1:], key=attrgetter("moving_s"))[num_rounds // 2])
         for (transport, num_tokens), taken in times.items()
     ]
     gbps = {each.name: each.num_bytes / median(seconds[each.name][1:]) / 1e9 for each in limits}
@@ -414,52 +405,6 @@ def rival_rows(points: Sequence[Point], rivals: Sequence[Rival]) -> list[Row]:
             rows.append(Row(name, gbps, "GB/s"))
             rows.append(at_least(f"{rival.transport} / {name}", ratio, "x", bar))
     return rows
-
-
-def relayout_rows(shape: str, page_size: int, into: int, num_rounds: int, progress: Progress) -> list[Row]:
-    """Measure pages into pages of `into` tokens, beside equal pages and beside a plain copy of as short runs.
-
-    A run of bytes is then not a page but one head's keys, or values, of the smaller page's tokens.
-    """
-    source, other = layout_of(shape, page_size=page_size), layout_of(shape, page_size=into)
-    run_bytes = plan_transfer(source, other, 0, 0).run_bytes
-    copy_gbps = _run_copies(run_bytes)
-    found: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    with Ends(source, source, 2 * RELAID_TOKENS) as equal, Ends(source, other, 2 * RELAID_TOKENS) as unequal:
-        for _ in range(1 + num_rounds):
-            progress(f"{shape}, pages of {page_size} into {into}")
-            for transport in TRANSPORTS:
-                rates = [
-                    Point(RELAID_TOKENS, transport, ends.send(transport, RELAID_TOKENS)).gbps
-                    for ends in (unequal, equal)
-                ]
-                found[transport].append((rates[0], rates[1], copy_gbps()))
-    rows = []
-    for transport, taken in found.items():
-        name = f"{shape}, {transport}: pages of {page_size} into {into}"
-        gbps, equal_gbps, memcpy_gbps = (median(rates) for rates in zip(*taken[1:], strict=True))
-        rows += [
-            Row(name, gbps, "GB/s", note=f"{run_bytes:,} bytes a run"),
-            Row(f"{name} / memcpy of such runs", gbps / memcpy_gbps, "x"),
-            Row(f"{name} / into equal pages", gbps / equal_gbps, "x"),
-        ]
-    return rows
-
-
-def _run_copies(run_bytes: int) -> Callable[[], float]:
-    """Return a call that copies runs from random places to random places, and returns its rate in GB/s."""
-    moves = scattered_moves(run_bytes)
-    pool_bytes = moves.num_pool_pages * run_bytes
-    source, target = (huge_zeros((pool_bytes,), torch.uint8).fill_(1) for _ in range(2))
-    from_N = np.asarray(moves.source_pages, np.int64) * run_bytes
-    to_N = np.asarray(moves.destination_pages, np.int64) * run_bytes
-
-    def run() -> float:
-        started_s = perf_counter()
-        copy_runs(source, target, from_N, to_N, run_bytes, keep_in_cache=True)
-        return moves.num_bytes / (perf_counter() - started_s) / 1e9
-
-    return run
 
 
 def plot_of(sweeps: Sequence[Sweep]) -> Plot:

@@ -131,6 +131,14 @@ def events_of(pieces: Sequence[tuple[float, bytes]], *, may_be_cut: bool = False
         raise Bad("the stream ended within an event")
 
 
+def token_ids_of(answer: Answer) -> list[int]:
+    """Return the tokens of a streamed answer to a request with `return_token_ids`. Bad: see `events_of`."""
+    choices = [
+        choice for event in events_of(answer.pieces) if event.content for choice in event.content["choices"]
+    ]
+    return [token_id for choice in choices for token_id in choice.get("token_ids") or ()]
+
+
 def streamed(answer: Answer, start_s: float, num_tokens: int) -> Sample:
     """Return the latencies of a streamed answer of `num_tokens`. Bad: the answer does not count."""
     _check_status(answer)

@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 from baton.bench.clusters import WatchedCluster, copy_tiny, served_cluster
 from baton.bench.report import Report, Row, at_most, option, percentile, suite
 from baton.bench.serve.client import Address, Answer, Connection
-from baton.bench.serve.figures import events_of
+from baton.bench.serve.figures import token_ids_of
 from baton.errors import PeerGone
 from baton.messages.workers import WorkerRole
 
@@ -46,15 +46,6 @@ class Moved(NamedTuple):
     quiet_gaps_s: list[float]  # of as many windows of the same length without a move
     itl_s: float
     token_ids: list[int]
-
-
-def tokens_of(answer: Answer) -> list[int]:
-    """Return the tokens of a streamed answer. The answer must have ended for its length."""
-    choices = [
-        choice for event in events_of(answer.pieces) if event.content for choice in event.content["choices"]
-    ]
-    assert choices[-1]["finish_reason"] == "length", choices[-1]
-    return [token_id for choice in choices for token_id in choice.get("token_ids") or ()]
 
 
 def gap_s(times_s: Sequence[float], begin_s: float, end_s: float) -> float:
@@ -86,7 +77,9 @@ async def move(cluster: WatchedCluster, body: dict[str, Any], num_moves: int) ->
     times_s = [at_s for at_s, _ in answer.pieces]
     gaps_s = [gap_s(times_s, *window) for window in windows]
     itl_s = percentile([b - a for a, b in pairwise(times_s[2:])], 50)
-    return Moved(gaps_s[1::2], gaps_s[::2], itl_s, tokens_of(answer))
+    token_ids = token_ids_of(answer)
+    assert len(token_ids) == body["max_tokens"], f"{len(token_ids)} tokens came"
+    return Moved(gaps_s[1::2], gaps_s[::2], itl_s, token_ids)
 
 
 async def _window(

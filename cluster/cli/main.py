@@ -39,7 +39,7 @@ COMMANDS: Final = {
     "sleep": ("workers", "have a model free its memory until it is woken"),
     "wake": ("workers", "have a model that sleeps serve again"),
     "migrate": ("workers", "move running requests to another decode worker"),
-    "bench": ("bench", "measure this machine, or a server: kv, prefix, serve"),
+    "bench": ("bench", "measure this machine, or a server: kv, serve"),
     "sim": ("sim", "run a cluster with faults in virtual time, from a seed, or a bundle again"),
     "calibrate": ("rehearse", "measure workers of this machine, for rehearsals"),
     "rehearse": ("rehearse", "predict what a cluster does with a load, on a virtual clock"),

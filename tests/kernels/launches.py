@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.bench.gpu import kernels as gpu_suite
-from baton.bench.gpu.kernels import Recorder
+from baton.bench.gpu.tiles import Recorder
 from baton.kernels import (
     coded_runs,
     experts,

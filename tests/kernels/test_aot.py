@@ -15,7 +15,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from baton.bench.gpu.kernels import compile_tile
+from baton.bench.gpu.tiles import compile_tile
 from baton.kernels import sample
 from baton.kernels.triton.kernel import (
     HAS_TRITON,

@@ -1,8 +1,7 @@
 """Measure, on this machine: each suite prints a table and keeps it as JSON.
 
-baton bench kv [options]      KV pages between two processes, beside memcpy and raw sockets
-baton bench prefix [options]  the gain from prefix reuse, between two prefill and two decode workers
-baton bench serve [options]   an OpenAI server over HTTP, beside others; or gateway and router alone
+baton bench kv [options]     KV pages between two processes, beside memcpy and raw sockets
+baton bench serve [options]  an OpenAI server over HTTP, beside others; or gateway and router alone
 
 `baton bench SUITE --help` says more. bench/README.md lists the others, which run as `python -m`.
 """
@@ -14,7 +13,7 @@ from typing import Final
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.errors import ConfigError
 
-SUITES: Final = ("kv", "prefix", "serve")
+SUITES: Final = ("kv", "serve")
 
 
 def _add_options(parser: Parser) -> None:

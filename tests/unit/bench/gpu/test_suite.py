@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,35 +14,21 @@ import torch
 
 from baton.bench.engine.replica import num_head_parameters, num_layer_parameters
 from baton.bench.gpu import kernels, model, suite
-from baton.bench.gpu.kernels import candidates, model_seconds
 from baton.bench.gpu.model import prefill_flops, step_arrays
 from baton.bench.gpu.session import (
     FULL,
     LLAMA_8B,
     TOY,
-    Figures,
     Rates,
     Session,
     WrongResult,
     require_close,
     require_equal,
 )
-from baton.bench.gpu.suite import (
-    STAGES,
-    Attempt,
-    End,
-    Record,
-    SizeName,
-    StageRunner,
-    append,
-    choose_tiles,
-    figures_in,
-    function_named,
-    run_stages,
-)
+from baton.bench.gpu.suite import STAGES, StageRunner, function_named
+from baton.bench.gpu.tiles import candidates, choose_tiles, model_seconds
 from baton.bench.machine import Call
-from baton.bench.report import RESULTS, Report, Row
-from baton.errors import ConfigError
+from baton.bench.report import Report, Row
 from baton.kernels.triton.kernel import TileKind, TunedTile
 from tests.unit.bench.gpu.toy_stages import toy_stage
 
@@ -61,17 +47,10 @@ def stages_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-def run_toy(
-    folder: Path,
-    *names: str,
-    size: SizeName = "toy",
-    device: str = "cpu",
-    minutes: float = 9.0,
-    resumes: bool = False,
-) -> Report:
+def run_toy(folder: Path, *names: str, minutes: float = 9.0) -> Report:
     """Run stages of toy_stages.py in processes of their own; toy.json in the folder has the figures."""
-    report, runner = Report("toy", "toy", folder), StageRunner(folder, device, size)
-    run_stages([toy_stage(name) for name in names], runner, minutes, report, resumes=resumes)
+    report = Report("toy", "toy", folder)
+    StageRunner(report, "cpu", "toy").run([toy_stage(name) for name in names], minutes)
     return report
 
 
@@ -84,8 +63,7 @@ def test_every_stage_runs_at_toy_size() -> None:
     session, rows = Session(CPU, TOY), list[Row]()
     with torch.no_grad():
         for stage in STAGES:
-            if stage.name != "two roles":  # has tests of its own
-                rows += function_named(stage.function)(session)
+            rows += function_named(stage.function)(session)
     names = "\n".join(row.name for row in rows)
     for part in ("read bandwidth", "pages of 64", "prefill kernel", "kv gather", "cuda_ipc", "nccl"):
         assert part in names
@@ -129,11 +107,7 @@ def test_failed_stage_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "note"),
-    [
-        ("crashes", "its process ended with exit code -11"),
-        pytest.param("hangs", "killed after 10 s", marks=pytest.mark.slow),
-    ],
+    ("name", "note"), [("crashes", "its process ended with exit code -11"), ("hangs", "killed after 10 s")]
 )
 def test_rows_before_a_crash_or_a_hang_are_kept(
     name: str, note: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -154,82 +128,24 @@ def test_stage_without_a_package_gives_the_reason_and_is_no_failure(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_failed_stage_runs_again_at_half_size_and_under_the_sanitizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text('#!/bin/sh\necho "checked by the sanitizer"\nexec "$@"\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    report = run_toy(tmp_path, "too_large", size="full", device="cuda")
-    assert values_of(report) == [("too_large", None)]
-    attempts = StageRunner(tmp_path, "cuda", "full").attempts(toy_stage("too_large"))
-    assert [(each.size, each.tool, end.has_failed) for each, _, end in attempts] == [
-        ("full", "", True),
-        ("half", "", False),
-        ("half", "compute-sanitizer", False),
-    ]
-    assert "checked by the sanitizer" in (tmp_path / "gpu-too_large.log").read_text()
-
-
-@pytest.mark.slow
-def test_figures_of_a_stage_reach_later_stages_but_not_those_under_a_tool(tmp_path: Path) -> None:
+def test_figures_of_a_stage_reach_later_stages(tmp_path: Path) -> None:
     report = run_toy(tmp_path, "measures", "compares")
     assert values_of(report) == [("copy", 2.0), ("step", 0.5)]
-    path = StageRunner(tmp_path, "cpu", "toy").path
-    under_a_tool = Attempt("measures", "half", "compute-sanitizer")
-    append(path, Record(under_a_tool, end=End(1.0, "done", figures=Figures(Rates(9.0, 9.0, 9.0)))))
-    assert figures_in(path).rates == Rates(1.0, 2.0, 3.0)
 
 
 @pytest.mark.slow
-def test_stage_that_the_time_of_the_suite_ends_is_no_failure_and_runs_next_time(
-    tmp_path: Path,
-) -> None:
+def test_stage_that_the_time_of_the_suite_ends_is_no_failure(tmp_path: Path) -> None:
     report = run_toy(tmp_path, "hangs", minutes=4 / 60)
-    assert values_of(report) == [("hangs", None)] and not report.rows[0].has_failed
-    assert report.rows[0].note.startswith("stopped after the ")
-    assert not StageRunner(tmp_path, "cpu", "toy").attempts(toy_stage("hangs"))
-
-
-def test_records_of_another_size_or_version_are_not_taken(tmp_path: Path) -> None:
-    runner = StageRunner(tmp_path, "cpu", "toy")
-    append(runner.path, Record(Attempt("good", "toy"), end=End(1.0, "done")))
-    assert runner.attempts(toy_stage("good"))
-    assert not StageRunner(tmp_path, "cpu", "full").attempts(toy_stage("good"))
-    runner.path.write_text('{"attempt":{"stage":"good","size":"gigantic"}}\n')
-    with pytest.raises(ConfigError, match="remove the file, or leave out --resume"):
-        runner.attempts(toy_stage("good"))
-
-
-@pytest.mark.slow
-def test_resumed_run_repeats_only_what_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = tmp_path / "counted"
-    monkeypatch.setenv("TOY_STAGES_FILE", str(counted))
-    first = run_toy(tmp_path, "counts")
-    path = StageRunner(tmp_path, "cpu", "toy").path
-    append(path, Record(Attempt("good", "toy"), Row("void", 7.0, "s")))
-    with path.open("ab") as file:
-        file.write(b'{"attempt":{"st')  # the suite was killed in the middle of a record
-    report = run_toy(tmp_path, "counts", "good", resumes=True)
-    assert values_of(first) == [("size", 1.0)]
-    assert values_of(report) == [("size", 1.0), ("figure", 1.0)]
-    assert counted.read_text() == "run\n"
-    assert values_of(run_toy(tmp_path, "counts", "good", resumes=True)) == values_of(report)
+    assert values_of(report)[-1] == ("hangs", None) and not report.rows[-1].has_failed
+    assert report.rows[-1].note.startswith("stopped after the ")
 
 
 @pytest.mark.slow
 def test_stage_that_may_not_end_in_time_is_not_started(tmp_path: Path) -> None:
-    report, runner = Report("full", "full", tmp_path), StageRunner(tmp_path, "cpu", "full")
-    run_stages([toy_stage("bad", 100), toy_stage("good", 1)], runner, 50 / 60, report)
+    report = Report("full", "full", tmp_path)
+    StageRunner(report, "cpu", "full").run([toy_stage("bad", 100), toy_stage("good", 1)], 50 / 60)
     assert values_of(report) == [("bad", None), ("figure", 1.0)]
     assert report.rows[0].note == "not started: 50 s are left, it needs 100" and not report.extra["failures"]
-
-
-def test_missing_transformers_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "find_spec", lambda name: None)
-    (row,) = model.against_transformers(Session(CPU, TOY))
-    assert (row.value, row.met, row.note) == (None, None, "not installed")
 
 
 def test_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,70 +231,6 @@ def test_lengths_are_like_those_of_sharegpt() -> None:
     assert sum(len(prompt) for prompt, _ in jobs) / len(jobs) == pytest.approx(220, rel=0.15)
     assert sum(num_tokens for _, num_tokens in jobs) / len(jobs) == pytest.approx(200, rel=0.15)
     assert {(len(prompt), num_tokens) for prompt, num_tokens in fixed} == {(1024, 128)}
-
-
-def test_decode_kernel_splits_without_a_cliff_as_the_kept_results_say() -> None:
-    rows = list(kernels.heuristic(Session(CPU, TOY)))
-    assert [row.met for row in rows] == [True, True, True]
-    kept = json.loads((RESULTS / "gpu-live-programs.json").read_text())
-    assert [(row["name"], row["value"]) for row in kept["rows"]] == [(row.name, row.value) for row in rows]
-    curves = {name: [list(point) for point in curve] for name, curve in kernels.live_program_curves().items()}
-    assert kept["curves"] == curves
-
-
-@pytest.mark.parametrize(
-    ("heuristic", "met"),
-    [
-        (lambda num_heads, max_splits: max_splits if num_heads < 512 else 1, [False, True, False]),
-        (lambda num_heads, max_splits: 1, [True, True, False]),
-    ],
-)
-def test_split_with_a_cliff_or_an_idle_gpu_misses(
-    heuristic: Callable[[int, int], int], met: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "decode_programs", heuristic)
-    assert [row.met for row in kernels.heuristic(Session(CPU, TOY))] == met
-
-
-@pytest.mark.slow  # three clusters
-def test_two_roles_are_measured_beside_one_worker_for_both() -> None:
-    lenient = replace(TOY.goodput, rates=(8.0,), ttft_s=60.0, itl_s=60.0)
-    *rows, mps = model.two_roles(Session(CPU, replace(TOY, goodput=lenient)))
-    names = ["one worker", "one worker, steps of 32 tokens", "1P+1D"]
-    assert [row.name for row in rows] == [f"one device, 8 requests/s: {name}" for name in names]
-    assert [row.value for row in rows] == [8.0, 8.0, 8.0]
-    assert rows[2].note == "P/D equals the 8.00 of one worker"
-    assert mps.value is None and mps.note.startswith("skipped: ")
-
-
-@pytest.mark.slow  # a cluster
-def test_answers_past_the_limits_are_not_good() -> None:
-    strict = replace(TOY.goodput, rates=(8.0,), ttft_s=1e-6)
-    rows = model.two_roles(Session(CPU, replace(TOY, goodput=strict)))
-    assert next(iter(rows)).value == 0.0
-
-
-def test_regimes_in_which_two_roles_lose_are_named() -> None:
-    whole = {"one worker": 2.0, "one worker, steps of 32 tokens": 3.0}
-    assert model.roles_verdict(2.5, whole) == "P/D LOSES to the 3.00 of one worker, steps of 32 tokens"
-    assert model.roles_verdict(4.0, whole) == "P/D wins over the 3.00 of one worker, steps of 32 tokens"
-
-
-@pytest.mark.parametrize("starts", [True, False])
-def test_mps_daemon_runs_for_its_clients_and_ends(
-    starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program, pid = tmp_path / "nvidia-cuda-mps-control", tmp_path / "pid"
-    begins = f'echo $$ > {pid}; mkdir "$CUDA_MPS_PIPE_DIRECTORY"; exec sleep 60' if starts else "exit 1"
-    program.write_text(f"#!/bin/sh\n{begins}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with model.mps(tmp_path) as environment:
-        assert (environment is not None) == starts
-        if environment is not None:
-            assert environment["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path / "pipes")
-            assert Path(f"/proc/{int(pid.read_text())}").exists()
-    assert not starts or not Path(f"/proc/{int(pid.read_text())}").exists()
 
 
 def test_worst_number_of_sequences_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

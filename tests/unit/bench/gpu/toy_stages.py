@@ -4,9 +4,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from baton.bench.gpu.session import FULL, TOY, Rates, Session, WrongResult
+from baton.bench.gpu.session import Rates, Session, WrongResult
 from baton.bench.gpu.suite import Stage
 from baton.bench.report import Row
 
@@ -18,12 +17,6 @@ def good(session: Session) -> Iterator[Row]:
 def bad(session: Session) -> Iterator[Row]:
     yield Row("before", 1.0, "s")
     raise WrongResult("kernel: off by one\nsecond line")
-
-
-def too_large(session: Session) -> Iterator[Row]:
-    if session.sizes.buffer_bytes == FULL.buffer_bytes:
-        raise MemoryError("no memory")
-    yield from ()
 
 
 def crashes(session: Session) -> Iterator[Row]:
@@ -57,13 +50,6 @@ def measures(session: Session) -> Iterator[Row]:
 def compares(session: Session) -> Iterator[Row]:
     yield Row("copy", session.rates.copy_gbps, "GB/s")
     yield Row("step", session.figures.step_seconds["64 x 10"], "s")
-
-
-def counts(session: Session) -> Iterator[Row]:
-    """Add a line to a file at each run."""
-    with Path(os.environ["TOY_STAGES_FILE"]).open("a") as file:
-        file.write("run\n")
-    yield Row("size", float(session.sizes == TOY), "")
 
 
 def toy_stage(name: str, needs_s: float = 0.0) -> Stage:

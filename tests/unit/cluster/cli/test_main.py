@@ -220,7 +220,7 @@ def test_a_bad_log_level_is_a_user_error(baton: Baton, monkeypatch: pytest.Monke
 def test_a_bench_has_its_own_options(baton: Baton) -> None:
     status, output, _ = baton("bench", "kv", "--help")
     assert status == 0
-    assert "--trace" in output and "--faults" in output
+    assert "--stream-tokens" in output and "--rival" in output
     status, _, errors = baton("bench", "kv", "--shapes", "enormous")
     assert status == 2
     assert "invalid choice: 'enormous'" in errors and errors.count("\n") == 1
@@ -229,7 +229,7 @@ def test_a_bench_has_its_own_options(baton: Baton) -> None:
 def test_an_unknown_bench_is_named(baton: Baton) -> None:
     for arguments, got in ((["speed"], "'speed'"), ([], "none")):
         status, _, errors = baton("bench", *arguments)
-        told = f"baton: error: baton bench SUITE: expected kv, prefix, serve, got {got}\n"
+        told = f"baton: error: baton bench SUITE: expected kv, serve, got {got}\n"
         assert (status, errors) == (2, told)
     status, out, _ = baton("bench", "--help")
     assert status == 0 and "baton bench kv" in out and "baton bench serve" in out

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.bench.gpu.kernels import Recorder
+from baton.bench.gpu.tiles import Recorder
 from baton.engine.runner.step_inputs import StepArrays, StepUploads, padding_step, warmup_steps
 from baton.kernels import linear, paged_attention, prefill_attention, ragged_attention
 from baton.kernels.quantised import WeightFormat
