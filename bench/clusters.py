@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -65,10 +65,8 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.communicate()
 
 
-def tenants_yaml(
-    keys: Mapping[str, str], slas: Mapping[str, Sla] | None = None, stopped: Collection[str] = ()
-) -> str:
-    """Return a tenants file: equal weights, and no quota except a token a second for `stopped`."""
+def tenants_yaml(keys: Mapping[str, str], slas: Mapping[str, Sla] | None = None) -> str:
+    """Return a tenants file: equal weights, and no quotas."""
     tenants: dict[str, object] = {}
     for name, key in keys.items():
         sla = (slas or {}).get(name, Sla())
@@ -77,7 +75,6 @@ def tenants_yaml(
         tenants[name] = {
             "keys": [f"sha256:{digest}"],
             "sla": {limit: limit_ms for limit, limit_ms in limits.items() if limit_ms is not None},
-            "quotas": {"tokens_per_s": 1, "burst_tokens": 1} if name in stopped else {},
         }
     return yaml.safe_dump({"tenants": tenants}, sort_keys=False)
 

@@ -8,8 +8,7 @@ A worker is paid for from its order to its end, start-up included. `static` is t
 meets the objectives. `threshold` scales each role by its use as a horizontal pod autoscaler does, at the
 best of four thresholds. `reactive` knows the work of each minute that has passed exactly, and nothing of the
 next: the best of several margins, and of times for which it keeps workers. What it misses no policy without a
-forecast can meet. `periodic` knows the past as well, and expects the work of a period ago, too: the best of
-several periods, chosen in hindsight. `oracle` knows all arrivals: it orders workers ahead of need, and keeps
+forecast can meet. `oracle` knows all arrivals: it orders workers ahead of need, and keeps
 one through a gap that is shorter than its start-up. Traces of files are superposed on themselves so that they
 need about ten workers. `disturbed`: metrics that are lost for ten minutes, an operator who scales, and an
 objective out of reach.
@@ -48,9 +47,7 @@ THRESHOLDS: Final = (0.5, 0.6, 0.7, 0.8)
 MARGINS: Final = (1.0, 1.15, 1.3)  # workers over the work that is known
 KEPT_S: Final = (300.0, 1800.0, math.inf)  # for which workers are kept that were needed
 KNOWN_S: Final = 60.0  # the work of each such time is known when it has passed
-PERIODS: Final = 3  # of the load's own periods, that `periodic` tries
-PERIODIC_MARGINS: Final = (1.15, 1.3, 1.6)
-POLICIES: Final = ("static", "threshold", "reactive", "periodic", "planner")  # beside the oracle
+POLICIES: Final = ("static", "threshold", "reactive", "planner")  # beside the oracle
 DISTURBED_S: Final = (3600.0, 4200.0)  # without metrics; an operator scales just before
 STABLE_S: Final = 300.0  # the time for which a pod autoscaler keeps the most that it has wanted
 
@@ -224,41 +221,20 @@ def best_of(results: Iterable[Result]) -> Result:
     return max(results, key=lambda result: (min(result.attainment, GOAL), -result.worker_h))
 
 
-def _periods(workload: Workload) -> list[float]:
-    """Return the times after which the work repeats itself best, in seconds."""
-    prefill, decode = _work(workload, KNOWN_S)
-    work, size = prefill + decode, len(prefill)
-    lags = range(2, size // 2 + 1)
-    rest = work - work.mean()
-    alike = {lag: float(rest[lag:] @ rest[:-lag]) / (size - lag) for lag in lags}
-    peaks = [lag for lag in lags if alike[lag] >= max(alike.get(lag - 1, 0.0), alike.get(lag + 1, 0.0))]
-    return [lag * KNOWN_S for lag in sorted(peaks, key=lambda lag: -alike[lag])[:PERIODS]]
-
-
 class PastWork:
     """Orders workers for the most work of a time that has passed, each minute of which is known exactly."""
 
-    def __init__(self, workload: Workload, margin: float, kept_s: float, period_s: float = 0.0) -> None:
-        """margin: workers over the work. kept_s: the time that has passed. period_s: after which work is
-        expected again; 0: never.
-        """
+    def __init__(self, workload: Workload, margin: float, kept_s: float) -> None:
+        """margin: workers over the work. kept_s: the time that has passed."""
         self._work = _work(workload, KNOWN_S)
-        self._margin, self._kept_s, self._period_s = margin, kept_s, period_s
-        self._ahead_s = 1.3 * workload.startup_s + KNOWN_S
+        self._margin, self._kept_s = margin, kept_s
 
     def __call__(self, now_s: float, fleet: ElasticFleet) -> tuple[int, int] | None:
         end = int((now_s + 1e-6) / KNOWN_S)
         known = slice(end - int(min(now_s, self._kept_s) / KNOWN_S), end)
         if known.start >= end:
             return None
-        again = slice(0, 0)
-        if 0 < self._period_s <= now_s:
-            then = int((now_s - self._period_s) / KNOWN_S)
-            again = slice(then, min(end, then + math.ceil(self._ahead_s / KNOWN_S)))
-        prefill, decode = (
-            max(1, math.ceil(max(each[known].max(), each[again].max(initial=0.0)) * self._margin))
-            for each in self._work
-        )
+        prefill, decode = (max(1, math.ceil(each[known].max() * self._margin)) for each in self._work)
         return prefill, decode
 
 
@@ -448,10 +424,6 @@ def workload_rows(workload: Workload, policies: Collection[str] = POLICIES) -> I
         "reactive": lambda: best_of(
             simulate(workload, begin, PastWork(workload, margin, kept_s))
             for margin, kept_s in product(MARGINS, KEPT_S)
-        ),
-        "periodic": lambda: best_of(
-            simulate(workload, begin, PastWork(workload, margin, KEPT_S[0], period_s))
-            for margin, period_s in product(PERIODIC_MARGINS, _periods(workload))
         ),
         "planner": lambda: simulate(workload, begin, Planned(workload)),
     }

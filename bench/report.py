@@ -2,13 +2,12 @@
 
 A suite is a function `measure(options, report)`, which may be a coroutine function, under the decorator
 `suite`. It adds rows to the report and tells what it measures. The suite prints the machine, the progress and
-the table. Into the folder that `--output` names it writes NAME.json, NAME.html with the table and interactive
-plots, which loads nothing from anywhere, and NAME.png where matplotlib is installed.
+the table. Into the folder that `--output` names it writes NAME.json, and NAME.html with the table and
+interactive plots, which loads nothing from anywhere.
 """
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import sys
 import time
@@ -152,27 +151,6 @@ class Plot:
     is_log: bool = False  # the x axis
     is_stepped: bool = False  # a value holds until the next x
 
-    def draw(self, path: Path) -> None:
-        """Draw the panels side by side into an image, with matplotlib."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(4.5 * len(self.panels), 4), layout="constrained")
-        grid = figure.subplots(1, len(self.panels), squeeze=False)[0]
-        for axes, (title, curves) in zip(grid, self.panels.items(), strict=True):
-            for label, curve in curves.items():
-                if curve:
-                    style = {"drawstyle": "steps-post"} if self.is_stepped else {"marker": "o"}
-                    axes.plot(*zip(*curve, strict=True), label=label, **style)
-            axes.set_title(title)
-            axes.set_xlabel(self.x_label)
-            axes.set_xscale("log" if self.is_log and axes.lines else "linear")
-            axes.set_ylim(bottom=0)
-            axes.grid(alpha=0.3)
-            if axes.lines:
-                axes.legend(fontsize="small")
-        figure.supylabel(self.y_label)
-        figure.savefig(path, dpi=150)
-
 
 class Report:
     """The rows of one run. `name` names the files, `extra` is what the JSON keeps beside the rows."""
@@ -233,10 +211,6 @@ class Report:
         if self._num_shown < len(self.rows):
             self._show(self.title)
         print(f"kept in {self.save()}", flush=True)
-        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
-            print("no picture: pip install matplotlib", flush=True)
-        elif self.plot is not None:
-            self.plot.draw(self.folder / f"{self.name}.png")
 
     def _show(self, title: str) -> None:
         self.tell.clear()

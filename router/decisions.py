@@ -2,7 +2,7 @@
 
 A decision has the compared pairs with their predicted costs, and afterwards the measured times.
 
-The log has a line, a JSON object, for each dispatch and each end; bench/router/suite.py replays it under
+The log has a line, a JSON object, for each dispatch and each end; `baton rehearse` replays it under
 another policy. A line has the length of the prompt and the first 64 bits of its page keys, never tokens; the
 keys cannot be computed without the prompt and the salt. Several routers of one machine may share a file: each
 line is one write, and all use the same clock.

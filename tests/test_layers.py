@@ -65,7 +65,6 @@ ONLY_IN: Final = {
     "fastapi": {"gateway"},
     "httptools": {"bench", "gateway"},
     "huggingface_hub": {"cluster"},
-    "matplotlib": {"bench"},
     "minijinja": {"gateway"},
     "mooncake": {"bench", "kvtransfer"},
     "opentelemetry": {"gateway"},

@@ -2,8 +2,8 @@
 
     python -m baton.bench.engine.batching [--repeats 3] [--output FOLDER]
 
-A burst, Poisson arrivals, and bursts of growing variance; docs/benchmarks.md explains the figures. Each is
-the median over repeats, which differ in the order of the same lengths; ratios are of one repeat.
+A burst, and Poisson arrivals; docs/benchmarks.md explains the figures. Each is the median over repeats, which
+differ in the order of the same lengths; ratios are of one repeat.
 """
 
 import math
@@ -13,13 +13,13 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import attrgetter
-from statistics import fmean, median, pstdev
+from statistics import fmean, median
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LLAMA_56M, LlamaShape, RecordedEngine, greedy, load_replica
-from baton.bench.report import Plot, Report, Row, at_least, format_number, in_turns, option, percentile, suite
+from baton.bench.report import Report, Row, at_least, in_turns, option, percentile, suite
 from baton.request import Request
 
 POLICIES: Final = ("static", "dynamic", "continuous")
@@ -37,7 +37,6 @@ SHAPE: Final = replace(
     vocab_size=1024,
     max_positions=PROMPT_TOKENS + MAX_OUTPUT_TOKENS,
 )
-DRAWS_A_LENGTH: Final = 64
 DYNAMIC_WINDOW_MS: Final = 10.0  # a request-level batcher waits this long for a full batch
 
 
@@ -46,15 +45,6 @@ class Requests(NamedTuple):
 
     output_lengths: tuple[int, ...]  # tokens
     arrivals_s: tuple[float, ...]  # since the start, ascending
-
-    @property
-    def mean(self) -> float:
-        return fmean(self.output_lengths)
-
-    @property
-    def variation(self) -> float:
-        """Standard deviation over mean of the output lengths."""
-        return pstdev(self.output_lengths) / self.mean
 
 
 @dataclass(frozen=True)
@@ -93,21 +83,6 @@ def mixed_lengths(num_requests: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def varied_lengths(num_requests: int, mean: int, variation: float, seed: int = 0) -> tuple[int, ...]:
-    """Return gamma-distributed lengths of this coefficient of variation and exactly this mean.
-
-    The lengths are quantiles of a larger draw, shuffled: a plain draw misses the variation by a tenth.
-    """
-    if variation == 0:
-        return (mean,) * num_requests
-    shape, rng = variation**-2, random.Random(seed)
-    drawn = sorted(rng.gammavariate(shape, mean / shape) for _ in range(num_requests * DRAWS_A_LENGTH))
-    quantiles = drawn[DRAWS_A_LENGTH // 2 :: DRAWS_A_LENGTH]
-    lengths = _scaled(quantiles, mean)
-    rng.shuffle(lengths)
-    return tuple(lengths)
-
-
 def burst(output_lengths: tuple[int, ...]) -> Requests:
     """Return requests that all arrive at once."""
     return Requests(output_lengths, (0.0,) * len(output_lengths))
@@ -128,7 +103,7 @@ def load_policies(shape: LlamaShape = SHAPE) -> dict[str, RecordedEngine]:
 def serve(replica: RecordedEngine, requests: Requests) -> Outcome:
     """Run all requests to the end in real time; an idle engine sleeps until the next arrival."""
     engine = replica.engine
-    before = (replica.num_steps, replica.num_rows, replica.num_padded_rows)
+    replica.steps.clear()
     rng = random.Random(len(requests.output_lengths))
     asked = [(_request(length, rng), arrival_s) for length, arrival_s in zip(*requests, strict=True)]
     to_come = deque(asked)
@@ -150,9 +125,9 @@ def serve(replica: RecordedEngine, requests: Requests) -> Outcome:
         seconds=max(ended_s.values()) - requests.arrivals_s[0],
         num_tokens=num_tokens,
         latencies_s=tuple(ended_s[request.request_id] - arrival_s for request, arrival_s in asked),
-        num_steps=replica.num_steps - before[0],
-        num_rows=replica.num_rows - before[1],
-        num_padded_rows=replica.num_padded_rows - before[2],
+        num_steps=len(replica.steps),
+        num_rows=sum(step.num_tokens for step in replica.steps),
+        num_padded_rows=sum(step.num_padded for step in replica.steps),
     )
 
 
@@ -170,54 +145,14 @@ def _load(policy: str, shape: LlamaShape) -> RecordedEngine:
     return RecordedEngine(load_replica(shape, {"scheduler": scheduler, "cache": cache}))
 
 
-def _scaled(values: Sequence[float], mean: int) -> list[int]:
-    """Return whole lengths of exactly this mean, in the order of the ascending `values`."""
-    total, factor = mean * len(values), 1.0
-    for _ in range(10):  # the bounds move the mean
-        lengths = [min(MAX_OUTPUT_TOKENS, max(1, round(value * factor))) for value in values]
-        factor *= total / sum(lengths)
-    missing = total - sum(lengths)
-    middle = len(lengths) // 2  # lengths above the middle are far from the lower bound
-    for index in range(middle, middle + abs(missing)):
-        lengths[index] += 1 if missing > 0 else -1
-    return lengths
-
-
 THROUGHPUT_BAR: Final = 1.9  # continuous / static
 LATENCY_BAR: Final = 5.0  # static / continuous, means
-LOAD: Final = 0.7  # of a policy's measured capacity
+LOAD: Final = 0.7  # of the measured capacity of continuous batching
 Outcomes: TypeAlias = dict[str, list[Outcome]]  # policy -> one outcome a repeat
 OutcomeFigure: TypeAlias = Callable[[Outcome], float]
 tokens_per_s: Final[OutcomeFigure] = attrgetter("tokens_per_s")
 mean_latency_s: Final[OutcomeFigure] = attrgetter("mean_latency_s")
 num_steps: Final[OutcomeFigure] = attrgetter("num_steps")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The size of a run."""
-
-    num_requests: int = 160
-    sweep_requests: int = 240
-    sweep_mean: int = 16  # tokens
-    variations: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0)
-    repeats: int = 3
-
-
-class SweepPoint(NamedTuple):
-    """One variance of the sweep; `requests` are those of the first repeat."""
-
-    requests: Requests
-    outcomes: Outcomes
-
-    @property
-    def gain(self) -> float:
-        return ratio(self.outcomes, "continuous", "static", tokens_per_s)
-
-    @property
-    def step_gain(self) -> float:
-        """The gain if all steps cost the same; no clock is part of it."""
-        return ratio(self.outcomes, "static", "continuous", num_steps)
 
 
 def take_turns(replicas: Mapping[str, RecordedEngine], requests_of_repeats: Sequence[Requests]) -> Outcomes:
@@ -261,74 +196,33 @@ def latency_rows(name: str, outcomes: Outcomes, bar: float | None = None) -> lis
     return [*rows, at_least(f"{name}: mean latency, static / continuous", times_less, "x", bar)]
 
 
-def sweep_rows(points: Sequence[SweepPoint]) -> list[Row]:
-    """Return the gain at each variance, which must grow from one to the next."""
-    rows = []
-    for point in points:
-        name, note = (
-            f"sweep: gain at variation {point.requests.variation:.2f}",
-            format_number(point.step_gain),
-        )
-        rows.append(Row(name, point.gain, "x", note=f"{note} in steps"))
-    least_rise = min(after.gain - before.gain for before, after in pairwise(points))
-    return [*rows, Row("sweep: least rise of the gain", least_rise, "x", "> 0", least_rise > 0)]
-
-
-def measure_workload(workload: Workload, report: Report, shape: LlamaShape = SHAPE) -> None:
-    """Run the burst, the open loops and the sweep."""
+def measure_policies(num_requests: int, num_repeats: int, report: Report, shape: LlamaShape = SHAPE) -> None:
+    """Run the burst, then Poisson arrivals at LOAD of what continuous batching did in the burst."""
     report.tell("loading")
     replicas = load_policies(shape)
     for replica in replicas.values():
         serve(replica, burst((8,) * NUM_SEATS))  # the first steps are slow
-    num_requests, seeds = workload.num_requests, range(workload.repeats)
+    seeds = range(num_repeats)
     report.tell("burst")
     full = take_turns(replicas, [burst(mixed_lengths(num_requests, seed)) for seed in seeds])
-    samples = {"burst": _samples(full)}
     report.rows += burst_rows(full)
-    for policy, bar in (("continuous", LATENCY_BAR), ("static", None)):
-        name = f"{LOAD:.0%} of {policy}"
-        report.tell(name)
-        rate = LOAD * num_requests / median(outcome.seconds for outcome in full[policy])
-        num_open = num_requests if bar else num_requests // 2  # as long at the lower rate
-        requests = [poisson(mixed_lengths(num_open, seed), rate, seed) for seed in seeds]
-        outcomes = take_turns(replicas, requests)
-        report.rows.append(Row(f"{name}: arrivals", rate, "requests/s"))
-        report.rows += latency_rows(name, outcomes, bar)
-        samples[name] = _samples(outcomes)
-    two = {policy: replicas[policy] for policy in ("static", "continuous")}
-    points = []
-    for variation in workload.variations:
-        report.tell(f"sweep, variation {variation:g}")
-        size = (workload.sweep_requests, workload.sweep_mean, variation)
-        requests = [burst(varied_lengths(*size, seed)) for seed in seeds]
-        points.append(SweepPoint(requests[0], take_turns(two, requests)))
-    report.rows += sweep_rows(points)
-    setting = {"workload": asdict(workload), "model": asdict(shape), "seats": NUM_SEATS}
-    report.extra = {**setting, "prompt_tokens": PROMPT_TOKENS, "samples": samples}
-    report.extra["sweep"] = [
-        {
-            **{"variation": each.requests.variation, "gain": each.gain, "step_gain": each.step_gain},
-            "samples": _samples(each.outcomes),
-        }
-        for each in points
-    ]
-    gains = {
-        "throughput": [(point.requests.variation, point.gain) for point in points],
-        "if all steps cost the same": [(point.requests.variation, point.step_gain) for point in points],
-    }
-    x_label = f"deviation / mean of answer lengths, mean {workload.sweep_mean} tokens"
-    panels = {"Continuous over static batching": gains}
-    report.plot = Plot(panels, x_label=x_label, y_label="gain")
+    name = f"{LOAD:.0%} of continuous"
+    report.tell(name)
+    rate = LOAD * num_requests / median(outcome.seconds for outcome in full["continuous"])
+    spread = take_turns(replicas, [poisson(mixed_lengths(num_requests, seed), rate, seed) for seed in seeds])
+    report.rows.append(Row(f"{name}: arrivals", rate, "requests/s"))
+    report.rows += latency_rows(name, spread, LATENCY_BAR)
+    report.extra = {"model": asdict(shape), "samples": {"burst": _samples(full), name: _samples(spread)}}
 
 
 def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:
     return {policy: [asdict(outcome) for outcome in runs] for policy, runs in outcomes.items()}
 
 
-@suite("batching", "batching", option("--repeats", Workload.repeats, "of every load"))
+@suite("batching", "batching", option("--repeats", 3, "of every load"), option("--requests", 160, "a load"))
 def measure(options: Namespace, report: Report) -> None:
-    """Run the whole workload."""
-    measure_workload(Workload(repeats=options.repeats), report)
+    """Measure every policy."""
+    measure_policies(options.requests, options.repeats, report)
 
 
 if __name__ == "__main__":

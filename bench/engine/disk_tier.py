@@ -52,9 +52,9 @@ def drop_cached(folder: Path) -> None:
             os.close(fd)
 
 
-def plain_rate(path: Path, memory: HostPages, flags: int = 0) -> float:
+def plain_rate(path: Path, memory: HostPages) -> float:
     """Return the bytes a second at which one thread reads a file from its start to its end."""
-    fd = os.open(path, os.O_RDONLY | flags)
+    fd = os.open(path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     flat, num_read = memory.reshape(-1), 0
     began_s = perf_counter()
@@ -116,15 +116,13 @@ def read_rows(name: str, folder: Path, num_rounds: int, report: Report) -> list[
 
     reads: dict[str, Callable[[], float]] = {
         "plain": partial(plain_rate, folder / "plain", host),
-        "direct": partial(plain_rate, folder / "plain", host, os.O_DIRECT),
         "tier": partial(tier_rate, folder / "tier", host),
     }
     subjects = {kind: partial(checked, read) for kind, read in reads.items()}
     rates = report.in_rounds(subjects, num_rounds, f"pages of {name}, ")
-    plain, direct, tier_s = (median(rates[kind]) for kind in reads)
+    plain, tier_s = (median(rates[kind]) for kind in reads)
     return [
         Row(f"pages of {name}: a plain file", plain, "GB/s", note="read in order, pieces of 4 MiB"),
-        Row(f"pages of {name}: a plain file, O_DIRECT", direct, "GB/s"),
         Row(f"pages of {name}: the tier", tier_s, "GB/s", note="read, checked, in host memory"),
         at_least(f"pages of {name}: the tier / a plain file", tier_s / plain, "x", LEAST_SHARE),
     ]

@@ -1,9 +1,9 @@
 """An engine to measure: a Llama of any shape with dummy weights, and a record of its steps."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, repeat
+from itertools import count
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -139,32 +139,14 @@ def greedy(prompt: Sequence[int], num_tokens: int, adapter: Adapter | None = Non
     )
 
 
-def generate(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    num_new_tokens: Sequence[int],
-    adapters: Iterable[Adapter | None] = repeat(None),
-) -> int:
+def generate(engine: Engine, prompts: Sequence[Sequence[int]], num_new_tokens: Sequence[int]) -> int:
     """Run greedy requests of these prompts and answer lengths to the end; return the tokens generated."""
-    for prompt, num_tokens, adapter in zip(prompts, num_new_tokens, adapters, strict=False):
-        engine.add(greedy(prompt, num_tokens, adapter))
+    for prompt, num_tokens in zip(prompts, num_new_tokens, strict=True):
+        engine.add(greedy(prompt, num_tokens))
     num_generated = 0
     while engine.has_work():
         num_generated += len(engine.step())
     return num_generated
-
-
-def decode_rate(
-    engine: Engine,
-    batch: int,
-    num_prompt: int = 8,
-    num_tokens: int = 24,
-    adapters: Iterable[Adapter | None] = repeat(None),
-) -> float:
-    """Return the tokens that a second of processor time decodes, after prompts of `num_prompt` tokens."""
-    prompts = [[1 + index] * num_prompt for index in range(batch)]
-    started_s = process_time()
-    return generate(engine, prompts, [num_tokens] * batch, adapters) / (process_time() - started_s)
 
 
 def decode_step_seconds(engine: Engine, requests: Sequence[Request], num_steps: int) -> list[float]:
@@ -190,15 +172,16 @@ def decode_step_seconds(engine: Engine, requests: Sequence[Request], num_steps: 
 
 
 class Ranks(NamedTuple):
-    """An engine, and the processes of its ranks."""
+    """An engine of the present process, and the processes of its other ranks."""
 
     engine: Engine
-    processes: Sequence["psutil.Process"]
+    others: Sequence["psutil.Process"]
 
     @property
     def used_s(self) -> tuple[float, ...]:
         """Processor time of each rank so far."""
-        return tuple(times.user + times.system for times in (each.cpu_times() for each in self.processes))
+        times = (each.cpu_times() for each in self.others)
+        return process_time(), *(each.user + each.system for each in times)
 
 
 def load_ranks(load: Callable[[], Engine]) -> Ranks:
@@ -208,19 +191,24 @@ def load_ranks(load: Callable[[], Engine]) -> Ranks:
     here = psutil.Process()
     before = set(here.children())
     engine = load()
-    others = sorted(set(here.children()) - before, key=lambda rank: rank.pid)
-    return Ranks(engine, (here, *others))
+    return Ranks(engine, sorted(set(here.children()) - before, key=lambda rank: rank.pid))
+
+
+class StepRows(NamedTuple):
+    """The rows of one step."""
+
+    num_tokens: int  # computed, padding included
+    num_padded: int  # whose keys and values are not stored
+    num_logits: int  # that sample
 
 
 class RecordedEngine:
-    """An engine of one rank whose steps are counted; keeps the last step that had any rows."""
+    """An engine of one rank whose steps are recorded; keeps the last step that had any rows."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.last_step: StepArrays | None = None
-        self.num_steps = 0
-        self.num_rows = 0  # computed, padding included
-        self.num_padded_rows = 0  # keys and values of these rows are not stored
+        self.steps: list[StepRows] = []
         self._execute = engine.runner.execute
         engine.runner.execute = self._recorded  # type: ignore[method-assign]
 
@@ -230,9 +218,8 @@ class RecordedEngine:
         if len(arrays.token_ids):
             # Any token will do for one that is still to come: the step can be repeated alone.
             self.last_step = arrays._replace(token_ids=arrays.token_ids.clip(min=0), num_last_tokens=0)
-            self.num_steps += 1
-            self.num_rows += len(arrays.token_ids)
-            self.num_padded_rows += int(np.count_nonzero(arrays.slots < 0))
+            num_padded = int(np.count_nonzero(arrays.slots < 0))
+            self.steps.append(StepRows(len(arrays.token_ids), num_padded, len(arrays.logit_rows)))
         return self._execute(arrays, on_layers, last_tokens_R)
 
 

@@ -1,10 +1,9 @@
 """KV pages on a GPU: packed and unpacked beside a copy of the same bytes, and moved between two processes.
 
 Without CUDA each kind has a stand-in with the same code around it, as the notes say: the CPU's own gather and
-scatter, shm for cuda_ipc, gloo for NCCL. The two processes are those of the KV suite (bench/kv/ends.py).
+scatter, shm for cuda_ipc. The two processes are those of the KV suite (bench/kv/ends.py).
 """
 
-import os
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +23,6 @@ from baton.kvtransfer.transports.pages import DevicePages, PagePacking, packing_
 from baton.pages import PageLayout
 
 PAGE_SIZE: Final = 16
-LEAST_NCCL: Final = (2, 30)  # the first that lets two ranks share a GPU
 BAR_PERCENT: Final = 85.0
 NUM_ROUNDS: Final = 9
 
@@ -67,59 +65,6 @@ def cuda_ipc(session: Session) -> Iterator[Row]:
         # A small push costs most before its first byte.
         bar = BAR_PERCENT if moved.num_pages == max(session.sizes.kv_moved_units) else None
         yield session.bar(f"cuda_ipc, {_size(moved.num_bytes)}", percent, "% of copy", bar, note)
-
-
-def nccl(session: Session) -> Iterator[Row]:
-    """Measure pages that move between two ranks on one GPU."""
-    has_gpu = session.device.type == "cuda"
-    if has_gpu and (missing := _missing_nccl()):
-        yield Row("nccl, two ranks on one GPU", None, "", note=missing)
-        return
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # of this process and of the destination's
-    for moved in move(session, "nccl" if has_gpu else "gloo"):
-        percent = format_number(100 * moved.copy_s / moved.seconds)
-        note = f"{percent} % of a copy" + _stand_in(session, "gloo between two processes")
-        name = f"nccl, two ranks on one GPU, {_size(moved.num_bytes)}"
-        yield Row(name, moved.num_bytes / moved.seconds / 1e9, "GB/s", note=note)
-
-
-def _missing_nccl() -> str:
-    """Return why two ranks cannot share a GPU here; empty when they can."""
-    if not torch.distributed.is_nccl_available():
-        return "this build of torch has no NCCL"
-    version = torch.cuda.nccl.version()
-    if version[:2] < LEAST_NCCL:
-        least = ".".join(map(str, LEAST_NCCL))
-        return f"NCCL {'.'.join(map(str, version))}: two ranks on one GPU need {least}"
-    return ""
-
-
-def pages(session: Session) -> Iterator[Row]:
-    """Measure gathers and scatters of whole pages and of single layers, in percent of a device copy."""
-    model, num_moved = session.sizes.model, session.sizes.num_kv_pages // 2
-    page = (2, model.num_kv_heads, PAGE_SIZE, model.head_dim)
-    shape = (2 * num_moved, model.num_layers, *page)
-    pool = torch.empty(shape, dtype=torch.bfloat16, device=session.device).normal_()
-    moved, others = torch.randperm(len(pool), device=session.device).split(num_moved)
-    staging = torch.empty_like(pool[:num_moved])
-    # Each layer has its own part of the staging memory: one small buffer for all would stay in the cache.
-    layers = zip(pool.unbind(1), staging.view(model.num_layers, num_moved, *page), strict=True)
-    for what, pairs in (("whole pages", [(pool, staging)]), ("one layer", list(layers))):
-        for paged, packed in pairs:
-            copy_pages(paged, moved, packed, None)
-            require_equal(f"gather, {what}", packed, paged[moved])
-            copy_pages(packed, None, paged, others)
-            require_equal(f"scatter, {what}", paged[others], packed)
-        calls: dict[str, list[Call]] = {
-            "gather": [partial(copy_pages, paged, moved, packed, None) for paged, packed in pairs],
-            "scatter": [partial(copy_pages, packed, None, paged, others) for paged, packed in pairs],
-        }
-        num_bytes = pairs[0][1].nbytes
-        for verb, of_verb in calls.items():
-            gbps = 2 * num_bytes / seconds_per_call(of_verb, session.device) / 1e9
-            note = f"{format_number(num_bytes / 2**20)} MiB, {format_number(gbps)} GB/s"
-            percent = 100 * gbps / session.rates.copy_gbps
-            yield session.bar(f"{verb}, {what}", percent, "% of copy", BAR_PERCENT, note)
 
 
 def gather(session: Session) -> Iterator[Row]:

@@ -55,7 +55,6 @@ STAGES: Final = (
     Stage("decode kernel", f"{_GPU}.kernels:decode_kernel", 30),
     Stage("decode kernel, every batch", f"{_GPU}.kernels:decode_kernel_batches", 75),
     Stage("prefill kernel", f"{_GPU}.kernels:prefill_kernel", 30),
-    Stage("pages", f"{_GPU}.kv:pages", 10),
     Stage("matrix products", f"{_GPU}.kernels:products", 20),
     Stage("decode step", f"{_GPU}.model:decode_steps", 90),
     Stage("prefill", f"{_GPU}.model:prefill", 40),
@@ -63,7 +62,6 @@ STAGES: Final = (
     Stage("kv gather", f"{_GPU}.kv:gather", 15),
     Stage("kv scatter", f"{_GPU}.kv:scatter", 15),
     Stage("cuda_ipc", f"{_GPU}.kv:cuda_ipc", 45),
-    Stage("nccl", f"{_GPU}.kv:nccl", 60),
     Stage("attention rivals", f"{_GPU}.kernels:rivals", 45),
     Stage("vllm", f"{_GPU}.model:against_vllm", 240),
 )

@@ -1,7 +1,6 @@
 """The worth of each routing policy: the production router on simulated workers.
 
     python -m baton.bench.router.suite [--trace FILE] [--limit N] [--seed 0] [--output FOLDER]
-    python -m baton.bench.router.suite --replay LOG --policy NAME
 
 All times are those of the time model in sim/timed/fast.py. docs/benchmarks.md explains the figures.
 """
@@ -20,11 +19,10 @@ import msgspec
 
 from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.config.router import RouterConfig
-from baton.router.policies.candidates import PairCandidate, Select, cheapest
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import ClientCall, Fleet
 from baton.sim.timed.times import Machine
-from baton.sim.timed.workload import Log, TraceRequest, read_log, read_trace, tokens_of
+from baton.sim.timed.workload import TraceRequest, read_trace, tokens_of
 
 BLOCK_TOKENS: Final = 16
 
@@ -112,16 +110,12 @@ def run_trace(
     fleet: Fleet | None = None,
     scale: float = SCALE,
     local_prefill_tokens: int = 0,
-    select: Select | None = None,
-    page_tokens: int = BLOCK_TOKENS,
 ) -> Result:
-    """Replay a trace; its blocks are pages of `page_tokens`. select: the rule in place of the policy's."""
+    """Replay a trace."""
     config = RouterConfig(
         policy=policy, seed=seed, local_prefill_tokens=local_prefill_tokens, max_attempts=2**19
     )
-    rehearsal = FastCluster(config, fleet or Fleet(), Machine(), page_tokens, scale)
-    if select is not None:
-        rehearsal.select(select)
+    rehearsal = FastCluster(config, fleet or Fleet(), Machine(), BLOCK_TOKENS, scale)
     outcomes = rehearsal.run(
         ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each, number), num_answered=each.output_tokens)
         for number, each in enumerate(trace)
@@ -169,65 +163,30 @@ def trace_rows(trace: Sequence[TraceRequest], arrivals: str, seed: int) -> list[
     return rows
 
 
-def workload_rows(name: str, num_requests: int, seed: int) -> list[Row]:
+def workload_row(name: str, num_requests: int, seed: int) -> Row:
     """Measure the mean time to the last token, which contains the cost of local prompts to other requests."""
     fleet = Fleet(num_prefill=2, num_decode=2, num_prefill_pages=4000, decode_keeps=True)
     trace = WORKLOADS[name](num_requests, seed)
     run = partial(run_trace, trace, seed=seed, fleet=fleet, scale=1.0)
-    alike = {each: run("cost", select=up_to(each)).latency_mean_s for each in THRESHOLDS}
     loaded = {each: run("least-loaded", local_prefill_tokens=each).latency_mean_s for each in THRESHOLDS}
     tuned = run("cost")
     share = tuned.counters.get("computed_locally", 0) / num_requests
-    best, best_alike = min(loaded, key=loaded.__getitem__), min(alike, key=alike.__getitem__)
+    best = min(loaded, key=loaded.__getitem__)
     note = f"least-loaded at its best threshold, {best} tokens; {share:.0%} local"
-    alike_note = f"{best_alike} tokens to be computed; the policy is to find this by itself"
-    return [
-        at_most(f"{name}: mean latency", tuned.latency_mean_s, "s", loaded[best], note),
-        Row(f"{name}: cost at its best threshold", alike[best_alike], "s", note=alike_note),
-    ]
-
-
-def up_to(threshold: int) -> Select:
-    """Return a rule for `cost`: prompts with at most so many tokens to compute are computed locally."""
-
-    def select(
-        candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
-    ) -> PairCandidate:
-        near = [each for each in candidates if not each.prefill and each.num_new_tokens <= threshold]
-        return cheapest(near or [each for each in candidates if each.prefill], random, given)
-
-    return select
-
-
-def replay_rows(log: Log, policy: str, seed: int) -> list[Row]:
-    """Replay a log. The machines are the simulation's, so only the ratio of two policies means anything."""
-    fleet = Fleet(num_prefill=log.num_prefill, num_decode=max(1, log.num_decode), decode_keeps=True)
-    rows = [Row("as it was: TTFT mean", log.ttft_mean_s, "s", note="measured, on the machines that ran it")]
-    for name in dict.fromkeys((policy, "round-robin", "cost")):
-        result = run_trace(log.trace, name, seed=seed, fleet=fleet, scale=1.0, page_tokens=log.page_size)
-        rows.append(Row(f"{name}: TTFT mean", result.ttft_mean_s, "s"))
-        rows.append(Row(f"{name}: hit", result.hit, ""))
-        rows.append(Row(f"{name}: mean latency", result.latency_mean_s, "s"))
-    return rows
+    return at_most(f"{name}: mean latency", tuned.latency_mean_s, "s", loaded[best], note)
 
 
 @suite(
     "router",
     "the router on simulated workers",
     option("--trace", type=Path, metavar="FILE", help="in Mooncake's format"),
-    option("--replay", type=Path, metavar="LOG", help="a router's decision log"),
-    option("--policy", "cost", "for --replay", choices=POLICIES),
     option("--limit", type=int, help="the trace's first N requests (all)"),
     option("--requests", 600, "of each workload"),
     option("--seed", 0),
 )
 def measure(options: Namespace, report: Report) -> None:
-    """Replay the log, or the trace and the made workloads."""
+    """Replay the trace, and the made workloads."""
     report.extra = {"seed": options.seed}
-    if options.replay is not None:
-        log = read_log(options.replay, Machine().step_base_s)
-        report.rows += replay_rows(log, options.policy, options.seed)
-        return
     if options.trace is not None:
         trace = read_trace(options.trace, scale=SCALE, limit=options.limit)
         for name, requests in (("as they come", trace), ("spread", spread(trace))):
@@ -235,7 +194,7 @@ def measure(options: Namespace, report: Report) -> None:
             report.rows += trace_rows(requests, name, options.seed)
     for name in WORKLOADS:
         report.tell(name)
-        report.rows += workload_rows(name, options.requests, options.seed)
+        report.rows.append(workload_row(name, options.requests, options.seed))
 
 
 if __name__ == "__main__":

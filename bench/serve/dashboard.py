@@ -20,15 +20,13 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from baton.bench.report import Report, at_least, at_most, option, percentile, suite
+from baton.bench.report import Report, at_least, at_most, option, suite
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.load import Hammer, Point
 from baton.bench.serve.overhead import Plane, Target, hosted
-from baton.bench.serve.simulated_cluster import SimulatedCluster, gateway_of, served
+from baton.bench.serve.simulated_cluster import SimulatedCluster, served
 from baton.cluster.cli.connections import HttpClient
 from baton.errors import ConfigError
-from baton.gateway.metrics.dashboard import EVERY_S, IDLE_EVERY_S
-from baton.gateway.process import GatewayProcess
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, CDPSession, Page
@@ -39,9 +37,6 @@ SCROLL_S: Final = 5.0
 CORES: Final = "processor time; 60 fps on two cores leave 33"
 LATE_MS: Final = 25.0
 PLACES: Final = {"list of workers": "#panel-workers .scroll", "page": "#charts"}  # to scroll
-NUM_READINGS: Final = 51
-IDLE_S: Final = 8.0  # without requests, NUM_IDLE times: the quietest counts
-NUM_IDLE: Final = 3
 LOAD_S: Final = 1.0  # of each half of a round
 POINT: Final = Point(64, stream=True, num_connections=16)
 WHEEL_PIXELS: Final = 60
@@ -134,7 +129,6 @@ SEEN: Final = """(selector) => {
   return { x: box.x, y: box.y, width: box.width, height: bottom - box.y };
 }"""  # of an element: what of it is seen
 SCHEMES: Final[tuple[Literal["light", "dark"], ...]] = ("light", "dark")
-COLOURS: Final = 160  # of a PNG's palette
 SETTLED_S: Final = 14.0  # the rates of the history's end are over the window by then
 REQUEST: Final = b'{"model": "tiny", "prompt": "a b c d e f g", "max_tokens": %d}'
 
@@ -172,13 +166,8 @@ async def _open_slowest(page: "Page") -> None:
 
 
 async def _shoot(page: "Page", path: Path, selector: str = "body") -> None:
-    """Write a picture of what is seen of an element, down to its last child, with few colours."""
-    from PIL import Image
-
+    """Write a picture of what is seen of an element, down to its last child."""
     await page.screenshot(path=path, clip=await page.evaluate(SEEN, selector))
-    with Image.open(path) as picture:
-        small = picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-    small.save(path, optimize=True)
 
 
 async def _draw_top(browser: "Browser", url: str, path: Path) -> None:
@@ -205,7 +194,7 @@ async def _draw_top(browser: "Browser", url: str, path: Path) -> None:
     option("--pictures", type=Path, metavar="FOLDER", help="only draw the guides' pictures"),
 )
 async def measure(options: Namespace, report: Report) -> None:
-    """Measure the page, then its costs; or draw pictures."""
+    """Measure the page, then its cost; or draw pictures."""
     if options.pictures is not None:
         await draw_pictures(options.pictures)
         return
@@ -231,7 +220,6 @@ async def measure(options: Namespace, report: Report) -> None:
         await page.bring_to_front()
         report.rows.append(at_most("heap", await page.evaluate(HEAP) / 1e6, "MB", 200))
         report.rows.append(at_most("memory of the renderer alone", renderer_bytes() / 1e6, "MB", 200))
-    await _add_costs(options, report)
     await _add_cost_under_load(options, report)
 
 
@@ -259,36 +247,11 @@ def _add_frames(report: Report, name: str, tries: list[tuple[Scroll, Scroll]]) -
     ]
 
 
-async def _add_costs(options: Namespace, report: Report) -> None:
-    """Add the processor time of a reading as a share of one core."""
-    cluster = SimulatedCluster(options.workers // 3, options.workers - options.workers // 3)
-    gateway = await gateway_of(cluster, history_s=10.0)
-    idle_s = await _reading_s(gateway)
-    viewer = gateway.feed.admit()
-    await anext(viewer)  # the history; no viewer reads the encoded snapshots after that
-    watched_s = await _reading_s(gateway)
-    note = "{:.1f} ms of processor time every {:g} s; writing to the socket is not counted"
-    for name, spent_s, every_s in (("no page", idle_s, IDLE_EVERY_S), ("a page", watched_s, EVERY_S)):
-        share = 100 * spent_s / every_s
-        report.rows.append(
-            at_most(f"cost, {name} open", share, "% of a core", 3.0, note.format(1000 * spent_s, every_s))
-        )
-    await gateway.drain()
-
-
 async def _add_cost_under_load(options: Namespace, report: Report) -> None:
     """Add the processor time a request with a viewer, over that without."""
     ratios: list[float] = []
     with hosted(Plane(model="tiny", num_gateways=2, num_prefill=1)) as target:
         await _cpu_us(target)
-        idle_s, watched_s = [], []
-        for _ in range(NUM_IDLE):
-            idle_s.append(await _idle_cpu_s(target))
-            async with watching(target.url):
-                watched_s.append(await _idle_cpu_s(target))
-        spent = 100 * (min(watched_s) - min(idle_s)) / IDLE_S
-        note = "of the whole control plane without requests, the writing to the socket included"
-        report.rows.append(at_most("cost of a page, two gateways", spent, "% of a core", 3.0, note))
         for number in range(options.rounds):
             report.tell(f"round {number + 1} of {options.rounds} under load", number / options.rounds)
             spent_us = {}
@@ -300,12 +263,6 @@ async def _add_cost_under_load(options: Namespace, report: Report) -> None:
     note = f"median of {len(ratios)} rounds; mean {mean(ratios):.3f} +- {error:.3f}"
     report.rows.append(at_most("CPU time a request, a page open", median(ratios), "times", 1.03, note))
     report.extra["cpu_ratios"] = ratios
-
-
-async def _idle_cpu_s(target: Target) -> float:
-    before_s = target.cpu_s()
-    await asyncio.sleep(IDLE_S)
-    return target.cpu_s() - before_s
 
 
 async def _cpu_us(target: Target) -> float:
@@ -327,15 +284,6 @@ async def watching(url: str) -> AsyncIterator[None]:
     finally:
         reading.cancel()
         writer.close()
-
-
-async def _reading_s(gateway: GatewayProcess) -> float:
-    spent_s = []
-    for _ in range(NUM_READINGS):
-        begin_s = time.process_time()
-        await gateway.feed.take()
-        spent_s.append(time.process_time() - begin_s)
-    return percentile(spent_s, 50)
 
 
 if __name__ == "__main__":

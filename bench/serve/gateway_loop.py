@@ -1,4 +1,4 @@
-"""The time for which hostile bodies hold a gateway's event loop, and the memory that they take.
+"""The time for which hostile bodies hold a gateway's event loop.
 
     python -m baton.bench.serve.gateway_loop [--generated 200] [--seed 1] [--output FOLDER]
 
@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import random
-import socket
 import tempfile
 import time
 from argparse import Namespace
@@ -25,12 +24,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from baton.bench.clusters import copy_tiny, tenants_yaml
-from baton.bench.processes import resident_mib
 from baton.bench.report import Report, Row, at_most, option, percentile, suite
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.overhead import Plane, stub_cluster
 from baton.bench.serve.stub import FILE_VARIABLE, Held
-from baton.config.gateway import GatewayConfig
 from baton.errors import PeerGone
 
 CHAT: Final = "/v1/chat/completions"
@@ -40,11 +37,8 @@ CALL: Final = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 CONTEXT_TOKENS: Final = 131_072
 HELD_BAR_MS: Final = 50.0
 P99_BAR: Final = 2.0
-MEMORY_BAR_MB: Final = 100.0
 ALONE_S: Final = 8.0
 NUM_AT_ONCE: Final = 4
-FAST_STEP_S: Final = 0.01  # of a decode step with four calls of eight choices, on the fastest of GPUs
-NUM_CLIENTS: Final = 40  # that do not read
 KEYS: Final = {"hostile": "hostile-key-0123456789", "quiet": "quiet-key-0123456789"}
 SHORT_CHAT: Final = json.dumps(
     {"messages": [{"role": "user", "content": "sort(3 1 2)="}], "max_tokens": 16}
@@ -195,7 +189,6 @@ class Gateway(NamedTuple):
 
     hostile: Address
     quiet: Address
-    pid: int
     held_file: Path
 
     def longest_hold(self, since_s: float, until_s: float) -> Held:
@@ -207,19 +200,17 @@ class Gateway(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, step_s: float = 0.0) -> AsyncIterator[Gateway]:
-    """Run the gateway before a worker with steps of `step_s`."""
+async def running(folder: Path) -> AsyncIterator[Gateway]:
+    """Run the gateway before a worker that computes nothing."""
     held_file, tenants = folder / "held", folder / "tenants.yaml"
     directory = folder / "qwen-like"
-    if not directory.exists():
-        copy_tiny(directory, CONTEXT_TOKENS)
-        (directory / "chat_template.jinja").write_text(TEMPLATE)
+    copy_tiny(directory, CONTEXT_TOKENS)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
     tenants.write_text(tenants_yaml(KEYS))
     os.environ[FILE_VARIABLE] = str(held_file)
-    plane = Plane(str(directory), step_s=step_s)
-    async with stub_cluster(plane, str(tenants)) as cluster:
+    async with stub_cluster(Plane(str(directory)), str(tenants)) as cluster:
         hostile, quiet = (Address(cluster.url, key) for key in KEYS.values())
-        yield Gateway(hostile, quiet, (await cluster.pids())["gateway-0"], held_file)
+        yield Gateway(hostile, quiet, held_file)
 
 
 async def ask(client: Client, path: str, body: bytes) -> int:
@@ -286,50 +277,6 @@ async def chat_beside(
     return await watching
 
 
-@contextlib.asynccontextmanager
-async def watched_growth(pid: int) -> AsyncIterator[list[float]]:
-    """Yield a list; at the end of the block it has the most memory, in MB, beyond that at the beginning."""
-    found, sizes = list[float](), [resident_mib(pid) or 0.0]
-
-    async def watch() -> None:
-        while True:
-            sizes.append(resident_mib(pid) or 0.0)
-            await asyncio.sleep(0.02)
-
-    task = asyncio.create_task(watch())
-    yield found
-    task.cancel()
-    found.append((max(sizes) - sizes[0]) * 2**20 / 1e6)
-
-
-async def ask_without_reading(gateway: Gateway) -> None:
-    """Ask for the largest answers of `/detokenize` and `/tokenize`, and read nothing."""
-    requests = [
-        ("/detokenize", json.dumps({"tokens": [300] * CONTEXT_TOKENS}).encode()),
-        ("/tokenize", json.dumps({"prompt": "a " * 400_000, "return_token_strs": True}).encode()),
-    ]
-    loop, address = asyncio.get_running_loop(), gateway.hostile
-    with contextlib.ExitStack() as stack:
-        for index in range(NUM_CLIENTS):
-            client = stack.enter_context(socket.socket())
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            await loop.sock_connect(client, (address.host, address.port))
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(10):
-                    await loop.sock_sendall(client, address.post(*requests[index % 2]))
-        await asyncio.sleep(5)
-
-
-async def ask_for_logprobs(gateway: Gateway) -> Counter[int]:
-    """Ask for whole answers of 20 log probabilities a token, four calls at once; return the statuses."""
-    fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
-    max_tokens = GatewayConfig(model="tiny", routers=()).max_answer_entries // (8 * 21)  # eight choices
-    body = json.dumps(fields | {"n": 8, "max_tokens": max_tokens, "ignore_eos": True}).encode()
-    with contextlib.closing(Client(gateway.hostile)) as client:
-        return Counter(await asyncio.gather(*(ask(client, CHAT, body) for _ in range(4))))
-
-
 @suite(
     "gateway_loop",
     "Event loop of a gateway under hostile bodies",
@@ -338,55 +285,36 @@ async def ask_for_logprobs(gateway: Gateway) -> Counter[int]:
     fails_on_miss=True,
 )
 async def measure(options: Namespace, report: Report) -> None:
-    """Send every hostile body beside the quiet tenant, then measure memory."""
-    statuses = Counter[int]()
+    """Send every hostile body beside the quiet tenant."""
+    statuses, alone, beside = Counter[int](), list[float](), list[float]()
+    drawn = list(generated(options.generated, options.seed))
+    parts = [(each.name, [each], 1) for each in (*reviewed(), *others())]
+    parts.append((f"{len(drawn)} generated bodies", drawn, NUM_AT_ONCE))
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as sender,
     ):
-        await _measure(options, report, Path(folder), sender, statuses)
-    report.rows.append(at_most("answers of status 500 or none", statuses[500] + statuses[0], "", 0))
+        async with running(Path(folder)) as gateway:
+            since_s = time.monotonic()
+            alone += await chat_alone(gateway)
+            hold = gateway.longest_hold(since_s, time.monotonic())
+            report.rows.append(Row("held with short chats alone", 1e3 * hold.held_s, "ms"))
+            for name, work, at_once in parts:
+                report.tell(name)
+                since_s = time.monotonic()
+                beside += await chat_beside(gateway, work, at_once, sender, statuses)
+                hold = gateway.longest_hold(since_s, time.monotonic())
+                note = f"{1e3 * hold.late_s:.1f} ms with the wait for a core"
+                report.rows.append(at_most(f"loop held: {name}", 1e3 * hold.held_s, "ms", HELD_BAR_MS, note))
+            alone += await chat_alone(gateway)  # before and after: the machine's other load varies
+    alone_ms, beside_ms = percentile(alone, 99) * 1e3, percentile(beside, 99) * 1e3
+    note = f"{alone_ms:.1f} ms alone, {beside_ms:.1f} ms beside"
+    report.rows += [
+        at_most("other tenant's p99", beside_ms / alone_ms, "times", P99_BAR, note),
+        at_most("answers of status 500 or none", statuses[500] + statuses[0], "", 0),
+    ]
     counts = {str(status): num for status, num in sorted(statuses.items())}
     report.extra = {"statuses": counts, "seed": options.seed}
-
-
-async def _measure(
-    options: Namespace, report: Report, folder: Path, sender: Executor, statuses: Counter[int]
-) -> None:
-    async with running(folder) as gateway:
-        since_s = time.monotonic()
-        alone = await chat_alone(gateway)
-        hold = gateway.longest_hold(since_s, time.monotonic())
-        report.rows.append(Row("held with short chats alone", 1e3 * hold.held_s, "ms"))
-        parts = [(each.name, [each], 1) for each in (*reviewed(), *others())]
-        drawn = list(generated(options.generated, options.seed))
-        beside = list[float]()
-        for name, work, at_once in [*parts, (f"{len(drawn)} generated bodies", drawn, NUM_AT_ONCE)]:
-            report.tell(name)
-            since_s = time.monotonic()
-            beside += await chat_beside(gateway, work, at_once, sender, statuses)
-            hold = gateway.longest_hold(since_s, time.monotonic())
-            note = f"{1e3 * hold.late_s:.1f} ms with the wait for a core"
-            report.rows.append(at_most(f"loop held: {name}", 1e3 * hold.held_s, "ms", HELD_BAR_MS, note))
-        alone += await chat_alone(gateway)  # before and after: the machine's other load varies
-        alone_ms, beside_ms = percentile(alone, 99) * 1e3, percentile(beside, 99) * 1e3
-        note = f"{alone_ms:.1f} ms alone, {beside_ms:.1f} ms beside"
-        report.rows.append(at_most("other tenant's p99", beside_ms / alone_ms, "times", P99_BAR, note))
-        report.tell("clients that do not read")
-        async with watched_growth(gateway.pid) as grown:
-            await ask_without_reading(gateway)
-        report.rows.append(_memory_row(f"{NUM_CLIENTS} clients that do not read", grown))
-    async with running(folder, step_s=FAST_STEP_S) as gateway:
-        report.tell("log probabilities")
-        async with watched_growth(gateway.pid) as grown:
-            answers = await ask_for_logprobs(gateway)
-        statuses.update(answers)
-        note = f"{answers[200]} answered, {answers[503]} refused with 503"  # the gateway bounds their memory
-        report.rows.append(_memory_row("four calls of 20 logprobs", grown, note))
-
-
-def _memory_row(name: str, grown_mb: list[float], note: str = "") -> Row:
-    return at_most(f"RSS growth, {name}", grown_mb[0], "MB", MEMORY_BAR_MB, note)
 
 
 if __name__ == "__main__":

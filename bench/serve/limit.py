@@ -1,6 +1,6 @@
-"""A server that does the least possible: the rate of uvicorn or of a bare socket without any serving.
+"""A server that does the least possible: the rate of a bare socket without any serving.
 
-    python -m baton.bench.serve.limit uvicorn|asyncio
+    python -m baton.bench.serve.limit
 
 Every POST is answered with one completion, or, if its body asks for a stream, with as many events as tokens,
 each written by itself. The server prints its port, and ends when its stdin does.
@@ -10,19 +10,14 @@ import asyncio
 import json
 import os
 import re
-import sys
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import httptools
-import uvicorn
 import uvloop
 
 _NUM_TOKENS: Final = re.compile(rb'"max_tokens": ?(\d+)')
 _STREAM: Final = re.compile(rb'"stream": ?true')
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 def _choice(text: str, reason: str | None) -> dict[str, object]:
@@ -58,27 +53,6 @@ def _whole(num_tokens: int) -> bytes:
 def _wishes(body: bytes) -> tuple[int, bool]:
     found = _NUM_TOKENS.search(body)
     return int(found[1]) if found else 1, _STREAM.search(body) is not None
-
-
-async def application(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-    """Answer as an ASGI application without a framework."""
-    body = b""
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if not message.get("more_body"):
-            break
-    num_tokens, is_stream = _wishes(body)
-    kind = b"text/event-stream" if is_stream else b"application/json"
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
-    if not is_stream:
-        await send({"type": "http.response.body", "body": _whole(num_tokens)})
-        return
-    for index in range(num_tokens):
-        event = TOKEN if index + 1 < num_tokens else LAST
-        await send({"type": "http.response.body", "body": event, "more_body": True})
-        await asyncio.sleep(0)
-    await send({"type": "http.response.body", "body": _tail(num_tokens)})
 
 
 class Bare(asyncio.Protocol):
@@ -120,17 +94,10 @@ class Bare(asyncio.Protocol):
         self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
 
 
-async def _serve(kind: str) -> None:
-    loop = asyncio.get_running_loop()
-    if kind == "asyncio":
-        server = await loop.create_server(Bare, "127.0.0.1", 0)
-        print(server.sockets[0].getsockname()[1], flush=True)
-        await server.serve_forever()
-    config = uvicorn.Config(application, host="127.0.0.1", port=0, log_level="warning", http="httptools")
-    listener = config.bind_socket()
-    listener.listen(1024)
-    print(listener.getsockname()[1], flush=True)
-    await uvicorn.Server(config).serve(sockets=[listener])
+async def _serve() -> None:
+    server = await asyncio.get_running_loop().create_server(Bare, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
 
 
 def _die_with_parent() -> None:
@@ -141,4 +108,4 @@ def _die_with_parent() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    uvloop.run(_serve(sys.argv[1]))
+    uvloop.run(_serve())

@@ -39,8 +39,7 @@ from baton.errors import ConfigError
 BATON: Final = "baton"
 BEFORE: Final = "before"
 TRACED: Final = "baton, traced"
-UVICORN: Final = "bare uvicorn"
-SOCKET: Final = "bare asyncio"
+LIMIT: Final = "bare asyncio"
 UNARY: Final = tuple(Point(1, stream=False, num_connections=number) for number in (1, 16, 64))
 SSE: Final = tuple(Point(64, stream=True, num_connections=number) for number in (1, 16, 64))
 IDLE: Final = Point(2, stream=True, num_connections=1)
@@ -155,9 +154,9 @@ def hosted(plane: Plane, checkout: Path | None = None) -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def limit(kind: str) -> Iterator[Target]:
+def limit() -> Iterator[Target]:
     """Run a server that does nothing but answer (bench/serve/limit.py)."""
-    with Child("-m", "baton.bench.serve.limit", kind) as child:
+    with Child("-m", "baton.bench.serve.limit") as child:
         yield Target(f"http://127.0.0.1:{child.read()}", model="limit")
 
 
@@ -165,7 +164,7 @@ def limit(kind: str) -> Iterator[Target]:
 def traced(plane: Plane, ratio: float) -> Iterator[Target]:
     """Run a control plane of this code that exports this share of traces to a server that takes them."""
     with (
-        limit("asyncio") as collector,
+        limit() as collector,
         hosted(plane._replace(traces=collector.url, trace_ratio=ratio)) as target,
     ):
         yield target
@@ -177,7 +176,7 @@ def started(url: str) -> AbstractContextManager[Target]:
 
 
 def measure_overhead(options: argparse.Namespace, rivals: Mapping[str, str], report: Report) -> None:
-    """Measure the control plane in turns with the limits, and with rivals by their URLs.
+    """Measure the control plane in turns with the limit, and with rivals by their URLs.
 
     ConfigError: a control plane does not start.
     """
@@ -202,7 +201,7 @@ def measure_overhead(options: argparse.Namespace, rivals: Mapping[str, str], rep
     if options.trace_ratio is not None:
         servers[TRACED] = partial(traced, plane, options.trace_ratio)
     servers |= {name: partial(started, url) for name, url in rivals.items()}
-    servers |= {UVICORN: partial(limit, "uvicorn"), SOCKET: partial(limit, "asyncio")}
+    servers[LIMIT] = limit
     results: defaultdict[tuple[str, Point], list[Run]] = defaultdict(list)
     num_prefilled = 0
     for number in range(options.rounds):

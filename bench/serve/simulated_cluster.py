@@ -328,8 +328,9 @@ def _pages(active: int, cached: int, *, leased: int = 0, quarantined: int = 0) -
     return {"free": NUM_PAGES - sum(held.values()), **held}
 
 
-async def gateway_of(cluster: SimulatedCluster, *, history_s: float = HISTORY_S) -> GatewayProcess:
-    """Return a gateway of the cluster that has a history and is not started."""
+@contextlib.asynccontextmanager
+async def served(cluster: SimulatedCluster, *, history_s: float = HISTORY_S) -> AsyncIterator[Address]:
+    """Serve the cluster on a free port, with a history, and let it live on. Yields the gateway's address."""
     config = GatewayConfig(
         model=str(resolve_model("tiny")),
         served_model_name="tiny",
@@ -345,13 +346,6 @@ async def gateway_of(cluster: SimulatedCluster, *, history_s: float = HISTORY_S)
         await gateway.feed.take()
         clock.behind_s = max(0.0, clock.behind_s - STEP_S)
     cluster.step(gateway.metrics, STEP_S)
-    return gateway
-
-
-@contextlib.asynccontextmanager
-async def served(cluster: SimulatedCluster, *, history_s: float = HISTORY_S) -> AsyncIterator[Address]:
-    """Serve the cluster on a free port, with a history, and let it live on. Yields the gateway's address."""
-    gateway = await gateway_of(cluster, history_s=history_s)
     address = await gateway.start()
     living = asyncio.create_task(_live(cluster, gateway))
     try:

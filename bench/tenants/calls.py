@@ -13,7 +13,6 @@ import msgspec
 
 from baton.bench.report import Row, at_least, at_most, percentile
 from baton.sim.timed.fleet import CallOutcome, ClientCall
-from baton.sim.timed.workload import TraceRequest
 from baton.tenants import SchedulingKey, Sla
 
 NUM_VICTIMS: Final = 9
@@ -109,31 +108,6 @@ class TenantWorkload(NamedTuple):
             tenant=tenant,
             sla=sla,
         )
-
-
-CONVERSATION_SLAS: Final = (
-    Sla(ttft_ms=2000.0, tpot_ms=50.0),
-    Sla(ttft_ms=5000.0, tpot_ms=50.0),
-    Sla(ttft_ms=15_000.0, tpot_ms=100.0),
-)
-
-
-def conversation(
-    trace: Sequence[TraceRequest], speed: float, seed: int, *, knows_sla: bool
-) -> list[ClientCall]:
-    """Return the trace at that speed, without shared prefixes; each request draws its objectives."""
-    random = Random(seed)
-    return [
-        ClientCall(
-            at_s=each.arrival_s / speed,
-            token_ids=(1,) * each.input_tokens,
-            num_answered=each.output_tokens,
-            max_tokens=4 * each.output_tokens,
-            sla=random.choice(CONVERSATION_SLAS),
-            knows_sla=knows_sla,
-        )
-        for each in trace
-    ]
 
 
 def victims_among(outcomes: Sequence[CallOutcome], since_s: float, until_s: float) -> list[CallOutcome]:

@@ -2,10 +2,7 @@
 
 One prefill and one decode worker of `tiny`, a router, a gateway and the client share this machine's cores.
 So every load is a part of what they could do together in the same run. A noisy tenant costs the others some
-time in any order of work: its requests must be read, and the other core is never idle. The third load of
-each round measures that cost: the same requests, all refused at the gateway, with all cores busy. Processes
-also wait for a core, more so where both workers are busy; the kernel says by how much that stretches each
-load.
+time in any order of work: its requests must be read, and the other core is never idle.
 
 Clients behave as openai-python does: a refused call comes again after the time that it was told, or after
 half a second and then one, twice at most, and not if it is told not to. The times of a call count from when
@@ -13,20 +10,15 @@ it was due: a call that a full server delays is late all the same.
 """
 
 import asyncio
-import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, nullcontext, suppress
-from pathlib import Path
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from random import Random
 from statistics import median
 from typing import Final, NamedTuple
 
-import msgspec
-
 from baton.bench.clusters import MODEL, served_cluster, tenants_yaml
-from baton.bench.processes import Child
 from baton.bench.report import Report, Row
 from baton.bench.serve.client import Address, Client, sleep_until
 from baton.bench.serve.figures import Bad, streamed
@@ -44,7 +36,6 @@ from baton.bench.tenants.calls import (
     ttft_s,
     victims_among,
 )
-from baton.cluster.runtimes.base import descendants
 from baton.errors import PeerGone
 from baton.sim.timed.fast import MAX_RETRIES
 from baton.sim.timed.fleet import CallOutcome, ClientCall
@@ -59,17 +50,6 @@ MAX_HONOURED_S: Final = 60.0  # a longer retry-after is not believed
 BACK_OFF_S: Final = 0.5
 MOST_TOLD_S: Final = 600.0
 IDLE_S: Final = 0.3
-# Multiplies as a step of a small model does, but only while nothing else wants the core (SCHED_IDLE).
-BUSY: Final = """
-import os, select, sys
-import torch
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)) if hasattr(os, "SCHED_IDLE") else os.nice(19)
-torch.set_num_threads(1)
-rows, weight = torch.ones(256, 512, dtype=torch.bfloat16), torch.ones(512, 2048, dtype=torch.bfloat16)
-print("ready", flush=True)
-while not select.select([sys.stdin], [], [], 0)[0]:
-    rows @ weight
-"""
 VOCAB_SIZE: Final = 1024
 # Lengths are about half of the simulation's: the model's context is short. No two prompts begin alike.
 WORKLOAD: Final = TenantWorkload(
@@ -83,11 +63,10 @@ WORKLOAD: Final = TenantWorkload(
     service_prompts=(120, 1680),
     service_answers=(4, 32),
 )
-STOPPED: Final = "stopped"  # like the noisy tenant, but over its quota with the first request
 SLAS: Final = (
     {f"victim-{number}": WORKLOAD.sla for number in range(NUM_VICTIMS)}
     | {f"tenant-{number}": WORKLOAD.sla for number in range(4)}
-    | {NOISY: Sla(), STOPPED: Sla()}
+    | {NOISY: Sla()}
 )
 VICTIM_LOAD: Final = 0.5  # of the capacity
 TIMES_SHARE: Final = 50.0
@@ -99,49 +78,12 @@ MOST_TOKENS: Final = 60_000  # of prompts, to find the capacity
 WARM_S: Final = 2.0  # of each load, in which nothing counts
 GRACE_S: Final = 5.0  # after a load, for its last answers
 MOMENT_S: Final = 2.0
-LOAD_NAMES: Final = ("alone", "beside", "apart")
-
-
-class CoreTimes(NamedTuple):
-    """Seconds that the threads of a process and its descendants ran, and waited for a core, by the kernel."""
-
-    ran_s: float
-    waited_s: float
-
-    @classmethod
-    def of(cls, pid: int) -> "CoreTimes":
-        """Read the threads that live; zero for a process that has ended, and elsewhere than on Linux."""
-        ran_ns = waited_ns = 0
-        for each in (pid, *descendants(pid)):
-            for file in Path(f"/proc/{each}/task").glob("*/schedstat"):
-                try:
-                    ran, waited, _ = map(int, file.read_text().split())
-                except (OSError, ValueError):  # the thread has just ended, or this kernel does not count
-                    continue
-                ran_ns, waited_ns = ran_ns + ran, waited_ns + waited
-        return cls(ran_ns / 1e9, waited_ns / 1e9)
-
-    def stretch_since(self, before: "CoreTimes") -> float:
-        """Return how many times longer work took than on a core of its own; 1.0: not known."""
-        ran_s, waited_s = self.ran_s - before.ran_s, self.waited_s - before.waited_s
-        return 1.0 + waited_s / ran_s if ran_s > 0.0 else 1.0
-
-
-@contextmanager
-def busy_cores() -> Iterator[list[int]]:
-    """Keep every core busy with work of the scheduler's idle class; yield the process ids."""
-    with ExitStack() as stack:
-        children = [stack.enter_context(Child("-c", BUSY)) for _ in range(os.cpu_count() or 1)]
-        for child in children:
-            child.read()
-        yield [child.pid for child in children]
 
 
 class TenantServer:
     """A running `baton serve`, asked with the keys of its tenants."""
 
-    def __init__(self, url: str, keys: Mapping[str, str], pid: int = 0) -> None:
-        self.pid = pid
+    def __init__(self, url: str, keys: Mapping[str, str]) -> None:
         self._clients = {tenant: Client(Address(url, key)) for tenant, key in keys.items()}
 
     def close(self) -> None:
@@ -213,12 +155,11 @@ def _body(call: ClientCall) -> bytes:
 
 
 @asynccontextmanager
-async def serving(slas: Mapping[str, Sla], stopped: Collection[str] = ()) -> AsyncIterator[TenantServer]:
+async def serving(slas: Mapping[str, Sla]) -> AsyncIterator[TenantServer]:
     """Run a cluster for these tenants and objectives. WorkerLost: it does not come up."""
     keys = {tenant: secrets.token_hex(16) for tenant in slas}
-    tenants = tenants_yaml(keys, slas, stopped)
-    async with served_cluster(OPTIONS, prefill=1, decode=1, tenants=tenants) as cluster:
-        with closing(TenantServer(cluster.url, keys, cluster.serve_pid)) as server:
+    async with served_cluster(OPTIONS, prefill=1, decode=1, tenants=tenants_yaml(keys, slas)) as cluster:
+        with closing(TenantServer(cluster.url, keys)) as server:
             yield server
 
 
@@ -237,13 +178,11 @@ class Pair(NamedTuple):
 
     alone: list[CallOutcome]
     beside: list[CallOutcome]  # beside the noisy tenant
-    apart: list[CallOutcome]  # beside the same requests, refused, and busy cores
-    stretches: Mapping[str, float]  # by load: how much longer work took for want of a core
 
 
 async def measure_real(size: Size, seed: int, report: Report) -> None:
     """Measure both cases. WorkerLost: `baton serve` does not come up."""
-    async with serving(SLAS, [STOPPED]) as server:
+    async with serving(SLAS) as server:
         report.tell("warming up")
         await server.capacity(_victims(Random(seed)))  # the first prompts of each length are slow
         pairs = []
@@ -254,8 +193,7 @@ async def measure_real(size: Size, seed: int, report: Report) -> None:
         report.tell("overload", size.rounds / (size.rounds + 5))
         await _overload(server, size, Random(seed), report)
     report.extra |= {
-        **{f"ttft_p99_{name}_s": [ttft_s(getattr(pair, name), 99) for pair in pairs] for name in LOAD_NAMES},
-        "stretches": [dict(pair.stretches) for pair in pairs],
+        f"ttft_p99_{name}_s": [ttft_s(getattr(pair, name), 99) for pair in pairs] for name in Pair._fields
     }
 
 
@@ -263,18 +201,12 @@ async def _pair(server: TenantServer, size: Size, random: Random) -> Pair:
     capacity, until_s = await server.capacity(_victims(random)), WARM_S + size.round_s
     calls = WORKLOAD.victims(VICTIM_LOAD * capacity, until_s, random)
     noise = WORKLOAD.noisy(TIMES_SHARE * capacity / (NUM_VICTIMS + 1), until_s, random)
-    stopped = [msgspec.structs.replace(call, tenant=STOPPED) for call in noise]
-    loads = dict(zip(LOAD_NAMES, (calls, calls + noise, calls + stopped), strict=True))
-    found, stretches = {}, {}
+    loads, found = {"alone": calls, "beside": calls + noise}, {}
     for name in random.sample(sorted(loads), len(loads)):
-        load = WORKLOAD.renewed(loads[name], random)
-        with busy_cores() if name == "apart" else nullcontext():
-            before = CoreTimes.of(server.pid)
-            outcomes = await server.load(load, until_s + GRACE_S)
-            stretches[name] = CoreTimes.of(server.pid).stretch_since(before)
+        outcomes = await server.load(WORKLOAD.renewed(loads[name], random), until_s + GRACE_S)
         found[name] = victims_among(outcomes, WARM_S, until_s)
         await server.settle(calls[0])
-    return Pair(**found, stretches=stretches)
+    return Pair(**found)
 
 
 async def _overload(server: TenantServer, size: Size, random: Random, report: Report) -> None:
@@ -310,19 +242,15 @@ def _victims(random: Random) -> list[ClientCall]:
 def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
     """Return medians over the rounds of the ratios to the victims alone."""
 
-    def ratio(name: str, percent: float) -> float:
-        return median(ttft_s(getattr(pair, name), percent) / ttft_s(pair.alone, percent) for pair in pairs)
+    def ratio(percent: float) -> float:
+        return median(ttft_s(pair.beside, percent) / ttft_s(pair.alone, percent) for pair in pairs)
 
-    alone, beside, apart = ([each for pair in pairs for each in getattr(pair, name)] for name in LOAD_NAMES)
+    alone, beside = ([each for pair in pairs for each in getattr(pair, name)] for name in Pair._fields)
     p99s = f"all: {ttft_s(beside, 99):.3f} s, alone {ttft_s(alone, 99):.3f} s; {len(alone)} requests"
-    refused = f"{ttft_s(apart, 99):.3f} s; its requests refused by the gateway, all cores busy"
     halves = f"{ttft_s(beside, 50):.3f} s, alone {ttft_s(alone, 50):.3f} s"
     shares = f"{share_good(beside):.3f} of all, alone {share_good(alone):.3f}"
-    stretch = median(pair.stretches["beside"] / pair.stretches["alone"] for pair in pairs)
     attainment = median(share_good(pair.beside) / share_good(pair.alone) for pair in pairs)
     return [
-        *noisy_rows(ratio("beside", 99), attainment, p99s, shares),
-        Row("noisy tenant: the machine's part of that", ratio("apart", 99), "x", note=refused),
-        Row("noisy tenant: all it runs takes longer / alone", stretch, "x", note="for want of a core"),
-        Row("noisy tenant: victims' TTFT p50 / alone", ratio("beside", 50), "x", note=halves),
+        *noisy_rows(ratio(99), attainment, p99s, shares),
+        Row("noisy tenant: victims' TTFT p50 / alone", ratio(50), "x", note=halves),
     ]

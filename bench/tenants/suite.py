@@ -1,29 +1,25 @@
 """Isolation of tenants and behaviour under overload: the production router and queues on simulated workers.
 
-    python -m baton.bench.tenants.suite [--trace FILE] [--quick] [--seed 0] [--output FOLDER]
+    python -m baton.bench.tenants.suite [--quick] [--seed 0] [--output FOLDER]
     python -m baton.bench.tenants.suite --real [--seed 0] [--output FOLDER]    the same with real processes
 
 Four prefill and two decode workers of an 8B model, each on a GPU (sim/timed/fast.py). All times are
-simulated, except those of queue operations. docs/benchmarks.md explains the figures.
+simulated. docs/benchmarks.md explains the figures.
 """
 
-import gc
 from argparse import Namespace
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from functools import cache, partial
-from pathlib import Path
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 from random import Random
-from time import perf_counter_ns
-from typing import Final, TypeVar
+from typing import Final
 
-from baton.bench.report import Plot, Report, Row, at_least, at_most, option, percentile, suite
+from baton.bench.report import Plot, Report, Row, at_least, at_most, option, suite
 from baton.bench.tenants.calls import (
     BIN_S,
     NUM_VICTIMS,
     OverloadSpan,
     TenantWorkload,
-    conversation,
     goodput,
     goodputs,
     noisy_rows,
@@ -34,16 +30,10 @@ from baton.bench.tenants.calls import (
 )
 from baton.bench.tenants.real import Size, measure_real
 from baton.config.router import RouterConfig
-from baton.messages.control import Submit
-from baton.request import Request
-from baton.router.queue.quotas import RequestWork
-from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import ClientCall, Fleet
 from baton.sim.timed.times import H200
-from baton.sim.timed.workload import TraceRequest, read_trace
-from baton.tenants import SchedulingKey, Sla
-from baton.token_ids import TokenIds
+from baton.tenants import Sla
 
 NUM_PREFILL: Final = 4
 FLEET: Final = Fleet(
@@ -66,9 +56,6 @@ OVERLOAD: Final = 3.0
 BEFORE_S: Final = 30.0  # of nearly the capacity, before the overload
 AFTER: Final = 0.7
 MOST_TOLD_S: Final = 120.0
-SPEED: Final = 2.5  # of the conversation trace: somewhat more than the workers can do
-NUM_MEASURED: Final = 100_000
-_Result = TypeVar("_Result")
 
 
 @cache
@@ -181,83 +168,10 @@ def _size(call: ClientCall) -> int:
     return call.num_tokens + call.num_answered
 
 
-def measure_burst(seed: int) -> list[Row]:
-    """Measure whether calls that a short burst had refused find room when they come back as told."""
-    end_s = 23.0
-    loads = [(20.0, 0.5), (end_s - 20.0, 4.0), (40.0, 0.5)]
-    calls = WORKLOAD.service([(each_s, load * TOKENS_PER_S) for each_s, load in loads], Random(seed))
-    returned = [each for each in simulate(calls, 70.0, seed).outcomes if each.retry]
-    later = [each for each in returned if each.asked_s > end_s]
-    note = f"{len(later)} came back after it, {len(returned) - len(later)} while it went on"
-    good = 100 * share_good(later)
-    return [at_least("burst: back after it as told, and good", good, "%", 95.0, note)]
-
-
-def measure_conversation(trace: Sequence[TraceRequest], seed: int) -> list[Row]:
-    """Measure deadlines and admission against the order of arrival and no refusals."""
-    found = []
-    for knows_sla in (True, False):
-        calls = conversation(trace, SPEED, seed, knows_sla=knows_sla)
-        until_s = calls[-1].at_s + 60
-        found.append(goodput(simulate(calls, until_s, seed).outcomes, 0.0, until_s))
-    note = f"{found[0]:.2f} and {found[1]:.2f} requests/s of {len(trace)}, {SPEED:g} times as fast"
-    name = "conversation: goodput / first come first served"
-    return [at_least(name, found[0] / found[1], "x", 1.3, note)]
-
-
-def operation_times_us(num_tenants: int, num_each: int, seed: int = 0) -> dict[str, list[float]]:
-    """Return the times of every operation of a queue that holds `num_each` requests of each tenant."""
-    random, queues = Random(seed), TenantQueues()
-    submits = []
-    for number in range(num_tenants):
-        key = SchedulingKey(weight=float(1 + number % 7))
-        request = Request(request_id="", token_ids=TokenIds.of((1,)), tenant=f"t{number}", scheduling_key=key)
-        submits.append(Submit(request=request))
-    for number in range(num_tenants * num_each):
-        queues.add(_queued(submits[number % num_tenants], number, random))
-    times: dict[str, list[float]] = defaultdict(list)
-
-    def timed(name: str, call: Callable[[], _Result]) -> _Result:
-        begun = perf_counter_ns()
-        result = call()
-        times[name].append((perf_counter_ns() - begun) / 1e3)
-        return result
-
-    for number in range(NUM_MEASURED):
-        first = timed("first", queues.first)
-        assert first is not None
-        added = _queued(random.choice(submits), 10**9 + number, random)
-        timed("add", partial(queues.add, added))
-        timed("remove", partial(queues.remove, added))
-        timed("take", partial(queues.take, first))
-        timed("correct", partial(queues.correct, 0, first.tenant, -0.1 * first.work))
-        timed("work before", partial(queues.work_before, added))
-    return times
-
-
-def _queued(submit: Submit, number: int, random: Random) -> QueuedAttempt:
-    work = RequestWork(0.0, random.randint(10, 4000))
-    queued = QueuedAttempt("g", submit, since_s=0.0, due_s=random.uniform(0, 60), work=work)
-    queued.key = (f"{number:x}", 0)
-    return queued
-
-
-def measure_queue(num_tenants: int, num_each: int) -> list[Row]:
-    """Time the operations of the router's queues."""
-    gc.collect()
-    rows = []
-    for name, times_us in operation_times_us(num_tenants, num_each).items():
-        note = f"p50 {percentile(times_us, 50):.1f} us; {num_tenants} tenants x {num_each:,}"
-        rows.append(at_most(f"queue: {name} p99", percentile(times_us, 99), "us", 20.0, note))
-    return rows
-
-
 @suite(
     "tenants",
     "tenants on simulated workers",
-    option("--trace", type=Path, metavar="FILE", help="of conversations, in Mooncake's format"),
-    option("--limit", 3000, "its first N requests"),
-    option("--quick", False, "a minute of each case, fewer requests"),
+    option("--quick", False, "a minute of each case"),
     option("--real", False, "processes, HTTP and keys: a quarter of an hour"),
     option("--seed", 0),
 )
@@ -276,12 +190,6 @@ async def measure(options: Namespace, report: Report) -> None:
     report.rows += measure_shares(20.0 if is_quick else 60.0, seed)
     report.tell("overload")
     measure_overload(60.0 if is_quick else 300.0, seed, report)
-    report.rows += measure_burst(seed)
-    if options.trace is not None:
-        report.tell("conversations")
-        report.rows += measure_conversation(read_trace(options.trace, limit=options.limit), seed)
-    report.tell("queue operations")
-    report.rows += measure_queue(100, 1000 if is_quick else 10_000)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ from baton.messages.control import Ended, Hello, Reachable, Rejected, Started, S
 from baton.messages.workers import PrefillTimes, WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import AttemptKey, Request, SamplingParams
-from baton.router.policies.candidates import Select
-from baton.router.policies.cost import CostPolicy
 from baton.router.router import Router
 from baton.router.sliced_work import Family, PromptKeys, family_of
 from baton.rpc.peers import TICK_S, Peer
@@ -117,12 +115,6 @@ class FastCluster:
                 self.router.joined(peer)
             else:
                 peer.bit = self.light.join(peer)
-
-    def select(self, select: Select) -> None:
-        """Have the policy `cost` choose among its candidates by another rule."""
-        policy = self.router.cluster_state.policy
-        assert isinstance(policy, CostPolicy), "other policies have no candidates"
-        policy.select = select
 
     def run(self, calls: Iterable[ClientCall], until_s: float | None = None) -> list[CallOutcome]:
         """Make all calls; simulate until then, or until all have ended. Return the outcomes, as asked."""

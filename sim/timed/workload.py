@@ -68,16 +68,19 @@ def _rows(path: Path) -> Iterator[TraceRequest]:
         for replay in read_bundle(path):
             yield from _recorded_rows(replay)
     elif _is_decision_log(path):
-        yield from read_log(path, LOGGED_STEP_S).trace
+        yield from _log_rows(path)
     else:
         yield from _mooncake_rows(path)
 
 
 def _is_decision_log(path: Path) -> bool:
     with path.open("rb") as file:
+        if b'"timestamp"' in file.readline():
+            return False
+        file.seek(0)
         try:
-            return b'"timestamp"' not in file.readline() and bool(next(decode_lines(path.open("rb"), "")))
-        except (ConfigError, StopIteration):
+            return next(decode_lines(file, ""), None) is not None
+        except ConfigError:
             return False
 
 
@@ -153,52 +156,27 @@ def page_keys(traced: TraceRequest, page_size: int, number: int) -> bytes:
     return np.stack((mixed, mixed), axis=1).tobytes()
 
 
-class Log(NamedTuple):
-    """A router's decision log as a trace; `ttft_mean_s` is the mean that was measured."""
-
-    trace: list[TraceRequest]  # first attempts alone: another policy would have other later ones
-    page_size: int
-    num_prefill: int
-    num_decode: int
-    ttft_mean_s: float | None
-
-
-def read_log(path: Path, step_s: float) -> Log:
-    """Read a decision log. step_s: of a decode step, which turns a duration into a number of tokens."""
+def _log_rows(path: Path) -> Iterator[TraceRequest]:
+    """Yield the first attempts of a decision log: another policy would have other later ones."""
     sent: dict[str, DispatchedLine] = {}
     ended: dict[str, EndedLine] = {}
-    for line in _lines(path):
-        if isinstance(line, DispatchedLine):
-            if line.decision.attempt == 0:
-                sent[line.decision.request_id] = line
-        elif line.attempt == 0:
-            ended[line.request_id] = line
+    with path.open("rb") as file:
+        for line in decode_lines(file, str(path)):
+            if isinstance(line, DispatchedLine):
+                if line.decision.attempt == 0:
+                    sent[line.decision.request_id] = line
+            elif line.attempt == 0:
+                ended[line.request_id] = line
     if not sent:
         raise ConfigError(f"decision log {path}: there is no request in it")
     blocks: dict[bytes, int] = {}
     begun_s = min(line.at_s for line in sent.values())
-    trace = [_traced(line, ended.get(id_), blocks, begun_s, step_s) for id_, line in sent.items()]
-    waits_s = [each.first_token_s for each in ended.values() if each.first_token_s is not None]
-    weighed = [each for line in sent.values() for each in (line.decision.chosen, *line.decision.weighed)]
-    return Log(
-        trace=trace,
-        page_size=next(iter(sent.values())).page_size,
-        num_prefill=len({each.prefill for each in weighed if each.prefill}),
-        num_decode=len({each.decode for each in weighed}),
-        ttft_mean_s=sum(waits_s) / len(waits_s) if waits_s else None,
-    )
-
-
-def _lines(path: Path) -> Iterator[DispatchedLine | EndedLine]:
-    try:
-        with path.open("rb") as file:
-            yield from decode_lines(file, str(path))
-    except OSError as error:
-        raise ConfigError(f"decision log {path} cannot be read: {error}") from error
+    for id_, line in sent.items():
+        yield _traced(line, ended.get(id_), blocks, begun_s)
 
 
 def _traced(
-    line: DispatchedLine, end: EndedLine | None, blocks: dict[bytes, int], begun_s: float, step_s: float
+    line: DispatchedLine, end: EndedLine | None, blocks: dict[bytes, int], begun_s: float
 ) -> TraceRequest:
     """Return one request; `blocks` maps page keys to block ids and grows."""
     ids = [blocks.setdefault(key, len(blocks)) for key in keys_in(line)]
@@ -206,7 +184,7 @@ def _traced(
         ids.append(blocks.setdefault(line.decision.request_id.encode(), len(blocks)))
     num_output = line.num_output_tokens
     if end is not None and end.first_token_s is not None:
-        num_output = round((end.at_s - line.at_s - end.first_token_s) / step_s)
+        num_output = round((end.at_s - line.at_s - end.first_token_s) / LOGGED_STEP_S)
     return TraceRequest(
         arrival_s=line.at_s - begun_s,
         input_tokens=line.decision.num_tokens,

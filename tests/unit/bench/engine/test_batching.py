@@ -1,7 +1,6 @@
 """The batching suite: equal work for every policy, padding in static batches alone, figures in the file."""
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +14,14 @@ from baton.bench.engine.batching import (
     SHAPE,
     THROUGHPUT_BAR,
     Outcome,
-    Workload,
     burst,
     load_policies,
-    measure_workload,
+    measure_policies,
     mixed_lengths,
     poisson,
     ratio,
     serve,
     take_turns,
-    varied_lengths,
 )
 from baton.bench.engine.replica import RecordedEngine
 from baton.bench.report import Report
@@ -46,13 +43,6 @@ def replicas() -> Iterator[dict[str, RecordedEngine]]:
 def test_mix_is_a_tenth_short_and_a_tenth_long() -> None:
     lengths = mixed_lengths(100)
     assert [lengths.count(length) for length in (4, 32, 256)] == [10, 80, 10]
-
-
-@pytest.mark.parametrize("variation", [0.0, 0.5, 1.0, 2.0])
-def test_varied_lengths_keep_the_mean_and_near_the_variation(variation: float) -> None:
-    requests = burst(varied_lengths(500, 24, variation))
-    assert requests.mean == 24
-    assert requests.variation == pytest.approx(variation, rel=0.05)
 
 
 def test_poisson_arrivals_keep_the_rate() -> None:
@@ -96,28 +86,10 @@ def test_rate_and_padding_of_an_outcome() -> None:
     assert (outcome.tokens_per_s, outcome.mean_latency_s, outcome.padding_percent) == (5.0, 2.0, 25.0)
 
 
-def test_without_matplotlib_all_but_the_plot_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    toy = Workload(num_requests=4, sweep_requests=2, sweep_mean=2, variations=(0.0, 1.0), repeats=1)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    report_of(toy, tmp_path).finish()
-    assert "no picture: pip install matplotlib\n" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"batching.json", "batching.html"}
-
-
-def test_toy_run_writes_rows_with_bars_samples_and_the_plot(tmp_path: Path) -> None:
-    toy = Workload(num_requests=6, sweep_requests=10, sweep_mean=4, variations=(0.0, 1.0), repeats=1)
-    report = report_of(toy, tmp_path)
+def test_toy_run_writes_rows_with_bars_and_samples(tmp_path: Path) -> None:
+    report = Report("batching", "batching", tmp_path)
+    measure_policies(6, 1, report, SMALL)
     report.finish()
-    assert {row.limit for row in report.rows} == {None, f">= {THROUGHPUT_BAR}", f">= {LATENCY_BAR:g}", "> 0"}
+    assert {row.limit for row in report.rows} == {None, f">= {THROUGHPUT_BAR}", f">= {LATENCY_BAR:g}"}
     content = json.loads((tmp_path / "batching.json").read_text())
-    assert [point["variation"] for point in content["sweep"]] == pytest.approx([0.0, 1.0], abs=0.5)
-    assert set(content["samples"]) == {"burst", "70% of continuous", "70% of static"}
-    assert (tmp_path / "batching.png").read_bytes().startswith(b"\x89PNG")
-
-
-def report_of(workload: Workload, folder: Path) -> Report:
-    report = Report("batching", "batching", folder)
-    measure_workload(workload, report, SMALL)
-    return report
+    assert set(content["samples"]) == {"burst", "70% of continuous"}

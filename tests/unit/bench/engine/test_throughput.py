@@ -8,8 +8,6 @@ import pytest
 from baton.bench import machine
 from baton.bench.engine import throughput as bench
 from baton.config.engine import EngineConfig
-from baton.kernels import native
-from tests.tiny_models import write_config
 
 
 class Loaded(Exception):
@@ -28,19 +26,6 @@ def test_models_are_named_as_for_the_command(name: str, monkeypatch: pytest.Monk
     with pytest.raises(Loaded):
         bench.measure.main(None, [name])
     assert (Path(models[0]) / "model.safetensors").is_file() == (name == "tiny")
-
-
-def test_quantised_engines_are_compared_with_the_plain_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "DECODE_BARS", {1: {"int4": 1e-6}, 3: {}})
-    write_config(tmp_path)
-    options = ["--quantization", "int4", "--rounds", "1", "--output", str(tmp_path)]
-    bench.measure.main(None, [str(tmp_path), *options])
-    rows = json.loads((tmp_path / "engine.json").read_text())["rows"]
-    names = ["plain", "int4", "int4 / plain"]
-    assert [row["name"] for row in rows] == [f"{name}, batch {batch}" for batch in (1, 3) for name in names]
-    assert all(row["value"] > 0 for row in rows)
 
 
 def test_throughput_beside_a_rival_is_of_the_same_work(
@@ -63,17 +48,3 @@ def test_throughput_beside_a_rival_is_of_the_same_work(
     rows = {row["name"]: row for row in json.loads((tmp_path / "engine.json").read_text())["rows"]}
     assert rows["Baton / openvino"]["value"] == rows["Baton"]["value"] > 1
     assert rows["Baton / limit"]["value"] > 0
-    parts = [row["value"] for name, row in rows.items() if name.startswith("  ")]
-    assert sum(parts) == pytest.approx(100)
-
-
-def test_stages_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "PIPELINE_TOKENS", 4)
-    write_config(tmp_path)
-    num_threads = native.num_threads()
-    bench.measure.main(None, [str(tmp_path), "--pipeline", "2", "--rounds", "1", "--output", str(tmp_path)])
-    native.set_num_threads(num_threads)
-    rows = {row["name"]: row for row in json.loads((tmp_path / "engine.json").read_text())["rows"]}
-    assert rows["1 stages of 1 thread"]["value"] > 0 and rows["2 stages / 1"]["value"] > 0
-    assert [rows[f"  stage {stage} is busy"]["note"] for stage in (0, 1)] == ["1 layers"] * 2
-    assert rows["bubble of 2 stages, batch 16"]["limit"] == "<= 10"

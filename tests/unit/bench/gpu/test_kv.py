@@ -16,12 +16,11 @@ TOY_SESSION = Session(torch.device("cpu"), TOY)
 
 
 def test_every_row_names_its_stand_in_for_the_gpu() -> None:
-    stages = (kv.gather, kv.scatter, kv.cuda_ipc, kv.nccl)
+    stages = (kv.gather, kv.scatter, kv.cuda_ipc)
     rows = [row for stage in stages for row in stage(TOY_SESSION)]
-    assert len(rows) == 12
+    assert len(rows) == 10
     for row in rows:
         assert row.value is not None and row.limit is None and "stands in" in row.note
-    assert [row.note for row in rows if "gloo" in row.note]
 
 
 def test_wrong_pages_have_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,19 +43,6 @@ def test_bar_is_on_the_largest_push_alone(monkeypatch: pytest.MonkeyPatch) -> No
         ("cuda_ipc, 8.00 MiB", None, None),
         ("cuda_ipc, 1,024 MiB", ">= 85", True),
     ]
-
-
-@pytest.mark.parametrize(
-    ("is_available", "version", "why"),
-    [(False, (2, 30, 1), "no NCCL"), (True, (2, 27, 5), "NCCL 2.27.5: two ranks on one GPU need 2.30")],
-)
-def test_without_the_right_nccl_a_row_says_why(
-    is_available: bool, version: tuple[int, ...], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: is_available)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    (row,) = kv.nccl(Session(torch.device("cuda"), FULL))
-    assert (row.value, row.met) == (None, None) and why in row.note
 
 
 @pytest.mark.slow

@@ -119,12 +119,11 @@ class TestClient:
                     connection.send(Address(url).get("/"), lambda answer: None)
 
 
-@pytest.mark.parametrize("kind", ["uvicorn", "asyncio"])
 @pytest.mark.parametrize("stream", [True, False])
 @on_loop
-async def test_closed_loop_sends_every_job_once(kind: str, stream: bool) -> None:
+async def test_closed_loop_sends_every_job_once(stream: bool) -> None:
     jobs, shape = random_jobs(20, 1, vocab_size=100), Shape(stream, concurrency=3, slo=Slo(e2el_s=60.0))
-    with limit(kind) as server, closing(Client(Address(server.url))) as client:
+    with limit() as server, closing(Client(Address(server.url))) as client:
         ran = await Load(client, "m", shape).run(jobs)
     assert len(ran.samples) == 20 and not ran.failures
     assert ran.goodput == pytest.approx(20 / ran.duration_s)
@@ -136,7 +135,7 @@ async def test_closed_loop_sends_every_job_once(kind: str, stream: bool) -> None
 @on_loop
 async def test_open_loop_sends_jobs_when_they_are_due() -> None:
     jobs = poisson(random_jobs(10, 1, vocab_size=100), rate=100.0, seed=2)
-    with limit("asyncio") as server, closing(Client(Address(server.url))) as client:
+    with limit() as server, closing(Client(Address(server.url))) as client:
         ran = await Load(client, "m", Shape()).run(jobs)
     assert len(ran.samples) == 10
     assert ran.duration_s >= jobs[-1].arrival_s
@@ -197,7 +196,7 @@ async def test_server_without_models_is_an_error() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @on_loop
 async def test_hammer_counts_whole_answers(stream: bool) -> None:
-    with limit("asyncio") as server:
+    with limit() as server:
         point = Point(num_tokens=5, stream=stream, num_connections=4)
         hammered = await Hammer(Address(server.url), "m", point).run(0.2)
     assert not hammered.failures and len(hammered.samples) >= 4

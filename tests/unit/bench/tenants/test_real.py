@@ -1,36 +1,20 @@
-"""The suite of real tenants: loads, clients before small servers, rows, and cores that processes share."""
+"""The suite of real tenants: loads, clients before small servers, and rows."""
 
 import asyncio
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from random import Random
 
-import psutil
 import pytest
 
 from baton.bench.clusters import tenants_yaml
 from baton.bench.report import Row
 from baton.bench.tenants.calls import OverloadSpan, goodputs, overload_rows, recovery_s
-from baton.bench.tenants.real import (
-    SLAS,
-    STOPPED,
-    WORKLOAD,
-    CoreTimes,
-    Pair,
-    TenantServer,
-    busy_cores,
-    pair_rows,
-    serving,
-)
+from baton.bench.tenants.real import SLAS, WORKLOAD, Pair, TenantServer, pair_rows, serving
 from baton.errors import WorkerLost
 from baton.gateway.tenants.file import parse_tenants
 from baton.sim.timed.fleet import CallOutcome, ClientCall
 from baton.tenants import Sla
 from tests.event_loop import on_loop
-from tests.waiting import wait_for
 
 CALL = ClientCall(at_s=0.0, tenant="victim-0", token_ids=(5, 6, 7), num_answered=2, sla=WORKLOAD.sla)
 
@@ -78,21 +62,16 @@ def test_retry_time_of_hours_does_not_count() -> None:
 
 def test_ratios_are_medians_of_rounds() -> None:
     alone = [answered(3.0, 0.1)] * 9
-    apart = [answered(3.0, 0.105)] * 9
-    stretches = {"alone": 1.25, "beside": 1.5, "apart": 9.0}
-    pairs = [Pair(alone, [answered(3.0, ttft_s)] * 9, apart, stretches) for ttft_s in (0.11, 0.1, 5.0)]
-    p99, attainment, least, stretch, _ = pair_rows(pairs)
-    assert stretch.value == 1.2
+    pairs = [Pair(alone, [answered(3.0, ttft_s)] * 9) for ttft_s in (0.11, 0.1, 5.0)]
+    p99, attainment, _ = pair_rows(pairs)
     assert p99.value == pytest.approx(1.1) and p99.met
-    assert least.value == pytest.approx(1.05)
     assert attainment.value == 1.0
 
 
 def test_tenants_have_files_that_the_gateway_reads() -> None:
     keys = {tenant: f"key-{tenant}" for tenant in SLAS}
-    file = parse_tenants(tenants_yaml(keys, SLAS, [STOPPED]), "tenants.yaml")
+    file = parse_tenants(tenants_yaml(keys, SLAS), "tenants.yaml")
     assert list(file.tenants) == list(SLAS)
-    assert [name for name, tenant in file.tenants.items() if tenant.quotas.tokens_per_s] == [STOPPED]
     assert file.tenants["victim-1"].sla.ttft_ms == WORKLOAD.sla.ttft_ms
     assert file.tenants["noisy"].sla.ttft_ms is None
 
@@ -167,42 +146,3 @@ async def test_cluster_that_does_not_start_is_an_error_at_once() -> None:
     with pytest.raises(WorkerLost, match="ttft_ms"):
         async with serving({"a": Sla(ttft_ms=-1.0)}):
             raise AssertionError("it serves")
-
-
-BUSY = "while True: pass"
-PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}])"
-
-
-def test_stretch_is_the_time_waited_beside_the_time_run() -> None:
-    assert CoreTimes(5.0, 1.0).stretch_since(CoreTimes(3.0, 0.5)) == 1.25
-    assert CoreTimes(0.0, 0.0).stretch_since(CoreTimes(0.0, 0.0)) == 1.0
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinities here")
-def test_two_processes_on_one_core_take_twice_as_long_descendants_included() -> None:
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        processes = [subprocess.Popen([sys.executable, "-c", code]) for code in (BUSY, PARENT)]
-    finally:
-        os.sched_setaffinity(0, cores)
-    try:
-        wait_for(lambda: CoreTimes.of(processes[1].pid).ran_s >= 0.5)  # the child of a child is seen
-        before = [CoreTimes.of(each.pid) for each in processes]
-        time.sleep(1.5)
-        after = [CoreTimes.of(each.pid) for each in processes]
-    finally:
-        for each in processes:
-            for child in psutil.Process(each.pid).children():
-                child.kill()
-            each.kill()
-            each.wait()
-    assert all(now.stretch_since(then) > 1.5 for now, then in zip(after, before, strict=True))
-    assert CoreTimes.of(processes[0].pid) == CoreTimes(0.0, 0.0)
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has the idle class")
-def test_busy_cores_run_in_the_idle_class_and_end() -> None:
-    with busy_cores() as pids:
-        assert [os.sched_getscheduler(pid) for pid in pids] == [os.SCHED_IDLE] * (os.cpu_count() or 1)
-    assert not any(map(psutil.pid_exists, pids))

@@ -3,11 +3,8 @@
 from collections import Counter
 from random import Random
 
-import pytest
-
-from baton.bench.tenants import suite
 from baton.bench.tenants.calls import ttft_s
-from baton.bench.tenants.suite import TOKENS_PER_S, WORKLOAD, operation_times_us, simulate
+from baton.bench.tenants.suite import TOKENS_PER_S, WORKLOAD, simulate
 from baton.sim.timed.fast import FastCluster
 
 
@@ -40,10 +37,3 @@ def test_work_is_shared_by_weight_while_all_want_more() -> None:
         served[tenant] += num_tokens * (at_s > 2)
     assert abs(served["b"] / served["a"] / 3.0 - 1) < 0.15
     assert rehearsal.idle_s < 0.02 * rehearsal.waiting_s
-
-
-def test_queue_operations_are_all_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, "NUM_MEASURED", 100)
-    times = operation_times_us(3, 50)
-    assert set(times) == {"add", "first", "take", "remove", "correct", "work before"}
-    assert len({len(each) for each in times.values()}) == 1

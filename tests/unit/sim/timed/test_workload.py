@@ -8,12 +8,15 @@ import pytest
 
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
+from baton.messages.control import Ended, Started
 from baton.router.recording import Recording
 from baton.sim.replay import frame_chunks
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import ClientCall, Fleet
 from baton.sim.timed.times import Machine
 from baton.sim.timed.workload import Lengths, TraceRequest, page_keys, read_trace, synthetic, tokens_of
+from tests.node_peers import a_request, id_of
+from tests.unit.router.router_cluster import Cluster, cluster
 
 LENGTH_NAMES = ("input_tokens", "output_tokens")
 MOONCAKE = """\
@@ -127,3 +130,44 @@ def test_bundle_of_a_router_is_a_trace(tmp_path: Path) -> None:
         for number, each in enumerate(trace[:2])
     ]
     assert len(shared[0] & shared[1]) == 4
+
+
+def logged(path: Path) -> Cluster:
+    c = cluster("p0", "d0", "d1", policy="cost")
+    with path.open("wb") as file:
+        c.router.log_to(file.write)
+        c.submit(a_request("a", 40))
+        c.clock.advance(1.0)
+        c["g"].say(Started(attempts=((id_of("a"), 0),)))
+        c.submit(a_request("b", 50))
+        c.clock.advance(2.0)
+        c["g"].say(Ended(attempts=((id_of("a"), 0), (id_of("b"), 0))))
+    return c
+
+
+def test_requests_come_when_they_came_with_what_they_shared(tmp_path: Path) -> None:
+    logged(tmp_path / "log")
+    one, other = read_trace(tmp_path / "log")
+    assert (one.arrival_s, other.arrival_s) == (0.0, 1.0)
+    assert (one.input_tokens, other.input_tokens, one.block_tokens) == (40, 50, 16)
+    assert one.block_ids[:2] == other.block_ids[:2] and one.block_ids[2] != other.block_ids[2]
+    assert one.output_tokens == 100  # 2 s after its first token
+    assert other.output_tokens == 8  # it never had one, and 8 was its limit
+
+
+def test_line_that_was_cut_off_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    logged(path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-10])
+    assert len(read_trace(path)) == 2
+    path.write_bytes(b"{}\n" + content)
+    with pytest.raises(ConfigError, match="line 1"):
+        read_trace(path)
+
+
+def test_log_of_ends_alone_is_refused(tmp_path: Path) -> None:
+    logged(tmp_path / "log")
+    (tmp_path / "ends").write_bytes((tmp_path / "log").read_bytes().splitlines(keepends=True)[-1])
+    with pytest.raises(ConfigError, match="no request"):
+        read_trace(tmp_path / "ends")

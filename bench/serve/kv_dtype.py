@@ -1,9 +1,9 @@
-"""Hand-offs that send codes of one byte, beside hand-offs that send pages as they are: bytes and divergence.
+"""KV pages and hand-offs of one byte an element, beside those of bf16: bytes, answers and divergence.
 
-    python -m baton.bench.serve.transfer_dtype
+    python -m baton.bench.serve.kv_dtype
 
-A prefill worker and a decode worker serve the tiny model in bf16, with each kind of transfers; every prompt
-is handed over. The questions are those of `kv_dtype`: half of them need a thousand tokens back.
+A prefill worker and a decode worker serve the tiny model in bf16, with each kind of pages and of transfers;
+every prompt is handed over. Half of the questions need a thousand tokens back.
 
 Then one engine computes prompts of `tiny`, and of a Llama of 56 M random parameters. Its next step runs
 twice: on exact pages, and on pages rounded as a transfer rounds them. The second gives the decode worker's
@@ -35,8 +35,14 @@ from baton.gateway.text.tokenizer import Tokenizer
 from baton.kernels.native import TORCH_DTYPES
 from baton.kernels.store_kv import round_rows
 
-PLAIN: Final = "auto"
-TRANSFER_DTYPES: Final = (PLAIN, "int8", "fp8")
+PLAIN: Final = "bf16"
+DTYPES: Final = ("int8", "fp8")
+# name -> options of `baton serve`
+KINDS: Final[dict[str, tuple[str, ...]]] = {
+    PLAIN: (),
+    **{f"transfers of {dtype}": ("--kv-transfer-dtype", dtype) for dtype in DTYPES},
+    **{f"pages of {dtype}": ("--kv-cache-dtype", dtype) for dtype in DTYPES},
+}
 LONGEST_ANSWER: Final = 24  # tokens
 NUM_CLIENTS: Final = 4
 REPORT_S: Final = 3.0  # in which the gateway hears of the last hand-offs
@@ -55,8 +61,8 @@ class Answers(NamedTuple):
     sent_bytes: float
 
 
-async def ask(transfer_dtype: str, cases: Sequence[Case]) -> Answers:
-    """Serve tiny by two workers and answer all cases, greedily."""
+async def ask(options: Sequence[str], cases: Sequence[Case]) -> Answers:
+    """Serve tiny by two workers with these options, and answer all cases greedily."""
     found: dict[int, dict[str, Any]] = {}
     left = iter(enumerate(cases))
 
@@ -68,8 +74,7 @@ async def ask(transfer_dtype: str, cases: Sequence[Case]) -> Answers:
             assert got.status == 200, got.body
             (found[number],) = json.loads(got.body)["choices"]
 
-    options = (*OPTIONS, "--kv-transfer-dtype", transfer_dtype)
-    async with served_cluster(options, prefill=1, decode=1) as cluster:
+    async with served_cluster((*OPTIONS, *options), prefill=1, decode=1) as cluster:
         with closing(Client(Address(cluster.url))) as client:
             await asyncio.gather(*(work(client) for _ in range(NUM_CLIENTS)))
             await asyncio.sleep(REPORT_S)
@@ -89,17 +94,15 @@ def share_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) 
 
 def served_rows(cases: Sequence[Case], answers: dict[str, Answers]) -> list[Row]:
     """Compare the clusters."""
-    plain, rows = answers[PLAIN], []
-    right = {
-        name: 100 * sum(a == case.answer for a, case in zip(each.texts, cases, strict=True)) / len(cases)
-        for name, each in answers.items()
-    }
-    rows.append(Row(f"tiny, {PLAIN}: right answers", right[PLAIN], "%", note=f"of {len(cases):,}"))
-    for name in TRANSFER_DTYPES[1:]:
-        size = answers[name].sent_bytes / plain.sent_bytes
-        note = f"{answers[name].sent_bytes / 2**20:.1f} MiB"
+    plain, rows, right = answers[PLAIN], list[Row](), dict[str, float]()
+    for name, each in answers.items():
+        right[name] = 100 * sum(a == b.answer for a, b in zip(each.texts, cases, strict=True)) / len(cases)
+        if name == PLAIN:
+            rows.append(Row(f"tiny, {PLAIN}: right answers", right[PLAIN], "%", note=f"of {len(cases):,}"))
+            continue
+        size, note = each.sent_bytes / plain.sent_bytes, f"{each.sent_bytes / 2**20:.1f} MiB"
         rows.append(at_most(f"tiny, {name}: bytes of hand-offs over {PLAIN}", size, "x", 0.53, note))
-        equal = share_equal(answers[name].token_ids, plain.token_ids)
+        equal = share_equal(each.token_ids, plain.token_ids)
         rows.append(Row(f"tiny, {name}: tokens equal to {PLAIN}", equal, "%"))
         lost, note = right[PLAIN] - right[name], f"{right[name]:.1f} % right"
         rows.append(at_most(f"tiny, {name}: points lost", lost, "points", 0.5, note))
@@ -147,7 +150,7 @@ def logit_rows(name: str, replica: RecordedEngine, prompts: Sequence[Sequence[in
     """Compare logits and greedy answers of one model."""
     rows = []
     plain = [answer(replica.engine, prompt, NUM_TOKENS) for prompt in prompts]
-    for transfer_dtype in TRANSFER_DTYPES[1:]:
+    for transfer_dtype in DTYPES:
         found = [divergence(replica, prompt, transfer_dtype) for prompt in prompts]
         max_abs_diff = max(each.max_abs_diff for each in found)
         same_argmax = 100 * sum(each.same_argmax for each in found) / len(found)
@@ -156,27 +159,27 @@ def logit_rows(name: str, replica: RecordedEngine, prompts: Sequence[Sequence[in
             f"median of {len(found)} prompts {middle:.3f}; the standard deviation of logits is {std:.2f}; "
             f"{same_argmax:.0f} % have the same top token"
         )
-        what = f"{name}, {transfer_dtype}: largest difference of a logit"
+        what = f"{name}, transfers of {transfer_dtype}: largest difference of a logit"
         rows.append(Row(what, max_abs_diff, "", note=note))
         ours = [answer(replica.engine, prompt, NUM_TOKENS, transfer_dtype) for prompt in prompts]
         equal = share_equal(ours, plain)
-        what = f"{name}, {transfer_dtype}: greedy tokens equal to {PLAIN}"
+        what = f"{name}, transfers of {transfer_dtype}: greedy tokens equal to {PLAIN}"
         rows.append(Row(what, equal, "%", note=f"of {NUM_TOKENS} a prompt"))
     return rows
 
 
 @suite(
-    "transfer_dtype",
-    "Transfers that send codes of one byte",
+    "kv_dtype",
+    "KV pages and transfers of one byte",
     option("--cases", 1000, "questions to the tiny model"),
     option("--prompts", 64, "whose logits are compared, for each model"),
 )
 async def measure(options: Namespace, report: Report) -> None:
     """Ask clusters, then compare logits."""
     cases, answers = mixed_cases(options.cases, seed=20), {}
-    for name in TRANSFER_DTYPES:
-        report.tell(f"tiny, transfers of {name}")
-        answers[name] = await ask(name, cases)
+    for name, kind_options in KINDS.items():
+        report.tell(f"tiny, {name}")
+        answers[name] = await ask(kind_options, cases)
     report.rows += served_rows(cases, answers)
     cache = {"kv_cache_memory_bytes": KV_BYTES, "enable_prefix_caching": False}
     settings = {"device": "cpu", "cache": cache, "scheduler": {"async_scheduling": False}}
