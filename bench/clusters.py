@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 import secrets
 import shutil
+import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE
@@ -114,6 +116,13 @@ class WatchedCluster:
                 f"gateway-{n}": pid for n, pid in enumerate(sorted(each.pid for each in status.gateways))
             }
         return {name: pid for name, pid in found.items() if pid}
+
+    async def kill(self, name: str) -> bool:
+        """Send SIGKILL to the process of this name; return False where there is none now."""
+        pid = (await self.pids()).get(name)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        return pid is not None
 
     async def worker_id(self, name: str) -> str | None:
         """Return the id of the worker of this name; a worker that was started again has another."""

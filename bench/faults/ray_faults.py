@@ -190,7 +190,7 @@ async def head_away(
         killed_s = time.perf_counter()
         noticed_s = await cluster.seconds_until(lambda status: status.head_away_s > 0, START_S)
         before = await cluster.worker_id("prefill-0")
-        os.kill((await cluster.pids())["prefill-0"], signal.SIGKILL)
+        await cluster.kill("prefill-0")
         await asyncio.sleep(max(0.0, away_s - (time.perf_counter() - killed_s)))
         await nodes.start(HEAD, num_cpus=0)
         back_s = await _seconds_until_replaced(cluster, "prefill-0", before)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from statistics import median
 from typing import Final
@@ -20,8 +19,6 @@ from baton.bench.gpu.session import Rates, Session, products_name, require_close
 from baton.bench.machine import (
     Call,
     copy_bandwidth_gbps,
-    gpu_state,
-    machine_description,
     matmul_peak_tflops,
     read_bandwidth_gbps,
     seconds_per_call,
@@ -55,24 +52,6 @@ class PagedKv:
         pages = self.pool[self.page_table[sequence].long(), layer].float()
         table = torch.arange(len(pages), dtype=torch.int32, device=pages.device)[None]
         return pages, table, self.context_lens[sequence : sequence + 1]
-
-
-def environment(session: Session) -> Iterator[Row]:
-    """Name the GPU and the versions; the notes are the figures."""
-    machine, state = machine_description(), gpu_state(session.device)
-    versions = {
-        "GPU": machine.get("gpu", "none: its stand-ins run on the CPU"),
-        "torch": f"{machine['torch']}, CUDA {machine.get('cuda', 'none')}",
-        "triton": version("triton") if find_spec("triton") is not None else "none",
-        "driver": state.get("driver_version", "none"),
-        "NCCL": state.get("nccl", "none"),
-    }
-    for name, what in versions.items():
-        yield Row(name, None, "", note=str(what))
-    if session.device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(session.device)
-        note = f"of {format_number(total_bytes / 2**30)}"
-        yield Row("free memory", free_bytes / 2**30, "GiB", note=note)
 
 
 def rates(session: Session) -> Iterator[Row]:

@@ -49,7 +49,6 @@ class Stage:
 RATES: Final = "rates of the device"  # all percentages are of these
 _GPU: Final = "baton.bench.gpu"
 STAGES: Final = (
-    Stage("environment", f"{_GPU}.kernels:environment", 5),
     Stage("engine against the CPU", f"{_GPU}.model:check", 20),
     Stage(RATES, f"{_GPU}.kernels:rates", 15),
     Stage("decode kernel", f"{_GPU}.kernels:decode_kernel", 30),

@@ -11,10 +11,8 @@ the other each; meanwhile `--kills` workers are killed. The timeline of every re
 
 import asyncio
 import json
-import os
 import random
 import re
-import signal
 import time
 from argparse import Namespace
 from collections import defaultdict
@@ -131,9 +129,7 @@ class Checked:
                 continue
             pids = await self._cluster.pids()
             names = sorted(name for name in pids if name.startswith(("decode-", "prefill-")))
-            if names:
-                os.kill(pids[rng.choice(names)], signal.SIGKILL)
-                self.num_kills += 1
+            self.num_kills += bool(names) and await self._cluster.kill(rng.choice(names))
 
 
 def rows_of(name: str, checked: Checked) -> list[Row]:

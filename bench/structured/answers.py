@@ -11,8 +11,6 @@ With kills:
 
 import asyncio
 import json
-import os
-import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -154,9 +152,7 @@ async def run_with_kills(
 async def _kill_in_turns(cluster: WatchedCluster, num_kills: Counter[str]) -> None:
     for name in cycle(VICTIMS):
         await asyncio.sleep(QUIET_S)
-        pid = (await cluster.pids()).get(name)
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
+        if await cluster.kill(name):
             num_kills[name] += 1
             await cluster.seconds_until(lambda status: not cluster.is_whole(status), QUIET_S)
         if await cluster.seconds_until(cluster.is_whole, START_S) is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench.kv import other_library
-from baton.bench.kv.sweep import PageMoves, Rival
+from baton.bench.kv.limits import PageMoves, Rival
 from baton.errors import ConfigError
 
 MOVES = PageMoves(4096, 8, [0, 1, 2], [3, 4, 5])

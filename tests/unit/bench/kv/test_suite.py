@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.kv import suite, sweep
-from baton.bench.kv.sweep import Point, Rival, rival_rows, scattered_moves, sweep_rows
+from baton.bench.kv import limits, suite
+from baton.bench.kv.limits import Rival, scattered_moves
+from baton.bench.kv.suite import Point, rival_rows, sweep_rows
 from baton.bench.report import Report, Row
 from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.pages import PageLayout
@@ -60,7 +61,7 @@ def run(folder: Path, *words: str) -> dict[str, Row]:
 
 @pytest.mark.slow
 def test_sweep_has_every_transport_limit_and_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "LIMIT_BYTES", LITTLE)
+    monkeypatch.setattr(limits, "LIMIT_BYTES", LITTLE)
     told = command("import sys; print('{\"write\": ' + sys.argv[1] + '}')", "{num_pages}")
     sizes = ("--sizes", "100", "512", "--stream-tokens")
     rows = run(tmp_path, *sizes, "--rival", f"tcp:other={told}")

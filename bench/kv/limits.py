@@ -1,8 +1,7 @@
-"""The rates at which pages move over each transport, beside limits of the machine and other libraries.
+"""Limits of the machine and other libraries, with which KV transfers are compared.
 
-Rounds of all subjects alternate, so other work on the machine disturbs all alike. The first round warms up. A
-round ends when the receiver, a process of its own, has all bytes. A rival is a command that moves a batch of
-pages between two processes of its own: see `Rival`. docs/benchmarks.md explains the limits.
+A round of a limit ends when the receiver, a process of its own, has all bytes. A rival is a command that
+moves a batch of pages between two processes of its own: see `Rival`. docs/benchmarks.md explains the limits.
 """
 
 import ctypes
@@ -13,10 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from operator import attrgetter
+from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
 from typing import Final, NamedTuple, TypeAlias
@@ -24,12 +20,10 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from baton.bench.kv.ends import TRANSPORTS, Ends, layout_of
+from baton.bench.kv.ends import TRANSPORTS
 from baton.bench.processes import HOST, Child
-from baton.bench.report import Plot, Row, at_least
 from baton.errors import ConfigError
 from baton.kernels.native import huge_zeros
-from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.kvtransfer.transports.page_socket import unpace
 from baton.kvtransfer.transports.rank_pair import PairGroup, join_gloo
 from baton.kvtransfer.transports.tcp import TcpSettings
@@ -181,7 +175,7 @@ def limits_of(layout: PageLayout) -> list[Limit]:
 
 
 def _receiver(kind: str, *numbers: int) -> Child:
-    return Child("-m", "baton.bench.kv.sweep", kind, *map(str, numbers))
+    return Child("-m", "baton.bench.kv.limits", kind, *map(str, numbers))
 
 
 def receive_by_sockets(port: int, num_streams: int, share: int) -> None:
@@ -271,160 +265,6 @@ def _rates_of(command: str, moves: PageMoves) -> dict[str, float]:
         pass
     said = (ended.stdout + ended.stderr).strip()[-SHOWN_CHARACTERS:]
     raise RuntimeError(f"the command ended with {ended.returncode}, and no rates in its last line: {said}")
-
-
-MEBIBYTE: Final = 2**20
-# transport -> the limit that its rate is compared with, and the least share
-BARS: Final = {"shm": ("memcpy", 0.9), "tcp": ("raw socket", 0.85)}
-GLOO_BAR: Final = 1.5
-SMALL_BAR: Final = 0.6
-# the beginning of a rival's name -> the least ratio to its rate of writing; other operations have no bar
-RIVAL_BARS: Final = {"nixl": 1.2, "mooncake": 2.0}
-Progress = Callable[[str], None]
-
-
-class Point(NamedTuple):
-    """The round with the median time of moving, of one prompt size over one transport."""
-
-    num_tokens: int
-    transport: str
-    times: TransferTimes
-
-    @property
-    def num_bytes(self) -> int:
-        return self.times.num_bytes
-
-    @property
-    def gbps(self) -> float:
-        """GB/s while bytes moved."""
-        return self.num_bytes / self.times.moving_s / 1e9
-
-
-class Sweep(NamedTuple):
-    """The results of one shape and page size; `limits` are medians in GB/s by name."""
-
-    shape: str
-    page_size: int
-    points: list[Point]
-    limits: dict[str, float]
-    rivals: list[Rival]
-
-
-def measure_shape(
-    shape: str,
-    page_size: int,
-    sizes: Sequence[int],
-    num_rounds: int,
-    rivals: Sequence[str],
-    progress: Progress,
-) -> Sweep:
-    """Measure every prompt size, the limits and the rivals. ConfigError: a rival's text is not valid."""
-    layout = layout_of(shape, page_size=page_size)
-    competing = [Rival(text) for text in rivals]
-    moves = scattered_moves(layout.page_bytes)
-    seconds: defaultdict[str, list[float]] = defaultdict(list)
-    times: defaultdict[tuple[str, int], list[TransferTimes]] = defaultdict(list)
-    limits = limits_of(layout)
-    try:
-        with ExitStack() as stack:
-            num_tokens = max(sizes) * 5 // 4
-            both = stack.enter_context(Ends(layout, num_tokens))
-            bare = stack.enter_context(Ends(layout, num_tokens, has_digests=False))
-            ends = {transport: (both, transport) for transport in TRANSPORTS}
-            ends |= {f"{transport}, no digests": (bare, transport) for transport in TRANSPORTS}
-            for _ in range(1 + num_rounds):
-                for num_tokens in sizes:
-                    progress(f"{shape}, pages of {page_size}: {num_tokens} tokens")
-                    for name, (each, transport) in ends.items():
-                        times[name, num_tokens].append(each.send(transport, num_tokens))
-                for limit in limits:
-                    seconds[limit.name].append(limit.run())
-                for rival in competing:
-                    rival.run(moves)
-    finally:
-        for limit in limits:
-            limit.close()
-    points = [
-        Point(num_tokens, transport, sorted(taken[1:], key=attrgetter("moving_s"))[num_rounds // 2])
-        for (transport, num_tokens), taken in times.items()
-    ]
-    gbps = {each.name: each.num_bytes / median(seconds[each.name][1:]) / 1e9 for each in limits}
-    return Sweep(shape, page_size, points, gbps, competing)
-
-
-def sweep_rows(points: Sequence[Point], limits: Mapping[str, float]) -> list[Row]:
-    """Return the figures of one shape and page size."""
-    rows = [Row(f"limit: {name}", gbps, "GB/s") for name, gbps in limits.items()]
-    for point in sorted(points, key=lambda point: (point.transport, point.num_tokens)):
-        times = point.times
-        note = (
-            f"{point.num_bytes / MEBIBYTE:,.1f} MiB; "
-            f"verify {1e3 * times.verify_s:.1f} ms, whole {1e3 * times.total_s:.1f} ms"
-        )
-        rows.append(Row(f"{point.transport}: {point.num_tokens:,} tokens", point.gbps, "GB/s", note=note))
-    for transport in TRANSPORTS:
-        rows += _ratios([point for point in points if point.transport == transport], limits)
-    return rows
-
-
-def _ratios(points: Sequence[Point], limits: Mapping[str, float]) -> list[Row]:
-    """Compare the largest transfer with the limits; compare that of 512 tokens with the largest one."""
-    largest = max(points, key=lambda point: point.num_bytes)
-    transport, (limit, bar) = largest.transport, BARS[largest.transport]
-    same_streams = max(
-        (name for name in limits if name.startswith(limit) and not name.endswith((SMALL, UNPACED))), key=len
-    )
-    rows = []
-    if largest.num_bytes >= MEBIBYTE:
-        ratio, gloo = largest.gbps / limits[same_streams], largest.gbps / limits["isend/irecv pages"]
-        rows.append(at_least(f"{transport} / {same_streams}", ratio, "x", bar))
-        if same_streams + UNPACED in limits:
-            unpaced = largest.gbps / limits[same_streams + UNPACED]
-            rows.append(Row(f"{transport} / {same_streams}{UNPACED}", unpaced, "x"))
-        rows.append(at_least(f"{transport} / gloo, same pages", gloo, "x", GLOO_BAR))
-    for point in points:
-        if point.num_tokens == SMALL_TOKENS:
-            name, bare_gbps = f"{transport}: {SMALL_TOKENS} tokens", limits[limit + SMALL]
-            note = f"{limit} of as few bytes: {bare_gbps / largest.gbps:.2f}"
-            rows.append(at_least(f"{name} / largest", point.gbps / largest.gbps, "x", SMALL_BAR, note))
-            rows.append(Row(f"{name} / {limit} of as few", point.gbps / bare_gbps, "x"))
-    return rows
-
-
-def rival_rows(points: Sequence[Point], rivals: Sequence[Rival]) -> list[Row]:
-    """Return each rival's rates, and the largest transfer of the compared transport over these rates."""
-    rows = []
-    for rival in rivals:
-        if rival.failure:
-            rows.append(Row(rival.name, None, "GB/s", met=False, note=rival.failure))
-        ours = [point for point in points if point.transport == rival.transport]
-        largest = max(ours, key=lambda point: point.num_bytes)
-        for operation, gbps in rival.gbps.items():
-            name, ratio = f"{rival.name}: {operation}", largest.gbps / gbps
-            bar = RIVAL_BARS.get(rival.name.split()[0]) if operation == "write" else None
-            rows.append(Row(name, gbps, "GB/s"))
-            rows.append(at_least(f"{rival.transport} / {name}", ratio, "x", bar))
-    return rows
-
-
-def plot_of(sweeps: Sequence[Sweep]) -> Plot:
-    """Return the rate over bytes moved, a panel a transport, with memcpy and raw sockets as lines."""
-    panels = {}
-    for transport in TRANSPORTS:
-        limit, _ = BARS[transport]
-        best = max(rate for each in sweeps for name, rate in each.limits.items() if name.startswith(limit))
-        curves = {
-            f"{each.shape}, pages of {each.page_size}": sorted(
-                (point.num_bytes / MEBIBYTE, point.gbps)
-                for point in each.points
-                if point.transport == transport
-            )
-            for each in sweeps
-        }
-        moved = [x for curve in curves.values() for x, _ in curve]
-        curves[f"{limit}, best of the run"] = [(min(moved), best), (max(moved), best)]
-        panels[transport] = curves
-    return Plot(panels, x_label="MiB of a transfer", y_label="GB/s while bytes move", is_log=True)
 
 
 if __name__ == "__main__":
