@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 
 from baton.errors import ConfigError
+from baton.request import TOKEN_ID_BYTES, pack
 from baton.tenants import PUBLIC_SALT, split_salt
-from baton.token_ids import TOKEN_ID_BYTES, pack
 
 KEY_BYTES = 16
 

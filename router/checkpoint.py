@@ -24,8 +24,7 @@ import msgspec
 import numpy as np
 
 from baton.errors import ConfigError
-from baton.request import Request, SamplingParams
-from baton.token_ids import TOKEN_ID_BYTES, TokenIds
+from baton.request import TOKEN_ID_BYTES, Request, SamplingParams, TokenIds
 
 _ABSENT: Final = object()
 # Errors that the bytes of another build, or damaged ones, lead to.

@@ -8,11 +8,10 @@ from typing import Final
 import msgspec
 
 from baton.errors import BatonError
-from baton.request import FinishReason, Request, SamplingParams, TokenEvent
+from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenIds
 from baton.sim.deployment import MAX_MODEL_LEN, START_S, SimGateway
 from baton.sim.engine import NUM_WORDS, POISON, UNSAMPLEABLE, golden
 from baton.sim.process import Events
-from baton.token_ids import TokenIds
 
 LOADS_S: Final = (0.5, 1.5, 4.0)  # all requests come within one of these times
 MAX_CHOICES: Final = 3

@@ -29,13 +29,13 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.workers import WorkerRole
 from baton.pages import KEY_BYTES
+from baton.request import TOKEN_ID_BYTES, TokenIds
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
 from baton.sim.timed.full import FullCluster
 from baton.sim.timed.times import Contention, FittedTimes, TimeModel, Validity
 from baton.sim.timed.workload import TraceRequest, page_keys, tokens_of
 from baton.tenants import Sla
-from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
 Mode: TypeAlias = Literal["fast", "full"]
 NUM_HOPS: Final = 3  # gateway, router, worker, gateway

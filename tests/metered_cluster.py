@@ -8,7 +8,7 @@ from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
 from baton.messages.workers import WorkerRole
-from baton.request import Request, SamplingParams, TokenEvent
+from baton.request import Request, SamplingParams, TokenEvent, TokenIds
 from baton.router.policies.cost import CostPolicy
 from baton.sim.clients import SimClient
 from baton.sim.deployment import Deployment, SimContext, SimGateway, SimRouter, SimWorker
@@ -16,7 +16,6 @@ from baton.sim.engine import NUM_WORDS
 from baton.sim.network import Network, Recorder
 from baton.sim.process import Events
 from baton.sim.world import LIMITS
-from baton.token_ids import TokenIds
 from tests.metric_scrapes import INTERVAL_S, Scrapes
 from tests.scripted_service import ScriptedService
 

@@ -6,10 +6,9 @@ from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage, encode
 from baton.messages.control import Hello
 from baton.messages.workers import Address, Worker, WorkerRole
-from baton.request import Request, SamplingParams
+from baton.request import Request, SamplingParams, TokenIds
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.peers import Node
-from baton.token_ids import TokenIds
 
 MessageT = TypeVar("MessageT")
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from baton.engine.scheduler.sequence import Batch, Plan, Sequence, SequenceStatus
 from baton.errors import InvalidRequest
-from baton.request import FilledPages, Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import FilledPages, Request, SamplingParams, StepOutput, TokenIds
 from tests.fakes import KVEntry
 from tests.scheduling import Harness
 

@@ -23,8 +23,7 @@ from baton.engine.scheduler.sequence import (
 )
 from baton.engine.scheduler.step_planner import CHUNK_DIVISOR, MAX_STRETCH
 from baton.pages import PageKeys
-from baton.request import FinishReason, Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenIds
 from tests.fakes import HashModel
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

@@ -16,8 +16,7 @@ from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import read_model_config
 from baton.kernels.native import TORCH_DTYPES
 from baton.kernels.store_kv import round_rows
-from baton.request import Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, StepOutput, TokenIds
 
 VOCAB_SIZE: Final = 131  # odd: the ranks' parts of the vocabulary differ
 MAX_MODEL_LEN: Final = 96

@@ -11,8 +11,7 @@ from baton.kvtransfer.protocol.messages import Commit, Grant
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Measured, Prefill, Prefilled, PullSource
 from baton.messages.workers import PrefillTimes
-from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenEvent
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenEvent, TokenIds
 from tests.tiny_models import VOCAB_SIZE, run_to_end, tiny_engine
 from tests.worker_pair import ROUTER, Host, WorkerPair
 

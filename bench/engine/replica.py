@@ -19,8 +19,7 @@ from baton.engine.engine import Engine, load_engine
 from baton.engine.models.registry import ModelConfig
 from baton.engine.runner.step_inputs import StepArrays
 from baton.kernels.decoder_stack import OnLayers
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 
 if TYPE_CHECKING:
     import psutil

@@ -26,9 +26,8 @@ from baton.engine.runner import sampler
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, Sequence
 from baton.pages import PageKeys
-from baton.request import Request, SamplingParams
+from baton.request import Request, SamplingParams, TokenIds
 from baton.rpc import process
-from baton.token_ids import TokenIds
 
 PAGE_SIZE = 16
 LIMITS_US = {32: 50.0, 256: 200.0}  # p50 of plan + apply in a decode step

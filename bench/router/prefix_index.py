@@ -23,7 +23,7 @@ from baton.messages.codec import AnyMessage
 from baton.messages.control import Hello, KvEventBatch
 from baton.messages.workers import WorkerRole
 from baton.pages import KEY_BYTES
-from baton.request import Request, SamplingParams
+from baton.request import Request, SamplingParams, TokenIds
 from baton.router.in_flight import InFlight
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.membership import Member
@@ -33,7 +33,6 @@ from baton.router.policies.cost_model import CostModel
 from baton.router.sliced_work import Family, PromptKeys
 from baton.rpc.peer_clock import ClockOffset
 from baton.sim.timed.fleet import Fleet
-from baton.token_ids import TokenIds
 
 PAGE_TOKENS: Final = 16
 PROMPT_PAGES: Final = 752  # 12,000 tokens

@@ -44,9 +44,8 @@ from baton.errors import ConfigError, InvalidRequest
 from baton.gateway.text.chat_template import ChatTemplate, Message, read_messages
 from baton.gateway.text.model_files import read_sampling_defaults
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.request import Request, SamplingParams, StepOutput
+from baton.request import Request, SamplingParams, StepOutput, TokenIds
 from baton.rpc import process
-from baton.token_ids import TokenIds
 
 ItemT = TypeVar("ItemT")
 

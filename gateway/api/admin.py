@@ -31,8 +31,7 @@ from baton.messages.control import Decision
 from baton.messages.operations import Explain, FindRequests
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
-from baton.request import Request, SamplingParams, TokenEvent
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenEvent, TokenIds
 
 ANSWER_TIMEOUT_S: Final = 5.0
 OTHERS_TIMEOUT_S: Final = 1.0  # for the answers of other gateways

@@ -35,8 +35,7 @@ from baton.gateway.http.protocol import ResponseWriter
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Charge
 from baton.gateway.text.answer_reader import ToolCallDelta
-from baton.request import TokenLogprobs
-from baton.token_ids import TOKEN_ID_BYTES, TokenIds
+from baton.request import TOKEN_ID_BYTES, TokenIds, TokenLogprobs
 
 MAX_HELD_BYTES: Final = 64 * 2**10  # a stream
 MAX_TURN_BYTES: Final = 64 * 2**10  # then other streams have their turn

@@ -21,9 +21,8 @@ from baton.gateway.metrics.tracing import TraceContext
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.answer_reader import AnswerParsing
-from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
+from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, TOKEN_ID_BYTES, SamplingParams, TokenIds
 from baton.tenants import SchedulingKey, Sla
-from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
 BYTES_PER_LOGPROB: Final = 150  # of one alternative: a tuple, an integer and a float
 Dialect: TypeAlias = Literal["openai", "responses", "messages"]

@@ -41,8 +41,7 @@ from baton.gateway.text.chat_template import REASONING_EFFORT, ChatTemplate, Mes
 from baton.gateway.text.model_files import read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import has_tagged_arguments
-from baton.request import MAX_BAD_WORD_TOKENS, StructuredOutputs
-from baton.token_ids import TokenIds
+from baton.request import MAX_BAD_WORD_TOKENS, StructuredOutputs, TokenIds
 
 MAX_CHARS_PER_TOKEN: Final = 16  # on average; a longer prompt cannot fit the model and is not tokenised
 MAX_TEXT_ANSWER_BYTES: Final = 8 * 2**20  # of /tokenize and /detokenize

@@ -21,7 +21,7 @@ from baton.messages.bounds import Kind
 from baton.messages.control import Ended, Hello, Reachable, Rejected, Started, Submit
 from baton.messages.workers import PrefillTimes, WorkerRole
 from baton.pages import KEY_BYTES
-from baton.request import AttemptKey, Request, SamplingParams
+from baton.request import AttemptKey, Request, SamplingParams, TokenIds
 from baton.router.router import Router
 from baton.router.sliced_work import Family, PromptKeys, family_of
 from baton.rpc.peers import TICK_S, Peer
@@ -32,7 +32,6 @@ from baton.sim.timed.fleet import CallOutcome, ClientCall, FastGateway, Fleet, r
 from baton.sim.timed.light_router import LightRouter
 from baton.sim.timed.times import Contention, WorkTimes
 from baton.tenants import Refusal, Sla
-from baton.token_ids import TokenIds
 
 MAX_RETRIES: Final = 2  # openai-python's
 NO_ROOM_S: Final = 0.05  # until a gateway asks again by itself

@@ -18,14 +18,13 @@ from baton.gateway.streams.request_stream import ReplayLimits
 from baton.gateway.streams.timeline import CallMarks, RequestMarks, assemble
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
-from baton.request import Request, SamplingParams, TokenEvent
+from baton.request import Request, SamplingParams, TokenEvent, TokenIds
 from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker
 from baton.sim.engine import SimEngine
 from baton.sim.network import Network, Recorder
 from baton.sim.process import Events, TimedProcess
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
 from baton.sim.timed.times import Contention, StepWork, WorkTimes
-from baton.token_ids import TokenIds
 
 IDLE_S: Final = 1e-3  # a step that computes nothing
 JOINS_S: Final = 3.0  # until the processes are connected

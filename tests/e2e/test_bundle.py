@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.cluster.cluster_record import find_record
-from baton.token_ids import TokenIds
+from baton.request import TokenIds
 from tests.served import Served, served, until
 
 OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")

@@ -19,8 +19,7 @@ from baton.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter
 from baton.config.engine import engine_config
 from baton.engine.engine import load_engine
 from baton.gateway.api.body_reader import BodyReader
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.lora_adapters import save_adapter
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served import ROOT, Served

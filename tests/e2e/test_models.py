@@ -22,8 +22,7 @@ from baton.cluster.model_directory import resolve_model
 from baton.cluster.offline.llm import LLM
 from baton.config.engine import engine_config
 from baton.engine.engine import load_engine
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.lora_adapters import save_adapter
 from tests.served import Served, served, until
 from tests.tiny_models import run_to_end, token_ids

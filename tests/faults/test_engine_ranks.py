@@ -15,8 +15,7 @@ from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEnded
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.kvtransfer.transports.pages import SharedPool
-from baton.request import FilledPages, Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import FilledPages, Request, SamplingParams, TokenIds
 from tests.tiny_models import run_to_end, tiny_config, tiny_engine, token_ids, write_config
 from tests.transfer_ends import RING
 from tests.waiting import wait_for

@@ -23,8 +23,7 @@ from baton.config.router import RouterConfig
 from baton.errors import WorkerLost
 from baton.messages.operations import Migrate, Migrated
 from baton.messages.workers import WorkerRole
-from baton.request import Request, SamplingParams, StructuredOutputs, TokenEvent
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, StructuredOutputs, TokenEvent, TokenIds
 from tests.answer import Answer
 from tests.cluster_threads import wait_for
 from tests.process_cluster import ProcessCluster

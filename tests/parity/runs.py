@@ -17,8 +17,7 @@ from baton.engine.models.registry import read_model_config
 from baton.engine.runner.step_inputs import NO_SLOTS, StepArrays
 from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceStatus
 from baton.pages import PageLayout
-from baton.request import Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, StepOutput, TokenIds
 from tests.parity.models import VOCAB_SIZE
 
 NUM_NEW_TOKENS: Final = 64

@@ -19,8 +19,7 @@ from baton.engine.engine import Engine, load_engine
 from baton.engine.replica import LayerWatch
 from baton.kvtransfer.protocol import transfer_plan
 from baton.messages.workers import WorkerRole
-from baton.request import Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, StepOutput, TokenIds
 from tests.answer import Answer
 from tests.cluster_threads import Cluster
 from tests.parity.models import EVEN_EXPERTS, MODEL, VOCAB_SIZE

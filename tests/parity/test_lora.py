@@ -14,8 +14,7 @@ import torch
 from baton.adapters import Adapter, AdapterFiles, read_adapter
 from baton.engine.engine import Engine
 from baton.errors import InvalidRequest
-from baton.request import Request, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import Request, StepOutput, TokenIds
 from tests.cluster_threads import Cluster
 from tests.lora_adapters import save_adapter, save_merged
 from tests.parity.models import MODEL, Oracle

@@ -16,8 +16,7 @@ from baton.engine.engine import Engine, load_engine
 from baton.kvtransfer.protocol.messages import ON_HOST
 from baton.messages.control import PullSource
 from baton.messages.workers import WorkerRole
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.cluster_threads import TIMEOUT_S, Cluster, WorkerThread
 from tests.parity.models import MODEL, VOCAB_SIZE
 from tests.parity.scripted_policy import WORDS, Words

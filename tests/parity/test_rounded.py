@@ -13,8 +13,7 @@ import pytest
 
 from baton.engine.engine import load_engine
 from baton.messages.workers import WorkerRole
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.cluster_threads import Cluster
 from tests.parity.models import MODEL, VOCAB_SIZE
 from tests.parity.scripted_policy import WORDS, Words

@@ -20,11 +20,10 @@ from baton.gateway.streams.frontend import Frontend
 from baton.messages import control as c
 from baton.messages.codec import AnyMessage, decode, encode
 from baton.messages.workers import Address
-from baton.request import Request, SamplingParams, TokenEvent
+from baton.request import Request, SamplingParams, TokenEvent, TokenIds
 from baton.router.router import Router
 from baton.rpc.peers import Node
 from baton.rpc.session import FrameReader, encode_frame
-from baton.token_ids import TokenIds
 from tests.answer import Answer
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.baton.messages.test_control import one_of_each

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,8 @@ import math
 import msgspec
 import pytest
 
-from baton.request import Request
+from baton.request import Request, TokenIds
 from baton.tenants import Degradation, Quotas, Refusal, SchedulingKey, Sla, TenantPolicy, has_slots
-from baton.token_ids import TokenIds
 
 
 def test_a_message_has_no_defaults_of_a_request() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
-from baton.token_ids import TokenIds
+from baton.request import TokenIds
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 bounds = st.none() | st.integers(-50, 50)

@@ -13,8 +13,7 @@ from baton.engine.engine import Engine
 from baton.messages.operations import Drain
 from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import WorkerRole
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.cluster_threads import Cluster, GatewayThread, WorkerThread, wait_for
 from tests.node_peers import id_of
 from tests.tiny_models import tiny_config, write_config

@@ -7,8 +7,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.engine.engine import Engine
-from baton.request import FinishReason, Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, Request, SamplingParams, TokenIds
 from tests.disturbed_requests import answers
 from tests.tiny_models import add, generate, run_to_end, tiny_engine, token_ids
 

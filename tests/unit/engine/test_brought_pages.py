@@ -5,8 +5,7 @@ import pytest
 from baton.engine.cache.page_pool import PageState
 from baton.engine.scheduler.sequence import SequenceStatus
 from baton.errors import IntegrityError
-from baton.request import FilledPages, Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import FilledPages, Request, SamplingParams, TokenIds
 from tests.outside import Delivery, OpenHarness
 from tests.scheduling import PROMPT
 

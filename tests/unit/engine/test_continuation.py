@@ -7,8 +7,7 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.errors import InvalidRequest
-from baton.request import FinishReason, Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenIds
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, generate, run_to_end, tiny_engine, token_ids
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)

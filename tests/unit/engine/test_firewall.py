@@ -11,8 +11,7 @@ from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PageState
 from baton.engine.engine import BAD_LOGITS, Engine
 from baton.engine.runner.step_inputs import StepArrays
-from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput, TokenIds
 from tests.tiny_models import add, generate, run_to_end, tiny_engine, token_ids
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

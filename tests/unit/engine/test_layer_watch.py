@@ -11,8 +11,7 @@ from torch import Tensor
 from baton.engine.engine import Engine
 from baton.engine.models.decoder import Decoder
 from baton.engine.scheduler.sequence import ScheduledChunk
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.tiny_models import generate, tiny_engine, token_ids, write_config
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")

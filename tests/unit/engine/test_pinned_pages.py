@@ -10,8 +10,7 @@ from baton.engine.cache.page_pool import PageState, mark_of
 from baton.engine.engine import Engine
 from baton.engine.runner.step_inputs import StepArrays
 from baton.pages import PageKeys
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.tiny_models import VOCAB_SIZE, run_to_end, tiny_engine
 
 PAGE_BYTES: Final = 4 * 512

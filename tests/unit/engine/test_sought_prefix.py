@@ -7,8 +7,7 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.engine.replica import SoughtPrefix
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.tiny_models import run_to_end, tiny_engine
 
 PROMPT = tuple(range(40))

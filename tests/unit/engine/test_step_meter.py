@@ -8,8 +8,7 @@ from baton.engine.engine import Engine
 from baton.engine.replica import MAX_PENDING, PHASES, StepMeter
 from baton.messages.status import Histogram
 from baton.messages.workers import Load
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.tiny_models import tiny_engine
 
 

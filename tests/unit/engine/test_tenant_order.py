@@ -1,9 +1,8 @@
 """The order of prompts: class, share, priority, deadline, arrival."""
 
 from baton.engine.scheduler.sequence import DEFAULT_DUE_S, SequenceStatus, due_s
-from baton.request import Request, SamplingParams
+from baton.request import Request, SamplingParams, TokenIds
 from baton.tenants import SchedulingKey, Sla
-from baton.token_ids import TokenIds
 from tests.accounts import AccountHarness, scheduling_key
 
 

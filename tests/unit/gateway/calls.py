@@ -10,8 +10,7 @@ from baton.gateway.api.call import Call, Prompt
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.request import SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import SamplingParams, TokenIds
 
 TOKENIZER = Tokenizer.from_directory(resolve_model("tiny"))
 PROMPT = Prompt("sort(3 1 2)=", TokenIds.of(TOKENIZER.encode("sort(3 1 2)=")))

@@ -8,12 +8,11 @@ from baton.messages.control import Ended, Heartbeat, Rejected, Routed, Started, 
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.status import TenantStatus
 from baton.messages.workers import Load
-from baton.request import Request, SamplingParams
+from baton.request import Request, SamplingParams, TokenIds
 from baton.router.in_flight import InFlight
 from baton.router.membership import Membership
 from baton.router.queue.admission import MIN_COMPUTING
 from baton.tenants import Degradation, Quotas, SchedulingKey, Sla
-from baton.token_ids import TokenIds
 from tests.node_peers import TestPeer, a_worker, id_of, name_of
 from tests.unit.router.router_cluster import Cluster, cluster
 

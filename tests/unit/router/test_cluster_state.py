@@ -16,9 +16,8 @@ from baton.messages.control import (
 )
 from baton.messages.operations import Decisions, Explain
 from baton.messages.workers import Load, PrefillTimes
-from baton.request import Request
+from baton.request import Request, TokenIds
 from baton.router.sliced_work import PromptKeys, family_of
-from baton.token_ids import TokenIds
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 

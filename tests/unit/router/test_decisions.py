@@ -15,7 +15,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Decision, Ended, Measured, Started, Weighed
 from baton.messages.workers import PrefillTimes
-from baton.request import Request
+from baton.request import Request, TokenIds
 from baton.router.decisions import (
     MAX_DECISIONS,
     DecisionHistory,
@@ -26,7 +26,6 @@ from baton.router.decisions import (
     keys_in,
 )
 from baton.router.router import serve_router
-from baton.token_ids import TokenIds
 from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 

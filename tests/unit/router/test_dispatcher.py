@@ -27,7 +27,7 @@ from baton.messages.control import (
 )
 from baton.messages.workers import Load, Worker
 from baton.pages import PageKeys
-from baton.request import AttemptKey, Request, SamplingParams
+from baton.request import AttemptKey, Request, SamplingParams, TokenIds
 from baton.router.dispatcher import MAX_DISPATCHED, make_entry
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, SchedulingClass
 from baton.router.membership import Member
@@ -38,7 +38,6 @@ from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded
 from baton.router.sliced_work import PromptKeys, family_of
 from baton.rpc.peers import TICK_S
 from baton.tenants import Degradation, Quotas, Refusal, Sla
-from baton.token_ids import TokenIds
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.queue_cases import (
     LONG,

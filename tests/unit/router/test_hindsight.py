@@ -7,9 +7,8 @@ import pytest
 
 from baton.messages.control import Decision, Measured, Weighed
 from baton.messages.workers import PrefillTimes
-from baton.request import Request
+from baton.request import Request, TokenIds
 from baton.router.decisions import MAX_PREFIXES, Hindsight
-from baton.token_ids import TokenIds
 from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 

@@ -6,12 +6,11 @@ import pytest
 from baton.errors import ConfigError
 from baton.messages.control import Submit
 from baton.messages.operations import RecordingQuery
-from baton.request import Request, SamplingParams, StructuredOutputs
+from baton.request import Request, SamplingParams, StructuredOutputs, TokenIds
 from baton.router.checkpoint import attributes_of, bare_request, load, save
 from baton.router.recording import Inputs, Recording, RouterCheckpoint, Submitted, decode_chunk
 from baton.router.router import Router
 from baton.tenants import SchedulingKey, Sla
-from baton.token_ids import TokenIds
 from tests.node_peers import id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 

@@ -25,11 +25,10 @@ from baton.messages.control import (
 )
 from baton.messages.workers import Load
 from baton.pages import KEY_BYTES
-from baton.request import Request
+from baton.request import Request, TokenIds
 from baton.router.redis.link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
 from baton.router.router import Router
 from baton.router.sliced_work import PromptKeys, family_of
-from baton.token_ids import TokenIds
 from tests.event_loop import on_loop
 from tests.node_peers import TestPeer, a_worker, id_of, name_of
 from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, running

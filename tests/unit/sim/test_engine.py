@@ -7,7 +7,7 @@ import pytest
 
 from baton.clock import Clock, ManualClock
 from baton.engine.cache.page_pool import PageState
-from baton.request import FinishReason, Request, SamplingParams
+from baton.request import FinishReason, Request, SamplingParams, TokenIds
 from baton.sim.engine import (
     ENTRY_BYTES,
     NUM_WORDS,
@@ -21,7 +21,6 @@ from baton.sim.engine import (
     sample,
 )
 from baton.sim.process import Crash
-from baton.token_ids import TokenIds
 from tests.node_peers import a_worker, id_of
 
 MAX_MODEL_LEN = 64

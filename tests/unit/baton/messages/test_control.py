@@ -49,9 +49,8 @@ from baton.messages.workers import (
     WorkerStatus,
     WorkerTimes,
 )
-from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenIds, TokenLogprobs
 from baton.tenants import Refusal
-from baton.token_ids import TokenIds
 from tests.node_peers import a_worker
 
 ID, OTHER_ID = "a" * 32, "b" * 32

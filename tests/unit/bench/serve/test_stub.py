@@ -24,8 +24,7 @@ from baton.messages.control import (
 )
 from baton.messages.operations import StatusQuery
 from baton.messages.workers import Address, Worker, WorkerRole
-from baton.request import FinishReason, Request, SamplingParams, TokenEvent
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenIds
 from tests.event_loop import on_loop
 from tests.fakes import Post, PostedPeer
 

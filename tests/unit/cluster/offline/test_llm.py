@@ -14,8 +14,7 @@ from baton.cluster.offline.generation import Completion, Prompt, TextDelta
 from baton.cluster.offline.llm import LLM
 from baton.engine.replica import LayerWatch
 from baton.errors import ConfigError, InvalidRequest
-from baton.request import FinishReason, Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenIds
 from tests.unit.cluster.model_directories import with_config_alone, without_weights
 
 MEMORY = {"kv_cache_memory_bytes": "64MiB"}

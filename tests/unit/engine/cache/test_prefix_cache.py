@@ -8,9 +8,8 @@ from baton.engine.cache.prefix_cache import NOWHERE, HostTier, PageChanges, Pref
 from baton.engine.scheduler.sequence import Sequence
 from baton.errors import IntegrityError
 from baton.pages import PageKeys
-from baton.request import Request, SamplingParams
+from baton.request import Request, SamplingParams, TokenIds
 from baton.tenants import with_public
-from baton.token_ids import TokenIds
 
 PAGE_SIZE = 4
 

@@ -15,8 +15,7 @@ from baton.engine.engine import Engine, load_engine
 from baton.engine.models.parallel import PendingTensor
 from baton.engine.runner.step_inputs import StepArrays
 from baton.errors import ConfigError, WorkerLost
-from baton.request import FinishReason, Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, Request, SamplingParams, TokenIds
 from tests.disturbed_requests import Answers, answers
 from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, token_ids, write_config
 

@@ -17,8 +17,7 @@ from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, process_row
 from baton.engine.runner.sampler import LogprobRows, Sampler
 from baton.engine.scheduler.sequence import Row, ScheduledChunk, Sequence
 from baton.errors import ConfigError, InvalidRequest
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.batches import make_batch, make_sequence, rest_of
 from tests.tiny_models import generate, run_to_end, tiny_engine
 

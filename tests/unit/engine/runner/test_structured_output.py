@@ -22,8 +22,7 @@ from baton.engine.runner.structured_output import MAX_COMPILED, MAX_TENANTS, Str
 from baton.engine.scheduler.sequence import PreemptMode, Row
 from baton.errors import InvalidRequest
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.request import FinishReason, Request, SamplingParams, StepOutput, StructuredOutputs
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, Request, SamplingParams, StepOutput, StructuredOutputs, TokenIds
 from tests.batches import make_batch, make_sequence, rest_of
 from tests.parity.runs import PreemptInTurn
 from tests.tiny_models import run_to_end, tiny_engine, token_ids, write_config

@@ -7,8 +7,7 @@ import pytest
 from baton.engine.scheduler.policies import QueueWindow, in_turn
 from baton.engine.scheduler.sequence import Sequence
 from baton.fair_queue import Share
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.accounts import AccountHarness, scheduling_key
 from tests.scheduling import Harness
 

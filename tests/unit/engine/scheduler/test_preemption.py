@@ -19,8 +19,7 @@ from baton.engine.scheduler.sequence import (
     SequenceQueues,
     SequenceStatus,
 )
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests.accounts import scheduling_key
 from tests.scheduling import PROMPT, BareScheduler, Harness
 

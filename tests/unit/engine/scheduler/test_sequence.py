@@ -7,8 +7,7 @@ import pytest
 
 from baton.engine.scheduler.sequence import Sequence, check_request
 from baton.errors import InvalidRequest
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 
 
 def sequence_of(

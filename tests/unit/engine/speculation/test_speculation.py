@@ -19,8 +19,7 @@ from baton.engine.runner.step_inputs import StepArrays
 from baton.engine.speculation.draft_lengths import DRAFTED_STEPS, MIN_GAIN, Acceptance, StepCosts
 from baton.engine.speculation.draft_model import ModelDrafter
 from baton.errors import ConfigError
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 from tests import disturbed_requests
 from tests.disturbed_requests import answers, repeated_prompt
 from tests.tiny_models import VOCAB_SIZE, add, generate, run_to_end, tiny_engine, token_ids, write_config

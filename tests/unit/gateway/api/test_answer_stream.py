@@ -29,9 +29,8 @@ from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.text.answer_reader import AnswerParsing
-from baton.request import FinishReason, TokenEvent, TokenLogprobs
+from baton.request import FinishReason, TokenEvent, TokenIds, TokenLogprobs
 from baton.tenants import Quotas
-from baton.token_ids import TokenIds
 from tests.event_loop import on_loop
 from tests.event_stream import Event, joined
 from tests.scripted_service import ScriptedService, events

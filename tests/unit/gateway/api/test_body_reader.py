@@ -32,7 +32,7 @@ from baton.gateway.api.prompt_reader import (
 )
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.token_ids import TokenIds
+from baton.request import TokenIds
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker
 from tests.scripted_service import ScriptedService

@@ -4,8 +4,7 @@ from typing import Any
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import Prompt
 from baton.gateway.api.format import LogprobsFormat, answer_format
-from baton.request import FinishReason, TokenEvent, TokenLogprobs
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, TokenEvent, TokenIds, TokenLogprobs
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway import calls
 

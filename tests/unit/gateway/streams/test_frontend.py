@@ -24,8 +24,7 @@ from baton.messages.control import (
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.orders import Wake
 from baton.messages.workers import REMOTE_PREFILLS, Load, Worker, WorkerStatus
-from baton.request import FinishReason, Request, SamplingParams, TokenEvent
-from baton.token_ids import TokenIds
+from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenIds
 from tests.answer import Answer
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.gateway.frontend_peers import Gateway, event, gateway

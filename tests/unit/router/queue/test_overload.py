@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.messages.control import Dispatch, Measured, Pressure, Rejected, Routed
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import StepTimes
-from baton.request import Request, SamplingParams
+from baton.request import Request, SamplingParams, TokenIds
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.admission import degraded
 from baton.router.queue.objectives import Forecast
@@ -27,7 +27,6 @@ from baton.router.queue.overload import (
 from baton.router.queue.quotas import RequestWork
 from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
 from baton.tenants import Degradation, Refusal, SchedulingKey, Sla
-from baton.token_ids import TokenIds
 from tests.node_peers import a_request, id_of
 from tests.unit.router.queue_cases import (
     LONG,
