@@ -39,7 +39,7 @@ from baton.bench.kv.limits import SMALL, SMALL_TOKENS, UNPACED, Rival, limits_of
 from baton.bench.report import Plot, Progress, Report, Row, at_least, at_most, option, suite
 from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.messages.control import Prefill
-from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob
+from baton.prefill_worker.worker import LayerwiseSend, PrefillJob
 from baton.request import SamplingParams
 from baton.rpc.worker_node import PromptTimer
 

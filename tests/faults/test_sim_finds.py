@@ -12,7 +12,7 @@ from baton.gateway.streams.request_stream import RequestStream, WorkerConnection
 from baton.kvtransfer.ranks import executor
 from baton.kvtransfer.ranks.executor import ReceiveShard
 from baton.kvtransfer.ranks.peer_transports import PeerTransports
-from baton.prefill_worker.prefill_job import Offer, PrefillJob
+from baton.prefill_worker.worker import Offer, PrefillJob
 from baton.request import Request
 from baton.router.in_flight import InFlight
 from baton.sim.faults import Trouble

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.kvtransfer.protocol.handoff import GrantedTransfer
-from baton.prefill_worker.prefill_job import PrefillJob
+from baton.prefill_worker.worker import PrefillJob
 from baton.request import FinishReason
 from baton.rpc.worker_node import PromptTimer
 from tests.worker_pair import prefill_of
