@@ -1,4 +1,4 @@
-"""Requests and outputs of engines: the values that travel between the layers; token ids travel packed."""
+"""Requests, their packed token ids, and outputs of engines: the values that travel between the layers."""
 
 import difflib
 import struct

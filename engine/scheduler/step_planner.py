@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.scheduler.preemption import (
+    HEADROOM_TOKENS,
     HeldPages,
     PageQuotas,
     PreemptionCandidates,
@@ -36,9 +37,6 @@ from baton.engine.scheduler.sequence import (
     rank_of,
 )
 from baton.fair_queue import DecayedShares, Share
-
-HEADROOM_TOKENS: Final = 16  # each running sequence can grow by this much before a newcomer takes its pages
-
 
 # Pressure mode.
 
