@@ -38,8 +38,7 @@ from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.tenants.tenants import Tenants, TenantsWatch
 from baton.gateway.text.model_files import read_sampling_defaults
 from baton.messages.bounds import Kind, short_id
-from baton.messages.operations import MAX_TENANTS_TOLD, FindRequests, GatewayStatus
-from baton.messages.timeline import RequestTimeline
+from baton.messages.operations import MAX_TENANTS_TOLD, FindRequests, GatewayStatus, RequestTimeline
 from baton.messages.workers import Address
 from baton.rpc import process
 from baton.rpc.auth import ClusterKeys, KeyRing

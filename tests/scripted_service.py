@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from baton.errors import BatonError
 from baton.gateway.streams.request_stream import Sink
 from baton.gateway.streams.timeline import RequestMarks
-from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Status
-from baton.messages.orders import Sleep, Wake
+from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Sleep, Status, Wake
 from baton.messages.workers import Worker
 from baton.request import FinishReason, Request, TokenEvent
 from tests.node_peers import a_worker

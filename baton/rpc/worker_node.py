@@ -33,8 +33,7 @@ from baton.messages.control import (
     Members,
     Pressure,
 )
-from baton.messages.operations import Drain, Flip
-from baton.messages.orders import FollowedOrders, Sleep, Wake
+from baton.messages.operations import Drain, Flip, FollowedOrders, Sleep, Wake
 from baton.messages.status import OverloadLevel, Times, snapshot
 from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerRole, WorkerTimes
 from baton.request import AttemptKey, Request, StepOutput

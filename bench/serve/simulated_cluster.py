@@ -29,9 +29,10 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayStatus,
     PlanSummary,
+    Sleep,
     Status,
+    Wake,
 )
-from baton.messages.orders import Sleep, Wake
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Address, Load, PrefillTimes, Worker, WorkerRole, WorkerStatus, WorkerTimes
 from baton.request import FinishReason, Request, TokenEvent

@@ -28,8 +28,7 @@ from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
 from baton.messages.bounds import MAX_NAME_CHARS, Name
 from baton.messages.control import Decision
-from baton.messages.operations import Explain, FindRequests
-from baton.messages.timeline import RequestTimeline
+from baton.messages.operations import Explain, FindRequests, RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent, TokenIds
 

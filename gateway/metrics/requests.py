@@ -18,8 +18,7 @@ from baton.gateway.api.answer import Answer, AnswerChoice
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer, Value
 from baton.gateway.streams.timeline import CallMarks, PartList, RequestMarks, assemble, parts_of
-from baton.messages.operations import FindRequests
-from baton.messages.timeline import RequestTimeline
+from baton.messages.operations import FindRequests, RequestTimeline
 
 MAX_LATEST: Final = 1024
 SLOWEST_S: Final = 900.0  # the slowest requests of so long are kept

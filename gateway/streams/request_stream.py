@@ -41,8 +41,7 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, 
 from baton.gateway.streams.timeline import RequestMarks
 from baton.messages.codec import fits_request
 from baton.messages.control import Routed
-from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Status
-from baton.messages.orders import Sleep, Wake
+from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Sleep, Status, Wake
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, TokenEvent
 from baton.rpc.peer_clock import ClockOffset

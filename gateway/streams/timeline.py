@@ -19,7 +19,7 @@ import msgspec
 
 from baton.messages.bounds import MAX_SECONDS, short_id
 from baton.messages.control import Routed
-from baton.messages.timeline import MAX_ATTEMPTS, RequestTimeline, TimelineAttempt, TimelinePart
+from baton.messages.operations import MAX_ATTEMPTS, RequestTimeline, TimelineAttempt, TimelinePart
 from baton.messages.workers import WorkerTimes
 from baton.rpc.peer_clock import ClockOffset
 

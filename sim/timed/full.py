@@ -16,7 +16,7 @@ from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.errors import BatonError
 from baton.gateway.streams.request_stream import ReplayLimits
 from baton.gateway.streams.timeline import CallMarks, RequestMarks, assemble
-from baton.messages.timeline import RequestTimeline
+from baton.messages.operations import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent, TokenIds
 from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker

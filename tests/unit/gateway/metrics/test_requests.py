@@ -23,8 +23,7 @@ from baton.gateway.metrics.requests import (
 from baton.gateway.metrics.tracing import CLOSE_S, TraceContext, Tracer, traces_url
 from baton.gateway.streams.timeline import RequestMarks
 from baton.gateway.tenants.tenants import Tenant
-from baton.messages.operations import FindRequests
-from baton.messages.timeline import RequestTimeline
+from baton.messages.operations import FindRequests, RequestTimeline
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway.calls import answer
 

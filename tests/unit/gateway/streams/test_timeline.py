@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from baton.gateway.streams.timeline import AttemptMarks, CallMarks, RequestMarks, WorkerMarks, assemble
 from baton.messages.control import Failure, Routed
-from baton.messages.timeline import MAX_ATTEMPTS, RequestTimeline
+from baton.messages.operations import MAX_ATTEMPTS, RequestTimeline
 from baton.messages.workers import WorkerTimes
 from baton.request import FinishReason
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
