@@ -3,9 +3,9 @@
 Processors run in the order of `LOGITS_PROCESSORS`. Those in the tree change all their rows in one pass, from
 packed uploads; one from outside may change row by row.
 
-`StructuredOutputMask`, the last processor, has the grammars of one model (`SamplingParams.structured_outputs`).
-The state of a grammar is a function of the form and the tokens of the answer, so it never travels: a worker
-that takes over a sequence feeds its tokens to a new matcher.
+`StructuredOutputMask`, the last processor, has the grammars of one model
+(`SamplingParams.structured_outputs`). The state of a grammar is a function of the form and the tokens of the
+answer, so it never travels: a worker that takes over a sequence feeds its tokens to a new matcher.
 
 Shapes: R rows of the logits, N changed logits or masked rows, V vocabulary, W 32-bit words of a mask.
 """

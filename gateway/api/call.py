@@ -15,7 +15,7 @@ from baton.gateway.api.body import (
     StreamOptions,
     logit_bias,
 )
-from baton.gateway.api.dialects.response_store import AskedResponse
+from baton.gateway.api.dialects.responses import AskedResponse
 from baton.gateway.api.errors import invalid
 from baton.gateway.metrics.tracing import TraceContext
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint

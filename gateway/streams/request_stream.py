@@ -44,7 +44,7 @@ from baton.messages.control import Routed
 from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Sleep, Status, Wake
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, TokenEvent
-from baton.rpc.peer_clock import ClockOffset
+from baton.rpc.liveness import ClockOffset
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.tenants import Refusal
 

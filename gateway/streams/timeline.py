@@ -21,7 +21,7 @@ from baton.messages.bounds import MAX_SECONDS, short_id
 from baton.messages.control import Routed
 from baton.messages.operations import MAX_ATTEMPTS, RequestTimeline, TimelineAttempt, TimelinePart
 from baton.messages.workers import WorkerTimes
-from baton.rpc.peer_clock import ClockOffset
+from baton.rpc.liveness import ClockOffset
 
 FINISHED: Final = "finished"
 CANCELLED: Final = "cancelled"  # by the client, or at a stop string

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from baton.gateway.api.dialects.response_store import (
+from baton.gateway.api.dialects.responses import (
     OVERHEAD_BYTES,
     ResponseQuery,
     ResponseStore,
