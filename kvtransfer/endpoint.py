@@ -55,12 +55,10 @@ from baton.kvtransfer.links import KvLinks, Link, Peers
 from baton.kvtransfer.protocol.destination import DestinationHandoff
 from baton.kvtransfer.protocol.handoff import (
     Action,
-    Finished,
     GrantedTransfer,
     HandoffContext,
     Owner,
     PageLedger,
-    Send,
     Timing,
     TransferEnded,
     answer_to_unknown,
@@ -75,6 +73,7 @@ from baton.kvtransfer.protocol.messages import (
     Grant,
     PullRequest,
     RankListenerAddresses,
+    TransferMessage,
     TransferRequest,
     WantedPage,
     check_request,
@@ -424,19 +423,13 @@ class PageEndpoint(ABC):
     def _perform(self, opened: OpenTransfer, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Send(message):
-                    opened.link.send(message)
-                case Finished():
-                    self._finished(opened.handoff, action)
+                case TransferMessage():
+                    opened.link.send(action)
+                case TransferEnded():
+                    self._counts[f"transfers_{action.outcome}"] += 1
+                    self._ended.append(action)
                 case _:
                     self._ranks.perform(opened.handoff.routes[action.shard].rank, action)
-
-    def _finished(self, handoff: SourceHandoff | DestinationHandoff, finished: Finished) -> None:
-        times = handoff.timeline.end() if isinstance(handoff, SourceHandoff) else None
-        self._counts[f"transfers_{finished.outcome}"] += 1
-        self._ended.append(
-            TransferEnded(handoff.transfer, finished.outcome, finished.reason, tuple(handoff.pages), times)
-        )
 
     # New transfers.
 

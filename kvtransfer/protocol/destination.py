@@ -13,9 +13,9 @@ The life of a transfer at the destination:
 4. When all shards are verified, the sequence adopts the pages, and the destination sends Verified. Corrupt
    units are requested once more, under a new writer's hold. If they are corrupt again, the engine computes
    the tokens.
-5. An abort, a lost peer or an expired lease ends the transfer in any state: one Finished, the lease released.
-   The pages stay quarantined until every writer has confirmed its end or is known to be dead, without a time
-   limit; each heartbeat sends the source another Abort.
+5. An abort, a lost peer or an expired lease ends the transfer in any state: one TransferEnded, the lease
+   released. The pages stay quarantined until every writer has confirmed its end or is known to be dead,
+   without a time limit; each heartbeat sends the source another Abort.
 
     state       legal messages
     RECEIVING   Wrote, Commit, Extend, Released, Abort
@@ -36,7 +36,6 @@ import msgspec
 from baton.errors import ProtocolError
 from baton.kvtransfer.protocol.handoff import (
     Action,
-    Finished,
     Handoff,
     HandoffContext,
     HandoffOutcome,
@@ -136,8 +135,8 @@ class DestinationHandoff(Handoff):
         """
         num_pages = self._context.plan.destination.num_pages(self._request.num_units)
         if self._ledger.num_free < num_pages:
-            self.state, self.outcome = DestinationState.CLOSED, HandoffOutcome.RECOMPUTE
-            return [Finished(self.outcome, "no free pages")]
+            self.state = DestinationState.CLOSED
+            return [self._ended(HandoffOutcome.RECOMPUTE, "no free pages")]
         self.pages = self._ledger.reserve(num_pages, self._lease_owner, self._deadline_s)
         for state in self._shards:
             self._ledger.add_writer(self.pages, state.writer)
@@ -264,10 +263,10 @@ class DestinationHandoff(Handoff):
 
     def _adopt(self) -> list[Action]:
         self._ledger.adopt(self.pages, self._lease_owner, self._adopter)
-        self.state, self.outcome = DestinationState.CLOSED, HandoffOutcome.ADOPTED
+        self.state = DestinationState.CLOSED
         self._opening.clear()
         verified = Verified(transfer=self.transfer, epoch=self.epoch)
-        return [Finished(self.outcome, ""), *self._send(verified)]
+        return [self._ended(HandoffOutcome.ADOPTED), *self._send(verified)]
 
     def _request_again(self, shard: int, state: DestinationShard) -> list[Action]:
         units = state.open_again()

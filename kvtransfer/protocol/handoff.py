@@ -1,9 +1,10 @@
 """The common base of the hand-off state machines of the source and the destination.
 
 A hand-off is a state machine without sockets, threads or device memory. Its caller reports each event by a
-call, and performs the actions that the call returns, in their order: messages to the peer, and commands to
-the ranks that carry out the shards (kvtransfer/ranks/messages.py). The hand-off itself holds and releases its
-pages in the ledger.
+call, and performs the actions that the call returns, in their order: messages to the peer, commands to the
+ranks that carry out the shards (kvtransfer/ranks/messages.py), and one report of the end. Without a link the
+caller drops the messages; heartbeats and Aborts repeat the state that matters. The hand-off itself holds and
+releases its pages in the ledger.
 
 The caller keeps each hand-off until the hand-off is CLOSED. The caller passes on only messages that have the
 transfer's id and come from the process incarnation that the transfer began with: a restarted process does not
@@ -59,15 +60,6 @@ class PageLedger(Protocol):
     def release(self, pages: Sequence[int], owner: Owner) -> None: ...
 
 
-class Send(NamedTuple):
-    """Send a message to the peer, in order.
-
-    Without a link the caller drops the message; heartbeats and Aborts repeat the state that matters.
-    """
-
-    message: AnyMessage
-
-
 class HandoffOutcome(StrEnum):
     """The result of a transfer, as one side knows it. The two sides may disagree after a lost message."""
 
@@ -82,17 +74,32 @@ class HandoffOutcome(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Finished(NamedTuple):
-    """Report the end of the transfer; a hand-off returns exactly one.
+class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The durations of an outgoing transfer, and its bytes. The phases add up to total_s; see Timeline."""
+
+    total_s: float
+    handshake_s: float
+    moving_s: float
+    waiting_s: float
+    verify_s: float
+    exposed_s: float  # after the last page was computed: the delay that the request sees
+    num_bytes: int
+
+
+class TransferEnded(NamedTuple):
+    """The end of a transfer on this side; a hand-off returns exactly one.
 
     Pages that a reader or a writer still uses become free later.
     """
 
+    transfer: bytes
     outcome: HandoffOutcome
     reason: str
+    pages: tuple[int, ...]  # the adopter owns them after ADOPTED
+    times: TransferTimes | None  # at the source
 
 
-Action: TypeAlias = Send | ShardCommand | Finished
+Action: TypeAlias = AnyMessage | ShardCommand | TransferEnded
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +145,7 @@ class Handoff(ABC):
         self._ledger = context.ledger
         self._lease_owner = lease_owner
         self._opening: set[int] = set()  # shards that their ranks have not opened yet
-        self._held_messages: list[AnyMessage] = []
+        self._held_messages: list[Action] = []
         now_s = context.clock.now_s()
         self._limit_s = now_s + request.deadline_ms / 1000
         self._next_heartbeat_s = now_s + context.timing.heartbeat_s
@@ -146,7 +153,7 @@ class Handoff(ABC):
 
     @property
     def has_ended(self) -> bool:
-        """Return True after Finished; writers and readers may still use pages."""
+        """Return True after TransferEnded; writers and readers may still use pages."""
         return self.outcome is not None
 
     @property
@@ -174,6 +181,15 @@ class Handoff(ABC):
     def _end(self) -> list[Action]:
         """Enter the state that follows a failure, and stop the readers or writers."""
 
+    def _ended(self, outcome: HandoffOutcome, reason: str = "") -> TransferEnded:
+        """Set the outcome, and return the report of it."""
+        self.outcome = outcome
+        return TransferEnded(self.transfer, outcome, reason, tuple(self.pages), self._end_times())
+
+    def _end_times(self) -> TransferTimes | None:
+        """Return the durations of a transfer that ends now; a destination measures none."""
+        return None
+
     def abort(self, reason: str) -> list[Action]:
         """End the transfer with the outcome CANCELLED and tell the peer."""
         return self.fail(reason, HandoffOutcome.CANCELLED)
@@ -191,11 +207,10 @@ class Handoff(ABC):
         """
         if self.has_ended:
             return []
-        self.outcome = outcome or self.failure
         self._release_lease()
         self._opening.clear()
         aborts = [self._abort_message(reason)] if tells_peer else []
-        return [*self._send(*aborts), Finished(self.outcome, reason), *self._end()]
+        return [*self._send(*aborts), self._ended(outcome or self.failure, reason), *self._end()]
 
     def tick(self) -> list[Action]:
         """Check the lease and send a due heartbeat. The caller calls it at least once a heartbeat."""
@@ -213,7 +228,7 @@ class Handoff(ABC):
         if self._opening:
             return []
         held, self._held_messages = self._held_messages, []
-        return [Send(message) for message in held]
+        return held
 
     def _extend_lease(self) -> None:
         """Renew the lease after a message from the peer. The ledger must hold the lease."""
@@ -255,9 +270,6 @@ def answer_to_unknown(message: AnyMessage) -> Abort | Released | None:
     return None
 
 
-# Reports of an endpoint to its worker.
-
-
 class GrantedTransfer(NamedTuple):
     """A transfer for which a peer has granted pages. The worker that computes the KV offers pages for it."""
 
@@ -266,25 +278,3 @@ class GrantedTransfer(NamedTuple):
     num_units: int
     unit_tokens: int  # tokens a unit: the smaller page size of the two sides
     num_layer_groups: int
-
-
-class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """The durations of an outgoing transfer, and its bytes. The phases add up to total_s; see Timeline."""
-
-    total_s: float
-    handshake_s: float
-    moving_s: float
-    waiting_s: float
-    verify_s: float
-    exposed_s: float  # after the last page was computed: the delay that the request sees
-    num_bytes: int
-
-
-class TransferEnded(NamedTuple):
-    """The end of a transfer on this side, reported exactly once."""
-
-    transfer: bytes
-    outcome: HandoffOutcome
-    reason: str
-    pages: tuple[int, ...]  # the adopter owns them after ADOPTED
-    times: TransferTimes | None  # at the source

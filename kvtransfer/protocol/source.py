@@ -11,8 +11,8 @@ The life of a transfer at the source:
    all units and ends the writing of that shard.
 4. Verified: the destination has adopted the pages, and the lease ends. Corrupt: the source writes the named
    units again.
-5. An abort, a lost peer or an expired lease ends the transfer in any state: one Finished, the lease released,
-   and, once no push runs, Released.
+5. An abort, a lost peer or an expired lease ends the transfer in any state: one TransferEnded, the lease
+   released, and, once no push runs, Released.
 
     state       legal messages
     OPENING     Extend, Abort, Released
@@ -39,12 +39,10 @@ from baton.clock import Clock
 from baton.errors import ProtocolError
 from baton.kvtransfer.protocol.handoff import (
     Action,
-    Finished,
     Handoff,
     HandoffContext,
     HandoffOutcome,
     Owner,
-    Send,
     TransferTimes,
 )
 from baton.kvtransfer.protocol.messages import (
@@ -356,7 +354,7 @@ class SourceHandoff(Handoff):
         self._shards[shard].wrote(first, stop, digests)
         if self._shards[shard].is_written:
             return [self._commit(shard, first, stop)]
-        return [Send(Wrote(transfer=self.transfer, epoch=self.epoch, shard=shard, first=first, stop=stop))]
+        return [Wrote(transfer=self.transfer, epoch=self.epoch, shard=shard, first=first, stop=stop)]
 
     def _push_failed(self, shard: int, first: int, stop: int, reason: str) -> list[Action]:
         """Record a push that failed on every transport, which ends the transfer."""
@@ -390,10 +388,10 @@ class SourceHandoff(Handoff):
             case Abort(), _:
                 return self.fail(f"aborted: {message.reason}", tells_peer=False)
             case Verified(), SourceState.COMMITTING:
-                self.state, self.outcome = SourceState.CLOSED, HandoffOutcome.HANDED_OVER
+                self.state = SourceState.CLOSED
                 self._ledger.release(self.pages, self._reader)
                 self._release_lease()
-                return [Finished(self.outcome, "")]
+                return [self._ended(HandoffOutcome.HANDED_OVER)]
             case Corrupt(), SourceState.COMMITTING | SourceState.STREAMING:
                 return self._write_again(message)
             case Extend(), _:
@@ -402,6 +400,9 @@ class SourceHandoff(Handoff):
                 self._extend_lease()
                 return []
         raise ProtocolError(f"unexpected {type(message).__name__}: the source is {self.state.value}")
+
+    def _end_times(self) -> TransferTimes:
+        return self.timeline.end()
 
     def _end(self) -> list[Action]:
         self.state = SourceState.STOPPING
@@ -466,20 +467,18 @@ class SourceHandoff(Handoff):
             return
         self._shards[shard].in_flight.remove((first, stop))
 
-    def _commit(self, shard: int, first: int, stop: int) -> Send:
+    def _commit(self, shard: int, first: int, stop: int) -> Commit:
         state = self._shards[shard]
         state.is_committed = True
         if all(other.is_committed for other in self._shards):
             self.state = SourceState.COMMITTING
-        return Send(
-            Commit(
-                transfer=self.transfer,
-                epoch=self.epoch,
-                shard=shard,
-                first=first,
-                stop=stop,
-                digests=state.digests,
-            )
+        return Commit(
+            transfer=self.transfer,
+            epoch=self.epoch,
+            shard=shard,
+            first=first,
+            stop=stop,
+            digests=state.digests,
         )
 
     def _write_again(self, corrupt: Corrupt) -> list[Action]:
@@ -494,4 +493,4 @@ class SourceHandoff(Handoff):
 
     def released(self) -> list[Action]:
         """Return Released: no push runs, and no push will start."""
-        return [Send(Released(transfer=self.transfer))]
+        return [Released(transfer=self.transfer)]

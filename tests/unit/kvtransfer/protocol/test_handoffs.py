@@ -12,10 +12,9 @@ from baton.errors import ProtocolError
 from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState
 from baton.kvtransfer.protocol.handoff import (
     Action,
-    Finished,
     HandoffOutcome,
     Owner,
-    Send,
+    TransferEnded,
     answer_to_unknown,
 )
 from baton.kvtransfer.protocol.messages import (
@@ -31,6 +30,7 @@ from baton.kvtransfer.protocol.messages import (
     Grant,
     PullRequest,
     Released,
+    TransferMessage,
     TransferRequest,
     Verified,
     Wrote,
@@ -95,11 +95,11 @@ def commit(first: int = 0, digests: bytes = DIGESTS, **fields: int) -> Commit:
 
 
 def sent(actions: Sequence[Action]) -> list[AnyMessage]:
-    return [action.message for action in actions if isinstance(action, Send)]
+    return [action for action in actions if isinstance(action, TransferMessage)]
 
 
 def finished(actions: Sequence[Action]) -> list[HandoffOutcome]:
-    return [action.outcome for action in actions if isinstance(action, Finished)]
+    return [action.outcome for action in actions if isinstance(action, TransferEnded)]
 
 
 def pushes(actions: Sequence[Action]) -> list[tuple[int, int, int]]:
@@ -257,7 +257,7 @@ def test_last_push_of_a_shard_is_its_commit() -> None:
     assert sent(source.pushed(0, 1, NUM_UNITS, DIGESTS[8:])) == [wrote(1, NUM_UNITS)]
     committed = Commit(**OF_TRANSFER, first=0, stop=1, digests=DIGESTS)
     assert sent(source.pushed(0, 0, 1, DIGESTS[:8])) == [committed]
-    assert source.handoff.receive(VERIFIED) == [Finished(HandoffOutcome.HANDED_OVER, "")]
+    assert finished(source.handoff.receive(VERIFIED)) == [HandoffOutcome.HANDED_OVER]
 
 
 @pytest.mark.parametrize(
@@ -343,15 +343,16 @@ def test_corrupt_units_are_requested_again_under_a_new_hold_and_once() -> None:
     corrupt = Corrupt(**OF_TRANSFER, units=(1, 3), shard=1)
     (opened,) = side.verified(1, (1, 3))
     assert isinstance(opened, OpenShard) and opened.shard == 1
-    assert side.hear(ShardOpened, 1) == [Send(corrupt)]
+    assert side.hear(ShardOpened, 1) == [corrupt]
     assert side.pool.owners(destination.pages[0]) == {("receive", ID), ("writer", ID, 1)}
     with pytest.raises(ProtocolError):
         destination.receive(commit(shard=0))
     destination.receive(commit(shard=1))
     side.hear(WriterStopped, 1)
     (aborted, end) = side.verified(1, (3,))
-    assert aborted == Send(Abort(**OF_TRANSFER, reason="corrupt twice"))
-    assert end == Finished(HandoffOutcome.RECOMPUTE, "corrupt twice")
+    assert aborted == Abort(**OF_TRANSFER, reason="corrupt twice")
+    assert isinstance(end, TransferEnded)
+    assert (end.outcome, end.reason) == (HandoffOutcome.RECOMPUTE, "corrupt twice")
 
 
 def test_time_never_ends_a_writers_hold() -> None:
