@@ -11,13 +11,11 @@ from heapq import heappush, heappushpop
 from itertools import count, islice
 from typing import Final
 
-import msgspec
-
 from baton.clock import Clock
 from baton.gateway.api.answer import Answer, AnswerChoice
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer, Value
-from baton.gateway.streams.timeline import CallMarks, PartList, RequestMarks, assemble, parts_of
+from baton.gateway.streams.timeline import EndedRequest, PartList, RequestMarks
 from baton.messages.operations import FindRequests, RequestTimeline
 
 MAX_LATEST: Final = 1024
@@ -25,18 +23,6 @@ SLOWEST_S: Final = 900.0  # the slowest requests of so long are kept
 INTERVAL_S: Final = 60.0
 MAX_SLOWEST: Final = 100  # of each interval
 COUNT_S: Final = 0.01  # between two timelines for the metrics: they take 0.2 % of a processor
-
-
-class EndedRequest(msgspec.Struct, frozen=True, gc=False):
-    """A call that has ended, as the history keeps it."""
-
-    known: RequestTimeline  # without its parts and the figures that follow from the marks
-    call: CallMarks
-    marks: RequestMarks  # of the choice that ended last
-
-    def timeline(self) -> RequestTimeline:
-        """Assemble the timeline."""
-        return assemble(self.call, self.marks, self.known)
 
 
 class RequestHistory:
@@ -65,8 +51,8 @@ class RequestHistory:
         if marks is None:
             return  # it was refused before it could begin
         call, usage, now_s = answer.call, answer.usage, self._clock.now_s()
-        times = CallMarks(call.received_s or call.arrival_s, call.arrival_s, call.tokenised_s, now_s)
-        total_s = now_s - times.received_s
+        received_s = call.received_s or call.arrival_s
+        total_s = now_s - received_s
         known = RequestTimeline(
             request_id=answer.choices[0].request_id,
             tenant=call.tenant.name,
@@ -80,14 +66,21 @@ class RequestHistory:
             num_tokens=usage.completion,
             is_streamed=call.is_streamed,
         )
-        ended = EndedRequest(known, times, marks)
+        ended = EndedRequest(
+            known=known,
+            marks=marks,
+            received_s=received_s,
+            read_s=call.arrival_s,
+            tokenised_s=call.tokenised_s,
+            ended_s=now_s,
+        )
         self._latest.append(ended)
         if not self._slowest or now_s - self._slowest[-1].began_s >= INTERVAL_S:
             self._slowest.append(_Interval(now_s))
         self._slowest[-1].add(ended)
         if now_s - self._counted_s >= COUNT_S:
             self._counted_s = now_s
-            self._count(parts_of(times, marks, self._name))
+            self._count(ended.parts())
         if self._tracer is not None:
             context = call.trace or self._tracer.context(None, None)  # None: over a WebSocket
             rule = self._tracer.rule(context, outcome, total_s)

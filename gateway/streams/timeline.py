@@ -3,9 +3,9 @@
 1. `RequestMarks` belong to one choice of a call. The frontend notes when each attempt was submitted,
    dispatched and answered, and keeps the times that routers and workers send with messages of the attempt
    (`Routed`, the first and the last `TokenEvent`), with the offset of the sender's clock at that moment.
-2. `assemble` turns the marks of an ended call into its timeline, by the gateway's clock. It walks from the
-   first byte of the request to the last byte of the answer: each part begins where the part before ended, so
-   no time is counted twice. Time that no process accounts for becomes no part.
+2. `EndedRequest.timeline` turns the marks of an ended call into its timeline, by the gateway's clock. It
+   walks from the first byte of the request to the last byte of the answer: each part begins where the part
+   before ended, so no time is counted twice. Time that no process accounts for becomes no part.
 
 A failed attempt is one part, `replayed`, from its dispatch to the submission of the next attempt. An attempt
 that another worker took over has parts as the last one has. Computing
@@ -76,65 +76,65 @@ class RequestMarks(msgspec.Struct, eq=False, gc=False):
             attempt.end, attempt.num_tokens, attempt.ended_s = end, num_tokens, now_s
 
 
-class CallMarks(msgspec.Struct, frozen=True, gc=False):
-    """One call, by the gateway's clock."""
+class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A call that has ended, by the gateway's clock."""
 
+    known: RequestTimeline  # without its parts and the figures that follow from the marks
+    marks: RequestMarks  # of the choice that ended last
     received_s: float  # the first byte of its head
     read_s: float  # the last byte of its body
-    tokenised_s: float  # seconds of tokenising, after read_s
+    tokenised_s: float = 0.0  # seconds of tokenising, after read_s
     ended_s: float  # the last byte of the answer was handed to the connection
 
+    def timeline(self) -> RequestTimeline:
+        """Assemble the timeline."""
+        parts, attempts = self.parts(), self.marks.attempts
+        began_s = parts.began_s
+        first_token_s = next(
+            (each.first_token_s for each in attempts if each.first_token_s is not None), None
+        )
+        shown = [*(each for each in attempts[:-1] if each.routed is not None), *attempts[-1:]]
+        clocks = [
+            clock for each in shown for clock in (each.router_clock, *(told.clock for told in each.workers))
+        ]
+        routed = next((each.routed for each in reversed(attempts) if each.routed), None)
+        worker_times = [told.times for each in attempts for told in each.workers]
+        hidden_s = [told.times.hidden_s for each in attempts[-1:] for told in each.workers]
+        return msgspec.structs.replace(
+            self.known,
+            num_draft_tokens=sum(times.num_draft_tokens for times in worker_times),
+            num_accepted_tokens=sum(times.num_accepted_tokens for times in worker_times),
+            total_s=_seconds(parts.ended_s - began_s),
+            first_token_s=None if first_token_s is None else _seconds(first_token_s - began_s),
+            num_ahead=0 if routed is None else routed.num_ahead,
+            ahead_tenant="" if routed is None else routed.ahead_tenant,
+            hidden_transfer_s=max(hidden_s, default=0.0),
+            clock_error_s=max((clock.error_s for clock in clocks if clock is not None), default=0.0),
+            unaccounted_s=parts.unaccounted_s,
+            parts=tuple(parts.added),
+            attempts=tuple(_attempt(each, began_s, parts.ended_s) for each in attempts),
+        )
 
-def assemble(call: CallMarks, marks: RequestMarks, known: RequestTimeline) -> RequestTimeline:
-    """Return the timeline of a call. marks: of the choice that ended last.
-
-    known: has the fields that do not follow from the marks; `known.gateway` names the gateway's parts.
-    """
-    parts = parts_of(call, marks, known.gateway)
-    began_s, attempts = parts.began_s, marks.attempts
-    first_token_s = next((each.first_token_s for each in attempts if each.first_token_s is not None), None)
-    shown = [*(each for each in attempts[:-1] if each.routed is not None), *attempts[-1:]]
-    clocks = [
-        clock for each in shown for clock in (each.router_clock, *(told.clock for told in each.workers))
-    ]
-    routed = next((each.routed for each in reversed(attempts) if each.routed), None)
-    worker_times = [told.times for each in attempts for told in each.workers]
-    hidden_s = [told.times.hidden_s for each in attempts[-1:] for told in each.workers]
-    return msgspec.structs.replace(
-        known,
-        num_draft_tokens=sum(times.num_draft_tokens for times in worker_times),
-        num_accepted_tokens=sum(times.num_accepted_tokens for times in worker_times),
-        total_s=_seconds(parts.ended_s - began_s),
-        first_token_s=None if first_token_s is None else _seconds(first_token_s - began_s),
-        num_ahead=0 if routed is None else routed.num_ahead,
-        ahead_tenant="" if routed is None else routed.ahead_tenant,
-        hidden_transfer_s=max(hidden_s, default=0.0),
-        clock_error_s=max((clock.error_s for clock in clocks if clock is not None), default=0.0),
-        unaccounted_s=parts.unaccounted_s,
-        parts=tuple(parts.added),
-        attempts=tuple(_attempt(each, began_s, parts.ended_s) for each in attempts),
-    )
-
-
-def parts_of(call: CallMarks, marks: RequestMarks, gateway: str) -> "PartList":
-    """Return the parts of a call. marks: see `assemble`. gateway: the name of the gateway's parts."""
-    parts = PartList(call.received_s, call.received_s + _seconds(call.ended_s - call.received_s))
-    parts.add_until(call.read_s, "received", gateway)
-    parts.split_until(marks.opened_s, {"tokenised": call.tokenised_s}, "parsed", gateway)
-    for index, attempt in enumerate(marks.attempts):
-        is_last = index == len(marks.attempts) - 1
-        if attempt.routed is None and not is_last:
-            continue  # no worker had the attempt: its time belongs to the queue of the next one
-        _add_queue(parts, attempt)
-        if is_last:
-            _add_attempt(parts, attempt, marks.last_token_s, gateway)
-        elif attempt.end == MIGRATED:
-            _add_attempt(parts, attempt, attempt.ended_s, gateway)
-        else:
-            parts.add_until(marks.attempts[index + 1].submitted_s, "replayed", attempt.decode)
-    has_answered = any(attempt.first_token_s is not None for attempt in marks.attempts)
-    parts.add_until(parts.ended_s, "written" if has_answered else "refused", gateway)
-    return parts
+    def parts(self) -> "PartList":
+        """Return the parts of the call's time."""
+        marks, gateway = self.marks, self.known.gateway
+        parts = PartList(self.received_s, self.received_s + _seconds(self.ended_s - self.received_s))
+        parts.add_until(self.read_s, "received", gateway)
+        parts.split_until(marks.opened_s, {"tokenised": self.tokenised_s}, "parsed", gateway)
+        for index, attempt in enumerate(marks.attempts):
+            is_last = index == len(marks.attempts) - 1
+            if attempt.routed is None and not is_last:
+                continue  # no worker had the attempt: its time belongs to the queue of the next one
+            _add_queue(parts, attempt)
+            if is_last:
+                _add_attempt(parts, attempt, marks.last_token_s, gateway)
+            elif attempt.end == MIGRATED:
+                _add_attempt(parts, attempt, attempt.ended_s, gateway)
+            else:
+                parts.add_until(marks.attempts[index + 1].submitted_s, "replayed", attempt.decode)
+        has_answered = any(attempt.first_token_s is not None for attempt in marks.attempts)
+        parts.add_until(parts.ended_s, "written" if has_answered else "refused", gateway)
+        return parts
 
 
 class PartList:

@@ -15,7 +15,7 @@ from baton.engine.scheduler.sequence import Batch
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.errors import BatonError
 from baton.gateway.streams.request_stream import ReplayLimits
-from baton.gateway.streams.timeline import CallMarks, RequestMarks, assemble
+from baton.gateway.streams.timeline import EndedRequest, RequestMarks
 from baton.messages.operations import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent, TokenIds
@@ -178,7 +178,6 @@ class FullCluster:
         self._num_open -= 1
         outcome = client.outcome
         if client.marks is not None and not outcome.refusal:
-            call = CallMarks(outcome.asked_s, outcome.asked_s, 0.0, outcome.ended_s)
             known = RequestTimeline(
                 request_id="0" * 32,
                 tenant="",
@@ -187,7 +186,14 @@ class FullCluster:
                 began_s=0.0,
                 total_s=0.0,
             )
-            for part in assemble(call, client.marks, known).parts:
+            ended = EndedRequest(
+                known=known,
+                marks=client.marks,
+                received_s=outcome.asked_s,
+                read_s=outcome.asked_s,
+                ended_s=outcome.ended_s,
+            )
+            for part in ended.parts().added:
                 self.parts[part.name] = self.parts.get(part.name, 0.0) + part.seconds
 
     def _ask(self, call: ClientCall) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from baton.gateway.streams.timeline import AttemptMarks, CallMarks, RequestMarks, WorkerMarks, assemble
+from baton.gateway.streams.timeline import AttemptMarks, EndedRequest, RequestMarks, WorkerMarks
 from baton.messages.control import Failure, Routed
 from baton.messages.operations import MAX_ATTEMPTS, RequestTimeline
 from baton.messages.workers import WorkerTimes
@@ -17,7 +17,7 @@ from tests.answer import Answer
 from tests.node_peers import a_request, id_of
 from tests.unit.gateway.frontend_peers import Gateway, event, failed, gateway
 
-CALL = CallMarks(received_s=10.0, read_s=10.1, tokenised_s=0.2, ended_s=20.0)
+CALL = {"received_s": 10.0, "read_s": 10.1, "tokenised_s": 0.2, "ended_s": 20.0}
 OPENED_S = 10.5
 ROUTER, PREFILL, DECODE = (ClockOffset(offset_s, 1e-4) for offset_s in (1000.0, -5.0, 70.0))
 
@@ -77,12 +77,14 @@ def disaggregated() -> AttemptMarks:
     return attempt
 
 
-def timeline(*attempts: AttemptMarks, last_token_s: float = 18.5, call: CallMarks = CALL) -> RequestTimeline:
+def timeline(
+    *attempts: AttemptMarks, last_token_s: float = 18.5, call: dict[str, float] = CALL
+) -> RequestTimeline:
     marks = RequestMarks(OPENED_S, last_token_s, list(attempts))
     known = RequestTimeline(
         request_id=id_of("r"), outcome="answered", gateway="gateway 1", began_s=0.0, total_s=0.0
     )
-    return assemble(call, marks, known)
+    return EndedRequest(known=known, marks=marks, **call).timeline()
 
 
 def check(found: RequestTimeline) -> None:
@@ -220,7 +222,12 @@ def check_random_timeline(rng: Random) -> None:
         attempt.first_token_s = rng.choice((None, moment()))
         attempt.end, attempt.ended_s = rng.choice(("", "lost", "finished", "cancelled")), moment()
         attempts.append(attempt)
-    call = CallMarks(10.0, rng.uniform(9.0, 12.0), seconds(), rng.uniform(9.0, 21.0))
+    call = {
+        **CALL,
+        "read_s": rng.uniform(9.0, 12.0),
+        "tokenised_s": seconds(),
+        "ended_s": rng.uniform(9.0, 21.0),
+    }
     check(timeline(*attempts, last_token_s=moment(), call=call))
 
 
