@@ -67,6 +67,7 @@ class Attempt:
     stage: AttemptStage = AttemptStage.WAITING
     is_receiving: bool = False  # pages are granted, and their transfer has not ended
     filled: FilledPages | None = None  # leading pages that the attempt owns until the engine has them
+    serial: int = 0  # of its turn to wait; unique
     num_wanted_pages: int = 0  # for which there was no room at the last try
     num_expected_pages: int = 0  # granted, and not here yet
     first: TokenEvent | None = None
@@ -170,14 +171,6 @@ class Attempt:
         )
 
 
-class _Waiting(NamedTuple):
-    rank: int  # of its scheduling class
-    priority: int
-    due_s: float
-    serial: int  # unique, so that two attempts are never compared
-    attempt: Attempt
-
-
 class DecodeAdmission:
     """The order in which waiting attempts start, and the pages that are on their way to them.
 
@@ -189,28 +182,26 @@ class DecodeAdmission:
 
     def __init__(self, engine: Replica) -> None:
         self._engine = engine
-        self._waiting: dict[str, list[_Waiting]] = {}  # tenant -> attempts in order; no list is empty
-        self._serials = count()
+        self._waiting: dict[str, list[Attempt]] = {}  # tenant -> attempts in order; no list is empty
+        self._serials = count(1)
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
     def wait(self, attempt: Attempt) -> None:
-        request = attempt.request
-        waiting = _Waiting(
-            request.scheduling_key.rank, request.priority, due_s(request), next(self._serials), attempt
-        )
-        insort(self._waiting.setdefault(request.tenant, []), waiting)
+        """Have the attempt wait for its turn."""
+        attempt.serial = next(self._serials)
+        insort(self._waiting.setdefault(attempt.request.tenant, []), attempt, key=_turn)
 
     def first(self) -> Attempt | None:
         """Return the next attempt to start."""
-        heads = [lane[0] for lane in self._waiting.values() if self._is_within_quota(lane[0].attempt)]
-        return min(heads, key=self._priority).attempt if heads else None
+        heads = [lane[0] for lane in self._waiting.values() if self._is_within_quota(lane[0])]
+        return min(heads, key=self._priority, default=None)
 
     def leave(self, attempt: Attempt) -> None:
         """Remove the attempt; nothing happens if it does not wait."""
         tenant = attempt.request.tenant
-        left = [each for each in self._waiting.pop(tenant, []) if each.attempt is not attempt]
+        left = [each for each in self._waiting.pop(tenant, []) if each is not attempt]
         if left:
             self._waiting[tenant] = left
 
@@ -242,10 +233,16 @@ class DecodeAdmission:
         held = self._engine.pages.accounts.held(request.tenant)
         return quota is None or attempt.num_wanted_pages + held <= quota
 
-    def _priority(self, waiting: _Waiting) -> tuple[int, float, _Waiting]:
-        request = waiting.attempt.request
+    def _priority(self, attempt: Attempt) -> tuple[int, float, int, float, int]:
+        request, (rank, priority, due, serial) = attempt.request, _turn(attempt)
         num_pages = self._engine.pages.accounts.held(request.tenant)
-        return waiting.rank, num_pages / request.scheduling_key.weight, waiting
+        return rank, num_pages / request.scheduling_key.weight, priority, due, serial
+
+
+def _turn(attempt: Attempt) -> tuple[int, int, float, int]:
+    """The sort key of an attempt among those of its tenant."""
+    request = attempt.request
+    return request.scheduling_key.rank, request.priority, due_s(request), attempt.serial
 
 
 class ReceivedPages(NamedTuple):

@@ -6,7 +6,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from baton.config.router import RouterConfig
 from baton.messages.control import Submit
@@ -38,11 +38,8 @@ class NoSlot(NamedTuple):
     worker: str
 
 
-class _Reach(NamedTuple):
-    """The key of the caches: a model, and the workers that a gateway reaches."""
-
-    model: str
-    reached: frozenset[str]
+# The key of the caches: a model, and the ids of the workers that a gateway reaches.
+_Reach: TypeAlias = tuple[str, frozenset[str]]
 
 
 class PairQuestion(NamedTuple):
@@ -112,7 +109,7 @@ class Pairing:
         claim: TenantClaim,
         local_tokens: int,
     ) -> Pair | Unpaired | NoSlot:
-        reach = _Reach(submit.request.model, reached)
+        reach = submit.request.model, reached
         decoders = self._decoders_for(reach)
         holder = next((member for member in decoders if member.id == submit.sticky_worker), None)
         if holder is not None and holder.id not in submit.avoid:
@@ -143,7 +140,7 @@ class Pairing:
     ) -> Pair | Unpaired:
         """Choose the decode worker that a running request moves to, by load; `sticky_worker` alone if set."""
         source = self._members.get(submit.migrates_from)
-        reach = _Reach(submit.request.model, reached)
+        reach = submit.request.model, reached
         others = [
             member
             for member in self._decoders_for(reach)
@@ -179,7 +176,7 @@ class Pairing:
         is_local: bool = False,
     ) -> Pair | NoSlot:
         """decoders: those that may take the attempt, of all that the gateway reaches."""
-        view = self.view_of(reach.model, reach.reached)
+        view = self.view_of(*reach)
         if len(decoders) < len(view.decoders):
             taking = {member.id for member in decoders}
             left_out = {each.id for each in view.decoders.members if each.id not in taking}
@@ -198,7 +195,7 @@ class Pairing:
 
     def view_of(self, model: str, reached: frozenset[str]) -> ClusterView:
         """Return the workers of a model among those that a gateway reaches. reached: their ids."""
-        reach = _Reach(model, reached)
+        reach = model, reached
         if reach not in self._views:
             decoders = self._decoders_for(reach)
             partners = {each.id: self._partners_of(each, reach) for each in decoders}
@@ -218,7 +215,7 @@ class Pairing:
 
     def _paired(self, decoders: Sequence[Member], reach: _Reach) -> list[Member]:
         """The decode workers that have a partner."""
-        partners = self.view_of(reach.model, reach.reached).partners
+        partners = self.view_of(*reach).partners
         return [member for member in decoders if partners[member.id]]
 
     def _partners_of(self, decode: Member, reach: _Reach) -> list[Member]:
@@ -233,4 +230,5 @@ class Pairing:
 
 
 def _takes_work(member: Member, reach: _Reach) -> bool:
-    return member.id in reach.reached and not member.is_draining and member.worker.serves(reach.model)
+    model, reached = reach
+    return member.id in reached and not member.is_draining and member.worker.serves(model)

@@ -39,8 +39,6 @@ import math
 import struct
 from typing import Final, NamedTuple
 
-import msgspec
-
 from baton.clock import Clock, PauseDetector
 from baton.errors import WireError
 from baton.messages.bounds import MAX_SECONDS, STEP_TIMEOUT_S
@@ -189,12 +187,6 @@ FIRST_STEP_S: Final = 600.0
 _FADE: Final = 0.02  # of the slowest step, with each faster step of its size
 
 
-class _Present(msgspec.Struct, frozen=True):
-    began_s: float
-    num_tokens: int
-    bound_s: float
-
-
 class StepWatchdog:
     """Measures steps on the engine's thread. The thread that sends signs of life reads `present`."""
 
@@ -203,26 +195,26 @@ class StepWatchdog:
         self._timeout_s = timeout_s
         self._slowest_s: dict[int, float] = {}  # bit length of the number of tokens -> seconds
         # Work outside a batch, such as copies, may take as long as a first step until a step has ended.
-        self._present = _Present(clock.now_s(), 0, self.bound_s(1))
+        self._present = clock.now_s(), 0, self.bound_s(1)  # its beginning, tokens and bound
 
     def begin(self) -> None:
         """Begin a turn of the engine's loop, and learn from the duration of the last step."""
-        now_s, before = self._clock.now_s(), self._present
-        if before.num_tokens:
-            self._learn(before.num_tokens, now_s - before.began_s)
-        self._present = _Present(now_s, 0, self.bound_s(1))
+        now_s, (began_s, num_tokens, _) = self._clock.now_s(), self._present
+        if num_tokens:
+            self._learn(num_tokens, now_s - began_s)
+        self._present = now_s, 0, self.bound_s(1)
 
     def sized(self, num_tokens: int) -> None:
         """Set the size of this turn's batch, which is about to run."""
         if num_tokens:
-            self._present = _Present(self._present.began_s, num_tokens, self.bound_s(num_tokens))
+            self._present = self._present[0], num_tokens, self.bound_s(num_tokens)
 
     @property
     def present(self) -> RunningStep:
         """The current step. Any thread may ask."""
-        present = self._present
-        age_s = min(MAX_SECONDS, max(0.0, self._clock.now_s() - present.began_s))
-        return RunningStep(age_s=age_s, num_tokens=present.num_tokens, bound_s=present.bound_s)
+        began_s, num_tokens, bound_s = self._present
+        age_s = min(MAX_SECONDS, max(0.0, self._clock.now_s() - began_s))
+        return RunningStep(age_s=age_s, num_tokens=num_tokens, bound_s=bound_s)
 
     def bound_s(self, num_tokens: int) -> float:
         """Return the seconds that a step of this many tokens may take."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ordered
 from heapq import heapify, heappop, heappush, merge
 from itertools import chain, islice
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.sequence import Sequence, SequenceQueues, SequenceRank, rank_of
@@ -29,13 +29,6 @@ def batch_policy(config: SchedulerConfig) -> BatchPolicy:
     return ContinuousPolicy(window)
 
 
-class Opening(NamedTuple):
-    """The queue window at one moment."""
-
-    num_released: int  # how many new sequences may be admitted now, best rank first
-    wait_s: float | None  # until the window opens without a new sequence; None: it holds none
-
-
 class QueueWindow:
     """A short wait that gathers new sequences into one batch, as Triton Inference Server's dynamic batcher.
 
@@ -48,24 +41,29 @@ class QueueWindow:
         self._max_delay_s = max_delay_s
         self._preferred_sizes = tuple(sorted(preferred_sizes))
 
-    def look(self, waiting: Ordered[Sequence], num_seats: int, now_s: float) -> Opening:
-        """The state of the window. Without preferred sizes, the preferred size is `num_seats`."""
+    def release(
+        self, waiting: Ordered[Sequence], num_seats: int, now_s: float
+    ) -> tuple[Iterator[Sequence], float | None]:
+        """The waiting sequences that may be admitted now, best rank first, and the seconds until the window
+        opens without a new sequence; None: it holds none.
+
+        Without preferred sizes, the preferred size is `num_seats`.
+        """
         if self._max_delay_s <= 0:
-            return Opening(0, None)
+            return iter(waiting), None
         sizes = self._preferred_sizes or (max(1, num_seats),)
         # The largest size is released at once, so sequences beyond it need not be counted.
         held = list(islice((s for s in waiting if self._holds(s)), sizes[-1]))
         if not held:
-            return Opening(0, None)
+            return iter(waiting), None
         wait_s = min(s.enqueued_s + self._delay_s(s) for s in held) - now_s
         if wait_s <= 0:
-            return Opening(len(waiting), None)
+            return iter(waiting), None
         num_released = max((size for size in sizes if size <= len(held)), default=0)
-        return Opening(num_released, None if num_released == len(held) else wait_s)
+        return self._first(waiting, num_released), None if num_released == len(held) else wait_s
 
-    def released(self, waiting: Ordered[Sequence], opening: Opening) -> Iterator[Sequence]:
-        """The waiting sequences that may be admitted now, best rank first."""
-        num_released = opening.num_released
+    def _first(self, waiting: Iterable[Sequence], num_released: int) -> Iterator[Sequence]:
+        """The first `num_released` sequences that the window holds, and all that it does not hold."""
         for sequence in waiting:
             if self._holds(sequence):
                 if not num_released:
@@ -124,9 +122,8 @@ class DynamicPolicy:
             planner.schedule_decodes()
             members, wait_s = planner.prefills(), None
         else:
-            opening = self._window.look(queues.waiting, planner.seats, now_s)
-            wait_s = opening.wait_s
-            members = _admit_batch(planner, self._window.released(queues.waiting, opening))
+            released, wait_s = self._window.release(queues.waiting, planner.seats, now_s)
+            members = _admit_batch(planner, released)
         for sequence in members:
             planner.schedule_prefill(sequence, planner.budget)
         return wait_s
@@ -177,24 +174,16 @@ class ContinuousPolicy:
             planner.budget = min(planner.budget, max(1, num_tokens // CHUNK_DIVISOR))
         if not (queues.prefilling or queues.waiting) or not planner.budget:
             return None
-        opening = self._window.look(queues.waiting, planner.seats, now_s)
+        released, wait_s = self._window.release(queues.waiting, planner.seats, now_s)
         seating = _Seating(planner)
-        newcomers = self._eligible(seating, opening)
+        newcomers = _eligible(seating, released)
         ordered: Iterator[Sequence] = merge(planner.prefills(), newcomers, key=rank_of)
         if queues.shares.are_several:
             first = queues.next_in
             lanes = _lanes(each for each in ordered if each is not first)
             ordered = chain([] if first is None else [first], in_turn(lanes, planner.num_scheduled))
         self._share_budget(seating, ordered)
-        return opening.wait_s
-
-    def _eligible(self, seating: "_Seating", opening: Opening) -> Iterator[Sequence]:
-        queues = seating.planner.queues
-        for sequence in self._window.released(queues.waiting, opening):
-            if not seating.is_open:
-                return
-            if not sequence.is_held and not _waits_for_first_choice(sequence, queues):
-                yield sequence
+        return wait_s
 
     def _share_budget(self, seating: "_Seating", ordered: Iterator[Sequence]) -> None:
         planner = seating.planner
@@ -246,6 +235,15 @@ class _Seating:
         if was_open and not self.is_open and queues.shares.are_several:
             self.planner.preempt_for(sequence)
         return self.is_open
+
+
+def _eligible(seating: _Seating, released: Iterable[Sequence]) -> Iterator[Sequence]:
+    """The released sequences that may start, until one has found no seat."""
+    for sequence in released:
+        if not seating.is_open:
+            return
+        if not sequence.is_held and not _waits_for_first_choice(sequence, seating.planner.queues):
+            yield sequence
 
 
 def _is_peer(sequence: Sequence, other: Sequence) -> bool:

@@ -22,14 +22,13 @@ def waiting(*enqueued_s: float) -> list[Sequence]:
 
 
 def released(window: QueueWindow, sequences: list[Sequence], now_s: float, num_seats: int = 8) -> int:
-    return len(list(window.released(sequences, window.look(sequences, num_seats, now_s))))
+    return len(list(window.release(sequences, num_seats, now_s)[0]))
 
 
 def test_new_sequences_are_held_until_the_oldest_has_waited() -> None:
     window, sequences = QueueWindow(0.5, (4,)), waiting(1.0, 1.3)
-    opening = window.look(sequences, 8, now_s=1.2)
-    assert opening.num_released == 0 and opening.wait_s == pytest.approx(0.3)
-    assert released(window, sequences, now_s=1.2) == 0
+    none, wait_s = window.release(sequences, 8, now_s=1.2)
+    assert not list(none) and wait_s == pytest.approx(0.3)
     assert released(window, sequences, now_s=1.5) == 2
 
 
@@ -41,17 +40,16 @@ def test_largest_preferred_size_that_waits_is_released_at_once(num_waiting: int,
 def test_sequence_that_ran_before_is_not_held() -> None:
     window, sequences = QueueWindow(0.5, (4,)), waiting(0.0, 0.0)
     sequences[1].num_preemptions = 1
-    opening = window.look(sequences, 8, now_s=0.1)
-    assert list(window.released(sequences, opening)) == [sequences[1]]
+    assert list(window.release(sequences, 8, now_s=0.1)[0]) == [sequences[1]]
 
 
 def test_shorter_delay_of_a_sequence_opens_the_window_and_a_longer_one_does_not_extend_it() -> None:
     window, sequences = QueueWindow(0.5, (4,)), waiting(0.0, 0.1)
     sequences[1].max_queue_delay_s = 0.15
-    assert window.look(sequences, 8, now_s=0.2).wait_s == pytest.approx(0.05)
+    assert window.release(sequences, 8, now_s=0.2)[1] == pytest.approx(0.05)
     assert released(window, sequences, now_s=0.25) == 2
     sequences[1].max_queue_delay_s = 9.0
-    assert window.look(sequences, 8, now_s=0.2).wait_s == pytest.approx(0.3)
+    assert window.release(sequences, 8, now_s=0.2)[1] == pytest.approx(0.3)
 
 
 def lane(share: Share, num_tokens: list[int], rank: int = 0) -> list[Sequence]:
