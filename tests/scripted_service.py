@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from baton.errors import BatonError
-from baton.gateway.streams.request_stream import Sink
-from baton.gateway.streams.timeline import RequestMarks
+from baton.gateway.streams.request_stream import RequestMarks, Sink
 from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Sleep, Status, Wake
 from baton.messages.workers import Worker
 from baton.request import FinishReason, Request, TokenEvent

@@ -13,7 +13,7 @@ Orders are numbered and repeated by their givers, kept by routers, and followed 
 
 A timeline has the parts of the time from a request's first byte to the last byte of its answer. They follow
 each other without a gap or an overlap, except for the time that no process accounts for, which is
-`unaccounted_s`. gateway/streams/timeline.py makes timelines; docs/observe.md explains the parts.
+`unaccounted_s`. gateway/metrics/requests.py makes timelines; docs/observe.md explains the parts.
 """
 
 from collections import defaultdict

@@ -18,8 +18,7 @@ from baton.cluster.model_directory import resolve_model
 from baton.config.gateway import GatewayConfig
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.process import GatewayProcess
-from baton.gateway.streams.request_stream import Sink
-from baton.gateway.streams.timeline import RequestMarks, WorkerMarks
+from baton.gateway.streams.request_stream import RequestMarks, Sink, WorkerMarks
 from baton.messages.bounds import short_id
 from baton.messages.control import Decision, Routed, Weighed
 from baton.messages.operations import (

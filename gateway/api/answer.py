@@ -25,9 +25,8 @@ import msgspec
 from baton.errors import BatonError, IntegrityError
 from baton.gateway.api.call import Call, Prompt
 from baton.gateway.api.errors import ApiError
-from baton.gateway.streams.request_stream import Service
+from baton.gateway.streams.request_stream import RequestMarks, Service
 from baton.gateway.streams.resume import NAME_BYTES, DeliveredChoice
-from baton.gateway.streams.timeline import RequestMarks
 from baton.gateway.text.answer_parsing import choice_reader
 from baton.gateway.text.answer_reader import Parts, ToolCallDelta
 from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of

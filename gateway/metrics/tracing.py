@@ -27,7 +27,7 @@ import baton
 from baton.config.environment import otel_service_name
 from baton.config.gateway import GatewaySettings
 from baton.errors import ConfigError
-from baton.gateway.streams.timeline import CANCELLED, FINISHED
+from baton.gateway.streams.request_stream import CANCELLED, FINISHED
 from baton.messages.operations import RequestTimeline, TimelineAttempt, TimelinePart
 
 if TYPE_CHECKING:

@@ -18,13 +18,18 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, 
 from baton.gateway.metrics.metrics import MAX_TENANTS, OTHERS
 from baton.gateway.streams.migrations import Migrations
 from baton.gateway.streams.request_stream import (
+    CANCELLED,
+    FINISHED,
     MAX_REMEMBERED,
     RETRY_AFTER_S,
+    AttemptMarks,
     ReplayLimits,
+    RequestMarks,
     RequestStream,
     Sink,
     StreamState,
     WorkerConnections,
+    WorkerMarks,
 )
 from baton.gateway.streams.routers import (
     SILENT_S,
@@ -32,13 +37,6 @@ from baton.gateway.streams.routers import (
     Questions,
     RouterWatch,
     SubmitWindow,
-)
-from baton.gateway.streams.timeline import (
-    CANCELLED,
-    FINISHED,
-    AttemptMarks,
-    RequestMarks,
-    WorkerMarks,
 )
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage, fits_request

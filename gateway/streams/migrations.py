@@ -17,9 +17,8 @@ from typing import Final, NamedTuple
 
 from baton.clock import Clock
 from baton.errors import WireError
-from baton.gateway.streams.request_stream import Migration, RequestStream, StreamState
+from baton.gateway.streams.request_stream import MIGRATED, Migration, RequestStream, StreamState
 from baton.gateway.streams.routers import AttemptReports
-from baton.gateway.streams.timeline import MIGRATED
 from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.control import Cancel, Prepared, Routed, Submit, TakeOver, age_s
 from baton.messages.operations import Migrate, Migrated

@@ -21,6 +21,11 @@ A request that has lost its worker may have another attempt under these rules:
 4. It fails when its answer exceeds `max_log_tokens`. It also fails after two processes died with it or two
    workers could not compute it, because the request may be the cause.
 
+`RequestMarks` has the times of the request: when each attempt was submitted, dispatched and answered, and the
+times that routers and workers send with messages of the attempt (`Routed`, the first and the last
+`TokenEvent`), with the offset of the sender's clock at that moment. gateway/metrics/requests.py makes a
+timeline of them.
+
 A process that died and a connection that broke look alike until the connection is back. Where rule 4 depends
 on the difference, the next attempt waits for DOUBT_S. When a node ends or freezes, the request may go from
 one of its workers to another: a worker that was silent before it had the request did not die of it, and the
@@ -38,11 +43,19 @@ import msgspec
 
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WorkerLost
-from baton.gateway.streams.timeline import RequestMarks
 from baton.messages.codec import fits_request
 from baton.messages.control import Routed
-from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Sleep, Status, Wake
-from baton.messages.workers import Worker
+from baton.messages.operations import (
+    MAX_ATTEMPTS,
+    Decisions,
+    Explain,
+    FindRequests,
+    FoundRequests,
+    Sleep,
+    Status,
+    Wake,
+)
+from baton.messages.workers import Worker, WorkerTimes
 from baton.request import AttemptKey, Request, TokenEvent
 from baton.rpc.liveness import ClockOffset
 from baton.rpc.peers import Peer, PeerRegistry
@@ -50,6 +63,60 @@ from baton.tenants import Refusal
 
 MAX_REMEMBERED: Final = 4096  # workers that are gone
 SILENT_BEFORE_S: Final = 1.0  # of silence; more than between two pings
+
+
+# How an attempt ended, in its marks.
+FINISHED: Final = "finished"
+CANCELLED: Final = "cancelled"  # by the client, or at a stop string
+MIGRATED: Final = "migrated"  # to the worker of the next attempt
+
+
+# The garbage collector visits no marks: a busy gateway keeps thousands, and they are in no reference cycle.
+
+
+class WorkerMarks(msgspec.Struct, frozen=True, gc=False):
+    """The times of one worker, and its clock."""
+
+    name: str
+    times: WorkerTimes
+    clock: ClockOffset | None  # None: not measured
+
+
+class AttemptMarks(msgspec.Struct, eq=False, gc=False):
+    """One attempt, by the gateway's clock."""
+
+    number: int
+    submitted_s: float
+    router: str = ""  # its id
+    routed: Routed | None = None
+    router_clock: ClockOffset | None = None
+    decode: str = ""  # names of workers
+    prefill: str = ""
+    workers: list[WorkerMarks] = []
+    first_token_s: float | None = None
+    num_tokens: int = 0
+    ended_s: float = 0.0
+    end: str = ""
+
+
+class RequestMarks(msgspec.Struct, eq=False, gc=False):
+    """One choice of a call, from `opened_s` on. `last_token_s` is the arrival of the last token."""
+
+    opened_s: float
+    last_token_s: float = 0.0
+    attempts: list[AttemptMarks] = []  # the latest MAX_ATTEMPTS
+
+    def submitted(self, number: int, router: str, now_s: float) -> None:
+        """Note that a router was asked. router: its id."""
+        if len(self.attempts) >= MAX_ATTEMPTS:
+            del self.attempts[0]
+        self.attempts.append(AttemptMarks(number, now_s, router))
+
+    def ended(self, end: str, num_tokens: int, now_s: float) -> None:
+        """Note that the present attempt has ended; an attempt ends once."""
+        if self.attempts and not self.attempts[-1].end:
+            attempt = self.attempts[-1]
+            attempt.end, attempt.num_tokens, attempt.ended_s = end, num_tokens, now_s
 
 
 class _LostWorker(NamedTuple):

@@ -14,8 +14,8 @@ from baton.config.router import RouterConfig
 from baton.engine.scheduler.sequence import Batch
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.errors import BatonError
-from baton.gateway.streams.request_stream import ReplayLimits
-from baton.gateway.streams.timeline import EndedRequest, RequestMarks
+from baton.gateway.metrics.requests import EndedRequest
+from baton.gateway.streams.request_stream import ReplayLimits, RequestMarks
 from baton.messages.operations import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent, TokenIds

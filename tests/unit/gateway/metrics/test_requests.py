@@ -21,7 +21,7 @@ from baton.gateway.metrics.requests import (
     RequestHistory,
 )
 from baton.gateway.metrics.tracing import CLOSE_S, TraceContext, Tracer, traces_url
-from baton.gateway.streams.timeline import RequestMarks
+from baton.gateway.streams.request_stream import RequestMarks
 from baton.gateway.tenants.tenants import Tenant
 from baton.messages.operations import FindRequests, RequestTimeline
 from tests.scripted_service import ScriptedService

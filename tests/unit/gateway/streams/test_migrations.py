@@ -1,7 +1,7 @@
 """Streams that move to another decode worker while they run."""
 
 from baton.gateway.streams.migrations import MAX_MIGRATION_S, MAX_MIGRATIONS, MAX_RETRY_S, RETRY_S
-from baton.gateway.streams.timeline import MIGRATED
+from baton.gateway.streams.request_stream import MIGRATED
 from baton.messages.control import (
     Cancel,
     Ended,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from baton.gateway.streams.timeline import AttemptMarks, EndedRequest, RequestMarks, WorkerMarks
+from baton.gateway.metrics.requests import EndedRequest
+from baton.gateway.streams.request_stream import AttemptMarks, RequestMarks, WorkerMarks
 from baton.messages.control import Failure, Routed
 from baton.messages.operations import MAX_ATTEMPTS, RequestTimeline
 from baton.messages.workers import WorkerTimes
