@@ -1,4 +1,5 @@
-"""Reads a model's tokenizer: `tokenizer.json`, or the same made of a SentencePiece model.
+"""Reads a model's tokenizer, `tokenizer.json` or the same made of a SentencePiece model, and its vocabulary
+size.
 
 Older Llama, Mistral and Gemma checkpoints may have `tokenizer.model` alone. The converted tokenizer gives the
 tokens that SentencePiece gives: `transformers` 5 converts these files too, and loses spaces at the start of a
@@ -10,9 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from baton.errors import ModelError
 
 TOKENIZER_FILE: Final = "tokenizer.json"
+CONFIG_FILE: Final = "config.json"
 SENTENCEPIECE_FILE: Final = "tokenizer.model"
 MAX_FILE_BYTES: Final = 64 * 2**20
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -78,3 +82,18 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{name} is not a JSON object")
     return found
+
+
+class _Vocabulary(msgspec.Struct, frozen=True):
+    vocab_size: int | None = None
+
+
+def read_vocab_size(directory: Path) -> int | None:
+    """Return the model's vocabulary size from `config.json`, or None when the file does not say."""
+    text = read_text(directory / CONFIG_FILE)
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=_Vocabulary).vocab_size
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ModelError(f"{directory / CONFIG_FILE}: {error}") from None

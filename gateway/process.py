@@ -17,7 +17,13 @@ from fastapi import FastAPI
 from baton.adapters import Adapter, NamedAdapter, named_paths, read_adapter
 from baton.clock import Clock, SystemClock
 from baton.config.environment import node_name
-from baton.config.gateway import GatewayConfig, GatewayModel, TextSettings, text_settings
+from baton.config.gateway import (
+    GatewayConfig,
+    GatewayModel,
+    TextSettings,
+    read_sampling_defaults,
+    text_settings,
+)
 from baton.errors import Overloaded
 from baton.gateway.api.admin import Canary, ServedAdapters, add_adapter_routes, add_sleep_routes
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
@@ -35,7 +41,6 @@ from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.tenants.tenants import Tenants, TenantsWatch
-from baton.gateway.text.model_files import read_sampling_defaults
 from baton.messages.bounds import Kind, short_id
 from baton.messages.operations import MAX_TENANTS_TOLD, FindRequests, GatewayStatus, RequestTimeline
 from baton.messages.workers import Address

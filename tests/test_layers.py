@@ -55,7 +55,7 @@ FACADES: Final = {
     "router": frozenset({"router", "policies.registry", "redis.client"}),
     "gateway": frozenset(
         {"metrics.snapshot", "process", "tenants.file", "tenants.tenants"}
-        | {"text.answer_parsing", "text.chat_template", "text.model_files", "text.tokenizer"}
+        | {"text.answer_parsing", "text.chat_template", "text.tokenizer"}
     ),
     "cluster": frozenset[str](),
 }

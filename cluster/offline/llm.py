@@ -33,16 +33,16 @@ from baton.cluster.offline.generation import (
     list_sampling,
     naming,
     read_prompt,
+    watch,
 )
-from baton.cluster.offline.progress import watch
 from baton.config.engine import EngineConfig, engine_config
+from baton.config.gateway import read_sampling_defaults
 from baton.config.loader import flatten, leaves, nest
 from baton.engine.engine import load_engine
 from baton.engine.models.loading.weights import Progress
 from baton.engine.models.registry import read_model_config
 from baton.errors import ConfigError, InvalidRequest
 from baton.gateway.text.chat_template import ChatTemplate, Message, read_messages
-from baton.gateway.text.model_files import read_sampling_defaults
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import Request, SamplingParams, StepOutput, TokenIds
 from baton.rpc import process

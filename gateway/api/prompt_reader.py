@@ -40,10 +40,10 @@ from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, Tags, ar
 from baton.gateway.text.answer_parsing import REASONING_PARSERS, ModelParsers, frame_of
 from baton.gateway.text.answer_reader import AnswerParsing, ReasoningState
 from baton.gateway.text.chat_template import REASONING_EFFORT, ChatTemplate, Message, read_messages
-from baton.gateway.text.model_files import read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import has_tagged_arguments
 from baton.request import MAX_BAD_WORD_TOKENS, StructuredOutputs, TokenIds
+from baton.tokenizer_file import read_vocab_size
 
 MAX_TOOLS: Final = 128
 MAX_TOOL_BYTES: Final = 64 * 2**10

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.gateway import GenerationConfig
+from baton.config.gateway import GenerationConfig, read_sampling_defaults
 from baton.errors import ModelError
-from baton.gateway.text.model_files import read_sampling_defaults, read_vocab_size
 from baton.request import SamplingParams
+from baton.tokenizer_file import read_vocab_size
 
 FILE = '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": null, "max_new_tokens": 9, "x": 1}'
 
