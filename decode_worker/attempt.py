@@ -16,7 +16,8 @@ the waiting attempts, and `IncomingPages` has the transfers to attempts.
 """
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -24,8 +25,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.engine.replica import Replica, SoughtPrefix
-from baton.engine.scheduler.sequence import SequenceProgress, due_s
+from baton.engine.replica import PromptTimer, Replica, SoughtPrefix
+from baton.engine.scheduler.sequence import Sequence, due_s
 from baton.errors import InvalidRequest
 from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import Link
@@ -35,7 +36,7 @@ from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.control import AttemptFailed, Cancel, Dispatch, Failure, PullSource
 from baton.messages.workers import WorkerTimes
 from baton.request import AttemptKey, FilledPages, FinishReason, Request, TokenEvent
-from baton.rpc.worker_node import PromptTimer, check_one_choice
+from baton.rpc.worker_node import check_one_choice
 
 # From the grant on; the time that the prompt waits in the prefill worker counts too.
 TRANSFER_TIMEOUT_S: Final = 600.0
@@ -71,7 +72,7 @@ class Attempt:
     num_wanted_pages: int = 0  # for which there was no room at the last try
     num_expected_pages: int = 0  # granted, and not here yet
     first: TokenEvent | None = None
-    progress: SequenceProgress | None = None  # once the engine has the sequence
+    progress: Sequence | None = None  # once the engine has the sequence
     granted_s: float = 0.0  # the prefill worker was told of the pages
     pages_s: float = 0.0  # these pages had arrived
     prepared_s: float = 0.0  # the gateway was told
@@ -122,7 +123,7 @@ class Attempt:
         num_held = self.filled.num_tokens if self.filled is not None else 0
         return self.request.num_tokens - num_held <= MAX_MISSING_TOKENS
 
-    def take_over(self, token_ids: Sequence[int], now_s: float) -> None:
+    def take_over(self, token_ids: Ordered[int], now_s: float) -> None:
         """Go on after these further tokens, from now on. Raises InvalidRequest when they end the answer."""
         generated = (*self.request.generated_token_ids, *token_ids)
         self.request = msgspec.structs.replace(self.request, generated_token_ids=generated)

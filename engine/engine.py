@@ -48,7 +48,7 @@ from baton.engine.runner.step_inputs import StepArrays, StepBuilder, encode
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
 from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Batch, Drafter, PageCopy, Sequence, SequenceProgress
+from baton.engine.scheduler.sequence import Batch, Drafter, PageCopy, Sequence
 from baton.engine.speculation.draft_lengths import time_steps
 from baton.engine.speculation.draft_model import ModelDrafter, load_draft_model
 from baton.engine.speculation.lookup import lookup_drafter
@@ -209,7 +209,7 @@ class Engine(Replica):
 
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
-    ) -> tuple[SequenceProgress, ...]:
+    ) -> tuple[Sequence, ...]:
         """As `Replica.add`; draws missing seeds. Raises WorkerLost after a step that failed on some ranks."""
         if self._why_lost is not None:
             raise WorkerLost(f"{self._why_lost}: the ranks may differ, the engine must be loaded again")

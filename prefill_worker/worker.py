@@ -20,7 +20,8 @@ All calls come from one thread, and none of them waits. `step` is the body of th
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
@@ -28,8 +29,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from baton.clock import Clock
-from baton.engine.replica import Replica, SoughtPrefix
-from baton.engine.scheduler.sequence import ScheduledChunk, SequenceProgress
+from baton.engine.replica import PromptTimer, Replica, SoughtPrefix
+from baton.engine.scheduler.sequence import ScheduledChunk, Sequence
 from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import KvLinks
@@ -41,14 +42,7 @@ from baton.messages.control import Cancel, Failure, Prefill, Prefilled, PrefillF
 from baton.messages.workers import MAX_DESTINATIONS, Load, PrefillTimes
 from baton.request import AttemptKey, FilledPages, FinishReason, Request, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.worker_node import (
-    EndedAttempts,
-    PromptTimer,
-    WorkerNode,
-    WorkerReports,
-    check_one_choice,
-    failure_of,
-)
+from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports, check_one_choice, failure_of
 
 
 class PrefillStage(Enum):
@@ -76,7 +70,7 @@ class PrefillJob:
     timer: PromptTimer
     stage: PrefillStage = PrefillStage.COMPUTING
     granted: GrantedTransfer | None = None
-    progress: SequenceProgress | None = None  # once the engine has the sequence
+    progress: Sequence | None = None  # once the engine has the sequence
     _num_taken_pages: int = 0
 
     @property
@@ -172,7 +166,7 @@ class LayerwiseSend:
         self._offers: list[tuple[PrefillJob, Offer]] = []
         self._group = 0  # the next to send
 
-    def begin(self, chunks: Sequence[ScheduledChunk]) -> int:
+    def begin(self, chunks: Ordered[ScheduledChunk]) -> int:
         """Take the offers of prompts that this step completes; return the number of groups, 0 for none."""
         self._offers.clear()
         self._group = num_groups = 0

@@ -16,7 +16,7 @@ from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Batch, ScheduledChunk, SequenceProgress
+from baton.engine.scheduler.sequence import Batch, ScheduledChunk
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.kernels.native import TORCH_DTYPES
 from baton.kvtransfer.transports.pages import PeerGenerations, SharedPool
@@ -205,7 +205,7 @@ class SimEngine(Replica):
 
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
-    ) -> tuple[SequenceProgress, ...]:
+    ) -> tuple[EngineSequence, ...]:
         """As `Replica.add`; requests have one choice and a seed."""
         self.check(request)
         assert request.sampling.n == 1, "gateways ask for one choice at a time"

@@ -54,55 +54,13 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
-class SequenceProgress(Protocol):
-    """The part of a sequence that callers of the engine may read between steps.
-
-    After a step the KV of tokens [0, num_computed_tokens) is in `page_table`, on a GPU once the latest step
-    mark has passed. The entries of full pages stay the same until the sequence ends or is preempted.
-    Preemption empties the table; `num_computed_tokens` then returns to 0, or stays when the pages are swapped
-    out.
-    """
-
-    @property
-    def key(self) -> SequenceKey: ...
-
-    @property
-    def num_computed_tokens(self) -> int: ...
-
-    @property
-    def page_table(self) -> Ordered[int]: ...
-
-    @property
-    def table_version(self) -> int: ...
-
-    @property
-    def is_queued(self) -> bool: ...
-
-    @property
-    def finish_reason(self) -> FinishReason | None: ...
-
-    @property
-    def own_s(self) -> float: ...
-
-    @property
-    def used_s(self) -> float: ...
-
-    @property
-    def computed_s(self) -> float: ...
-
-    @property
-    def preempted_s(self) -> float: ...
-
-    @property
-    def num_draft_tokens(self) -> int: ...
-
-    @property
-    def num_accepted_tokens(self) -> int: ...
-
-
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class Sequence:
     """One choice of one request. Only the scheduler mutates a sequence, in `apply` and `commit`.
+
+    After a step the KV of tokens [0, num_computed_tokens) is in `page_table`, on a GPU once the latest step
+    mark has passed. Callers of the engine may read both between steps. Preemption empties the table;
+    `num_computed_tokens` then returns to 0, or stays when the pages are swapped out.
 
     `page_table[i]` holds tokens [i, i + 1) * page_size. A commit may replace a full page by a known page with
     the same contents, so code that leases pages reads the table after the commit. `table_version` grows when

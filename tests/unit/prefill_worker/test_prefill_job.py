@@ -1,45 +1,28 @@
 """What of a prompt can leave, and when."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from baton.engine.replica import PromptTimer
+from baton.engine.scheduler.sequence import Sequence
 from baton.kvtransfer.protocol.handoff import GrantedTransfer
 from baton.prefill_worker.worker import PrefillJob
 from baton.request import FinishReason
-from baton.rpc.worker_node import PromptTimer
 from tests.worker_pair import prefill_of
 from tests.worker_pair_cases import PROMPT, a_request
 
 
-@dataclass
-class Computed:
-    """A Progress that a test moves on."""
-
-    key: tuple[str, int] = ("", 0)
-    num_computed_tokens: int = 0
-    page_table: list[int] = field(default_factory=lambda: list(range(100, 200)))
-    table_version: int = 0
-    is_queued: bool = False
-    finish_reason: FinishReason | None = None
-    own_s: float = 0.0
-    used_s: float = 0.0
-    computed_s: float = 0.0
-    preempted_s: float = 0.0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-
 def a_job(
     *, position: int = 0, page_size: int = 4, unit_tokens: int = 4, **fields: Any
-) -> tuple[PrefillJob, Computed]:
+) -> tuple[PrefillJob, Sequence]:
     """A job whose pages are granted from the token `position` on."""
     request = a_request(**fields)
     job = PrefillJob(prefill_of(request, b"t" * 16), page_size, PromptTimer(request, 0.0))
     num_units = -(-(request.num_tokens - position) // unit_tokens)
     job.granted = GrantedTransfer(job.transfer, position, num_units, unit_tokens, num_layer_groups=1)
-    job.progress = progress = Computed()
+    job.progress = progress = Sequence.from_request(request, 0, max_model_len=100)
+    progress.page_table = list(range(100, 200))
     return job, progress
 
 
