@@ -16,7 +16,6 @@ import numpy as np
 
 from baton.clock import Clock
 from baton.engine.cache.page_pool import Owner, PagePool, PageState
-from baton.engine.cache.prefix_cache import PageChanges
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import (
     Batch,
@@ -26,6 +25,7 @@ from baton.engine.scheduler.sequence import (
     check_request,
 )
 from baton.engine.scheduler.step_planner import PressureMode
+from baton.messages.control import PageChanges
 from baton.messages.status import Histogram, Sizes, Times, snapshot
 from baton.messages.workers import Load, PrefillTimes, StepTimes, WorkerTimes
 from baton.request import FilledPages, Request, StepOutput

@@ -26,7 +26,7 @@ integer has a bound in its type, so it is refused while it is decoded. Times are
 """
 
 from enum import StrEnum
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -321,14 +321,37 @@ class Alive(Message, frozen=True):
 
 
 ON_DISK: Final = 1  # the generation of a page on disk, in the host tier
+NOWHERE: Final = -1  # in place of a page
+
+
+class PageChange(NamedTuple):
+    """The page of a key in one tier. `page` NOWHERE: not in this tier.
+
+    Host pages have generation 0, pages on disk have generation ON_DISK.
+    """
+
+    key: bytes
+    page: int
+    generation: int
+
+
+class PageChanges(NamedTuple):
+    """Changes of a worker's pages, each key at most once a tier.
+
+    A page that has moved is NOWHERE in the tier that it left.
+    """
+
+    is_snapshot: bool  # the lists are complete: a key that they lack is not known
+    device: list[PageChange]
+    host: list[PageChange]  # and on disk
 
 
 class KvEventBatch(Message, frozen=True):
     """Worker to router: which pages others can find at it now, one change after another.
 
     Change i is about the page named `keys[16 * i : 16 * i + 16]` (see baton/pages.py): it is in page
-    `pages[i]` of that generation, or nowhere any more where `pages[i]` is -1. Changes are numbered from 0 in
-    each life of a worker, `first` is this message's first number: a gap means that some were lost.
+    `pages[i]` of that generation, or in no page any more where `pages[i]` is NOWHERE. Changes are numbered
+    from 0 in each life of a worker, `first` is this message's first number: a gap means that some were lost.
     `is_snapshot`: before these there is nothing, in any tier. A page on disk counts as a page of the host
     tier, with generation ON_DISK in place of 0.
     """

@@ -30,6 +30,8 @@ from baton.messages.control import (
     KvEventsWanted,
     Measured,
     Members,
+    PageChange,
+    PageChanges,
     Pressure,
 )
 from baton.messages.operations import Drain, Flip, FollowedOrders, Sleep, Wake
@@ -47,22 +49,11 @@ MAX_KEPT: Final = 1024  # as many as a message holds
 MAX_ENDED: Final = 4096  # requests that are remembered
 
 
-class ChangedPages(Protocol):
-    """Changes of an engine's pages since the last call: (key, page, generation) each."""
-
-    @property
-    def is_snapshot(self) -> bool: ...
-    @property
-    def device(self) -> Sequence[tuple[bytes, int, int]]: ...
-    @property
-    def host(self) -> Sequence[tuple[bytes, int, int]]: ...
-
-
 class ReportedEngine(Protocol):
     """The part of an engine that every worker uses: see engine/replica.py."""
 
     def set_pressure(self, *, small_chunks: bool, makes_room: bool) -> None: ...
-    def take_page_changes(self, *, is_snapshot: bool = False) -> ChangedPages: ...
+    def take_page_changes(self, *, is_snapshot: bool = False) -> PageChanges: ...
     def last_step(self) -> StepTimes | None: ...
 
 
@@ -168,7 +159,7 @@ class WorkerReports:
         self,
         routers: Sequence[Peer],
         tier: Tier,
-        changes: Sequence[tuple[bytes, int, int]],
+        changes: Sequence[PageChange],
         *,
         is_snapshot: bool,
     ) -> None:
@@ -176,9 +167,9 @@ class WorkerReports:
             part = changes[first : first + PAGES_PER_MESSAGE]
             events = KvEventBatch(
                 first=self._next_event,
-                keys=b"".join([key for key, _, _ in part]),
-                pages=tuple([page for _, page, _ in part]),
-                generations=tuple([generation for _, _, generation in part]),
+                keys=b"".join([each.key for each in part]),
+                pages=tuple([each.page for each in part]),
+                generations=tuple([each.generation for each in part]),
                 tier=tier,
                 is_snapshot=is_snapshot and not first,
             )

@@ -30,7 +30,7 @@ from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.scheduler.sequence import PageCopy, Sequence
 from baton.errors import IntegrityError
 from baton.fair_queue import FairLru, Group
-from baton.messages.control import ON_DISK
+from baton.messages.control import NOWHERE, ON_DISK, PageChange, PageChanges
 from baton.pages import PageKeys
 
 NUM_COMPARED: Final = 16  # oldest host pages, of which the one that saves the fewest seconds is evicted
@@ -305,27 +305,7 @@ class HostTier:
         self._leaving.append(host_page)
 
 
-NOWHERE: Final = -1
 _NO_PAGE: Final = -1
-
-
-class PageChange(NamedTuple):
-    """The page of a key in one tier. `page` NOWHERE: not in this tier.
-
-    Host pages have generation 0, pages on disk have generation ON_DISK.
-    """
-
-    key: bytes
-    page: int
-    generation: int
-
-
-class PageChanges(NamedTuple):
-    """Changed keys, each at most once a tier. A page that has moved is NOWHERE in the tier that it left."""
-
-    is_snapshot: bool  # the lists are complete: a key that they lack is not known
-    device: list[PageChange]
-    host: list[PageChange]  # and on disk: see `HostTier.place_of`
 
 
 class PrefixMatch(NamedTuple):

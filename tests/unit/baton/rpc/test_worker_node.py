@@ -1,7 +1,7 @@
 """The behaviour that both worker roles share: membership, orders of routers, and reports to routers."""
 
 from collections.abc import Collection
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -17,6 +17,8 @@ from baton.messages.control import (
     KvEventsWanted,
     Measured,
     Members,
+    PageChange,
+    PageChanges,
     Pressure,
     Reachable,
 )
@@ -51,12 +53,6 @@ class Links:
         self.kept = [worker.id for worker in workers]
 
 
-class Changes(NamedTuple):
-    is_snapshot: bool
-    device: list[tuple[bytes, int, int]]
-    host: list[tuple[bytes, int, int]]
-
-
 class Engine:
     """Has `num_new` changed pages at the next call, and the same step every time."""
 
@@ -70,11 +66,11 @@ class Engine:
     def set_pressure(self, *, small_chunks: bool, makes_room: bool) -> None:
         self.pressures.append((small_chunks, makes_room))
 
-    def take_page_changes(self, *, is_snapshot: bool = False) -> Changes:
+    def take_page_changes(self, *, is_snapshot: bool = False) -> PageChanges:
         self.asked.append(is_snapshot)
         number, self.num_new = self.num_new, 0
-        device = [(bytes([each % 256]) * 16, each, 7) for each in range(number)]
-        return Changes(is_snapshot, device, [(b"h" * 16, 1, 0)] * self.num_host)
+        device = [PageChange(bytes([each % 256]) * 16, each, 7) for each in range(number)]
+        return PageChanges(is_snapshot, device, [PageChange(b"h" * 16, 1, 0)] * self.num_host)
 
     def last_step(self) -> StepTimes | None:
         return self.step

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 import pytest
 
 from baton.engine.cache.page_pool import PagePool, PageState
-from baton.engine.cache.prefix_cache import NOWHERE, HostTier, PageChanges, PrefixCache
+from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.scheduler.sequence import Sequence
 from baton.errors import IntegrityError
+from baton.messages.control import NOWHERE, PageChanges
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams, TokenIds
 from baton.tenants import with_public
