@@ -29,8 +29,9 @@ import numpy as np
 from baton.clock import Clock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.scheduler.page_holds import ExternalPageHolds
 from baton.engine.scheduler.policies import batch_policy
-from baton.engine.scheduler.preemption import ExternalPageHolds, PreemptionRates, most_tokens
+from baton.engine.scheduler.preemption import PreemptionRates, most_tokens
 from baton.engine.scheduler.sequence import (
     Batch,
     Drafter,

@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 
 from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.scheduler.preemption import (
-    HEADROOM_TOKENS,
     HeldPages,
     PageQuotas,
     PreemptionCandidates,
@@ -37,6 +36,9 @@ from baton.engine.scheduler.sequence import (
     rank_of,
 )
 from baton.fair_queue import DecayedShares, Share
+
+HEADROOM_TOKENS: Final = 16  # each running sequence can grow by this much before a newcomer takes its pages
+
 
 # Pressure mode.
 

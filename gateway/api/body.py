@@ -9,7 +9,8 @@ Each key of a body is one of four kinds:
    `gateway.strict` refuses every unknown key, and so do bodies that set `refuses_unknown`.
 
 A sampling parameter of the API is a field of `Body` with the name of its field in `SamplingParams`.
-`FormKeys` has the keys that ask for a form of the answer, such as `response_format`.
+`FormKeys` has the keys that ask for a form of the answer, such as `response_format`. `ReadBody` is a body that
+gateway/api/prompt_reader.py has read.
 """
 
 import functools
@@ -22,12 +23,14 @@ from msgspec import Meta
 
 from baton.errors import InvalidRequest, shown
 from baton.gateway.api.errors import ApiError, invalid, unsupported
+from baton.gateway.text.answer_reader import AnswerParsing
 from baton.request import (
     MAX_ALLOWED_TOKENS,
     MAX_EXTRA_ARGS,
     MAX_LOGIT_BIAS,
     ExtraArg,
     StructuredOutputs,
+    TokenIds,
 )
 
 MAX_MESSAGES: Final = 2048
@@ -497,3 +500,45 @@ def logit_bias(body: Body) -> dict[int, float]:
         return {int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()}
     except ValueError:
         raise invalid("logit_bias: its keys must be token ids", param="logit_bias") from None
+
+
+# A body that has been read.
+
+
+class AskedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that a response repeats, and the conversation to store."""
+
+    echoed: bytes  # JSON of the fields that the response repeats
+    items: bytes = b"[]"  # JSON of the conversation up to the answer; empty when nothing is stored
+    is_stored: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the fields."""
+        return len(self.echoed) + len(self.items)
+
+
+class Prompt(msgspec.Struct):
+    """One prompt of a call. `text` is None unless the call asks for its prompt back."""
+
+    text: str | None
+    token_ids: TokenIds
+    num_public_tokens: int = 0  # the first of them, see PublicPrefixes of gateway/api/body_reader.py
+
+
+class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A body that has been read, in a form that is quick to send between processes.
+
+    It has one of `answer`, `chat` and `completion`; the bodies no longer have their prompts.
+    """
+
+    num_unknown: int  # keys of the body
+    answer: bytes | None = None  # JSON, of a body that asks about tokens
+    chat: ChatBody | None = None
+    completion: CompletionBody | None = None
+    prompts: list[Prompt] = []
+    parsing: AnswerParsing = AnswerParsing()  # of a chat's answer
+    asked_form: AskedForm | None = None
+    response: AskedResponse | None = None  # of the body of a response
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    tokenised_s: float = 0.0  # seconds of tokenising the prompts

@@ -37,8 +37,7 @@ from baton.adapters import NamedAdapter
 from baton.config.gateway import TextSettings
 from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
-from baton.gateway.api.body import raw_fields
-from baton.gateway.api.call import ReadBody
+from baton.gateway.api.body import ReadBody, raw_fields
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.prompt_reader import (

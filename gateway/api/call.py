@@ -8,50 +8,25 @@ import msgspec
 from baton.adapters import Adapter
 from baton.gateway.api.body import (
     DEFAULT_COMPLETION_TOKENS,
-    AskedForm,
+    AskedResponse,
     Body,
     ChatBody,
     CompletionBody,
+    Prompt,
+    ReadBody,
     StreamOptions,
     logit_bias,
 )
-from baton.gateway.api.dialects.responses import AskedResponse
 from baton.gateway.api.errors import invalid
 from baton.gateway.metrics.tracing import TraceContext
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.answer_reader import AnswerParsing
-from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, TOKEN_ID_BYTES, SamplingParams, TokenIds
+from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, TOKEN_ID_BYTES, SamplingParams
 from baton.tenants import SchedulingKey, Sla
 
 BYTES_PER_LOGPROB: Final = 150  # of one alternative: a tuple, an integer and a float
 Dialect: TypeAlias = Literal["openai", "responses", "messages"]
-
-
-class Prompt(msgspec.Struct):
-    """One prompt of a call. `text` is None unless the call asks for its prompt back."""
-
-    text: str | None
-    token_ids: TokenIds
-    num_public_tokens: int = 0  # the first of them, see PublicPrefixes of gateway/api/body_reader.py
-
-
-class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A body that has been read, in a form that is quick to send between processes.
-
-    It has one of `answer`, `chat` and `completion`; the bodies no longer have their prompts.
-    """
-
-    num_unknown: int  # keys of the body
-    answer: bytes | None = None  # JSON, of a body that asks about tokens
-    chat: ChatBody | None = None
-    completion: CompletionBody | None = None
-    prompts: list[Prompt] = []
-    parsing: AnswerParsing = AnswerParsing()  # of a chat's answer
-    asked_form: AskedForm | None = None
-    response: AskedResponse | None = None  # of the body of a response
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    tokenised_s: float = 0.0  # seconds of tokenising the prompts
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,9 +45,9 @@ from baton.gateway.api.answer_stream import (
     WriteCoalescer,
     num_chars,
 )
-from baton.gateway.api.body import raw_fields
+from baton.gateway.api.body import Prompt, raw_fields
 from baton.gateway.api.body_reader import PublicPrefixes, ServedModel, ServedModels
-from baton.gateway.api.call import Call, Dialect, Prompt, make_call
+from baton.gateway.api.call import Call, Dialect, make_call
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.responses import ResponseStore
 from baton.gateway.api.dialects.typed_events import MessageFormat, ResponsesFormat

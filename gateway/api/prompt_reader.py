@@ -24,6 +24,8 @@ from baton.gateway.api.body import (
     DetokenizeBody,
     FormKeys,
     GivenPrompt,
+    Prompt,
+    ReadBody,
     TokenizeBody,
     check_depth,
     check_sampled_ids,
@@ -33,7 +35,6 @@ from baton.gateway.api.body import (
     raw_fields,
     truncated,
 )
-from baton.gateway.api.call import Prompt, ReadBody
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.errors import ApiError, invalid, unsupported
 from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, Tags, arguments_schema, text_arguments

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from baton.decode_worker.attempt import DecodeAdmission
-from baton.engine.scheduler.preemption import ExternalPageHolds
+from baton.engine.scheduler.page_holds import ExternalPageHolds
 from baton.gateway.streams.request_stream import RequestStream, WorkerConnections
 from baton.kvtransfer.ranks import executor
 from baton.kvtransfer.ranks.executor import ReceiveShard

@@ -30,6 +30,7 @@ from msgspec import Meta
 
 from baton.gateway.api.body import (
     MAX_MESSAGES,
+    AskedResponse,
     ChatBody,
     ModelName,
     SamplingKeys,
@@ -45,19 +46,6 @@ from baton.gateway.peer_gateways import PeerGateways
 ID_PREFIX: Final = "resp_"
 MAX_LISTED: Final = 100  # items in one answer
 OVERHEAD_BYTES: Final = 512  # of an entry, beside its content
-
-
-class AskedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that a response repeats, and the conversation to store."""
-
-    echoed: bytes  # JSON of the fields that the response repeats
-    items: bytes = b"[]"  # JSON of the conversation up to the answer; empty when nothing is stored
-    is_stored: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the fields."""
-        return len(self.echoed) + len(self.items)
 
 
 class StoredResponse(msgspec.Struct, frozen=True):

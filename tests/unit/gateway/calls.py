@@ -6,7 +6,8 @@ from typing import Any
 from baton.bench.serve.figures import events_of
 from baton.cluster.model_directory import resolve_model
 from baton.gateway.api.answer import Answer
-from baton.gateway.api.call import Call, Prompt
+from baton.gateway.api.body import Prompt
+from baton.gateway.api.call import Call
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.tokenizer import Tokenizer

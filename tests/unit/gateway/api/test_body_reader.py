@@ -14,6 +14,7 @@ import pytest
 from baton.cluster.model_directory import resolve_model
 from baton.config.gateway import TextSettings
 from baton.errors import InvalidRequest, Overloaded
+from baton.gateway.api.body import ReadBody
 from baton.gateway.api.body_reader import (
     MAX_WAITING,
     SMALL_BYTES,
@@ -23,7 +24,6 @@ from baton.gateway.api.body_reader import (
     ServedModel,
     ServedModels,
 )
-from baton.gateway.api.call import ReadBody
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.prompt_reader import (
     BodyKind,

@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
-from baton.gateway.api.call import Prompt
+from baton.gateway.api.body import Prompt
 from baton.gateway.api.format import LogprobsFormat, answer_format
 from baton.request import FinishReason, TokenEvent, TokenIds, TokenLogprobs
 from tests.scripted_service import ScriptedService

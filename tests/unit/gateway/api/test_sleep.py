@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
-from baton.gateway.api.admin import LOOK_EVERY_S, add_sleep_routes
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.prompt_reader import PromptReader
+from baton.gateway.api.sleep import LOOK_EVERY_S, add_sleep_routes
 from baton.messages.operations import Sleep, Status, Wake
 from baton.messages.workers import Worker, WorkerRole
 from tests.event_loop import on_loop

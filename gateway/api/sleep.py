@@ -1,0 +1,112 @@
+"""`/sleep`, `/wake_up` and `/is_sleeping` of vLLM; with `?model=NAME` where there are several models.
+
+1. An order gets a number, and goes to all routers and from there to the workers of the model. It is repeated
+   every ASK_EVERY_S, because a router may be lost or may join.
+2. The answer comes when every worker of the model sleeps, or serves again.
+3. The order with the highest number holds, regardless of its gateway. A call that waits gets 409 when the
+   opposite is ordered. A new order gets a higher number than all orders that the gateway knows of.
+
+gateway/http/auth.py admits operators alone.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from fastapi import FastAPI, Request, Response
+
+from baton.gateway.api.body_reader import OpenOrder, ServedModel, ServedModels
+from baton.gateway.api.errors import ApiError, invalid
+from baton.messages.operations import Sleep, Wake, has_followed, is_superseded, latest_order, numbered
+
+ASK_EVERY_S: Final = 1.0
+LOOK_EVERY_S: Final = 0.05
+TIMEOUT_S: Final = 600.0  # for running requests to end, or for the model to be loaded
+LEVELS: Final = {"1": 1, "2": 2}
+
+
+def add_sleep_routes(app: FastAPI, models: ServedModels) -> None:
+    """Add the routes; each takes the parameters that vLLM's takes, and `model`."""
+
+    @app.post("/sleep")
+    async def sleep(request: Request) -> Response:
+        """Let running requests end, then free the weights and the KV pages of a model."""
+        params = request.query_params
+        model, level = _model(models, params, "level"), LEVELS.get(params.get("level", "1"))
+        if level is None:
+            raise invalid("level: expected 1 or 2", param="level")
+        await _repeat_order(model, Sleep(model=model.key, level=level))
+        return Response()
+
+    @app.post("/wake_up")
+    async def wake_up(request: Request) -> Response:
+        """Load a model that sleeps, and serve it again."""
+        model = _model(models, request.query_params)
+        await _repeat_order(model, Wake(model=model.key))
+        return Response()
+
+    @app.get("/is_sleeping")
+    async def is_sleeping(request: Request) -> dict[str, bool]:
+        """Tell whether a model sleeps."""
+        return {"is_sleeping": _model(models, request.query_params).is_asleep}
+
+
+def _model(models: ServedModels, params: Mapping[str, str], *others: str) -> ServedModel:
+    """Return the model that a call is about. Raises ApiError 400 and 404."""
+    for key in params:
+        if key not in ("model", *others):
+            raise invalid(f"the query parameter {key[:40]!r} is not known", param=key[:40])
+    name = params.get("model")
+    names = ", ".join(map(repr, models.names))
+    if name is None and len(models.names) > 1:
+        raise invalid(f"model: name one of {names}", param="model")
+    if name is not None and name not in models.names:
+        message = f"the model {name[:80]!r} does not exist; there are {names}"
+        raise ApiError(404, message, code="model_not_found", param="model")
+    return models.of(name)
+
+
+async def _repeat_order(model: ServedModel, asked: Sleep | Wake) -> None:
+    """Give an order until all workers of the model have followed.
+
+    Raises ApiError 409 when a later order to do the opposite holds, and 503 after TIMEOUT_S.
+    """
+    order, former = numbered(asked, model.orders, time.time()), latest_order(model.orders, model.key)
+    workers = frozenset(worker.name for worker in model.workers)
+    if model.open_order is not None:
+        workers |= model.open_order.workers
+    if not workers:
+        raise ApiError(503, "no worker has joined yet", code="no_worker", retry_after_s=ASK_EVERY_S)
+    model.open_order = opened = OpenOrder(order, workers)
+    loop = asyncio.get_running_loop()
+    ask_s = look_s = began_s = loop.time()
+    if former is not None and type(former) is not type(order):
+        look_s += ASK_EVERY_S  # workers may follow that order without having reported it
+    try:
+        while (now_s := loop.time()) < look_s or not _have_followed(model, opened):
+            if is_superseded(order, model.orders):
+                reason = f"the opposite was ordered of {model.name!r} meanwhile"
+                raise ApiError(409, reason, code="superseded")
+            if now_s - began_s > TIMEOUT_S:
+                reason = f"the workers of {model.name!r} have not followed within {TIMEOUT_S:g} s"
+                raise ApiError(503, reason, code="not_done", retry_after_s=ASK_EVERY_S)
+            if now_s >= ask_s:
+                model.service.send_order(order)
+                ask_s = now_s + ASK_EVERY_S
+            await asyncio.sleep(LOOK_EVERY_S)
+    finally:
+        if model.open_order is opened:
+            model.open_order = None
+
+
+def _have_followed(model: ServedModel, opened: OpenOrder) -> bool:
+    """Return whether all workers of the order have followed.
+
+    A worker that falls asleep, or wakes, joins again: for a moment it may be listed twice.
+    """
+    draining, following, others = model.service.draining, set[str](), set[str]()
+    for each in model.workers:
+        follows = has_followed(each, opened.order, is_draining=each.id in draining)
+        (following if follows else others).add(each.name)
+    return opened.workers <= following - others
