@@ -9,8 +9,8 @@ Each key of a body is one of four kinds:
    `gateway.strict` refuses every unknown key, and so do bodies that set `refuses_unknown`.
 
 A sampling parameter of the API is a field of `Body` with the name of its field in `SamplingParams`.
-`FormKeys` has the keys that ask for a form of the answer, such as `response_format`. `ReadBody` is a body that
-gateway/api/prompt_reader.py has read.
+`FormKeys` has the keys that ask for a form of the answer, such as `response_format`. `ReadBody` is a body
+that gateway/api/prompt_reader.py has read.
 """
 
 import functools
