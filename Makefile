@@ -15,6 +15,8 @@
 #              torch 2.11. make test compiles some shapes in bf16, and on 3.6.0 one shape of them
 # make frameworks  LangChain, instructor, pydantic-ai, LiteLLM and openai against tiny, in a virtual environment that is
 #              installed once (half a gigabyte). make test runs the openai client there if it is installed
+# make published  a published checkpoint, SmolLM2-135M-Instruct, against transformers and between topologies; it is
+#              downloaded once (100 MB)
 # make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs, 1,300
 #              workloads of a scheduler
 #
@@ -44,7 +46,7 @@ STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 # The tests start hundreds of processes. Without cached bytecode each would compile Baton anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all help setup redis serve test bench parity faults sim soak fuzz frameworks kernels check format api clean
+.PHONY: all help setup redis serve test bench parity faults sim soak fuzz published frameworks kernels check format api clean
 
 all: check test
 
@@ -115,6 +117,9 @@ soak: setup redis
 fuzz: setup
 	$(BIN)/python -m pytest tests/unit/kvtransfer tests/unit/baton tests/e2e/test_http_fuzz.py \
 		tests/unit/engine/scheduler/test_workloads.py -k "damaged or interleavings or workloads" -m "slow or not slow"
+
+published: setup
+	$(BIN)/python -m pytest tests/parity/test_published.py -m slow -rsP
 
 frameworks: setup
 	$(BIN)/python -m pytest tests/e2e/test_frameworks.py -m "slow or not slow" -rs

@@ -22,6 +22,7 @@ from msgspec import Meta
 from baton.adapters import Adapter, AdapterPath, NamedAdapter, read_adapter
 from baton.clock import Clock
 from baton.errors import BatonError, ModelError, Overloaded, WorkerLost
+from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service

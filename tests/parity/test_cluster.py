@@ -44,11 +44,13 @@ class Topology:
     prefill_settings: dict[str, Any] = field(default_factory=dict)
     decode_settings: dict[str, Any] = field(default_factory=dict)
 
-    def engines(self, directory: Path) -> tuple[list[EngineConfig], list[EngineConfig]]:
+    def engines(
+        self, directory: Path, kv_bytes: int = 2**21
+    ) -> tuple[list[EngineConfig], list[EngineConfig]]:
         def config(tp: int, pp: int, page_size: int, **settings: Any) -> EngineConfig:
             cache = {
                 "page_size": page_size,
-                "kv_cache_memory_bytes": 2**21,
+                "kv_cache_memory_bytes": kv_bytes,
                 "kv_cache_dtype": self.kv_cache_dtype,
             }
             cache |= settings.pop("cache", {})
