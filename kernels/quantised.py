@@ -185,21 +185,33 @@ def _quantise_rows(weight_NK: Tensor, weight_format: WeightFormat, group: int) -
         scales_NG = torch.where(scales_NG == 0, 1.0, scales_NG)
         codes_NGK = (groups_NGK / scales_NG[..., None]).clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8)
         return QuantisedMatrix(weight_format, codes_NGK.flatten(1), scales_NG)
-    scales_NG, rounded_NGK = round_groups(groups_NGK, 2 ** (weight_format.num_bits - 1) - 1)
+    rounds = _round_to_4_bits if weight_format.num_bits == 4 else round_groups
+    scales_NG, rounded_NGK = rounds(groups_NGK)
     return QuantisedMatrix(weight_format, rounded_NGK.flatten(1), scales_NG)
 
 
-def round_groups(groups: Tensor, largest_value: int = 127) -> tuple[Tensor, Tensor]:
-    """The scales of groups along the last dimension, and the groups as int8 up to `largest_value`.
+def _round_to_4_bits(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """As `round_groups`, to values from -8 to 7.
+
+    The element of the largest magnitude becomes -8, so all values are used and a scale may be negative.
+    """
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    scales = torch.where(largest == 0, 1.0, largest / -8)
+    scales = torch.where(groups.isfinite().all(-1), scales, float("nan"))
+    return scales, (groups / scales[..., None]).round().clamp(-8, 7).nan_to_num().to(torch.int8)
+
+
+def round_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales of groups along the last dimension, and the groups as int8 up to 127.
 
     The scale of a group with an element that is not finite is NaN.
     """
     largest = groups.abs().amax(-1)
     is_finite = largest.isfinite()
-    inverse = torch.where(is_finite & (largest > 0), largest.new_tensor(largest_value) / largest, 0.0)
+    inverse = torch.where(is_finite & (largest > 0), largest.new_tensor(127) / largest, 0.0)
     # The products are exact: csrc/linear_rounded.c rounds them once, too.
     exact = torch.where(is_finite[..., None], groups, 0.0).double() * inverse[..., None]
-    return torch.where(is_finite, largest / largest_value, float("nan")), exact.round().to(torch.int8)
+    return torch.where(is_finite, largest / 127, float("nan")), exact.round().to(torch.int8)
 
 
 def panels(matrix: QuantisedMatrix, out: Callable[[int], Tensor]) -> Tensor:

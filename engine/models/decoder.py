@@ -223,7 +223,7 @@ class VocabParallelHead:
     def __init__(self, parameters: Parameters, table_VE: Tensor, vocab_size: int) -> None:
         self.tp = parameters.tp
         self.vocab_size = vocab_size
-        self.weight = parameters.pack(table_VE)
+        self.weight = parameters.pack_head(table_VE)
 
     def __call__(self, hidden_TE: Tensor) -> Tensor:
         logits_TV = linear(hidden_TE, self.weight, out_dtype=torch.float32)

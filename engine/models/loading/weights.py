@@ -332,12 +332,19 @@ class Parameters:
         """
         if isinstance(weight_NK, QuantisedMatrix):
             return pack_quantised(weight_NK, self.dtype, self._packed_memory, num_splits=num_splits)
-        if self.quantization is None:
+        return self._pack(weight_NK, self.quantization, num_splits)
+
+    def pack_head(self, weight_VE: Tensor) -> LinearWeight:
+        """As `pack`; int8 instead of int4: an error of a logit is not averaged over further layers."""
+        return self._pack(weight_VE, "int8" if self.quantization == "int4" else self.quantization)
+
+    def _pack(self, weight_NK: Tensor, method: Method | None, num_splits: int = 1) -> LinearWeight:
+        if method is None:
             return pack_linear(weight_NK, self._packed_memory, batch_invariant=self.batch_invariant)
-        matrix = quantise(weight_NK, self.quantization, num_splits=num_splits)
+        matrix = quantise(weight_NK, method, num_splits=num_splits)
         if matrix is None:
             raise ConfigError(
-                f"quantization {self.quantization}: {self._prefix.rstrip('.')}: {weight_NK.shape[1]} inputs "
+                f"quantization {method}: {self._prefix.rstrip('.')}: {weight_NK.shape[1]} inputs "
                 f"in {num_splits} parts cannot be cut into groups"
             )
         return pack_quantised(matrix, self.dtype, self._packed_memory, num_splits=num_splits)
