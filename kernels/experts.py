@@ -94,10 +94,10 @@ class LinearHeads:
         """Each head's inputs times its weight, [T, H, N]. A token has the same bits in any batch."""
         heads_HTK = x_THK.transpose(0, 1).contiguous()
         num_heads, num_tokens, num_inputs = heads_HTK.shape
-        rows_RK, starts_H1 = heads_HTK.view(-1, num_inputs), torch.arange(num_heads + 1) * num_tokens
+        rows_RK = heads_HTK.view(-1, num_inputs)
+        starts_H1 = torch.arange(num_heads + 1, device=x_THK.device) * num_tokens
         if self._heads.stacked is not None:
-            starts_H1 = starts_H1.to(device=x_THK.device, dtype=torch.int32)
-            out_RN = linear_experts_triton(rows_RK, self._heads, starts_H1)
+            out_RN = linear_experts_triton(rows_RK, self._heads, starts_H1.to(torch.int32))
         elif self._arguments is None:
             out_RN = torch.cat([*map(linear, heads_HTK, self._heads.weights)])
         else:

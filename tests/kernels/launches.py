@@ -152,6 +152,7 @@ def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
     for label, shape, options in (
         ("gate_up", (128, 1536, 2048), {"gate": gated.SILU}),
         ("down", (128, 2048, 384), {"gate": None}),
+        ("heads", (128, 512, 128), {"gate": None}),  # of latent attention in DeepSeek V3
     ):
         stacked = linear.LinearWeight(torch.empty(shape, dtype=dtype), *shape[1:], dtype, is_packed=False)
         weights = experts.ExpertWeights((), None, stacked)

@@ -69,7 +69,8 @@ def _wide(name: str) -> Case:
     """The case with experts of which groups of 32 inputs and words of 8 outputs can be made."""
     case = next(case for case in EVEN_EXPERTS if case.name == name)
     widths = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 64}
-    return Case(case.name, case.kind, case.keys | widths)
+    latent = {"q_lora_rank": 32, "v_head_dim": 16} if case.kind == "DeepseekV3" else {}
+    return Case(case.name, case.kind, case.keys | widths | latent)
 
 
 @pytest.mark.parametrize(

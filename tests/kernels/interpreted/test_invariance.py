@@ -127,6 +127,36 @@ def test_no_setting_changes_a_bit_of_a_mixture_of_experts(
         assert outputs(mixture, "float32", setting, num_prompts=2) == plain
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(
+        tmp_path_factory.mktemp("latent") / "tiny",
+        architectures=["DeepseekV3ForCausalLM"],
+        max_position_embeddings=MAX_MODEL_LEN,
+        num_hidden_layers=1,
+        num_attention_heads=18,  # two tiles of rows for one kv head
+        kv_lora_rank=20,
+        q_lora_rank=24,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=4,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=0,
+    )
+
+
+@slow
+@pytest.mark.parametrize("setting", ["chunks", "page-1", "tensor-parallel-2", "expert-parallel-2"])
+def test_no_setting_changes_a_bit_of_latent_attention(setting: str, latent: Path) -> None:
+    plain = outputs(latent, "float32", num_prompts=2)
+    assert outputs(latent, "float32", setting, num_prompts=2) == plain
+
+
 # The kernels alone, in every dtype.
 
 SHAPES = (
