@@ -64,6 +64,7 @@ STAGES: Final = (
     Stage("attention rivals", f"{_GPU}.kernels:rivals", 45),
     Stage("vllm", f"{_GPU}.model:against_vllm", 240),
 )
+NAMES: Final = tuple(stage.name for stage in STAGES)
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -199,7 +200,7 @@ class StageRunner:
     "gpu",
     "gpu",
     option("--minutes", 9.0, "for all stages"),
-    option("--only", tuple(stage.name for stage in STAGES), "stages, after the rates of the device"),
+    option("--only", NAMES, "stages, after the rates of the device", choices=NAMES, metavar="STAGE"),
     option("--rival-python", sys.executable, "the interpreter that has vLLM", metavar="PATH"),
     option("--toy", False, "toy size on the CPU, GPU or not"),
 )

@@ -7,7 +7,6 @@ figures.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
 from random import Random
 from statistics import median
 from time import process_time, thread_time_ns
@@ -39,7 +38,6 @@ PROMPT_PAGES: Final = 752  # 12,000 tokens
 SHARED_PAGES: Final = 200  # of every prompt, as of an operator's instructions
 SIBLING_PAGES: Final = 300  # of a prompt that a second worker has too
 LIMIT_BYTES: Final = 1.5e9
-MESSAGE_PAGES: Final = (752, 64)
 SMALL: Final = 4  # workers of the second cluster in which decisions are timed
 DECISION_BARS_US: Final = (100.0, 500.0)  # p50, p99
 
@@ -118,26 +116,6 @@ def match_times_us(loaded: Loaded, num_matches: int, rng: np.random.Generator) -
         times_us.append((thread_time_ns() - started_ns) / 1e3)
         assert holdings.levels[0][0] == PROMPT_PAGES
     return times_us
-
-
-def ingest_rates(num_pages: int, rng: np.random.Generator) -> Iterator[tuple[int, float]]:
-    """Yield events a second by how many a message has: a prompt's pages, and the changes of a busy step."""
-    for message_pages in MESSAGE_PAGES:
-        stores = Stores(100, num_pages // 50, 2 * num_pages)
-        for number in range(num_pages // message_pages):
-            stores.store(number, rng.bytes(KEY_BYTES * message_pages))
-        yield message_pages, stores.events_per_s
-
-
-def growth_percent(num_prefixes: int, rng: np.random.Generator) -> float:
-    """Return how much memory grows while prefixes go through an index with room for a twentieth of them."""
-    stores, num_messages = Stores(8, num_prefixes, num_prefixes // 20), num_prefixes // 500
-    settled_bytes = 0
-    for number in range(num_messages):
-        stores.store(number, rng.bytes(KEY_BYTES * 500))
-        if number == num_messages // 4:
-            settled_bytes = _resident_bytes()
-    return 100 * (_resident_bytes() / settled_bytes - 1)
 
 
 def _resident_bytes() -> int:
@@ -224,16 +202,7 @@ def index_rows(num_pages: int, num_workers: int, num_matches: int, report: Repor
     report.tell("decisions")
     rows += decision_rows(loaded, num_matches, rng)
     del loaded
-    rows += decision_rows(load(SMALL, num_pages // 50, rng), num_matches, rng)
-    report.tell("changes")
-    for message_pages, events_per_s in ingest_rates(min(num_pages, 1_000_000), rng):
-        bar = 0.5 if message_pages == PROMPT_PAGES else None
-        rows.append(at_least(f"events, {message_pages} a message", events_per_s / 1e6, "M/s", bar))
-    growth = growth_percent(min(num_pages, 1_000_000), rng)
-    rows.append(
-        at_most("growth over 1 M prefixes", growth, "%", 2.0, "room for 50,000; after the first quarter")
-    )
-    return rows
+    return rows + decision_rows(load(SMALL, num_pages // 50, rng), num_matches, rng)
 
 
 @suite(

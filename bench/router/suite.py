@@ -8,14 +8,10 @@ All times are those of the time model in sim/timed/fast.py. docs/benchmarks.md e
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from math import floor
 from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Final, NamedTuple
-
-import msgspec
 
 from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.config.router import RouterConfig
@@ -83,7 +79,6 @@ WORKLOADS: Final[Mapping[str, Callable[[int, int], list[TraceRequest]]]] = {
 }
 
 SCALE: Final = 32.0  # the trace's tokens in one replayed token: a block of 512 is a page of 16
-BIN_S: Final = 3.0  # of the trace's arrivals
 POLICIES: Final[tuple[str, ...]] = ("round-robin", "least-loaded", "prefix", "cost")
 THRESHOLDS: Final = (0, 128, 512, 2048, 2**30)  # tokens; the last: all prompts are local
 MIN_HIT: Final = 0.33
@@ -132,23 +127,12 @@ def run_trace(
     )
 
 
-def spread(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """Return the same requests, spread evenly within the bin of their arrival."""
-    evenly: list[TraceRequest] = []
-    for number, group in groupby(trace, key=lambda each: floor(each.arrival_s / BIN_S)):
-        requests = list(group)
-        for place, request in enumerate(requests):
-            arrival_s = BIN_S * (number + (place + 0.5) / len(requests))
-            evenly.append(msgspec.structs.replace(request, arrival_s=arrival_s))
-    return evenly
-
-
-def trace_rows(trace: Sequence[TraceRequest], arrivals: str, seed: int) -> list[Row]:
+def trace_rows(trace: Sequence[TraceRequest], seed: int) -> list[Row]:
     """Replay a trace under every policy."""
     rows: list[Row] = []
     results = {policy: run_trace(trace, policy, seed=seed) for policy in POLICIES}
     for policy, result in results.items():
-        name = f"{policy}, {arrivals}"
+        name = f"trace, {policy}"
         if policy != "cost":
             rows.append(Row(f"{name}: hit", result.hit, ""))
             rows.append(Row(f"{name}: imbalance", result.imbalance, ""))
@@ -189,9 +173,8 @@ def measure(options: Namespace, report: Report) -> None:
     report.extra = {"seed": options.seed}
     if options.trace is not None:
         trace = read_trace(options.trace, scale=SCALE, limit=options.limit)
-        for name, requests in (("as they come", trace), ("spread", spread(trace))):
-            report.tell(f"trace, {name}")
-            report.rows += trace_rows(requests, name, options.seed)
+        report.tell("trace")
+        report.rows += trace_rows(trace, options.seed)
     for name in WORKLOADS:
         report.tell(name)
         report.rows.append(workload_row(name, options.requests, options.seed))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.bench.router.suite import WORKLOADS, documents, run_trace, spread
+from baton.bench.router.suite import WORKLOADS, documents, run_trace
 from baton.sim.timed.fleet import Fleet
 from baton.sim.timed.workload import TraceRequest, tokens_of
 
@@ -18,11 +18,6 @@ def test_equal_blocks_are_equal_tokens() -> None:
     )
     assert one[:32] == other[:32] and one[32:] != other[32:]
     assert len(one) == 40
-
-
-def test_spread_requests_stay_in_their_bin_and_in_order() -> None:
-    burst = [TraceRequest(arrival_s=3.0, input_tokens=1, output_tokens=1) for _ in range(3)]
-    assert [each.arrival_s for each in spread(burst)] == [3.5, 4.5, 5.5]
 
 
 def test_run_is_the_same_for_the_same_seed() -> None:
