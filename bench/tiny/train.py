@@ -35,6 +35,7 @@ import argparse
 import json
 import math
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -341,32 +342,29 @@ class BatchSource:
 
     def draw_recall(self, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
         """Draw rows of recall, one episode each: a second one could give the same key another value."""
-        rows = range(max(1, num_tokens // length))
-        return self._stack(
-            [encode_episode(self._tokenizer, recall_episode(self.rng, length)) for _ in rows], length
-        )
+        return self._draw(num_tokens, length, 1, lambda rng: recall_episode(rng, length))
 
     def draw_short(self, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
         """Draw rows of short episodes: many rows, as a short task is mostly asked at position 0."""
-        rows = []
-        for _ in range(max(1, num_tokens // length)):
-            ids: list[int] = []
-            labels: list[int] = []
-            while len(ids) < length:
-                more_ids, more_labels = encode_episode(self._tokenizer, short_episode(self.rng))
-                ids += more_ids
-                labels += more_labels
-            rows.append((ids, labels))
-        return self._stack(rows, length)
+        return self._draw(num_tokens, length, length, short_episode)
 
     def draw_calls(self, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
         """Draw rows of JSON forms, bare or as chat turns, and of conversations with tools."""
+
+        def draw(rng: random.Random) -> Episode:
+            return form_episode(rng) if rng.random() < 0.4 else call_episode(rng)
+
+        return self._draw(num_tokens, length, length - SHORT_LENGTH, draw)
+
+    def _draw(
+        self, num_tokens: int, length: int, least: int, draw: Callable[[random.Random], Episode]
+    ) -> tuple[Tensor, Tensor]:
+        """Draw rows of `length` tokens, about `num_tokens` in all, of episodes of `least` tokens or more."""
         rows = []
         for _ in range(max(1, num_tokens // length)):
             ids: list[int] = []
             labels: list[int] = []
-            while len(ids) < length - SHORT_LENGTH:
-                draw = form_episode if self.rng.random() < 0.4 else call_episode
+            while len(ids) < least:
                 more_ids, more_labels = encode_episode(self._tokenizer, draw(self.rng))
                 ids += more_ids
                 labels += more_labels
