@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.bench.engine import decode
+from baton.bench.engine.replica import TOY_LLAMA
 from baton.kernels import native
 from tests.tiny_models import write_config
 
@@ -51,3 +52,22 @@ def test_adapters_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.Monk
     rows = rows_of("lora", tmp_path)
     assert rows["2 adapters / 1 adapter, batch 2"]["limit"] == ">= 0.85"
     assert rows["no adapter, batch 2"]["value"] > 0
+
+
+def test_pages_of_one_byte_are_compared_with_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "CONTEXTS", (64,))
+    rows = rows_of("kv-dtype", tmp_path)
+    assert rows["int8: pages a GiB over plain"]["value"] > 1.5
+    assert rows["fp8 / plain, batch 8, 64 tokens"]["value"] > 0
+
+
+def test_ranks_of_experts_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "LLAMA_56M", TOY_LLAMA)
+    monkeypatch.setitem(decode.MIXTURE, "moe_intermediate_size", 32)
+    monkeypatch.setattr(decode, "EXPERT_TOKENS", 4)
+    decode.measure.main(None, ["experts", "--rounds", "1", "--output", str(tmp_path)])
+    rows = {row["name"]: row for row in json.loads((tmp_path / "decode-experts.json").read_text())["rows"]}
+    assert rows["batches with other tokens than one rank"]["value"] == 0
+    assert rows["two ranks, whole experts, batch 32"]["value"] > 0
