@@ -61,10 +61,6 @@ from baton.rpc.liveness import ClockOffset
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.tenants import Refusal
 
-MAX_REMEMBERED: Final = 4096  # workers that are gone
-SILENT_BEFORE_S: Final = 1.0  # of silence; more than between two pings
-
-
 # How an attempt ended, in its marks.
 FINISHED: Final = "finished"
 CANCELLED: Final = "cancelled"  # by the client, or at a stop string
@@ -117,6 +113,10 @@ class RequestMarks(msgspec.Struct, eq=False, gc=False):
         if self.attempts and not self.attempts[-1].end:
             attempt = self.attempts[-1]
             attempt.end, attempt.num_tokens, attempt.ended_s = end, num_tokens, now_s
+
+
+MAX_REMEMBERED: Final = 4096  # workers that are gone
+SILENT_BEFORE_S: Final = 1.0  # of silence; more than between two pings
 
 
 class _LostWorker(NamedTuple):
