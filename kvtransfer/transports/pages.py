@@ -3,7 +3,7 @@ pages.
 
 A shared pool is a file that has a descriptor but no name: it is freed when the last process that holds it has
 ended. A table of generations belongs to each pool, with one word a page, which only the owner can write: a
-writer in another process looks a page up there before it writes the page (kvtransfer/transports/shm.py).
+writer in another process looks a page up there before it writes the page (kvtransfer/transports/direct.py).
 """
 
 import contextlib

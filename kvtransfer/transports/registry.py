@@ -4,9 +4,8 @@ from typing import Final
 
 from baton.config.loader import import_class
 from baton.kvtransfer.transports.base import AUTO, Transport, TransportSet
-from baton.kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from baton.kvtransfer.transports.direct import CudaIpcTransport, ShmTransport
 from baton.kvtransfer.transports.one_sided import MooncakeTransport, NixlTransport
-from baton.kvtransfer.transports.shm import ShmTransport
 from baton.kvtransfer.transports.tcp import TcpTransport
 from baton.kvtransfer.transports.torch_distributed import GlooTransport, NcclTransport
 

@@ -17,7 +17,7 @@ from baton.errors import TransferFailed
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.kvtransfer.transports.base import Sender
-from baton.kvtransfer.transports.shm import ShmTransport
+from baton.kvtransfer.transports.direct import ShmTransport
 from baton.messages.operations import Status
 from baton.messages.status import OverloadLevel, QueueStatus, RedisState, RouterStatus
 from baton.messages.workers import Load, WorkerStatus

@@ -21,9 +21,9 @@ import torch
 
 from baton.errors import BatonError, WireError
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.transports import shm, torch_distributed
+from baton.kvtransfer.transports import direct, torch_distributed
+from baton.kvtransfer.transports.direct import POOL_SCHEMA, PoolOffer, ShmSender, ShmTransport
 from baton.kvtransfer.transports.pages import SharedFile, SharedPool
-from baton.kvtransfer.transports.shm import POOL_SCHEMA, PoolOffer, ShmSender, ShmTransport
 from baton.kvtransfer.transports.torch_distributed import (
     PAIR_SCHEMA,
     GlooTransport,
@@ -182,7 +182,7 @@ def test_source_without_an_incarnation_is_given_no_pool(pool_listener: PoolListe
 def test_new_processes_cannot_take_all_files(
     pool_listener: PoolListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm, "MAX_WRITERS", 3)
+    monkeypatch.setattr(direct, "MAX_WRITERS", 3)
     given = [pool_listener.ask(bytes([number]) * 16) for number in range(5)]
     assert given == [True, True, True, False, False]
     wait_for(lambda: pool_listener.dropped.counts() == {"limit": 2})

@@ -7,7 +7,7 @@ import pytest
 from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import Commit
 from baton.kvtransfer.transports.base import Sender
-from baton.kvtransfer.transports.shm import ShmTransport
+from baton.kvtransfer.transports.direct import ShmTransport
 from baton.messages.control import KvEventBatch, KvEventsWanted, Measured
 from baton.messages.workers import PairTransport, StepTimes
 from tests.unit.prefill_worker.test_pulled_prompts import PROMPT, begin, warm

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.errors import TransferFailed, WireError
-from baton.kvtransfer.transports.cuda_ipc import CudaOffer, open_offer
+from baton.kvtransfer.transports.direct import CudaOffer, open_offer
 
 OFFER = CudaOffer(
     device="GPU-00000000-no-such-device",

@@ -11,7 +11,7 @@ import torch
 from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.transports.base import LocalRank, OutgoingTransfer, Piece
-from baton.kvtransfer.transports.shm import ShmSender
+from baton.kvtransfer.transports.direct import ShmSender
 from baton.pages import PageLayout
 from tests.transfer_ends import Destination, Grant, Push, local_rank
 
