@@ -25,7 +25,8 @@ from baton.config.gateway import (
     text_settings,
 )
 from baton.errors import Overloaded
-from baton.gateway.api.admin import Canary, ServedAdapters, add_adapter_routes
+from baton.gateway.api.adapters import ServedAdapters, add_adapter_routes
+from baton.gateway.api.admin import Canary
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.sleep import add_sleep_routes

@@ -49,7 +49,7 @@ from baton.gateway.api.body import Prompt, raw_fields
 from baton.gateway.api.body_reader import PublicPrefixes, ServedModel, ServedModels
 from baton.gateway.api.call import Call, Dialect, make_call
 from baton.gateway.api.dialects import messages, responses
-from baton.gateway.api.dialects.responses import ResponseStore
+from baton.gateway.api.dialects.response_store import ResponseStore
 from baton.gateway.api.dialects.typed_events import MessageFormat, ResponsesFormat
 from baton.gateway.api.errors import (
     ApiError,
@@ -72,7 +72,7 @@ from baton.gateway.http.protocol import (
     read_body,
     respond_in_turns,
 )
-from baton.gateway.http.server import LIMITED_SOCKET, LimitedSocket
+from baton.gateway.http.websocket import LIMITED_SOCKET, LimitedSocket
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.requests import RequestHistory
 from baton.gateway.metrics.tracing import TRACE, Tracer

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from baton.gateway.http.server import MAX_FRAGMENTS
+from baton.gateway.http.websocket import MAX_FRAGMENTS
 from baton.request import Request
 from tests.e2e.test_http_streams import hear
 from tests.scripted_service import ScriptedService, answer_at_once

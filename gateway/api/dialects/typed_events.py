@@ -21,7 +21,7 @@ import orjson
 
 from baton.gateway.api.answer import Answer, AnswerChoice, Delta
 from baton.gateway.api.dialects.messages import error_body
-from baton.gateway.api.dialects.responses import ID_PREFIX, ResponseStore, StoredResponse
+from baton.gateway.api.dialects.response_store import ID_PREFIX, ResponseStore, StoredResponse
 from baton.gateway.api.errors import ApiError
 from baton.gateway.text.answer_reader import ToolCallDelta
 from baton.request import FinishReason

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from baton.gateway.api.dialects.responses import ResponseStore, StoredResponse
+from baton.gateway.api.dialects.response_store import ResponseStore, StoredResponse
 from baton.gateway.api.errors import ApiError
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics

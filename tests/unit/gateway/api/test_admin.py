@@ -15,16 +15,8 @@ from fastapi import FastAPI
 from baton.adapters import CONFIG_FILE, WEIGHTS_FILE
 from baton.clock import ManualClock
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
-from baton.gateway.api.admin import (
-    FRESH_S,
-    PROVED_S,
-    Canary,
-    Find,
-    LoadAdapter,
-    ServedAdapters,
-    UnloadAdapter,
-    add_admin_routes,
-)
+from baton.gateway.api.adapters import LoadAdapter, ServedAdapters, UnloadAdapter
+from baton.gateway.api.admin import FRESH_S, PROVED_S, Canary, Find, add_admin_routes
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.api.prompt_reader import PromptReader

@@ -9,7 +9,8 @@ from uvicorn.server import ServerState
 
 from baton.config.gateway import GatewayConfig
 from baton.gateway.http.protocol import HttpLimits
-from baton.gateway.http.server import HttpServer, LimitedSocket
+from baton.gateway.http.server import HttpServer
+from baton.gateway.http.websocket import LimitedSocket
 from baton.messages.workers import Address
 from tests.event_loop import on_loop
 

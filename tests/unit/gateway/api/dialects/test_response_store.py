@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from baton.gateway.api.dialects.responses import (
+from baton.gateway.api.dialects.response_store import (
     OVERHEAD_BYTES,
     ResponseQuery,
     ResponseStore,

@@ -9,7 +9,7 @@ import pytest
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.body import AskedResponse
 from baton.gateway.api.call import Dialect
-from baton.gateway.api.dialects.responses import ResponseQuery, ResponseStore
+from baton.gateway.api.dialects.response_store import ResponseQuery, ResponseStore
 from baton.gateway.api.dialects.typed_events import MessageFormat, ResponsesFormat
 from baton.gateway.api.errors import ApiError
 from baton.gateway.text.answer_reader import ToolCallDelta

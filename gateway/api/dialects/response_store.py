@@ -1,0 +1,156 @@
+"""The answers of `/v1/responses` that a gateway keeps: for `previous_response_id`, and to be read again.
+
+A response stays at the gateway that gave it; `ResponseStore.find` asks the other gateways of the port, too.
+Each tenant has a store of its own, bounded in entries and in bytes: no tenant finds or evicts a response of
+another one. The response that was used least recently is evicted first. An entry has its whole conversation,
+so a response remains usable when an earlier one of the conversation is deleted or evicted.
+"""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from baton.gateway.api.errors import ApiError, invalid, unsupported
+from baton.gateway.peer_gateways import PeerGateways
+
+ID_PREFIX: Final = "resp_"
+MAX_LISTED: Final = 100  # items in one answer
+OVERHEAD_BYTES: Final = 512  # of an entry, beside its content
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """A response and its conversation, as JSON."""
+
+    response: bytes  # the whole object
+    items: bytes  # a list: the items of the input, of earlier turns as well
+    output: bytes  # a list: the items of the answer
+
+    @property
+    def conversation(self) -> bytes:
+        """The items that precede the input of the next turn, as a JSON list."""
+        inner = [part for part in (self.items[1:-1], self.output[1:-1]) if part]
+        return b"[" + b",".join(inner) + b"]"
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the entry."""
+        return len(self.response) + len(self.items) + len(self.output) + OVERHEAD_BYTES
+
+
+class ResponseQuery(msgspec.Struct, frozen=True):
+    """Asks another gateway for a stored response of a tenant. forgets: that gateway deletes the response."""
+
+    tenant: str
+    id: str
+    forgets: bool = False
+
+
+class _Shelf:
+    """The responses of one tenant, the least recently used first."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.num_bytes = 0
+
+    def remove(self, id: str) -> None:
+        self.num_bytes -= self.entries.pop(id).num_bytes
+
+
+class ResponseStore:
+    """The stored responses of one gateway, by tenant."""
+
+    def __init__(self, *, max_entries: int, max_bytes: int, peers: PeerGateways | None = None) -> None:
+        """max_entries, max_bytes: of each tenant. peers: the other gateways of the port."""
+        self._ask = None if peers is None else peers.answer(ResponseQuery, StoredResponse, self.tell)
+        self.max_bytes = max_bytes
+        self.is_on = max_entries > 0  # responses are stored at all
+        self._max_entries = max_entries
+        self._shelves: dict[str, _Shelf] = {}  # none is empty
+
+    def put(self, tenant: str, id: str, stored: StoredResponse) -> bool:
+        """Keep a response. Returns False, and keeps nothing, if the response exceeds the tenant's bound."""
+        if not self.is_on or stored.num_bytes > self.max_bytes:
+            return False
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        while shelf.entries and (
+            len(shelf.entries) >= self._max_entries or shelf.num_bytes + stored.num_bytes > self.max_bytes
+        ):
+            shelf.remove(next(iter(shelf.entries)))
+        shelf.entries[id] = stored
+        shelf.num_bytes += stored.num_bytes
+        return True
+
+    async def find(
+        self, tenant: str, id: str, *, param: str | None = None, forgets: bool = False
+    ) -> StoredResponse:
+        """Return a response of the tenant, also of another gateway. forgets: it is deleted.
+
+        param: the key of the body that names the response. Raises ApiError 404, also for a response of
+        another tenant.
+        """
+        query = ResponseQuery(tenant, id, forgets)
+        found = self.tell(query)
+        if found is None and self._ask is not None and self.is_on and id.startswith(ID_PREFIX):
+            found = next(iter(await self._ask(query)), None)
+        if found is None:
+            raise _missing(id, param)
+        return found
+
+    def tell(self, query: ResponseQuery) -> StoredResponse | None:
+        """Return a response of the tenant, which `forgets` deletes; None if this gateway has none."""
+        shelf = self._shelves.get(query.tenant)
+        if shelf is None or (found := shelf.entries.get(query.id)) is None:
+            return None
+        shelf.entries.move_to_end(query.id)
+        if query.forgets:
+            shelf.remove(query.id)
+        if not shelf.entries:
+            del self._shelves[query.tenant]
+        return found
+
+    def num_bytes(self, tenant: str) -> int:
+        """Return the memory of a tenant's responses."""
+        shelf = self._shelves.get(tenant)
+        return 0 if shelf is None else shelf.num_bytes
+
+
+def _missing(id: str, param: str | None) -> ApiError:
+    name = f"{param}: " if param else ""
+    message = (
+        f"{name}the response {id[:80]!r} is not stored: it was never stored, was deleted, gave way to later "
+        "ones, or its gateway has ended"
+    )
+    return ApiError(404, message, code="response_not_found", param=param)
+
+
+def list_items(stored: StoredResponse, id: str, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return a page of a response's input items, as OpenAI lists them. id: of the response.
+
+    query: `limit`, `order` and `after`. Raises ApiError 400 that names another parameter or a wrong value.
+    """
+    for key in query.keys() - {"limit", "order", "after"}:
+        raise unsupported(f"the query parameter {key[:40]!r}", param=key[:40])
+    limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
+    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+        raise invalid(f"limit: expected 1 to {MAX_LISTED}, got {limit[:20]!r}", param="limit")
+    if order not in ("asc", "desc"):
+        raise invalid(f"order: expected asc or desc, got {order[:20]!r}", param="order")
+    items: list[dict[str, Any]] = msgspec.json.decode(stored.items)
+    # Clients may leave out ids; a listed item has one.
+    named = [{"id": f"item_{id.removeprefix(ID_PREFIX)}{at:03x}", **item} for at, item in enumerate(items)]
+    if order == "desc":
+        named.reverse()
+    if after is not None:
+        if all(item["id"] != after for item in named):
+            raise invalid(f"after: {after[:80]!r} is no item of the response", param="after")
+        named = list(itertools.dropwhile(lambda item: item["id"] != after, named))[1:]
+    page = named[: int(limit)]
+    ends = (
+        {"first_id": page[0]["id"], "last_id": page[-1]["id"]}
+        if page
+        else {"first_id": None, "last_id": None}
+    )
+    return {"object": "list", "data": page, "has_more": len(named) > len(page), **ends}
