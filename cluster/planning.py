@@ -91,6 +91,25 @@ def read_plans(path: Path, number: int) -> list[ScalingPlan]:
         raise ConfigError(f"{path} is no log of plans: {error}") from error
 
 
+def _calibrated_sizes(config: ServeConfig, times: TimeModel) -> dict[WorkerRole, int]:
+    """Return the tensor parallel size of each role's workers.
+
+    Raises ConfigError when such workers were not calibrated.
+    """
+    sizes = {}
+    for role, pool in config.pools.items():
+        settings = pool.engine(config.engine)
+        size, num_stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
+        calibrated = FittedTimes(times, size).num_stages
+        if calibrated != num_stages:
+            raise ConfigError(
+                f"planner.times: {role} workers have {num_stages} pipeline stages, the calibrated ones have "
+                f"{calibrated}; calibrate with the options of the cluster"
+            )
+        sizes[role] = size
+    return sizes
+
+
 class Planning:
     """The ticks of one planner."""
 
@@ -111,13 +130,14 @@ class Planning:
             tpot_s=math.inf if settings.tpot_ms is None else settings.tpot_ms / 1e3,
             attainment=settings.attainment,
         )
-        size = config.decode.engine(config.engine).tensor_parallel_size
-        replica = times.replicas.get(size) or next(iter(times.replicas.values()))
+        sizes = _calibrated_sizes(config, times)
+        size = sizes[WorkerRole.DECODE]
         room = Room(
-            num_seqs=config.engine.scheduler.max_num_seqs, num_tokens=replica.num_pages * times.page_size
+            num_seqs=config.engine.scheduler.max_num_seqs,
+            num_tokens=times.replicas[size].num_pages * times.page_size,
         )
         model = QueueModel(linear(FittedTimes(times, size, Validity(), 1.0)), room, objectives)
-        self._planner = Planner(settings, model, ProductionRehearser(times, objectives, room))
+        self._planner = Planner(settings, model, ProductionRehearser(times, objectives, room, sizes))
         self._settings = settings
         self._num_gateways = config.gateways
         self._clock = clock

@@ -159,8 +159,7 @@ class Engine(Replica):
         self._in_flight: deque[_Step] = deque()  # launched; their tokens are still to come
         self._is_async = choose_async(config, runner.device)
         # Steps in flight: one for each stage of a pipeline. The policies for comparison keep one in flight.
-        self._depth = runner.pp.size if config.scheduler.policy == "continuous" else 1
-        scheduler.num_batches = self._depth
+        scheduler.num_batches = runner.pp.size if config.scheduler.policy == "continuous" else 1
         self._seeds = random.Random(config.seed)
         self._meter = PreemptionMeter(runner.pool)
         self._num_steps = 0
@@ -198,11 +197,11 @@ class Engine(Replica):
         self._in_flight.clear()
         self._loading: dict[Sequence, float] = {}  # waits for pages from the disk -> since when
         self._adapters.held = []
-        max_pages, shares_steps = layout.num_pages(self.max_model_len), self._depth > 1
+        max_pages, num_batches = layout.num_pages(self.max_model_len), self.scheduler.num_batches
         # One for each step in flight, in turn, so that the same sequences come back to the same builder.
         self._builders = deque(
-            StepBuilder(layout.page_size, max_num_seqs, max_pages, shares_steps=shares_steps)
-            for _ in range(self._depth)
+            StepBuilder(layout.page_size, max_num_seqs, max_pages, shares_steps=num_batches > 1)
+            for _ in range(num_batches)
         )
         processors = (*LOGITS_PROCESSORS.values(), *self._outside_processors, self._form_mask)
         self._sampler = Sampler(self.runner.device, processors)
@@ -295,7 +294,7 @@ class Engine(Replica):
         meter = self._step_meter
         if batch.is_empty:
             meter.end()
-            if self._in_flight and self._depth > 1:
+            if self._in_flight and self.scheduler.num_batches > 1:
                 self.wait_s = None
             return self._collect()
         num_tokens = batch.num_tokens
@@ -307,10 +306,10 @@ class Engine(Replica):
         sampling = self._sampler.parameters_of_draws(batch) if self.runner.pp.size > 1 else None
         answer = self._run(batch, watch, sampling)
         step = _Step(batch, num_tokens, answer, sampling is not None, began_s, launched_s)
-        if self._depth > 1:
+        if self.scheduler.num_batches > 1:
             self.scheduler.launch(batch)
             self._in_flight.append(step)
-            outputs = self._collect() if len(self._in_flight) == self._depth else []
+            outputs = self._collect() if len(self._in_flight) == self.scheduler.num_batches else []
         else:
             outputs = self._collect()
             if batch.sequences:

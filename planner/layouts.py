@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.messages.workers import WorkerRole
 from baton.planner.demand import Mix, Stream
 from baton.sim.rehearsal import Layout, Rehearsal, RehearsalSettings, rehearse
 from baton.sim.timed.times import Machine, StepWork, TimeModel, WorkTimes
@@ -23,7 +24,7 @@ Phase: TypeAlias = tuple[Floats, Floats, Floats]  # P(objective met), seconds, u
 # The probability that each of demand.LEVELS stands for.
 WEIGHTS: Final = (0.2, 0.2, 0.2, 0.2, 0.14, 0.045, 0.015)
 REHEARSED_S: Final = 120.0  # of a load, by the production router
-REHEARSED: Final = 400  # requests at most
+REHEARSED: Final = {"fast": 400, "full": 60}  # requests at most, by the mode
 MOST_USE: Final = 100.0  # that a prediction says, of workers that are far from enough
 WINDOW_S: Final = 240.0  # over which the wait for prefill workers is predicted
 MAX_PHASES: Final = 512  # that are remembered
@@ -118,6 +119,10 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     num_seqs: int = 256
     num_tokens: int = 1_000_000  # of KV
 
+    def of_lane(self, num_lanes: int) -> "Room":
+        """Return the room that each of so many lanes has."""
+        return Room(num_seqs=max(1, self.num_seqs // num_lanes), num_tokens=self.num_tokens // num_lanes)
+
 
 def linear(times: WorkTimes, most_tokens: int = 8192, most_seqs: int = 128) -> Machine:
     """Return the roofline that is nearest to these times: shares of the errors, up to these sizes of work."""
@@ -147,6 +152,7 @@ def linear(times: WorkTimes, most_tokens: int = 8192, most_seqs: int = 128) -> M
         step_sequence_s=sequence_s,
         step_context_s=context_s,
         kv_token_bytes=times.kv_token_bytes,
+        num_stages=times.num_stages,
         exposed_s=times.handoff_s(most_tokens // 4),
     )
 
@@ -163,6 +169,9 @@ class QueueModel:
     this holds beyond saturation, too, where the wait only grows. Decode workers together hold a number of
     sequences with the variance of a Poisson process, in equal parts; the step's time follows from the
     number, and the number from the step's time.
+
+    A worker with pipeline stages has a lane for each step in flight. Lanes share the worker's room, and
+    compute beside each other as workers do.
     """
 
     def __init__(self, machine: Machine, room: Room, objectives: Objectives) -> None:
@@ -179,19 +188,19 @@ class QueueModel:
         local_share: of the prompts, computed on their decode worker. shed_share: of the requests, refused.
         """
         demand, backlog, probability = outlook.demand, outlook.backlog, np.array(outlook.weights)
-        local = local_share if layout.num_prefill else 1.0
+        local, lanes = local_share if layout.num_prefill else 1.0, self.machine.num_stages
         keeps = 1.0 - shed_share
         load = np.array(outlook.factors)[:, None] * keeps  # [factors, 1]
         given = outlook.factors, keeps, local
         in_ttft, wait_s, use = self._once(
             demand,
             ("prefill", layout.num_prefill, backlog, *given),
-            lambda: self._prefill(demand, load * (1 - local), layout.num_prefill, backlog * keeps),
+            lambda: self._prefill(demand, load * (1 - local), lanes * layout.num_prefill, backlog * keeps),
         )
         in_tpot, tpot_s, decode_use = self._once(
             demand,
             ("decode", layout.num_decode, *given),
-            lambda: self._decode(demand, load[:, 0], layout.num_decode, local),
+            lambda: self._decode(demand, load[:, 0], lanes * layout.num_decode, local),
         )
         share = demand.rate / max(demand.total_rate, 1e-12)
         met = in_ttft * in_tpot * keeps  # [factors, cells]
@@ -232,10 +241,11 @@ class QueueModel:
     def work(self, demand: Demand) -> dict[str, float]:
         """Return the workers of both roles that each stream keeps busy, by tenant/class."""
         machine, context = self.machine, demand.prompt_tokens + demand.output_tokens / 2
-        together = np.minimum(self.room.num_seqs, self.room.num_tokens / np.maximum(1.0, context))
+        room = self.room.of_lane(machine.num_stages)
+        together = np.minimum(room.num_seqs, room.num_tokens / np.maximum(1.0, context))
         token_s = machine.step_base_s / together + machine.step_sequence_s + machine.step_context_s * context
         busy = demand.rate * (self.compute_s(demand) + demand.output_tokens * token_s)
-        return demand.by_stream(busy)
+        return demand.by_stream(busy / machine.num_stages)
 
     def _prefill(self, demand: Demand, load: Floats, workers: int, backlog: float) -> Phase:
         """Return P(TTFT is met) and the mean TTFT, [factors, cells], and the use of workers, [factors]."""
@@ -263,7 +273,7 @@ class QueueModel:
 
     def _decode(self, demand: Demand, load: Floats, workers: int, local_share: float) -> Phase:
         """Return P(TPOT is met), [factors, 1], the mean TPOT and the use, [factors]."""
-        machine, room = self.machine, self.room
+        machine, room = self.machine, self.room.of_lane(self.machine.num_stages)
         tokens = load * float(demand.rate @ demand.output_tokens) / workers  # tokens/s a worker
         local = load * float(demand.rate @ self.compute_s(demand)) * local_share / workers
         weight = demand.rate * demand.output_tokens
@@ -286,9 +296,14 @@ class QueueModel:
 class ProductionRehearser:
     """Rehearses with the production router (sim/rehearsal.py), at the LEVELS of a demand that matter."""
 
-    def __init__(self, times: TimeModel, objectives: Objectives, room: Room) -> None:
-        """times: of `baton calibrate`."""
+    def __init__(
+        self, times: TimeModel, objectives: Objectives, room: Room, sizes: Mapping[WorkerRole, int]
+    ) -> None:
+        """times: of `baton calibrate`. sizes: tensor parallel sizes of the workers, which the times have."""
         self._times = times
+        self._sizes = sizes
+        has_stages = any(times.replicas[size].num_stages > 1 for size in sizes.values())
+        self._most = REHEARSED["full" if has_stages else "fast"]
         self._settings = RehearsalSettings(
             sla=Sla(
                 ttft_ms=1e3 * objectives.ttft_s if math.isfinite(objectives.ttft_s) else None,
@@ -321,10 +336,10 @@ class ProductionRehearser:
         )
 
     def _run(self, demand: Demand, factor: float, layout: Layout) -> Rehearsal | None:
-        """Rehearse REHEARSED_S of a demand, and no more than REHEARSED requests; None without figures."""
+        """Rehearse REHEARSED_S of a demand, in a bounded number of requests; None without figures."""
         random = np.random.default_rng(0)
         rate = max(1e-9, demand.total_rate * factor)
-        number = int(min(REHEARSED, max(1.0, rate * REHEARSED_S)))
+        number = int(min(self._most, max(1.0, rate * REHEARSED_S)))
         cells = random.choice(len(demand.rate), number, p=demand.rate / demand.total_rate)
         arrivals_s = np.cumsum(random.exponential(1 / rate, number)).tolist()
         requests = []
@@ -332,6 +347,8 @@ class ProductionRehearser:
             new = max(1, round(float(demand.prompt_tokens[cell] - demand.cached_tokens[cell])))
             output = max(1, round(float(demand.output_tokens[cell])))
             requests.append(TraceRequest(arrival_s=at_s, input_tokens=new, output_tokens=output))
+        prefill_tp, decode_tp = self._sizes[WorkerRole.PREFILL], self._sizes[WorkerRole.DECODE]
+        layout = msgspec.structs.replace(layout, prefill_tp=prefill_tp, decode_tp=decode_tp)
         result = rehearse(requests, layout, self._times, self._settings)
         return result if result.is_valid and "attainment" in result.figures else None
 

@@ -2,8 +2,8 @@
 
 1. `layouts` lists the candidates: workers without roles, and every split into prefill and decode workers, up
    to a number of devices; ranks of either role, and tokens of a step, as far as the time model has them.
-2. Each is rehearsed in the fast mode. Those that meet the objectives are ranked by devices, then by headroom:
-   the multiple of the load under which they still do.
+2. Each is rehearsed in the fast mode, or in the full one where workers have pipeline stages. Those that meet
+   the objectives are ranked by devices, then by headroom: the multiple of the load under which they still do.
 3. The first few sets of workers, and the first of the other kind, are rehearsed in the full mode. The
    cheapest that still meets the objectives is the advice: also not to disaggregate, or that nothing does.
 """
@@ -68,20 +68,22 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 def layouts(times: TimeModel, max_ranks: int) -> list[Layout]:
     """Return at most MAX_LAYOUTS candidates of up to so many devices."""
     sizes = sorted(times.replicas)
+    ranks = {size: size * times.replicas[size].num_stages for size in sizes}
     most = min(each.steps.most["num_new"] for each in times.replicas.values())
     usual = max([each for each in STEP_TOKENS if each <= most], default=int(most))
     base = [
         Layout(num_prefill=0, num_decode=number, decode_tp=size)
         for size in sizes
-        for number in range(1, max_ranks // size + 1)
+        for number in range(1, max_ranks // ranks[size] + 1)
     ]
     base += [
         Layout(num_prefill=prefill, num_decode=decode, prefill_tp=prefill_tp, decode_tp=decode_tp)
         for prefill_tp in sizes
         for decode_tp in sizes
-        for prefill in range(1, max_ranks // prefill_tp + 1)
-        for decode in range(1, (max_ranks - prefill * prefill_tp) // decode_tp + 1)
+        for prefill in range(1, max_ranks // ranks[prefill_tp] + 1)
+        for decode in range(1, (max_ranks - prefill * ranks[prefill_tp]) // ranks[decode_tp] + 1)
     ]
+    base = [each.with_stages(times) for each in base]
     base.sort(key=lambda each: (each.num_ranks, abs(each.num_prefill - each.num_decode)))
     steps = [each for each in STEP_TOKENS if each < usual][::-2][:2]
     found = [msgspec.structs.replace(each, step_tokens=usual) for each in base]
@@ -164,7 +166,8 @@ def _finalists(options: Sequence[Option]) -> list[Option]:
 def _rehearse_fast(given: tuple[Search, Layout]) -> Rehearsal:
     search, layout = given
     settings = msgspec.structs.replace(search.settings, mode="fast", has_intervals=False)
-    return rehearse(search.trace, layout, search.times, settings)
+    most = MOST_FULL if layout.has_stages else None
+    return rehearse(search.trace[:most], layout, search.times, settings)
 
 
 def _rehearse_full(given: tuple[Search, Layout]) -> Rehearsal:

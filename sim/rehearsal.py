@@ -54,6 +54,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     num_decode: int
     prefill_tp: int = 1  # ranks of each worker
     decode_tp: int = 1
+    prefill_pp: int = 1  # pipeline stages of each worker
+    decode_pp: int = 1
     step_tokens: int | None = None  # scheduler.max_num_batched_tokens
     page_size: int | None = None
 
@@ -74,6 +76,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         roles = f"{self.num_prefill}P{self.num_decode}D" if self.num_prefill else f"{self.num_decode}M"
         more = {"step of": self.step_tokens, "page": self.page_size}
         told = [f"{name} {value}" for name, value in more.items() if value is not None]
+        if self.prefill_pp > 1 and self.num_prefill:
+            told.insert(0, f"prefill PP {self.prefill_pp}")
+        if self.decode_pp > 1:
+            told.insert(0, f"PP {self.decode_pp}")
         if self.prefill_tp > 1 and self.num_prefill:
             told.insert(0, f"prefill TP {self.prefill_tp}")
         if self.decode_tp > 1:
@@ -88,7 +94,20 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         """The number of devices."""
-        return self.num_prefill * self.prefill_tp + self.num_decode * self.decode_tp
+        prefill, decode = self.prefill_tp * self.prefill_pp, self.decode_tp * self.decode_pp
+        return self.num_prefill * prefill + self.num_decode * decode
+
+    @property
+    def has_stages(self) -> bool:
+        """True when workers are pipelines of several stages."""
+        return max(self.prefill_pp, self.decode_pp) > 1
+
+    def with_stages(self, times: TimeModel) -> "Layout":
+        """Return the layout with as many pipeline stages as the calibrated workers have."""
+        stages = {size: each.num_stages for size, each in times.replicas.items()}
+        return msgspec.structs.replace(
+            self, prefill_pp=stages.get(self.prefill_tp, 1), decode_pp=stages.get(self.decode_tp, 1)
+        )
 
 
 class RehearsalSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,9 +170,16 @@ class Course(NamedTuple):
 def rehearse(
     trace: Sequence[TraceRequest], layout: Layout, times: TimeModel, settings: RehearsalSettings = _DEFAULT
 ) -> Rehearsal:
-    """Rehearse a load on a layout. ConfigError for an empty trace, and for ranks that were not calibrated."""
+    """Rehearse a load on a layout. ConfigError for an empty trace, and for ranks that were not calibrated.
+
+    Workers have as many pipeline stages as the calibrated ones. With several the mode is full, because the
+    fast mode has one step of a worker at a time.
+    """
     if not trace:
         raise ConfigError("the trace has no request")
+    layout = layout.with_stages(times)
+    if layout.has_stages:
+        settings = msgspec.structs.replace(settings, mode="full")
     validity = Validity()
     course = _run(trace, layout, times, settings, 1.0, validity)
     complaints = (*_neighbour_complaints(layout, times, settings), *validity.complaints)
@@ -165,10 +191,11 @@ def rehearse(
         )
     courses = []
     if settings.has_intervals:
-        error, fast = max(LEAST_ERROR, times.error), msgspec.structs.replace(settings, mode="fast")
+        error, mode = max(LEAST_ERROR, times.error), "full" if layout.has_stages else "fast"
+        quick = msgspec.structs.replace(settings, mode=mode)
         for scale in (1.0, 1 / (1 + error), 1 + error):
-            is_known = scale == 1.0 and settings.mode == "fast"
-            courses.append(course if is_known else _run(trace, layout, times, fast, scale, Validity()))
+            is_known = scale == 1.0 and settings.mode == mode
+            courses.append(course if is_known else _run(trace, layout, times, quick, scale, Validity()))
     return msgspec.structs.replace(
         result,
         num_refused=course.num_refused,
@@ -320,8 +347,8 @@ def _course(
 
 
 def _figures(course: Course, others: Sequence[Course], settings: RehearsalSettings) -> dict[str, Figure]:
-    """Return each figure of a course. others: in the fast mode, with usual, less and more work: the spread of
-    their draws about the first of them is the interval.
+    """Return each figure of a course. others: in the quickest mode, with usual, less and more work. The
+    spread of their draws about the first of them is the interval.
     """
     whole = _values(course, np.arange(len(course.ttft_ms)), settings.sla)
     if not others:

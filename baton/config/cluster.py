@@ -159,8 +159,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("router.link_timeout_s: set link_timeout_s, which all processes share")
         for pool in self.pools.values():
             settings = pool.engine(self.engine)
-            if settings.pipeline_parallel_size > 1 and self.planner.mode != "off":
-                raise ConfigError("planner.mode: workers with pipeline stages have no calibrated times yet")
             if pool.num_workers:
                 settings.check_nodes()
             if settings.nnodes > 1 and self.ray_address is None:

@@ -38,6 +38,7 @@ from baton.config.engine import EngineConfig, engine_config
 from baton.config.environment import environment_of_child
 from baton.engine.engine import Engine, load_engine
 from baton.engine.scheduler.sequence import Batch
+from baton.errors import ConfigError
 from baton.kvtransfer.transports.base import AUTO
 from baton.messages.status import Times
 from baton.messages.workers import WorkerRole
@@ -90,7 +91,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """A child that has loaded the model."""
 
     fingerprint: str
-    layout: PageLayout
+    layout: PageLayout  # of rank 0
     num_pages: int
     max_model_len: int
     step_tokens: int
@@ -108,10 +109,11 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Stepper:
-    """Computes and times steps of an engine."""
+    """Computes and times steps of an engine, those of a pipeline alone, on their way through all stages."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        engine.scheduler.num_batches = 1
         self._random = random.Random(0)
         self._batch: Batch | None = None
         apply = engine.scheduler.apply
@@ -181,7 +183,7 @@ def serve(config: EngineConfig) -> None:
     engine = load_engine(config)
     loaded = Loaded(
         engine.fingerprint,
-        engine.runner.layout,
+        engine.runner.own_layout,
         engine.pages.num_pages,
         engine.max_model_len,
         config.scheduler.max_num_batched_tokens,
@@ -265,16 +267,17 @@ def calibrate(
     """
     config = msgspec.structs.replace(config, model=str(resolve_model(config.model)))
     engine = {role: pool.engine(config.engine) for role, pool in config.pools.items()}
-    sizes = dict.fromkeys(each.tensor_parallel_size for each in engine.values())
+    sizes = {each.tensor_parallel_size: each.pipeline_parallel_size for each in engine.values()}
+    if any(sizes[each.tensor_parallel_size] != each.pipeline_parallel_size for each in engine.values()):
+        raise ConfigError("pipeline_parallel_size: roles with as many ranks a stage need as many stages")
     settings = engine[WorkerRole.DECODE]
     replicas: dict[int, ReplicaTimes] = {}
-    for size in sizes:
-        own = engine_config(
-            {**msgspec.to_builtins(settings), "model": config.model, "tensor_parallel_size": size}
-        )
+    for size, num_stages in sizes.items():
+        ranks = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages}
+        own = engine_config({**msgspec.to_builtins(settings), "model": config.model, **ranks})
         tell(f"steps, tensor parallel size {size}")
         loaded, replicas[size], neighbours, drift = _measure_workers(
-            own, seconds / len(sizes), num_neighbours if size == 1 else 0, num_threads, tell
+            own, seconds / len(sizes), num_neighbours if size == num_stages == 1 else 0, num_threads, tell
         )
     tell("transfers")
     samples = measure_transfers(
@@ -324,7 +327,12 @@ def _measure_workers(
         alone.append(children[0].measure(probes, each_s))
         drift = abs(_ratio(alone[1], alone[0]) - 1.0)
         starts_s = tuple(child.start_s for child in children)
-        times = ReplicaTimes(steps=fit_steps(samples), num_pages=loaded.num_pages, start_s=starts_s)
+        times = ReplicaTimes(
+            steps=fit_steps(samples),
+            num_pages=loaded.num_pages,
+            start_s=starts_s,
+            num_stages=config.pipeline_parallel_size,
+        )
         return loaded, times, tuple(multiples) if num_neighbours else (), drift
 
 

@@ -120,6 +120,7 @@ class FastWorker:
     def __init__(self, cluster: "FastCluster", hello: Hello, times: WorkTimes, budget: float) -> None:
         """budget: tokens of a step; inf: one whole prompt a step."""
         assert hello.worker is not None
+        assert times.num_stages == 1, "one step of a worker is under way at a time"
         self.cluster = cluster
         self.hello = hello
         self.worker = hello.worker

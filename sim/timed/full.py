@@ -5,12 +5,14 @@ workers' loops, the engine's scheduler and prefix cache, and the transfer protoc
 Time models stand for the steps of the engine and for the bytes on their way.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 from baton.config.router import RouterConfig
+from baton.engine.replica import LayerWatch
 from baton.engine.scheduler.sequence import Batch
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.errors import BatonError
@@ -18,7 +20,7 @@ from baton.gateway.metrics.requests import EndedRequest
 from baton.gateway.streams.request_stream import ReplayLimits, RequestMarks
 from baton.messages.operations import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
-from baton.request import Request, SamplingParams, TokenEvent, TokenIds
+from baton.request import Request, SamplingParams, StepOutput, TokenEvent, TokenIds
 from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker
 from baton.sim.engine import SimEngine
 from baton.sim.network import Network, Recorder
@@ -99,6 +101,61 @@ class TimedEngine(SimEngine):
 
     def _check(self) -> None:
         """Leave the ledgers unchecked, for speed."""
+
+
+class _Launched(NamedTuple):
+    batch: Batch
+    launched_s: float
+    ends_s: float  # in the last stage
+
+
+class PipelineEngine(TimedEngine):
+    """A replica of pipeline stages, which keeps as many steps in flight as `Engine` does.
+
+    Each stage takes the same part of a step's seconds, and computes one step after the other.
+    """
+
+    def __init__(
+        self, worker: Worker, process: TimedProcess, step_s: Callable[[StepWork], float], num_stages: int
+    ) -> None:
+        super().__init__(worker, process, step_s)
+        self.scheduler.num_batches = num_stages
+        self._in_flight: deque[_Launched] = deque()
+        self._free_s = [0.0] * num_stages  # when each stage has computed the launched steps
+        self._busy_since_s: float | None = None  # the end of the last step, if there was more work
+
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or super().has_work()
+
+    def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
+        """Launch a step, and take the tokens of the oldest one when there are as many as stages."""
+        self._expire()
+        batch = self.scheduler.apply(self.scheduler.plan())
+        if not batch.sequences:
+            if self._in_flight:
+                return self._collect()
+            self._spend(IDLE_S)
+            return []
+        now_s = end_s = self._clock.now_s()
+        stage_s = self._work_s(work_of(batch)) / len(self._free_s)
+        for stage, free_s in enumerate(self._free_s):
+            end_s = self._free_s[stage] = max(end_s, free_s) + stage_s
+        self.busy_s += stage_s
+        self.scheduler.launch(batch)
+        self._in_flight.append(_Launched(batch, now_s, end_s))
+        self._spend(self._free_s[0] - now_s)  # rank 0 is in the first stage
+        return self._collect() if len(self._in_flight) == len(self._free_s) else []
+
+    def _collect(self) -> list[StepOutput]:
+        batch, launched_s, ends_s = self._in_flight.popleft()
+        self._spend(max(0.0, ends_s - self._clock.now_s()))
+        ended_s = self._clock.now_s()
+        step_s = ended_s - max(launched_s, self._busy_since_s or 0.0)
+        self._last_step = batch, step_s
+        self._step_meter.observe(step_s, batch.num_tokens)
+        outputs = self.scheduler.commit(batch, self._run_batch(batch), step_s, computed_s=step_s)
+        self._busy_since_s = ended_s if self.scheduler.has_work() else None
+        return outputs
 
 
 class FullClient:
@@ -219,7 +276,10 @@ class FullCluster:
 
     def _make_engine(self, times: WorkTimes, worker: Worker, process: TimedProcess) -> TimedEngine:
         self._processes.append(process)
-        return TimedEngine(worker, process, partial(self._step_s, times))
+        step_s = partial(self._step_s, times)
+        if times.num_stages > 1:
+            return PipelineEngine(worker, process, step_s, times.num_stages)
+        return TimedEngine(worker, process, step_s)
 
     def _step_s(self, times: WorkTimes, work: StepWork) -> float:
         """Return the seconds of a step that begins now, beside the workers that are busy now."""

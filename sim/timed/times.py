@@ -71,12 +71,17 @@ class WorkTimes(Protocol):
     """The seconds that a worker's work takes."""
 
     @property
+    def num_stages(self) -> int:
+        """Pipeline stages of the worker: as many steps are in flight."""
+        ...
+
+    @property
     def kv_token_bytes(self) -> int:
         """Bytes of the pages of one token."""
         ...
 
     def step_s(self, work: StepWork) -> float:
-        """Seconds of a step."""
+        """Seconds of a step, on its way through all stages."""
         ...
 
     def transfer_s(self, num_bytes: int, num_transfers: int = 1) -> float:
@@ -107,6 +112,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     exposed_s: float = 5e-3  # of a hand-off: not hidden behind the prompt's computation
     transfer_base_s: float = 5e-3
     transfer_bytes_per_s: float = 10e9
+    num_stages: int = 1
 
     def step_s(self, work: StepWork) -> float:
         prompt_s = work.num_new * self.prefill_token_s + work.num_pairs * self.prefill_pair_s
@@ -209,9 +215,10 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaTimes(msgspec.Struct, frozen=True, kw_only=True):
     """One worker of some tensor parallel size."""
 
-    steps: StepModel
+    steps: StepModel  # a step of a pipeline alone, on its way through all stages
     num_pages: int
     start_s: tuple[float, ...]  # measured starts, until the model is loaded
+    num_stages: int = 1  # of a pipeline, each of which takes the same part of a step
 
 
 class TimeModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -359,6 +366,7 @@ class FittedTimes:
             known = ", ".join(map(str, sorted(model.replicas)))
             raise ConfigError(f"tensor parallel size {size} was not calibrated, only {known} was")
         self.kv_token_bytes = model.kv_token_bytes
+        self.num_stages = model.replicas[size].num_stages
         self.validity = validity or Validity()
         self._steps, self._transfer = model.replicas[size].steps, model.transfer
         self._loop_s, self._handoff_s = model.overheads.step_s, model.overheads.handoff_s

@@ -69,12 +69,11 @@ def _model_lines(model: TimeModel) -> list[str]:
     lines = []
     for size, replica in model.replicas.items():
         steps = replica.steps
+        name = f"TP {size}" + (f", PP {replica.num_stages}" if replica.num_stages > 1 else "")
         low, high = 100 * (steps.errors[1] - 1), 100 * (steps.errors[-2] - 1)
         ranges = ", ".join(f"{name[4:]} <= {most:,.0f}" for name, most in steps.most.items())
-        lines.append(
-            f"TP {size}: steps {low:+.1f} to {high:+.1f} % off where held out; calibrated for {ranges}"
-        )
-        lines.append(f"TP {size}: starts in {min(replica.start_s):.1f} to {max(replica.start_s):.1f} s")
+        lines.append(f"{name}: steps {low:+.1f} to {high:+.1f} % off where held out; calibrated for {ranges}")
+        lines.append(f"{name}: starts in {min(replica.start_s):.1f} to {max(replica.start_s):.1f} s")
     slower = ", ".join(f"{each:.2f}" for each in model.neighbours[1:])
     lines += [f"beside 1, 2, ... busy workers steps take {slower} times as long"] if slower else []
     return [*lines, f"the machine drifted by {100 * model.drift:.1f} %"]
@@ -325,8 +324,12 @@ def serve_yaml(model: str, layout: Layout) -> str:
     decode: dict[str, object] = {"num_workers": layout.num_decode}
     if layout.prefill_tp > 1:
         prefill["tensor_parallel_size"] = layout.prefill_tp
+    if layout.prefill_pp > 1:
+        prefill["pipeline_parallel_size"] = layout.prefill_pp
     if layout.decode_tp > 1:
         decode["tensor_parallel_size"] = layout.decode_tp
+    if layout.decode_pp > 1:
+        decode["pipeline_parallel_size"] = layout.decode_pp
     engine: dict[str, object] = {}
     if layout.step_tokens is not None:
         engine["scheduler"] = {"max_num_batched_tokens": layout.step_tokens}

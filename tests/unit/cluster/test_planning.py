@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from baton.bench.sim.suite import usual_times
 from baton.clock import ManualClock
 from baton.cluster.planning import Planning, read_plans
 from baton.config.cluster import ServeConfig
+from baton.config.engine import EngineSettings
 from baton.config.planner import PlannerConfig
 from baton.errors import ConfigError, PeerGone
 from baton.messages.operations import GatewayStatus, PlanSummary, Status
@@ -38,6 +40,16 @@ class FakeRouters:
 
     async def flip(self, worker: str, role: WorkerRole) -> None:
         raise AssertionError("nothing is to flip")
+
+
+class Ranks(NamedTuple):
+    """The ranks of each worker."""
+
+    tp_size: int = 1
+    num_stages: int = 1
+
+
+ONE: Final = Ranks()
 
 
 class FakeWorkers:
@@ -87,16 +99,33 @@ def test_log_that_is_none_is_an_error(tmp_path: Path) -> None:
 
 
 def planning(
-    folder: Path, routers: FakeRouters, workers: FakeWorkers, clock: ManualClock, mode: str
+    folder: Path,
+    routers: FakeRouters,
+    workers: FakeWorkers,
+    clock: ManualClock,
+    mode: str,
+    ranks: Ranks = ONE,
+    calibrated: Ranks | None = None,
 ) -> Planning:
-    """A planner of a cluster whose objective one prefill worker cannot meet."""
-    usual_times().save(folder / "times.json")
+    """A planner of a cluster whose objective one prefill worker cannot meet.
+
+    calibrated: the ranks of the workers that the times are of; None: those of the cluster.
+    """
+    tp_size, num_stages = calibrated or ranks
+    times = usual_times()
+    replica = msgspec.structs.replace(times.replicas[1], num_stages=num_stages)
+    msgspec.structs.replace(times, replicas={tp_size: replica}).save(folder / "times.json")
     config = msgspec.convert(
         {"mode": mode, "ttft_ms": 60_000.0, "max_workers": 8, "times": str(folder / "times.json")},
         PlannerConfig,
     )
+    engine = EngineSettings(tensor_parallel_size=ranks.tp_size, pipeline_parallel_size=ranks.num_stages)
     return Planning(
-        ServeConfig(model="tiny", planner=config), clock, routers, workers, folder / "plans.jsonl"
+        ServeConfig(model="tiny", planner=config, engine=engine),
+        clock,
+        routers,
+        workers,
+        folder / "plans.jsonl",
     )
 
 
@@ -121,6 +150,30 @@ def test_plans_are_written_and_applied_if_asked_for(tmp_path: Path, mode: str, i
     assert any(each.actions.startswith("add ") for each in routers.told)
     scored = {score.decision_id: score.attainment for plan in plans for score in plan.scores}
     assert {each.id: each.came for each in routers.told if each.id in scored} == scored
+
+
+@pytest.mark.parametrize("ranks", [Ranks(2, 1), Ranks(2, 2)], ids=str)
+def test_workers_of_several_ranks_are_added_whole(tmp_path: Path, ranks: Ranks) -> None:
+    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
+    one = planning(tmp_path, routers, workers, clock, "apply", ranks)
+    run_ticks(one, routers, clock, 6, rate=200)
+    target = read_plans(tmp_path / "plans.jsonl", 1)[-1].target
+    assert target.num_workers > 2 and workers.scaled[-1] == (target.num_prefill, target.num_decode)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "calibrated", "message"),
+    [
+        (Ranks(1, 2), Ranks(1, 1), "prefill workers have 2 pipeline stages, the calibrated ones have 1"),
+        (Ranks(1, 1), Ranks(1, 2), "prefill workers have 1 pipeline stages, the calibrated ones have 2"),
+        (Ranks(2, 1), Ranks(1, 1), "tensor parallel size 2 was not calibrated, only 1 was"),
+    ],
+)
+def test_workers_that_were_not_calibrated_are_an_error(
+    tmp_path: Path, ranks: Ranks, calibrated: Ranks, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planning(tmp_path, FakeRouters(), FakeWorkers(), ManualClock(), "advise", ranks, calibrated)
 
 
 def test_routers_that_do_not_answer_hold(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The planner's decisions: on slices of the bench's workloads, and on figures that are made."""
 
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import pytest
 
 from baton.bench.planner import GOAL, Planned, Workload, made, simulate
@@ -13,15 +14,17 @@ from baton.planner.planner import Figures, Planner
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import Machine
 
+MACHINE: Final = Machine()
+
 
 def workload(hours: float = 0.5, rate: float = 5.0) -> Workload:
     return made("steady", hours, lambda at_s: rate, seed=3)
 
 
-def planner(objectives: Objectives | None = None, **settings: object) -> Planner:
+def planner(objectives: Objectives | None = None, machine: Machine = MACHINE, **settings: object) -> Planner:
     given = {"ttft_ms": 15_000.0, "max_workers": 32, **settings}
     config = PlannerConfig(**given)  # type: ignore[arg-type]
-    return Planner(config, QueueModel(Machine(), Room(), objectives or Objectives(ttft_s=15.0, tpot_s=0.05)))
+    return Planner(config, QueueModel(machine, Room(), objectives or Objectives(ttft_s=15.0, tpot_s=0.05)))
 
 
 def figures(
@@ -53,6 +56,13 @@ def test_steady_load_is_served_with_few_actions() -> None:
     assert result.worker_h <= 1.25 * 13
     late = [plan for plan in result.plans if plan.at_s > 1800 and plan.outcome == "change"]
     assert len(late) <= 3
+
+
+def test_load_needs_half_as_many_workers_of_two_stages() -> None:
+    staged = msgspec.structs.replace(MACHINE, num_stages=2)
+    plain, staged_workers = warm(planner(), ticks=40), warm(planner(machine=staged), ticks=40)
+    for of_role, of_role_staged in zip(plain, staged_workers, strict=True):
+        assert 0 <= of_role_staged - of_role / 2 < 1.5, (plain, staged_workers)
 
 
 @pytest.mark.slow

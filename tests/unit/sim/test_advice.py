@@ -1,11 +1,13 @@
 """Advice: the cheapest layout that keeps the objectives, and the reason."""
 
+import msgspec
 import pytest
 
 from baton.bench.sim.suite import usual_times
 from baton.errors import ConfigError
 from baton.sim.advice import MAX_LAYOUTS, Search, advise, layouts
 from baton.sim.rehearsal import Layout, RehearsalSettings
+from baton.sim.timed.times import TimeModel
 from baton.sim.timed.workload import Lengths, synthetic
 from baton.tenants import Sla
 
@@ -15,6 +17,12 @@ TIMES = usual_times()
 def search(rate: float, ttft_ms: float, tpot_ms: float) -> Search:
     trace = synthetic(rate, 4.0, Lengths(100, 300, 20, 60))
     return Search(trace, TIMES, RehearsalSettings(sla=Sla(ttft_ms=ttft_ms, tpot_ms=tpot_ms)), 0.95)
+
+
+def with_stages(num_stages: int) -> TimeModel:
+    return msgspec.structs.replace(
+        TIMES, replicas={1: msgspec.structs.replace(TIMES.replicas[1], num_stages=num_stages)}
+    )
 
 
 def workers(*names: str) -> list[Layout]:
@@ -38,6 +46,16 @@ def test_impossible_objectives_are_an_outcome() -> None:
 def test_objectives_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="--slo"):
         advise(search(4.0, 1.0, 1.0)._replace(settings=RehearsalSettings()), workers("1M"))
+
+
+def test_candidates_of_workers_with_stages_have_a_device_for_each_stage() -> None:
+    times = with_stages(2)
+    found = layouts(times, 5)
+    assert {each.num_workers for each in found} == {1, 2}
+    assert all(each.num_ranks == 2 * each.num_workers for each in found)
+    advice = advise(search(4.0, 500.0, 20.0)._replace(times=times), found[:2])
+    assert advice.chosen is not None and advice.chosen.layout.name == "1M, PP 2, step of 8192"
+    assert {option.fast.mode for option in advice.options} == {"full"}
 
 
 def test_candidates_are_distinct_and_within_the_devices() -> None:

@@ -8,6 +8,7 @@ import pytest
 from baton.bench.sim.suite import usual_times
 from baton.errors import ConfigError
 from baton.sim.rehearsal import Layout, Mode, Rehearsal, RehearsalSettings, rehearse, rehearse_each
+from baton.sim.timed.times import TimeModel
 from baton.sim.timed.workload import Lengths, TraceRequest, synthetic
 from baton.tenants import Sla
 
@@ -98,6 +99,40 @@ def test_more_workers_on_a_machine_than_were_calibrated_give_no_figure() -> None
     (complaint,) = rehearse(trace, Layout.parse("2P1D"), times).complaints
     assert complaint == "3 workers share the machine, calibrated to 2"
     assert rehearse(trace, Layout.parse("2P1D"), times, RehearsalSettings(shares_machine=False)).is_valid
+
+
+def with_stages(num_stages: int) -> TimeModel:
+    return msgspec.structs.replace(
+        TIMES, replicas={1: msgspec.structs.replace(TIMES.replicas[1], num_stages=num_stages)}
+    )
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_request_alone_is_no_faster_with_pipeline_stages(num_stages: int) -> None:
+    trace = [TraceRequest(arrival_s=2.0 * at, input_tokens=200, output_tokens=40) for at in range(4)]
+    settings = RehearsalSettings(mode="full", has_intervals=False)
+    plain, staged = (rehearse(trace, Layout.parse("1P1D"), with_stages(n), settings) for n in (1, num_stages))
+    for name in ("ttft_p50_ms", "tpot_p50_ms", "e2el_p90_ms"):
+        assert staged.figures[name].value == pytest.approx(plain.figures[name].value, rel=0.01), name
+    assert staged.busy["decode"] == pytest.approx(plain.busy["decode"] / num_stages, rel=0.05)
+
+
+def test_stages_compute_steps_of_different_sequences_beside_each_other() -> None:
+    trace = [TraceRequest(arrival_s=0.0, input_tokens=64, output_tokens=400) for _ in range(32)]
+    settings = RehearsalSettings(mode="full", has_intervals=False)
+    plain, staged = (rehearse(trace, Layout.parse("1M"), with_stages(n), settings) for n in (1, 2))
+    alone = rehearse(trace[:16], Layout.parse("1M"), TIMES, settings)  # as many as one of two steps in flight
+    assert staged.figures["tpot_p50_ms"].value == pytest.approx(alone.figures["tpot_p50_ms"].value, rel=0.03)
+    assert staged.figures["tpot_p50_ms"].value < 0.8 * plain.figures["tpot_p50_ms"].value
+
+
+def test_workers_with_stages_are_rehearsed_in_the_full_mode_and_take_more_devices() -> None:
+    trace = synthetic(5.0, 2.0, CHAT)
+    result = rehearse(trace, Layout.parse("1P2D"), with_stages(2), RehearsalSettings(mode="fast"))
+    assert result.mode == "full" and result.is_valid
+    assert result.layout.name == "1P2D, PP 2, prefill PP 2" and result.layout.num_ranks == 6
+    figure = result.figures["ttft_p50_ms"]
+    assert figure.low <= figure.value <= figure.high
 
 
 def test_layouts_are_read_as_text() -> None:

@@ -1,5 +1,7 @@
 """Calibration: timed steps have the work that their shapes say; transfers at once are all timed."""
 
+from contextlib import closing
+
 import pytest
 
 from baton.bench.engine.replica import TOY_LLAMA, load_replica
@@ -10,9 +12,20 @@ from baton.sim.timed.times import StepWork, fit_transfers
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16")
 
 
-def test_steps_have_the_work_of_their_shape() -> None:
-    settings = {"device": "cpu", "max_model_len": 512, "cache": {"kv_cache_memory_bytes": 2**24}}
-    stepper = Stepper(load_replica(TOY_LLAMA, settings))
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_steps_have_the_work_of_their_shape(num_stages: int) -> None:
+    settings = {
+        "device": "cpu",
+        "max_model_len": 512,
+        "cache": {"kv_cache_memory_bytes": 2**24},
+        "pipeline_parallel_size": num_stages,
+    }
+    engine = load_replica(TOY_LLAMA, settings)
+    with closing(engine):
+        check_steps(Stepper(engine))
+
+
+def check_steps(stepper: Stepper) -> None:
     decodes = [each for each in stepper.measure(StepShape(3, 40)) if not each.work.num_new]
     assert len(decodes) == 12 and {each.work.num_sequences for each in decodes} == {3}
     assert 3 * 41 < decodes[0].work.num_context < 3 * 60 and len({each.work for each in decodes}) == 1
