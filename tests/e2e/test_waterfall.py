@@ -18,7 +18,7 @@ from tests.cluster_threads import wait_for
 from tests.node_peers import a_request
 from tests.process_cluster import ProcessCluster
 
-LOAD_S = 6.0  # a dozen pings each way
+LOAD_S = 3.0  # half a dozen pings each way
 LONGEST_LOAD_S = 30.0  # other processes of the machine may delay every ping of some seconds
 BAR_S = 100e-6
 KILLS_A_DECODE_WORKER = 3  # a seed
