@@ -86,9 +86,9 @@ class LinearHeads:
 
     def __init__(self, heads: ExpertWeights) -> None:
         self._heads = heads
-        self._is_packed = bool(heads.weights) and all(weight.is_packed for weight in heads.weights)
         self._addresses = _addresses(heads)  # kept alive for the C kernel
-        self._arguments = _weights(heads, self._addresses) if self._is_packed else None
+        is_packed = bool(heads.weights) and all(weight.is_packed for weight in heads.weights)
+        self._arguments = _weights(heads, self._addresses) if is_packed else None
 
     def __call__(self, x_THK: Tensor) -> Tensor:
         """Each head's inputs times its weight, [T, H, N]. A token has the same bits in any batch."""

@@ -153,14 +153,18 @@ def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
             raise ModelError(f"tensor {name!r} should have shape {list(expected)}, got {list(got)}")
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     derived = DERIVED if config.quantization is None else DERIVED + UNUSED_SCALES
-    num_predictors = config.keys.get("num_nextn_predict_layers", int) or 0  # of further tokens, not used
-    layers = range(config.num_layers, config.num_layers + num_predictors)
-    predictors = tuple(f"model.layers.{index}." for index in layers)
     for name in sorted(names - shapes.keys() - ignored):
-        if not name.endswith(derived) and not name.startswith(predictors):
+        if not name.endswith(derived) and not _predicts_further(name, config):
             raise ModelError(
                 f"tensor {name!r} is not part of {config.architecture} as config.json describes it"
             )
+
+
+def _predicts_further(name: str, config: ModelConfig) -> bool:
+    """Return whether the tensor is of a layer that predicts further tokens: such layers are not used."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    num_further = config.keys.get("num_nextn_predict_layers", int) or 0
+    return layer is not None and 0 <= int(layer[1]) - config.num_layers < num_further
 
 
 def dummy_checkpoint(config: ModelConfig, seed: int, device: torch.device) -> DummyCheckpoint:

@@ -26,6 +26,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError, ModelError
 from baton.messages.workers import Address, WorkerRole
 from tests.lora_adapters import save_adapter
+from tests.tiny_models import write_config
 from tests.unit.cluster.model_directories import with_config_alone, with_pickled_weights, without_weights
 
 ROUTER = Address("127.0.0.1", 7000)
@@ -306,6 +307,13 @@ def test_damaged_model_is_refused(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit_the_model_are_told(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_model(config(**settings))
+
+
+def test_settings_that_latent_attention_does_not_support_are_told(tmp_path: Path) -> None:
+    keys = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    engine = {"load_format": "dummy", "cache": {"kv_cache_dtype": "fp8"}}
+    with pytest.raises(ConfigError, match="^cache.kv_cache_dtype: DeepseekV3ForCausalLM supports 'auto'"):
+        check_model(config(write_config(tmp_path, **keys), engine=engine))
 
 
 def test_role_without_workers_splits_nothing() -> None:

@@ -58,6 +58,17 @@ def test_native_kernel_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
+def test_last_part_of_each_head_turns_alone(dtype: torch.dtype) -> None:
+    query, key = (normal(5, num_heads, 28, dtype=dtype, device=CPU) for num_heads in (3, 1))
+    positions, expected = torch.tensor([4, 0, 9, 2, 2]), [query[..., 20:].clone(), key[..., 20:].clone()]
+    before = query[..., :20].clone()
+    rope(*expected, table(8), positions)
+    rope(query[..., 20:], key[..., 20:], table(8), positions)
+    assert torch.equal(query[..., 20:], expected[0]) and torch.equal(key[..., 20:], expected[1])
+    assert torch.equal(query[..., :20], before)
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 def test_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     query, key = (normal(200, heads, 64, dtype=dtype, device=CPU) for heads in (8, 2))
     positions = torch.arange(200) % MAX_POSITIONS
