@@ -62,7 +62,7 @@ def test_last_part_of_each_head_turns_alone(dtype: torch.dtype) -> None:
     query, key = (normal(5, num_heads, 28, dtype=dtype, device=CPU) for num_heads in (3, 1))
     positions, expected = torch.tensor([4, 0, 9, 2, 2]), [query[..., 20:].clone(), key[..., 20:].clone()]
     before = query[..., :20].clone()
-    rope(*expected, table(8), positions)
+    rope(expected[0], expected[1], table(8), positions)
     rope(query[..., 20:], key[..., 20:], table(8), positions)
     assert torch.equal(query[..., 20:], expected[0]) and torch.equal(key[..., 20:], expected[1])
     assert torch.equal(query[..., :20], before)
