@@ -129,6 +129,7 @@ def test_rank_that_does_not_connect_is_named(agents: RankAgents) -> None:
 @pytest.mark.parametrize("rank", [0, 1, NUM_RANKS])
 def test_agent_of_an_impossible_or_known_rank_is_dropped(agents: RankAgents, rank: int) -> None:
     first = come(agents, 1)
+    wait_for(lambda: 1 in agents._newcomers)
     connection = connect(agents).handshake()
     connection.send(encode(AgentHello(rank=rank)))
     with pytest.raises(PeerGone):
