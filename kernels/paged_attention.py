@@ -55,7 +55,6 @@ def paged_attention_kernel(
     scale: float,
     group_size: int,  # G
     value_dim: int,  # D
-    rest_dim: int,  # E
     query_stride_sequence: int,
     query_stride_head: int,
     kv_stride_page: int,
@@ -64,6 +63,7 @@ def paged_attention_kernel(
     kv_stride_slot: int,
     page_table_stride: int,
     max_splits: int,
+    rest_dim: int,  # E
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,  # of the scores times log2(e); 0: none
     HAS_SINKS: tl.constexpr,
@@ -227,12 +227,12 @@ def paged_attention_decode_triton(
         scale * LOG2_E,
         group_size,
         value_dim,
-        head_dim - value_dim,
         query_BHD.stride(0),
         query_BHD.stride(1),
         *kv_strides(kv_pages),
         page_table_BP.stride(0),
         max_splits,
+        head_dim - value_dim,
         WINDOW=window or 0,
         SOFTCAP=(softcap or 0.0) * LOG2_E,
         HAS_SINKS=sinks_H is not None,

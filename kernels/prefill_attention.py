@@ -46,7 +46,6 @@ def prefill_attention_kernel(
     scale: float,
     num_sequences: int,
     value_dim: int,  # D
-    rest_dim: int,  # E
     query_stride_token: int,
     query_stride_head: int,
     kv_stride_page: int,
@@ -54,6 +53,7 @@ def prefill_attention_kernel(
     kv_stride_head: int,
     kv_stride_slot: int,
     page_table_stride: int,
+    rest_dim: int,  # E
     WINDOW: tl.constexpr,  # 0: all
     SOFTCAP: tl.constexpr,  # of the scores times log2(e); 0: none
     HAS_SINKS: tl.constexpr,
@@ -208,11 +208,11 @@ def prefill_attention_triton(
         scale * LOG2_E,
         num_sequences,
         value_dim,
-        head_dim - value_dim,
         query_THD.stride(0),
         query_THD.stride(1),
         *kv_strides(kv_pages),
         page_table_BP.stride(0),
+        head_dim - value_dim,
         WINDOW=window or 0,
         SOFTCAP=(softcap or 0.0) * LOG2_E,
         HAS_SINKS=sinks_H is not None,
