@@ -16,10 +16,10 @@ import msgspec
 from baton.errors import ModelError
 
 TOKENIZER_FILE: Final = "tokenizer.json"
-CONFIG_FILE: Final = "config.json"
+_CONFIG_FILE: Final = "config.json"
 SENTENCEPIECE_FILE: Final = "tokenizer.model"
 MAX_FILE_BYTES: Final = 64 * 2**20
-_CONFIG_FILE: Final = "tokenizer_config.json"
+_TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 _ADDED_FILE: Final = "added_tokens.json"
 _LIBRARIES: Final = ("sentencepiece", "google.protobuf")
 
@@ -63,7 +63,7 @@ def _convert(directory: Path) -> str:
     from baton.sentencepiece_model import convert
 
     try:
-        config, added = (_read_json(directory, name) for name in (_CONFIG_FILE, _ADDED_FILE))
+        config, added = (_read_json(directory, name) for name in (_TOKENIZER_CONFIG_FILE, _ADDED_FILE))
         return convert(path.read_bytes(), config, added)
     except Exception as error:  # the tokenizers library raises nothing more special
         raise ModelError(f"{path}: cannot be converted to {TOKENIZER_FILE}: {error}") from error
@@ -90,10 +90,10 @@ class _Vocabulary(msgspec.Struct, frozen=True):
 
 def read_vocab_size(directory: Path) -> int | None:
     """Return the model's vocabulary size from `config.json`, or None when the file does not say."""
-    text = read_text(directory / CONFIG_FILE)
+    text = read_text(directory / _CONFIG_FILE)
     if text is None:
         return None
     try:
         return msgspec.json.decode(text, type=_Vocabulary).vocab_size
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ModelError(f"{directory / CONFIG_FILE}: {error}") from None
+        raise ModelError(f"{directory / _CONFIG_FILE}: {error}") from None

@@ -72,7 +72,7 @@ class Attempt:
     num_wanted_pages: int = 0  # for which there was no room at the last try
     num_expected_pages: int = 0  # granted, and not here yet
     first: TokenEvent | None = None
-    progress: Sequence | None = None  # once the engine has the sequence
+    sequence: Sequence | None = None  # once the engine has the sequence
     granted_s: float = 0.0  # the prefill worker was told of the pages
     pages_s: float = 0.0  # these pages had arrived
     prepared_s: float = 0.0  # the gateway was told
@@ -154,7 +154,7 @@ class Attempt:
     def times(self, ended_s: float) -> WorkerTimes:
         """Return the attempt's phases. ended_s: its last token."""
         return self.timer.phases(
-            self.progress, ended_s=ended_s, granted_s=self.granted_s, pages_s=self.pages_s
+            self.sequence, ended_s=ended_s, granted_s=self.granted_s, pages_s=self.pages_s
         )
 
     def aborted(self, ended_s: float) -> TokenEvent:

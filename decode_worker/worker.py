@@ -111,9 +111,9 @@ class RunningAttempts:
 
     def begin(self, attempt: Attempt) -> None:
         """Continue with all the KV that the attempt has. On InvalidRequest the attempt keeps its pages."""
-        (attempt.progress,) = self._engine.add(attempt.engine_request, attempt.filled)
+        (attempt.sequence,) = self._engine.add(attempt.engine_request, attempt.filled)
         if attempt.first is None:
-            attempt.timer.run(attempt.progress)
+            attempt.timer.run(attempt.sequence)
             self._queued[attempt.engine_id] = attempt
         attempt.stage, attempt.filled = AttemptStage.RUNNING, None
         self._attempts[attempt.engine_id] = attempt

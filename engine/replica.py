@@ -135,8 +135,8 @@ class Replica(ABC):
 
     4. `claim_prefix` holds the known prefix of a prompt. `make_room` frees pages, which the caller reserves
        in `pages`, the ledger. `add` takes both kinds of pages as FilledPages and continues after them.
-    5. `add` returns the progress of each sequence. With `keeps_pages` the pages stay after the last token,
-       until `release_kept`.
+    5. `add` returns the sequences. With `keeps_pages` their pages stay after the last token, until
+       `release_kept`.
 
     A replica knows nothing of prefill and decode as roles, of text, tenants or peers.
     """
@@ -155,7 +155,7 @@ class Replica(ABC):
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
     ) -> tuple[Sequence, ...]:
-        """Accept a request; return the progress of each choice, to be read between steps.
+        """Accept a request; return the sequence of each choice, which callers only read, between steps.
 
         filled: KV that the request brings, for a request of one choice; the pages belong to the replica once
         the request is accepted. Raises InvalidRequest when the request cannot run, ValueError for pages that

@@ -102,7 +102,7 @@ def make_app(
         title="Baton",
         version=baton.__version__,
         redirect_slashes=False,
-        docs_url=None,  # it loads scripts from elsewhere: gateway/app.py
+        docs_url=None,  # it loads scripts from elsewhere: see gateway/http/api_page.py
         redoc_url=None,
     )
     # The middleware sends a POST to its application directly; these routes refuse other methods.

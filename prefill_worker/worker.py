@@ -70,7 +70,7 @@ class PrefillJob:
     timer: PromptTimer
     stage: PrefillStage = PrefillStage.COMPUTING
     granted: GrantedTransfer | None = None
-    progress: Sequence | None = None  # once the engine has the sequence
+    sequence: Sequence | None = None  # once the engine has the sequence
     _num_taken_pages: int = 0
 
     @property
@@ -135,9 +135,9 @@ class PrefillJob:
         left in part would never get its rest.
         """
         granted = self.granted
-        if granted is None or self.progress is None:
+        if granted is None or self.sequence is None:
             return None
-        num_held, num_computed = granted.position, self.progress.num_computed_tokens
+        num_held, num_computed = granted.position, self.sequence.num_computed_tokens
         num_tokens = self.request.num_tokens
         if num_computed < num_tokens and not is_last:
             num_pages = (num_computed - num_held) // self.page_size
@@ -147,7 +147,7 @@ class PrefillJob:
         if num_pages <= self._num_taken_pages:
             return None
         first = num_held // self.page_size
-        pages = self.progress.page_table[first + self._num_taken_pages : first + num_pages]
+        pages = self.sequence.page_table[first + self._num_taken_pages : first + num_pages]
         self._num_taken_pages = num_pages
         return Offer(tuple(pages), num_units)
 
@@ -354,13 +354,13 @@ class PrefillWorker(WorkerNode):
 
     def _start(self, job: PrefillJob, filled: FilledPages | None) -> None:
         try:
-            (job.progress,) = self._engine.add(job.engine_request, filled, keeps_pages=True)
+            (job.sequence,) = self._engine.add(job.engine_request, filled, keeps_pages=True)
         except InvalidRequest as error:  # the decode worker may have more room
             if filled is not None:
                 self._engine.release(filled)
             self._fail(job, Failure.BUSY, str(error))
             return
-        job.timer.run(job.progress)
+        job.timer.run(job.sequence)
         job.stage = PrefillStage.COMPUTING
         self._by_engine_id[job.engine_id] = job
 

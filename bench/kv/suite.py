@@ -249,7 +249,7 @@ class _StreamingPrefill:
             self._layout.page_size,
             PromptTimer(request, 0.0),
             granted=granted,
-            progress=sequence,
+            sequence=sequence,
         )
         layerwise = LayerwiseSend(endpoint, {request.request_id: job}.get)
         started_s, ended = perf_counter(), None

@@ -136,7 +136,7 @@ class DestinationHandoff(Handoff):
         num_pages = self._context.plan.destination.num_pages(self._request.num_units)
         if self._ledger.num_free < num_pages:
             self.state = DestinationState.CLOSED
-            return [self._ended(HandoffOutcome.RECOMPUTE, "no free pages")]
+            return [self._report_end(HandoffOutcome.RECOMPUTE, "no free pages")]
         self.pages = self._ledger.reserve(num_pages, self._lease_owner, self._deadline_s)
         for state in self._shards:
             self._ledger.add_writer(self.pages, state.writer)
@@ -266,7 +266,7 @@ class DestinationHandoff(Handoff):
         self.state = DestinationState.CLOSED
         self._opening.clear()
         verified = Verified(transfer=self.transfer, epoch=self.epoch)
-        return [self._ended(HandoffOutcome.ADOPTED), *self._send(verified)]
+        return [self._report_end(HandoffOutcome.ADOPTED), *self._send(verified)]
 
     def _request_again(self, shard: int, state: DestinationShard) -> list[Action]:
         units = state.open_again()

@@ -145,7 +145,7 @@ class Handoff(ABC):
         self._ledger = context.ledger
         self._lease_owner = lease_owner
         self._opening: set[int] = set()  # shards that their ranks have not opened yet
-        self._held_messages: list[Action] = []
+        self._held_messages: list[AnyMessage] = []
         now_s = context.clock.now_s()
         self._limit_s = now_s + request.deadline_ms / 1000
         self._next_heartbeat_s = now_s + context.timing.heartbeat_s
@@ -181,12 +181,12 @@ class Handoff(ABC):
     def _end(self) -> list[Action]:
         """Enter the state that follows a failure, and stop the readers or writers."""
 
-    def _ended(self, outcome: HandoffOutcome, reason: str = "") -> TransferEnded:
-        """Set the outcome, and return the report of it."""
+    def _report_end(self, outcome: HandoffOutcome, reason: str = "") -> TransferEnded:
+        """Set the outcome and return its report."""
         self.outcome = outcome
-        return TransferEnded(self.transfer, outcome, reason, tuple(self.pages), self._end_times())
+        return TransferEnded(self.transfer, outcome, reason, tuple(self.pages), self._times())
 
-    def _end_times(self) -> TransferTimes | None:
+    def _times(self) -> TransferTimes | None:
         """Return the durations of a transfer that ends now; a destination measures none."""
         return None
 
@@ -210,7 +210,7 @@ class Handoff(ABC):
         self._release_lease()
         self._opening.clear()
         aborts = [self._abort_message(reason)] if tells_peer else []
-        return [*self._send(*aborts), self._ended(outcome or self.failure, reason), *self._end()]
+        return [*self._send(*aborts), self._report_end(outcome or self.failure, reason), *self._end()]
 
     def tick(self) -> list[Action]:
         """Check the lease and send a due heartbeat. The caller calls it at least once a heartbeat."""
@@ -228,7 +228,7 @@ class Handoff(ABC):
         if self._opening:
             return []
         held, self._held_messages = self._held_messages, []
-        return held
+        return [*held]
 
     def _extend_lease(self) -> None:
         """Renew the lease after a message from the peer. The ledger must hold the lease."""

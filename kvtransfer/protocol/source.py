@@ -391,7 +391,7 @@ class SourceHandoff(Handoff):
                 self.state = SourceState.CLOSED
                 self._ledger.release(self.pages, self._reader)
                 self._release_lease()
-                return [self._ended(HandoffOutcome.HANDED_OVER)]
+                return [self._report_end(HandoffOutcome.HANDED_OVER)]
             case Corrupt(), SourceState.COMMITTING | SourceState.STREAMING:
                 return self._write_again(message)
             case Extend(), _:
@@ -401,7 +401,7 @@ class SourceHandoff(Handoff):
                 return []
         raise ProtocolError(f"unexpected {type(message).__name__}: the source is {self.state.value}")
 
-    def _end_times(self) -> TransferTimes:
+    def _times(self) -> TransferTimes:
         return self.timeline.end()
 
     def _end(self) -> list[Action]:

@@ -21,15 +21,15 @@ def a_job(
     job = PrefillJob(prefill_of(request, b"t" * 16), page_size, PromptTimer(request, 0.0))
     num_units = -(-(request.num_tokens - position) // unit_tokens)
     job.granted = GrantedTransfer(job.transfer, position, num_units, unit_tokens, num_layer_groups=1)
-    job.progress = progress = Sequence.from_request(request, 0, max_model_len=100)
-    progress.page_table = list(range(100, 200))
-    return job, progress
+    job.sequence = sequence = Sequence.from_request(request, 0, max_model_len=100)
+    sequence.page_table = list(range(100, 200))
+    return job, sequence
 
 
 def test_only_whole_pages_leave_before_the_end() -> None:
-    job, progress = a_job()  # 41 tokens
+    job, sequence = a_job()  # 41 tokens
     offers = []
-    for progress.num_computed_tokens in (0, 3, 4, 11, 11, 40, 41, 41):
+    for sequence.num_computed_tokens in (0, 3, 4, 11, 11, 40, 41, 41):
         offer = job.take_offer()
         offers.append(None if offer is None else (list(offer.pages), offer.num_units))
     assert offers == [
@@ -45,32 +45,32 @@ def test_only_whole_pages_leave_before_the_end() -> None:
 
 
 def test_a_preempted_prompt_leaves_with_its_new_pages() -> None:
-    job, progress = a_job()
-    progress.num_computed_tokens = 10
+    job, sequence = a_job()
+    sequence.num_computed_tokens = 10
     assert job.take_offer() == ((100, 101), 2)
-    progress.num_computed_tokens, progress.page_table = 0, []
+    sequence.num_computed_tokens, sequence.page_table = 0, []
     assert job.take_offer() is None
-    progress.num_computed_tokens, progress.page_table = 8, [50, 51]
+    sequence.num_computed_tokens, sequence.page_table = 8, [50, 51]
     assert job.take_offer() is None
-    progress.num_computed_tokens, progress.page_table = 41, list(range(50, 61))
+    sequence.num_computed_tokens, sequence.page_table = 41, list(range(50, 61))
     assert job.take_offer() == (tuple(range(52, 61)), 11)
 
 
 def test_units_may_be_smaller_than_pages() -> None:
-    job, progress = a_job(page_size=16, unit_tokens=4)
-    progress.num_computed_tokens = 33
+    job, sequence = a_job(page_size=16, unit_tokens=4)
+    sequence.num_computed_tokens = 33
     assert job.take_offer() == ((100, 101), 8)
-    progress.num_computed_tokens = 41
+    sequence.num_computed_tokens = 41
     assert job.take_offer() == ((102,), 11)
 
 
 def test_pages_that_the_decode_worker_holds_are_not_offered() -> None:
-    job, progress = a_job(position=16)
-    progress.num_computed_tokens = 15  # less than is held: perhaps it found less in its own cache
+    job, sequence = a_job(position=16)
+    sequence.num_computed_tokens = 15  # less than is held: perhaps it found less in its own cache
     assert job.take_offer() is None
-    progress.num_computed_tokens = 24
+    sequence.num_computed_tokens = 24
     assert job.take_offer() == ((104, 105), 2)
-    progress.num_computed_tokens = 41
+    sequence.num_computed_tokens = 41
     assert job.take_offer() == ((106, 107, 108, 109, 110), 7)
 
 
@@ -85,18 +85,18 @@ def test_grant_of_another_range_is_not_accepted(position: int, num_units: int, i
 
 
 def test_nothing_leaves_before_pages_are_granted() -> None:
-    job, progress = a_job()
+    job, sequence = a_job()
     granted, job.granted = job.granted, None
-    progress.num_computed_tokens = 41
+    sequence.num_computed_tokens = 41
     assert job.take_offer() is None
     job.granted = granted
     assert job.take_offer() == (tuple(range(100, 111)), 11)
 
 
 def test_the_answer_so_far_leaves_with_the_prompt() -> None:
-    job, progress = a_job(attempt=1, generated_token_ids=(1, 2, 3, 4))
+    job, sequence = a_job(attempt=1, generated_token_ids=(1, 2, 3, 4))
     assert job.request.num_tokens == 45
-    progress.num_computed_tokens = 41
+    sequence.num_computed_tokens = 41
     assert job.take_offer() == (tuple(range(100, 110)), 10)
 
 
