@@ -29,23 +29,20 @@ from baton.messages.operations import (
     GatewayStatus,
     Migrate,
     Migrated,
-    OrderT,
     PlanSummary,
     RecordingPart,
     RecordingQuery,
-    RequestTimeline,
     RestartWorker,
     Scale,
-    Sleep,
     Status,
     StatusQuery,
     SupervisorReport,
     Undrain,
-    Wake,
     WatchWorkers,
     WorkerRemoved,
-    numbered,
 )
+from baton.messages.orders import OrderT, Sleep, Wake, numbered
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, WorkerRole, WorkerStatus
 from baton.rpc.auth import ClusterKeys
 from baton.rpc.peers import EMPTY_LIST, Dial, Peer

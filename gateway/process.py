@@ -44,7 +44,8 @@ from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.tenants.tenants import Tenants, TenantsWatch
 from baton.messages.bounds import Kind, short_id
-from baton.messages.operations import MAX_TENANTS_TOLD, FindRequests, GatewayStatus, RequestTimeline
+from baton.messages.operations import MAX_TENANTS_TOLD, FindRequests, GatewayStatus
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address
 from baton.rpc import process
 from baton.rpc.auth import ClusterKeys, KeyRing

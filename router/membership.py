@@ -20,7 +20,7 @@ from baton.clock import Clock, PauseDetector
 from baton.errors import ProtocolError, WireError
 from baton.messages.bounds import MAX_WORKERS
 from baton.messages.control import Alive, Heartbeat
-from baton.messages.operations import Sleep, Wake, followed_order, latest_order
+from baton.messages.orders import Sleep, Wake, followed_order, latest_order
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, RunningStep, Worker, WorkerRole
 from baton.rpc.peers import Peer

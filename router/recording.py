@@ -45,12 +45,11 @@ from baton.messages.operations import (
     RecordingQuery,
     RestartWorker,
     Scale,
-    Sleep,
     SupervisorReport,
     Undrain,
-    Wake,
     WatchWorkers,
 )
+from baton.messages.orders import Sleep, Wake
 from baton.request import AttemptKey
 from baton.router.checkpoint import KEPT_REQUEST, KEPT_SAMPLING, kept, request_from, save
 from baton.router.index.prefix_index import IndexChange, first_halves

@@ -56,15 +56,14 @@ from baton.messages.operations import (
     RecordingQuery,
     RestartWorker,
     Scale,
-    Sleep,
     Status,
     StatusQuery,
     SupervisorReport,
     Undrain,
-    Wake,
     WatchWorkers,
     WorkerRemoved,
 )
+from baton.messages.orders import Sleep, Wake
 from baton.messages.status import (
     RouterStatus,
     RoutingTimes,

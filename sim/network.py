@@ -27,7 +27,8 @@ from baton.messages.codec import AnyMessage, decode, encode
 from baton.messages.control import Hello
 from baton.messages.workers import Address
 from baton.request import TokenEvent
-from baton.rpc.liveness import PING_S, SAME_CLOCK, ClockOffset
+from baton.rpc.liveness import PING_S
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.peers import TICK_S, Node
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 from baton.sim.process import Call, Events, SimProcess

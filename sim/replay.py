@@ -59,7 +59,7 @@ from baton.router.recording import (
 )
 from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
 from baton.router.router import Router
-from baton.rpc.liveness import ClockOffset
+from baton.rpc.peer_clock import ClockOffset
 from baton.sim.process import Events, OffsetClock
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from baton.engine.cache.page_pool import PagePool
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence
 from baton.messages.codec import AnyMessage, decode, encode
 from baton.messages.control import Hello
-from baton.rpc.liveness import SAME_CLOCK, ClockOffset
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 
 _MULTIPLIER, _MODULUS = 6364136223846793005, 2**64
 

@@ -7,7 +7,7 @@ from baton.messages.codec import AnyMessage, encode
 from baton.messages.control import Hello
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenIds
-from baton.rpc.liveness import SAME_CLOCK, ClockOffset
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.peers import Node
 
 MessageT = TypeVar("MessageT")

@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from baton.errors import BatonError
 from baton.gateway.streams.request_stream import RequestMarks, Sink
-from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Sleep, Status, Wake
+from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Status
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Worker
 from baton.request import FinishReason, Request, TokenEvent
 from tests.node_peers import a_worker

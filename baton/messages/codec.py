@@ -5,7 +5,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from baton.errors import WireError
-from baton.messages import control, operations
+from baton.messages import control, operations, orders
 from baton.messages.bounds import MAX_BODY_BYTES, schema_hash
 from baton.request import Request, TokenEvent
 
@@ -51,8 +51,8 @@ AnyMessage: TypeAlias = (
     | operations.RestartWorker
     | operations.Scale
     | operations.Flip
-    | operations.Sleep
-    | operations.Wake
+    | orders.Sleep
+    | orders.Wake
     | operations.Migrate
     | operations.Migrated
     | operations.RecordingQuery

@@ -1,24 +1,6 @@
-"""Messages of operators: status, routing decisions, timelines of requests, drain and restart of workers,
-and orders to sleep and wake.
+"""Messages of operators: status, routing decisions, and the drain and restart of workers."""
 
-Orders are numbered and repeated by their givers, kept by routers, and followed by workers:
-
-1. The gateway or the command that receives an order numbers it (`numbered`), and sends it to every router.
-2. A router passes it on to the workers of the model, unless a later order holds. It keeps the latest order of
-   each model and gives it to workers that join.
-3. A worker drains and falls asleep, or wakes, and joins again. It describes the order that it follows, so a
-   router that starts learns the orders from its workers (`followed_order`).
-4. The giver repeats the order until all workers have followed (`has_followed`), or until a later order to do
-   the opposite holds (`is_superseded`).
-
-A timeline has the parts of the time from a request's first byte to the last byte of its answer. They follow
-each other without a gap or an overlap, except for the time that no process accounts for, which is
-`unaccounted_s`. gateway/metrics/requests.py makes timelines; docs/observe.md explains the parts.
-"""
-
-from collections import defaultdict
-from collections.abc import Iterable
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -27,7 +9,6 @@ from baton.messages.bounds import (
     MAX_ROUTERS,
     MAX_SECONDS,
     MAX_WORKERS,
-    Attempt,
     Count,
     Id,
     Message,
@@ -36,184 +17,10 @@ from baton.messages.bounds import (
     Seconds,
 )
 from baton.messages.control import Decision
+from baton.messages.orders import Sleep, Wake
 from baton.messages.status import MAX_STREAMS, QueueStatus, RouterStatus, StreamCounts, joined
-from baton.messages.workers import Address, Worker, WorkerRole, WorkerStatus
-
-OrderT = TypeVar("OrderT", bound="ModelOrder")
-
-
-class ModelOrder(Message, frozen=True):
-    """Operator or gateway to every router, router to the workers of the model.
-
-    The order with the highest number holds: routers and workers ignore earlier ones, and repeated ones change
-    nothing. A router answers operators with its Status, as for Drain.
-    """
-
-    model: Name = ""  # "": the model of a cluster that has one
-    number: Count = 0  # a later order has a higher one: microseconds since 1970, see `numbered`
-
-    @property
-    def precedence(self) -> tuple[int, bool]:
-        """Sort key: the order with the highest precedence holds.
-
-        Of two orders with one number, the order to sleep holds.
-        """
-        return self.number, isinstance(self, Sleep)
-
-
-class Sleep(ModelOrder, frozen=True):
-    """Drain, then give the memory back.
-
-    The worker joins again under another id (`Worker.is_asleep`), with no weights and no pages. A worker that
-    sleeps already does nothing.
-    """
-
-    # 1: a worker with a GPU keeps the weights in host memory; 2: no weights are kept. Without a GPU both
-    # levels are the same.
-    level: Annotated[int, Meta(ge=1, le=2)] = 1
-
-
-class Wake(ModelOrder, frozen=True):
-    """Load the model and serve again.
-
-    A worker that is about to sleep wakes as soon as it sleeps. A worker that serves does nothing.
-    """
-
-
-def numbered(order: OrderT, orders: Iterable[Sleep | Wake], date_s: float | None = None) -> OrderT:
-    """Return a new order with its number, which is higher than those of `orders`.
-
-    date_s: seconds since 1970; None: the lowest number that is higher than those of `orders`.
-    """
-    number = max((1 + each.number for each in orders), default=0)
-    if date_s is not None:
-        number = max(number, round(1e6 * date_s))
-    return msgspec.structs.replace(order, number=number)
-
-
-def latest_order(orders: Iterable[Sleep | Wake], model: str) -> Sleep | Wake | None:
-    """Return the order that holds for a model; None without any. model: as in `Worker.serves`."""
-    found = (each for each in orders if not model or each.model in ("", model))
-    return max(found, key=lambda each: each.precedence, default=None)
-
-
-def is_superseded(order: Sleep | Wake, orders: Iterable[Sleep | Wake]) -> bool:
-    """Return whether a later order, to do the opposite, holds for the model."""
-    latest = latest_order(orders, order.model)
-    return latest is not None and latest.precedence > order.precedence and type(latest) is not type(order)
-
-
-def has_followed(worker: Worker, order: Sleep | Wake, *, is_draining: bool) -> bool:
-    """Return whether the worker sleeps; or serves, and is not about to sleep."""
-    if isinstance(order, Sleep):
-        return worker.is_asleep
-    return not (worker.is_asleep or is_draining)
-
-
-def followed_order(worker: Worker) -> Sleep | Wake:
-    """Return the latest order that a worker has followed; number 0: none yet."""
-    if worker.is_asleep:
-        return Sleep(model=worker.model, number=worker.order_number, level=worker.sleep_level or 1)
-    return Wake(model=worker.model, number=worker.order_number)
-
-
-class FollowedOrders:
-    """The orders that a worker receives in one life. `latest`: the order that holds."""
-
-    def __init__(self, worker: Worker | None) -> None:
-        """worker: as its process describes itself."""
-        assert worker is not None, "a worker describes itself"
-        self.latest = followed_order(worker)
-
-    @property
-    def is_to_wake(self) -> bool:
-        """True when the latest order is to wake, or no order was given."""
-        return isinstance(self.latest, Wake)
-
-    def take(self, order: Sleep | Wake) -> bool:
-        """Keep an order; return False when it is known or a later one holds."""
-        if order.precedence <= self.latest.precedence:
-            return False
-        self.latest = order
-        return True
-
-
-MAX_ATTEMPTS = 16  # of one request, the latest
-MAX_PARTS = 128
-PartName: TypeAlias = Annotated[str, Meta(max_length=32)]
-
-
-class TimelinePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One part of a request's time. A phase that alternates with others, such as computing, is one part."""
-
-    name: PartName
-    begin_s: Seconds  # after the beginning of the request
-    seconds: Seconds
-    process: Name = ""  # that spent the time, or that the request waited for
-
-
-class TimelineAttempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One attempt at a request. Times are seconds after the beginning of the request."""
-
-    number: Attempt
-    begin_s: Seconds
-    end_s: Seconds
-    decode: Name = ""  # worker; "": the attempt was never dispatched
-    prefill: Name = ""  # worker; "": the decode worker computed the prompt
-    num_tokens: Count = 0  # that it answered
-    end: Name = ""  # "finished", "cancelled", or the reason why another attempt followed
-
-
-class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One ended request. Of several choices, the times are those of the choice that ended last."""
-
-    request_id: Id  # that the `id` of the answer contains
-    tenant: Name = ""
-    outcome: Name  # "answered", "gone" (the client left), "failed", or the reason of a refusal
-    gateway: Name = ""
-    began_s: float  # seconds since 1970
-    total_s: Seconds
-    first_token_s: Seconds | None = None
-    num_choices: Count = 1
-    num_prompt_tokens: Count = 0
-    num_cached_tokens: Count = 0
-    num_tokens: Count = 0
-    num_draft_tokens: Count = 0  # checked drafts, by the workers' reports of ended attempts
-    num_accepted_tokens: Count = 0  # accepted drafts, by the same reports
-    is_streamed: bool = False
-    num_ahead: Count = 0  # attempts in the router's queue when this one came
-    ahead_tenant: Name = ""  # with the most of these
-    hidden_transfer_s: Seconds = 0.0  # of sending pages while the prompt was computed; in no part
-    clock_error_s: Seconds = 0.0  # bound of the error of the measured clock offsets
-    unaccounted_s: Seconds = 0.0
-
-
-class RequestSummary(RequestFacts, frozen=True, kw_only=True):
-    """An ended request in a list of many, such as that of `/admin/requests`."""
-
-    num_attempts: Count = 0
-    seconds: dict[str, float] = {}  # see RequestTimeline.seconds
-
-
-class RequestTimeline(RequestFacts, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An ended request with the parts of its time."""
-
-    parts: Annotated[tuple[TimelinePart, ...], Meta(max_length=MAX_PARTS)] = ()
-    attempts: Annotated[tuple[TimelineAttempt, ...], Meta(max_length=MAX_ATTEMPTS)] = ()
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """The seconds of each part by name, with `unaccounted`; their sum is total_s."""
-        sums: defaultdict[str, float] = defaultdict(float)
-        for part in self.parts:
-            sums[part.name] += part.seconds
-        return {**sums, "unaccounted": self.unaccounted_s}
-
-    def summary(self) -> RequestSummary:
-        """Return the request without its parts and its attempts."""
-        facts = {name: getattr(self, name) for name in RequestFacts.__struct_fields__}
-        return RequestSummary(**facts, num_attempts=len(self.attempts), seconds=self.seconds)
-
+from baton.messages.timeline import RequestTimeline
+from baton.messages.workers import Address, WorkerRole, WorkerStatus
 
 MAX_GATEWAYS: Final = 1024
 MAX_PART_BYTES: Final = 2**19  # of a recording, in one message

@@ -25,7 +25,7 @@ from baton.messages.codec import AnyMessage
 from baton.messages.control import AttemptFailed, Hello, Members, Reachable, Tokens
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import TokenEvent
-from baton.rpc.liveness import ClockOffset
+from baton.rpc.peer_clock import ClockOffset
 
 TICK_S = 0.25  # between two calls of `tick`
 ID_DIGITS: Final = 32

@@ -45,7 +45,8 @@ from baton.messages.control import Alive, Hello
 from baton.messages.workers import Address, RunningStep
 from baton.rpc.auth import ClusterKeys, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Call, DroppedPeers, Post, keep_alive
-from baton.rpc.liveness import BEAT_S, ClockOffset, LinkLife, StepWatchdog
+from baton.rpc.liveness import BEAT_S, LinkLife, StepWatchdog
+from baton.rpc.peer_clock import ClockOffset
 from baton.rpc.peers import TICK_S, Node, Peer
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S, Session
 

@@ -34,7 +34,8 @@ from baton.messages.control import (
     PageChanges,
     Pressure,
 )
-from baton.messages.operations import Drain, Flip, FollowedOrders, Sleep, Wake
+from baton.messages.operations import Drain, Flip
+from baton.messages.orders import FollowedOrders, Sleep, Wake
 from baton.messages.status import OverloadLevel, Times, snapshot
 from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerRole
 from baton.request import AttemptKey, Request, StepOutput

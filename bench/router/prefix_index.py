@@ -30,7 +30,7 @@ from baton.router.policies.base import ClusterView, PolicyContext, WorkerPool
 from baton.router.policies.cost import CostPolicy
 from baton.router.policies.cost_model import CostModel
 from baton.router.sliced_work import Family, PromptKeys
-from baton.rpc.liveness import ClockOffset
+from baton.rpc.peer_clock import ClockOffset
 from baton.sim.timed.fleet import Fleet
 
 PAGE_TOKENS: Final = 16

@@ -28,14 +28,13 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayStatus,
     PlanSummary,
-    Sleep,
     Status,
-    Wake,
 )
+from baton.messages.orders import Sleep, Wake
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Address, Load, PrefillTimes, Worker, WorkerRole, WorkerStatus, WorkerTimes
 from baton.request import FinishReason, Request, TokenEvent
-from baton.rpc.liveness import SAME_CLOCK
+from baton.rpc.peer_clock import SAME_CLOCK
 
 GATEWAY: Final = "9a3f51c0" + "0" * 24
 WORKERS_A_NODE: Final = 8

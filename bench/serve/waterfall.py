@@ -26,7 +26,7 @@ from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.bench.serve.client import Address, Answer, Client
 from baton.errors import PeerGone
-from baton.messages.operations import RequestTimeline
+from baton.messages.timeline import RequestTimeline
 
 POLL_S: Final = 0.2  # the gateway keeps its last 1,024 requests
 UNACCOUNTED_BAR: Final = 0.02

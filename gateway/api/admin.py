@@ -21,7 +21,8 @@ from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.streams.request_stream import Service
 from baton.messages.bounds import MAX_NAME_CHARS
 from baton.messages.control import Decision
-from baton.messages.operations import Explain, FindRequests, RequestTimeline
+from baton.messages.operations import Explain, FindRequests
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent, TokenIds
 

@@ -48,7 +48,7 @@ from baton.gateway.api.prompt_reader import (
 )
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
-from baton.messages.operations import Sleep, Wake
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Worker, WorkerRole, are_asleep
 from baton.request import SamplingParams
 from baton.rpc.process import LENGTH_BYTES, frame, lower_priority

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request, Response
 
 from baton.gateway.api.body_reader import OpenOrder, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
-from baton.messages.operations import Sleep, Wake, has_followed, is_superseded, latest_order, numbered
+from baton.messages.orders import Sleep, Wake, has_followed, is_superseded, latest_order, numbered
 
 ASK_EVERY_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.05

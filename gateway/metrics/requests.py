@@ -34,8 +34,9 @@ from baton.gateway.streams.request_stream import (
     WorkerMarks,
 )
 from baton.messages.bounds import MAX_SECONDS, short_id
-from baton.messages.operations import FindRequests, RequestTimeline, TimelineAttempt, TimelinePart
-from baton.rpc.liveness import ClockOffset
+from baton.messages.operations import FindRequests
+from baton.messages.timeline import RequestTimeline, TimelineAttempt, TimelinePart
+from baton.rpc.peer_clock import ClockOffset
 
 MAX_LATEST: Final = 1024
 SLOWEST_S: Final = 900.0  # the slowest requests of so long are kept

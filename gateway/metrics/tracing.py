@@ -28,7 +28,7 @@ from baton.config.environment import otel_service_name
 from baton.config.gateway import GatewaySettings
 from baton.errors import ConfigError
 from baton.gateway.streams.request_stream import CANCELLED, FINISHED
-from baton.messages.operations import RequestTimeline, TimelineAttempt, TimelinePart
+from baton.messages.timeline import RequestTimeline, TimelineAttempt, TimelinePart
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource

@@ -61,13 +61,10 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayStatus,
     Migrate,
-    RequestTimeline,
-    Sleep,
     Status,
-    Wake,
-    latest_order,
-    numbered,
 )
+from baton.messages.orders import Sleep, Wake, latest_order, numbered
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, Worker, WorkerRole, WorkerTimes, are_asleep
 from baton.request import AttemptKey, FinishReason, Request, TokenEvent
 from baton.rpc.peers import Dial, Peer, PeerRegistry

@@ -45,19 +45,12 @@ from baton.clock import Clock
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WorkerLost
 from baton.messages.codec import fits_request
 from baton.messages.control import Routed
-from baton.messages.operations import (
-    MAX_ATTEMPTS,
-    Decisions,
-    Explain,
-    FindRequests,
-    FoundRequests,
-    Sleep,
-    Status,
-    Wake,
-)
+from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Status
+from baton.messages.orders import Sleep, Wake
+from baton.messages.timeline import MAX_ATTEMPTS
 from baton.messages.workers import Worker, WorkerTimes
 from baton.request import AttemptKey, Request, TokenEvent
-from baton.rpc.liveness import ClockOffset
+from baton.rpc.peer_clock import ClockOffset
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.tenants import Refusal
 

@@ -31,7 +31,7 @@ from baton.messages.control import (
 )
 from baton.messages.workers import Load, PrefillTimes
 from baton.request import AttemptKey, Request
-from baton.rpc.liveness import SAME_CLOCK, ClockOffset
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.sim.timed.fleet import Measurements, PageStore
 from baton.sim.timed.light_router import LightRouter, LightWorker
 from baton.sim.timed.times import StepWork, WorkTimes

@@ -15,7 +15,7 @@ from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Hello, Measured, Rejected
 from baton.messages.workers import Address, PrefillTimes, StepTimes, Worker, WorkerRole
-from baton.rpc.liveness import SAME_CLOCK, ClockOffset
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.worker_node import MEASURED_S
 from baton.sim.timed.times import StepWork
 from baton.tenants import SchedulingKey, Sla

@@ -18,7 +18,7 @@ from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.errors import BatonError
 from baton.gateway.metrics.requests import EndedRequest
 from baton.gateway.streams.request_stream import ReplayLimits, RequestMarks
-from baton.messages.operations import RequestTimeline
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, StepOutput, TokenEvent, TokenIds
 from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker

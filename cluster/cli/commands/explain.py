@@ -20,7 +20,8 @@ from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError
 from baton.messages.bounds import short_id
 from baton.messages.control import Decision, Weighed
-from baton.messages.operations import RequestTimeline, Status, TimelinePart
+from baton.messages.operations import Status
+from baton.messages.timeline import RequestTimeline, TimelinePart
 
 if TYPE_CHECKING:
     from baton.planner.planner import ScalingPlan

@@ -41,7 +41,7 @@ from baton.errors import BatonError
 from baton.gateway.metrics.snapshot import ClusterSnapshot, Point, TenantRow, WorkerRow
 from baton.messages.bounds import short_id
 from baton.messages.control import Decision
-from baton.messages.operations import RequestSummary, RequestTimeline
+from baton.messages.timeline import RequestSummary, RequestTimeline
 
 SILENCE_S: Final = 10.0  # of a stream that tells something every second
 RETRY_S: Final = 2.0

@@ -15,7 +15,8 @@ from baton.cluster.cli.connections import add_router_options, ask
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError, PeerGone, WorkerLost
-from baton.messages.operations import Sleep, Status, Wake, has_followed, is_superseded
+from baton.messages.operations import Status
+from baton.messages.orders import Sleep, Wake, has_followed, is_superseded
 from baton.messages.workers import Worker, WorkerRole
 
 LOOK_EVERY_S: Final = 0.2

@@ -10,7 +10,8 @@ from baton.cluster.operator_node import SILENCE_GRACE_S, Verdicts, connected
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Members
-from baton.messages.operations import Drain, Sleep, Undrain, Wake, WorkerRemoved
+from baton.messages.operations import Drain, Undrain, WorkerRemoved
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Address, WorkerRole
 from baton.router.router import Router
 from baton.rpc.server import RpcServer

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from baton.engine.engine import Engine
-from baton.messages.operations import Drain, Sleep, Wake
+from baton.messages.operations import Drain
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, TokenIds
 from tests.cluster_threads import Cluster, GatewayThread, WorkerThread, wait_for

@@ -17,7 +17,8 @@ from baton.messages.control import (
     Routed,
     Submit,
 )
-from baton.messages.operations import Sleep, Status, StatusQuery, Wake
+from baton.messages.operations import Status, StatusQuery
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Load
 from baton.tenants import Quotas, Refusal, SchedulingKey
 from tests.node_peers import TestPeer, a_request, id_of, name_of

@@ -25,21 +25,18 @@ from baton.messages.operations import (
     PlanSummary,
     RecordingPart,
     RecordingQuery,
-    RequestTimeline,
     RestartWorker,
     Scale,
-    Sleep,
     Status,
     StatusQuery,
     SupervisorReport,
-    TimelineAttempt,
-    TimelinePart,
     Undrain,
-    Wake,
     WatchWorkers,
     WorkerRemoved,
 )
+from baton.messages.orders import Sleep, Wake
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.timeline import RequestTimeline, TimelineAttempt, TimelinePart
 from baton.messages.workers import (
     Address,
     Load,

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from baton.messages.bounds import MAX_SECONDS
-from baton.rpc.liveness import DRIFT, ClockOffset, PeerClock, PingTimes
+from baton.rpc.peer_clock import DRIFT, ClockOffset, PeerClock, PingTimes
 
 AHEAD_S = 1234.5  # the peer's clock
 

@@ -23,14 +23,8 @@ from baton.gateway.api.prompt_reader import PromptReader
 from baton.gateway.peer_gateways import PeerGateways
 from baton.messages.bounds import Kind
 from baton.messages.control import Decision, Weighed
-from baton.messages.operations import (
-    Decisions,
-    Explain,
-    FindRequests,
-    FoundRequests,
-    RequestTimeline,
-    TimelinePart,
-)
+from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests
+from baton.messages.timeline import RequestTimeline, TimelinePart
 from baton.messages.workers import Address, PrefillTimes, WorkerRole
 from baton.rpc.auth import KeyRing
 from tests.event_loop import on_loop

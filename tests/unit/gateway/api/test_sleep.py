@@ -12,7 +12,8 @@ from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.prompt_reader import PromptReader
 from baton.gateway.api.sleep import LOOK_EVERY_S, add_sleep_routes
-from baton.messages.operations import Sleep, Status, Wake
+from baton.messages.operations import Status
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Worker, WorkerRole
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker

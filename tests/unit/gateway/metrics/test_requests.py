@@ -23,7 +23,8 @@ from baton.gateway.metrics.requests import (
 from baton.gateway.metrics.tracing import CLOSE_S, TraceContext, Tracer, traces_url
 from baton.gateway.streams.request_stream import RequestMarks
 from baton.gateway.tenants.tenants import Tenant
-from baton.messages.operations import FindRequests, RequestTimeline
+from baton.messages.operations import FindRequests
+from baton.messages.timeline import RequestTimeline
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway.calls import answer
 

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from baton.gateway.metrics.requests import EndedRequest
 from baton.gateway.streams.request_stream import AttemptMarks, RequestMarks, WorkerMarks
 from baton.messages.control import Failure, Routed
-from baton.messages.operations import MAX_ATTEMPTS, RequestTimeline
+from baton.messages.timeline import MAX_ATTEMPTS, RequestTimeline
 from baton.messages.workers import WorkerTimes
 from baton.request import FinishReason
-from baton.rpc.liveness import SAME_CLOCK, ClockOffset
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from tests.answer import Answer
 from tests.node_peers import a_request, id_of
 from tests.unit.gateway.frontend_peers import Gateway, event, failed, gateway

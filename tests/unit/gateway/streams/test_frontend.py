@@ -21,7 +21,8 @@ from baton.messages.control import (
     Started,
     Submit,
 )
-from baton.messages.operations import Status, StatusQuery, Wake
+from baton.messages.operations import Status, StatusQuery
+from baton.messages.orders import Wake
 from baton.messages.workers import REMOTE_PREFILLS, Load, Worker, WorkerStatus
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenIds
 from tests.answer import Answer

@@ -3,7 +3,7 @@ import msgspec
 from baton.cluster.cli import output
 from baton.cluster.cli.commands.explain import BAR_WIDTH, parts_of, waterfall
 from baton.messages.control import Decision, Weighed
-from baton.messages.operations import RequestTimeline, TimelinePart
+from baton.messages.timeline import RequestTimeline, TimelinePart
 from baton.messages.workers import PrefillTimes
 from tests.node_peers import id_of
 from tests.unit.cluster.conftest import Baton

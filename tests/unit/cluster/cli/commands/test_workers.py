@@ -13,7 +13,7 @@ from baton.cluster.cli.main import main
 from baton.cluster.cluster_key import write_secret
 from baton.config.router import RouterConfig
 from baton.errors import FAILED, USER_ERROR
-from baton.messages.operations import Sleep, Wake
+from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Address
 from baton.router.router import Router
 from baton.rpc.server import RpcServer
