@@ -27,11 +27,7 @@ from baton.engine.models.parallel import PendingTensor, ReplicaRank
 from baton.engine.models.registry import RANK_CHECKS, read_model_config
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.adapter_slots import AdapterSlots
-from baton.engine.runner.logits_processors import (
-    LOGITS_PROCESSORS,
-    StructuredOutputMask,
-    load_logits_processor,
-)
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, load_logits_processor
 from baton.engine.runner.model_runner import (
     KvPool,
     ModelRunner,
@@ -45,6 +41,7 @@ from baton.engine.runner.model_runner import (
 from baton.engine.runner.rank_process import RankNodes
 from baton.engine.runner.sampler import Draws, Sampler
 from baton.engine.runner.step_inputs import StepArrays, StepBuilder, encode
+from baton.engine.runner.structured_output import StructuredOutputMask
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
 from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.scheduler import Scheduler

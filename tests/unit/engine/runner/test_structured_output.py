@@ -16,13 +16,9 @@ import torch
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
-from baton.engine.runner.logits_processors import (
-    LOGITS_PROCESSORS,
-    MAX_COMPILED,
-    MAX_TENANTS,
-    StructuredOutputMask,
-)
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS
 from baton.engine.runner.sampler import Sampled, Sampler
+from baton.engine.runner.structured_output import MAX_COMPILED, MAX_TENANTS, StructuredOutputMask
 from baton.engine.scheduler.sequence import PreemptMode, Row
 from baton.errors import InvalidRequest
 from baton.gateway.text.tokenizer import Tokenizer
