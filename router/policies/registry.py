@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from baton.config.loader import import_class
-from baton.router.policies.base import LeastLoaded, LoadPolicy, PolicyContext, RoundRobin, RoutingPolicy
+from baton.router.policies.base import PolicyContext, RoutingPolicy
 from baton.router.policies.cost import CostPolicy, PrefixPolicy
+from baton.router.policies.load import LeastLoaded, LoadPolicy, RoundRobin
 
 POLICIES: Final[dict[str, Callable[..., RoutingPolicy]]] = {
     "round-robin": RoundRobin,

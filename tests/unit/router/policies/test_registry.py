@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError
 from baton.messages.control import Routed
 from baton.request import Request
-from baton.router.policies.base import (
-    NO_CLAIM,
-    ClusterView,
-    LeastLoaded,
-    PolicyContext,
-    RoundRobin,
-    RoutingChoice,
-    TenantClaim,
-)
+from baton.router.policies.base import NO_CLAIM, ClusterView, PolicyContext, RoutingChoice, TenantClaim
+from baton.router.policies.load import LeastLoaded, RoundRobin
 from baton.router.policies.registry import POLICIES, policy_class
 from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import cluster
