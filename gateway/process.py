@@ -17,13 +17,8 @@ from fastapi import FastAPI
 from baton.adapters import Adapter, NamedAdapter, named_paths, read_adapter
 from baton.clock import Clock, SystemClock
 from baton.config.environment import node_name
-from baton.config.gateway import (
-    GatewayConfig,
-    GatewayModel,
-    TextSettings,
-    read_sampling_defaults,
-    text_settings,
-)
+from baton.config.gateway import GatewayConfig, GatewayModel, TextSettings, text_settings
+from baton.config.generation_config import read_sampling_defaults
 from baton.errors import Overloaded
 from baton.gateway.api.adapters import ServedAdapters, add_adapter_routes
 from baton.gateway.api.admin import Canary

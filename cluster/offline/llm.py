@@ -33,10 +33,10 @@ from baton.cluster.offline.generation import (
     list_sampling,
     naming,
     read_prompt,
-    watch,
 )
+from baton.cluster.offline.progress import watch
 from baton.config.engine import EngineConfig, engine_config
-from baton.config.gateway import read_sampling_defaults
+from baton.config.generation_config import read_sampling_defaults
 from baton.config.loader import flatten, leaves, nest
 from baton.engine.engine import load_engine
 from baton.engine.models.loading.weights import Progress

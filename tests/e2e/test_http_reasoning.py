@@ -9,7 +9,7 @@ from typing import Any, Final
 import openai
 import pytest
 
-from baton.config.gateway import GenerationConfig
+from baton.config.generation_config import GenerationConfig
 from baton.gateway.text.tokenizer import Tokenizer
 from tests.e2e.conftest import client_of
 from tests.engine_frontend import EngineFrontend, tiny_engine

@@ -114,8 +114,8 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> "LLM":
-    from baton.cluster.offline.generation import ProgressBar
     from baton.cluster.offline.llm import LLM  # torch, which --help does not wait for
+    from baton.cluster.offline.progress import ProgressBar
 
     settings = engine_settings_of(arguments)
     if arguments.quiet:

@@ -10,7 +10,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from baton.errors import ModelError
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.tokenizer_file import has_tokenizer, read_tokenizer
+from baton.tokenizer_file import has_tokenizer, read_tokenizer, read_vocab_size
 from tests.unit.gateway.tiny_tokenizers import TEXT
 
 TEXTS: Final = [
@@ -106,3 +106,12 @@ def test_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: py
 
 def test_directory_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     assert not has_tokenizer(tmp_path) and read_tokenizer(tmp_path) is None
+
+
+def test_vocabulary_size_comes_from_the_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 77, "hidden_size": 8}')
+    assert read_vocab_size(tmp_path) == 77
+
+
+def test_directory_without_a_config_has_no_vocabulary_size(tmp_path: Path) -> None:
+    assert read_vocab_size(tmp_path) is None

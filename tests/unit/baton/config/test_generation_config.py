@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.gateway import GenerationConfig, read_sampling_defaults
+from baton.config.generation_config import GenerationConfig, read_sampling_defaults
 from baton.errors import ModelError
 from baton.request import SamplingParams
-from baton.tokenizer_file import read_vocab_size
 
 FILE = '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": null, "max_new_tokens": 9, "x": 1}'
 
@@ -32,7 +31,6 @@ def test_override_goes_before_the_generation_config(tmp_path: Path) -> None:
 
 def test_model_without_files_has_the_defaults_of_vllm(tmp_path: Path) -> None:
     assert read_sampling_defaults(tmp_path, max_tokens=16) == SamplingParams()
-    assert read_vocab_size(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"temperature": "hot"}', '{"top_p": 2.0}'])
@@ -40,8 +38,3 @@ def test_damaged_generation_config_is_named_with_the_setting(tmp_path: Path, tex
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ModelError, match=r"generation_config\.json.*generation_config=vllm"):
         read_sampling_defaults(tmp_path)
-
-
-def test_vocabulary_size_comes_from_the_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 77, "hidden_size": 8}')
-    assert read_vocab_size(tmp_path) == 77
