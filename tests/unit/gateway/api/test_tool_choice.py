@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.gateway.api.errors import ApiError
-from baton.gateway.api.prompt_reader import (
+from baton.gateway.api.tool_choice import (
     MAX_TOOL_BYTES,
     MAX_TOOL_DEPTH,
     MAX_TOOLS,

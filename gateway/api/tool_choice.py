@@ -1,0 +1,163 @@
+"""Reads the keys of a body about tools: `tools`, `tool_choice`, `parallel_tool_calls`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import InvalidRequest
+from baton.gateway.api.body import check_depth
+from baton.gateway.api.errors import ApiError, invalid, unsupported
+from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, arguments_schema, text_arguments
+
+MAX_TOOLS: Final = 128
+MAX_TOOL_BYTES: Final = 64 * 2**10
+MAX_TOOL_DEPTH: Final = 32
+
+Tool: TypeAlias = dict[str, Any]
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A tool as clients offer it. It is checked and given to the chat template unchanged."""
+
+    name: Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_.-]{1,64}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # the arguments of each call follow `parameters`
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: Function
+
+
+class _Name(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _Named(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: _Name
+
+
+class _AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_Named], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class _Allowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The tools of a body and which of them an answer may, or must, call."""
+
+    tools: list[Tool]  # for the chat template; none: the prompt describes no tools
+    functions: list[Function] = []
+    names: frozenset[str] | None = None  # of the functions that may be called; None: all of them
+    is_required: bool = False  # the answer calls one at least
+    is_named: bool = False  # the answer calls the one function that the body names
+    is_parallel: bool = True
+
+    def calls(self) -> AskedCalls | None:
+        """Return the calls that the answer may or must have; None without tools.
+
+        Raises ApiError that names the tool of which the parameters are no schema of an object.
+        """
+        if not self.functions:
+            return None
+        asked = []
+        for index, function in enumerate(self.functions):
+            if self.names is not None and function.name not in self.names:
+                continue
+            key = f"tools[{index}].function.parameters"
+            is_kept = self.is_required or function.strict
+            try:
+                schema = arguments_schema(function.parameters, key) if is_kept else None
+            except InvalidRequest as error:
+                raise invalid(str(error), param=key) from None
+            asked.append(CallableTool(name=function.name, schema=schema, key=key))
+            if self.is_named:
+                break
+        return AskedCalls(
+            tools=asked,
+            is_required=self.is_required,
+            is_parallel=self.is_parallel,
+            is_limited=len(asked) < len(self.functions),
+        )
+
+    def text_arguments(self) -> dict[str, list[str]]:
+        """Return, by tool, the arguments that are text."""
+        found = {each.name: sorted(text_arguments(each.parameters)) for each in self.functions}
+        return {name: keys for name, keys in found.items() if keys}
+
+
+NO_TOOLS: Final = ToolChoice(tools=[])
+
+
+def read_tool_choice(
+    tools: Sequence[Tool] | None, tool_choice: object = None, parallel_tool_calls: bool | None = None
+) -> ToolChoice:
+    """Return the choice of tools of a body. Raises ApiError that names the wrong field."""
+    if not tools:
+        if tool_choice not in (None, "none") and (tools is None or tool_choice != "auto"):
+            raise invalid("tool_choice: there are no tools to choose from", param="tool_choice")
+        return NO_TOOLS
+    if len(tools) > MAX_TOOLS:
+        raise invalid(f"tools: at most {MAX_TOOLS}, got {len(tools)}", param="tools")
+    functions = [_read(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    if tool_choice == "none":
+        return NO_TOOLS
+    names, is_required, is_named = _chosen(tool_choice)
+    if unknown := sorted((names or set()) - {function.name for function in functions}):
+        raise invalid(f"tool_choice: {unknown[0][:64]!r} is not among the tools", param="tool_choice")
+    return ToolChoice(
+        tools=[*tools],
+        functions=functions,
+        names=names,
+        is_required=is_required,
+        is_named=is_named,
+        is_parallel=parallel_tool_calls is not False and not is_named,
+    )
+
+
+def _chosen(tool_choice: object) -> tuple[frozenset[str] | None, bool, bool]:
+    """Return the names of a choice, None for all tools; whether it requires a call; whether it names a tool.
+
+    With allowed tools the prompt still describes all tools, so that it stays in the prefix cache.
+    """
+    if tool_choice in (None, "auto", "required"):
+        return None, tool_choice == "required", False
+    kind = tool_choice.get("type") if isinstance(tool_choice, Mapping) else None
+    if kind == "custom":
+        raise unsupported("a tool_choice of type custom", param="tool_choice")
+    try:
+        if kind == "allowed_tools":
+            allowed = msgspec.convert(tool_choice, _Allowed).allowed_tools
+            return frozenset(each.function.name for each in allowed.tools), allowed.mode == "required", False
+        return frozenset({msgspec.convert(tool_choice, _Named).function.name}), True, True
+    except msgspec.ValidationError as error:
+        if kind == "allowed_tools":
+            raise _misplaced(error, "tool_choice") from None
+        forms = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        raise invalid(f"tool_choice: expected {forms}", param="tool_choice") from None
+
+
+def _misplaced(error: msgspec.ValidationError, name: str) -> ApiError:
+    message, _, path = str(error).partition(" - at `$")
+    return invalid(f"{name}{path.rstrip('`')}: {message}", param=name)
+
+
+def _read(tool: Tool, name: str) -> Function:
+    data = msgspec.json.encode(tool)
+    if len(data) > MAX_TOOL_BYTES:
+        raise invalid(f"{name}: at most {MAX_TOOL_BYTES} bytes, got {len(data)}", param=name)
+    try:
+        check_depth(data, name, MAX_TOOL_DEPTH)
+        return msgspec.convert(tool, _Tool).function
+    except InvalidRequest as error:
+        raise invalid(str(error), param=name) from None
+    except msgspec.ValidationError as error:
+        raise _misplaced(error, name) from None
