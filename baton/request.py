@@ -239,10 +239,16 @@ class SamplingParams(
 
     def __post_init__(self) -> None:
         self._check_texts()
+        self._check_flags()
         self._check_counts()
         self._check_tokens()
         self._check_reals()
-        if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
+        form: object = self.structured_outputs
+        if form is None:
+            return
+        if not isinstance(form, StructuredOutputs):
+            raise InvalidRequest(f"structured_outputs: expected StructuredOutputs(...), got {shown(form)}")
+        if self.ignore_eos or self.min_tokens:
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(f"{name} and structured_outputs: a form ends where it is complete")
 
@@ -252,6 +258,12 @@ class SamplingParams(
         words = () if self.bad_words is None else _texts("bad_words", self.bad_words)
         if not all(word.strip() for word in words):
             raise InvalidRequest("bad_words: each of them needs a character that is no space")
+
+    def _check_flags(self) -> None:
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InvalidRequest(f"{name}: expected True or False, got {shown(value)}")
 
     def _check_counts(self) -> None:
         _check_integer("n", self.n, 1, MAX_CHOICES)

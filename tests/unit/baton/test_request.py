@@ -93,6 +93,10 @@ def test_the_largest_numbers_survive_the_wire() -> None:
         ({"stop": ["a", None]}, "stop: expected text or a list of texts"),
         ({"stop": [""]}, "stop: a stop string must not be empty"),
         ({"bad_words": [" "]}, "bad_words: each of them needs a character that is no space"),
+        ({"ignore_eos": None}, "ignore_eos: expected True or False, got None"),
+        ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output: expected True or False"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens: expected True or False, got 'no'"),
+        ({"structured_outputs": {"regex": "1"}}, r"structured_outputs: expected StructuredOutputs\(...\)"),
     ],
 )
 def test_sampling_of_the_wrong_type(change: dict[str, Any], message: str) -> None:
