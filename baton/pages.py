@@ -70,7 +70,7 @@ SCALE_BYTES: Final = 2  # of the key, or the value, of one token and head in a p
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shape of a KV pool. Of one rank it is `[num_pages, layers of its stage, planes, heads_per_rank,
+    """The shape of a KV pool. Of one rank it is `[num_pages, layers of its stage, num_planes, heads_per_rank,
     page_size, row_elements]`.
 
     A row is the key, or the value, of one token and head: `head_dim` elements of `dtype`, the model's. With
@@ -90,7 +90,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_kv_heads: int
     head_dim: int
     dtype: str
-    planes: int = 2  # keys and values
+    num_planes: int = 2  # keys and values
     cache_dtype: str = "auto"  # as `dtype`
     transfer_dtype: str = "auto"  # auto: transfers send the bytes of pages
     # The number of layers in each pipeline stage; empty: one stage has all layers. Rank r is in stage
@@ -103,8 +103,8 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(f"PageLayout.{name} must be at least 1, got {getattr(self, name)}")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
-        if self.planes not in (1, 2):
-            raise ConfigError(f"planes must be 1 or 2, got {self.planes}")
+        if self.num_planes not in (1, 2):
+            raise ConfigError(f"num_planes must be 1 or 2, got {self.num_planes}")
         if self.num_kv_heads % self.tp_size and self.tp_size % self.num_kv_heads:
             raise ConfigError(f"{self.num_kv_heads} KV heads cannot be split over {self.tp_size} ranks")
         if self.dtype not in DTYPE_BYTES:
@@ -194,13 +194,13 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values of all layers, on one rank of each stage together."""
-        return self.planes * self.num_layers * self.heads_per_rank * self.row_bytes
+        return self.num_planes * self.num_layers * self.heads_per_rank * self.row_bytes
 
     @property
     def sent_token_bytes(self) -> int:
         """Bytes that a transfer moves for one token: keys and values of all layers, to all ranks together."""
         num_heads = self.heads_per_rank * self.tp_size
-        return self.planes * self.num_layers * num_heads * self.sent_row_bytes
+        return self.num_planes * self.num_layers * num_heads * self.sent_row_bytes
 
     @property
     def page_bytes(self) -> int:

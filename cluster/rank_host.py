@@ -68,7 +68,7 @@ class StartRank(HostMessage, frozen=True):
     rank: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     num_threads: Annotated[int, Meta(ge=1, le=2**16)]
     ranks: Address  # where rank 0 listens for the other ranks
-    replica: Annotated[bytes, Meta(max_length=32)]  # as of RankNetwork
+    replica: Annotated[bytes, Meta(max_length=32)]  # as in RankNetwork
     agents: AgentsPlace
 
 

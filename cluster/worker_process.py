@@ -150,7 +150,8 @@ class HostedWorker:
     def _flip(self, role: WorkerRole) -> None:
         """Leave the cluster, end what is left of the work, and join in another role at the same address.
 
-        Requests that have not moved away are replayed elsewhere, as of a worker that has ended in order.
+        Requests that have not moved away are replayed elsewhere, like those of a worker that has ended in
+        order.
         """
         self._thread.close()  # each peer's end is an end of its work here
         until_s = time.monotonic() + self._config.drain_timeout_s
@@ -169,8 +170,8 @@ class HostedWorker:
     def _sleep(self, stop: threading.Event) -> bool:
         """Free the engine, wait until the worker is woken, and load the model again.
 
-        Returns False when the worker is to end instead. Requests that are left are replayed elsewhere, as of
-        a worker that has ended in order.
+        Returns False when the worker is to end instead. Requests that are left are replayed elsewhere, like
+        those of a worker that has ended in order.
         """
         described, level, port = self.node.hello.worker, self.node.sleep_level, self.address.port
         assert described is not None, "a worker describes itself"

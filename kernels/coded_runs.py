@@ -130,7 +130,7 @@ def encode_pages_kernel(
     packed_ptr: tl.tensor,  # [N, R, D + SCALE_BYTES] int8
     num_rows: int,  # R
     half: int,  # D // 2
-    ROW_FORMAT: tl.constexpr,  # as of row_format in store_kv.py
+    ROW_FORMAT: tl.constexpr,  # as in row_format in store_kv.py
     BLOCK_K: tl.constexpr,
     BLOCK_HALF: tl.constexpr,  # >= D // 2
 ) -> None:
@@ -155,7 +155,7 @@ def decode_pages_kernel(
     packed_ptr: tl.tensor,  # [N, R, D + SCALE_BYTES] int8
     num_rows: int,  # R
     half: int,  # D // 2
-    ROW_FORMAT: tl.constexpr,  # as of row_format in store_kv.py
+    ROW_FORMAT: tl.constexpr,  # as in row_format in store_kv.py
     BLOCK_K: tl.constexpr,
     BLOCK_HALF: tl.constexpr,  # >= D // 2
 ) -> None:

@@ -82,7 +82,7 @@ class Routing:
 
 
 class LinearHeads:
-    """A weight of its own for each head: `heads` has the weights, each [N, K], as of experts."""
+    """One weight [N, K] for each head. Heads are multiplied as the experts of a mixture are."""
 
     def __init__(self, heads: ExpertWeights) -> None:
         self._heads = heads
@@ -510,7 +510,7 @@ def combine_triton(
     logits_TX: Tensor,
     shared_TN: Tensor | None,
 ) -> Tensor:
-    """The weighted sum of each token's rows, and of the shared expert's output, as of `Mixture`.
+    """The weighted sum of each token's rows, and of the shared expert's output, as in `Mixture`.
 
     row_of_R: the row of each choice in a split; rows of experts on other ranks are not read.
     """

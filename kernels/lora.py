@@ -88,7 +88,7 @@ class LowRankWeights:
     def shrink(self, x_TK: Tensor, rows: AdapterRows, *, num_splits: int = 1) -> Tensor:
         """A @ x of each row in its first R columns, zeros elsewhere: [T, max_rank] fp32.
 
-        num_splits: as of `linear`.
+        num_splits: as in `linear`.
         """
         hidden_TR = torch.zeros((len(x_TK), rows.max_rank), dtype=torch.float32, device=x_TK.device)
         if not self._is_native:

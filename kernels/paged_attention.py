@@ -193,7 +193,7 @@ def paged_attention_decode_triton(
     query_BHD: strides over sequences and heads are free. kv_pages: a layer, [P, L, K, S, R], see store_kv.py.
     page_table_BP: int32; entries past the context are never followed. context_lens_B: int32, the
     newest token included; 0 (padding) gives zeros. window: the query at p sees keys in (p - window, p].
-    softcap, sinks_H, value_dim: as of `ragged_attention`.
+    softcap, sinks_H, value_dim: as in `ragged_attention`.
     arrivals: int32 zeros, B * K at least, which are zeros again afterwards; made anew by default.
     """
     check_paged_kv(query_BHD, kv_pages, page_table_BP, context_lens_B, window)

@@ -179,7 +179,7 @@ def prefill_attention_triton(
     cu_seqlens_q_B1: int32 [B + 1]; sequence b owns the tokens [cu[b], cu[b + 1]), possibly none.
     context_lens_B: int32, new tokens included, so token i of sequence b sits at position
     `context_lens[b] - (cu[b + 1] - cu[b]) + i`. window: the query at p sees keys in (p - window, p].
-    max_seqlen_q: an upper bound of the new tokens of one sequence. softcap, sinks_H, value_dim: as of
+    max_seqlen_q: an upper bound of the new tokens of one sequence. softcap, sinks_H, value_dim: as in
     `ragged_attention`.
     """
     check_paged_kv(query_THD, kv_pages, page_table_BP, context_lens_B, window)

@@ -154,7 +154,8 @@ def group_of(
 ) -> int | None:
     """The largest divisor of `group`, at most `most` and a multiple of `multiple_of`, that no split cuts.
 
-    num_splits: equal parts of the inputs, as of tensor-parallel ranks, which round as one rank does.
+    num_splits: equal parts of the inputs, such as those of tensor-parallel ranks, which then round as one
+    rank does.
     """
     part, rest = divmod(num_inputs, num_splits)
     common = gcd(part, group)

@@ -225,7 +225,7 @@ def rope_and_store_kernel(
     kv_stride_value: int,  # from a key to the value of the same token, which may come before it
     kv_stride_head: int,
     kv_stride_slot: int,
-    ROW_FORMAT: tl.constexpr,  # as of row_format
+    ROW_FORMAT: tl.constexpr,  # as in row_format
     PAGE_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,  # >= H
     BLOCK_K: tl.constexpr,  # >= K
@@ -428,8 +428,8 @@ def _rows_are_whole(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor) -> boo
 
 def _store_kv_native(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
     num_tokens, num_kv_heads, key_dim = key_TKD.shape
-    _, planes, num_heads_here, page_size, _ = kv_pages.shape
-    if planes > 2 or num_heads_here != num_kv_heads or value_TKV.shape[:2] != key_TKD.shape[:2]:
+    _, num_planes, num_heads_here, page_size, _ = kv_pages.shape
+    if num_planes > 2 or num_heads_here != num_kv_heads or value_TKV.shape[:2] != key_TKD.shape[:2]:
         raise ValueError(f"kv_pages {tuple(kv_pages.shape)} do not take keys {tuple(key_TKD.shape)}")
     format_of_rows = _format_of_rows(key_TKD, value_TKV, kv_pages)
     keys, values = _planes(kv_pages, value_TKV.shape[2])

@@ -12,7 +12,7 @@ from tests.remote import Remote
 
 
 def shape_of(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
-    heads = layout.planes, layout.heads_per_rank
+    heads = layout.num_planes, layout.heads_per_rank
     return (num_pages, layout.num_layers, *heads, layout.page_size, layout.head_dim)
 
 

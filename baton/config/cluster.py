@@ -102,7 +102,7 @@ class OtherModel(TextSettings, frozen=True, kw_only=True):
     decode: WorkersConfig | None = None  # None: the settings of the first model's decode workers
     # Settings of the engine that differ from those of the first model, nested as in `engine`.
     engine: dict[str, Any] = msgspec.field(default_factory=dict)
-    lora_modules: tuple[str, ...] = ()  # as of `gateway`: adapters of this model
+    lora_modules: tuple[str, ...] = ()  # as in `gateway`: adapters of this model
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -73,7 +73,7 @@ class PullSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_pages = num_tokens // worker.page_size
         if not 1 <= num_pages <= MAX_PULLED_PAGES:
             return None
-        nowhere = (0,) * num_pages  # as of pages in host memory
+        nowhere = (0,) * num_pages  # as for pages in host memory
         return cls(worker=worker.id, num_tokens=num_tokens, pages=nowhere, generations=nowhere)
 
 

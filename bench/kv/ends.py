@@ -46,7 +46,7 @@ def settings_of(layout: PageLayout, transport: str) -> EndpointSettings:
 
 def _pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
     heads = layout.heads_per_rank
-    return (num_pages, layout.num_layers, layout.planes, heads, layout.page_size, layout.row_elements)
+    return (num_pages, layout.num_layers, layout.num_planes, heads, layout.page_size, layout.row_elements)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

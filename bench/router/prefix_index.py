@@ -35,7 +35,7 @@ from baton.sim.timed.fleet import Fleet
 
 PAGE_TOKENS: Final = 16
 PROMPT_PAGES: Final = 752  # 12,000 tokens
-SHARED_PAGES: Final = 200  # of every prompt, as of an operator's instructions
+SHARED_PAGES: Final = 200  # of every prompt, such as an operator's instructions
 SIBLING_PAGES: Final = 300  # of a prompt that a second worker has too
 LIMIT_BYTES: Final = 1.5e9
 SMALL: Final = 4  # workers of the second cluster in which decisions are timed

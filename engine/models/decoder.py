@@ -216,7 +216,7 @@ class VocabParallelEmbedding:
 class VocabParallelHead:
     """Hidden states -> fp32 logits of the whole vocabulary, on every rank.
 
-    table_VE: this rank's rows, as of `Parameters.rows`; shared, not copied, where the device multiplies
+    table_VE: this rank's rows, as in `Parameters.rows`; shared, not copied, where the device multiplies
     with them as they lie.
     """
 
@@ -244,7 +244,7 @@ class AttentionLayer(Protocol):
 
     @property
     def window(self) -> int | None:
-        """As of `Model.windows`."""
+        """See `Model.windows`."""
 
     def attend(self, x_TE: Tensor, step: ModelInput, kv_pages: Tensor, cos_sin_MD: Tensor) -> Tensor:
         """Store the step's keys and values, then attend over all of them: [T, H * V], before `out`."""
@@ -273,7 +273,7 @@ class Attention:
         """bias: of all projections. qkv_bias: of all but `out`. norm_offset: see `RmsNorm`.
 
         qk_norm: RMS norm of queries and keys, in each head or over all heads. window: position p sees
-        (p - window, p]. scale: of the scores, head_dim ** -0.5 by default. softcap: as of `ragged_attention`,
+        (p - window, p]. scale: of the scores, head_dim ** -0.5 by default. softcap: as in `ragged_attention`,
         and so are the sinks, which `sinks` holds. rope: `config.rope` by default. fused, out_name: names in
         the checkpoint, see `ColumnParallelLinear`.
         """

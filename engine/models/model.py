@@ -41,7 +41,7 @@ class Model(Protocol):
     def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
         """Final hidden states [R, E] of the rows in `step.logit_rows_R`, normed.
 
-        Writes the KV of the step's tokens into kv_pool [num_pages, num_layers, planes, K, page_size, D].
+        Writes the KV of the step's tokens into kv_pool [num_pages, num_layers, num_planes, K, page_size, D].
         groups: learns which layers are written while the pass runs.
         """
 
@@ -88,7 +88,7 @@ def parameter_shapes(
 ) -> dict[str, Shape]:
     """Name -> shape of every parameter, in the order in which the model reads them.
 
-    layers: of the pipeline stage that reads them; None: the whole model. expert_ranks: as of `Parameters`.
+    layers: of the pipeline stage that reads them; None: the whole model. expert_ranks: as in `Parameters`.
     """
     return _survey(config, layers, expert_ranks)[0].shapes
 

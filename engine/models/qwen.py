@@ -86,7 +86,7 @@ def mlp_of_layer(
 ) -> GatedMlp | SparseMlp:
     """A mixture in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`, else one MLP.
 
-    shared_inner: as of `SparseMlp`.
+    shared_inner: as in `SparseMlp`.
     """
     keys = config.keys
     if index in (keys.get("mlp_only_layers", list[int]) or ()):

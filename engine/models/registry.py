@@ -198,7 +198,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
-    kv_planes: int = 2  # keys and values; 1: latent attention, where values are a part of the keys
+    num_kv_planes: int = 2  # keys and values; 1: latent attention, where values are a part of the keys
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the weights as saved
@@ -331,7 +331,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         max_position_embeddings=keys.count("max_position_embeddings"),
         rms_norm_eps=keys.positive("rms_norm_eps"),
         rope=read_rope_config(keys),
-        kv_planes=1 if spelling.is_latent else 2,
+        num_kv_planes=1 if spelling.is_latent else 2,
         tie_word_embeddings=keys.flag("tie_word_embeddings", spelling.tie_word_embeddings),
         eos_token_ids=_eos_token_ids(tokens, vocab_size),
         dtype=_dtype(keys),
@@ -442,7 +442,7 @@ def read_draft_model_config(settings: EngineSettings, target: ModelConfig) -> Mo
 
 def check_latent(model: ModelConfig, settings: EngineSettings) -> None:
     """ConfigError for settings that latent attention does not support."""
-    if model.kv_planes == 2:
+    if model.num_kv_planes == 2:
         return
     for name, chosen in (
         ("cache.kv_cache_dtype", settings.cache.kv_cache_dtype),

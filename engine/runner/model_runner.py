@@ -73,7 +73,7 @@ ZerosOnCpu = Callable[[Ordered[int], torch.dtype], Tensor]
 
 
 class KvPool:
-    """`device` and `host`: [pages, num_layers, planes, heads_per_rank, page_size, row_elements], zeros."""
+    """`device`, `host`: zeros [pages, num_layers, num_planes, heads_per_rank, page_size, row_elements]."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class KvPool:
         host_zeros: ZerosOnCpu | None = None,
     ) -> None:
         """host_zeros: gives the memory of the host pages; None: memory of this process."""
-        heads, planes = layout.heads_per_rank, layout.planes
-        shape = (layout.num_layers, planes, heads, layout.page_size, layout.row_elements)
+        heads, num_planes = layout.heads_per_rank, layout.num_planes
+        shape = (layout.num_layers, num_planes, heads, layout.page_size, layout.row_elements)
         dtype = TORCH_DTYPES[layout.element_type]
         if device.type == "cpu":
             self.device: Tensor = zeros_on_cpu((num_pages, *shape), dtype)
@@ -301,7 +301,7 @@ class ModelRunner:
             num_layers=model_config.num_layers,
             num_kv_heads=model_config.num_kv_heads,
             head_dim=model_config.head_dim,
-            planes=model_config.kv_planes,
+            num_planes=model_config.num_kv_planes,
             dtype=self.dtype,
             cache_dtype=config.cache.kv_cache_dtype,
             transfer_dtype=config.cache.kv_transfer_dtype,

@@ -49,7 +49,7 @@ MAX_WAITING_BYTES: Final = 4 * 2**30  # at one end of a link, for the peer or fo
 class RankHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first message of a rank that has connected to another one."""
 
-    replica: Annotated[bytes, Meta(max_length=32)]  # as of RankNetwork
+    replica: Annotated[bytes, Meta(max_length=32)]  # as in RankNetwork
     rank: Annotated[int, Meta(ge=1, le=2**16 - 1)]
     node: Annotated[str, Meta(max_length=255)]  # its address
     model: Annotated[str, Meta(max_length=64)]  # the fingerprint of the model's files on that node

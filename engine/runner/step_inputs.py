@@ -249,7 +249,7 @@ class StepUploads:
     """Places steps of any kind on a device. The tensors of a step are valid until the next upload."""
 
     def __init__(self, max_num_tokens: int, max_num_seqs: int, max_pages: int, device: torch.device) -> None:
-        """Room for steps of these sizes; a larger step, as of a padded static batch, makes more room."""
+        """Room for steps of these sizes; a larger step, such as a padded static batch, makes more room."""
         rows = padding_step(max_num_tokens, max_num_tokens, num_decodes=max_num_seqs)
         table_bytes = 4 * (max_num_seqs + 1) * _row_entries(max_pages)
         self._device = device

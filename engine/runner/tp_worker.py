@@ -83,7 +83,7 @@ class RunningSidecar(Protocol):
         """Zeros for the pool of this rank."""
 
     def start(self, rank: int, pool: Tensor, steps: StepMarks) -> None:
-        """pool: [num_pages, num_layers, planes, heads_per_rank, page_size, head_dim] of this rank.
+        """pool: [num_pages, num_layers, num_planes, heads_per_rank, page_size, head_dim] of this rank.
 
         steps: how far this rank has written the pool.
         """

@@ -38,7 +38,7 @@ struct step {
     struct attention attention;  // the batch filled in
     int64_t *tile_starts;      // scratch of num_sequences + 1
     char *scratch;             // num_tokens rows of everything in struct buffers
-    char *experts_scratch;     // as of baton_experts_sizes
+    char *experts_scratch;     // as in baton_experts_sizes
     double *seconds;           // [NUM_TIMERS], added to
     int64_t first_layer, stop_layer;  // a pass may be cut into several calls, in the order of the layers
 };

@@ -59,7 +59,7 @@ static void shrink_rows(const void *context, int64_t begin, int64_t end, int thr
 }
 
 // x: [num_rows, num_inputs] of `dtype`. h: [num_rows, rank of the row's adapter], zeros, is added to where the row has a
-// weight, which is [rank, num_inputs] of `dtype`. splits (1 or 2): as of baton_linear.
+// weight, which is [rank, num_inputs] of `dtype`. splits (1 or 2): as in baton_linear.
 EXPORT void baton_lora_shrink(
     const char *x, ptrdiff_t x_stride, const int32_t *slots, const char *const *weights, const int32_t *ranks, float *h,
     ptrdiff_t h_stride, int64_t num_rows, int64_t num_inputs, int64_t mean_rank, int splits, int dtype) {

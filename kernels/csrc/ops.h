@@ -6,7 +6,7 @@
 struct attention {
     const char *query;             // [num_tokens, num_heads, head_dim]
     ptrdiff_t query_token, query_head;  // strides, bytes
-    const char *pages;             // [num_pages, planes, num_kv_heads, 1 << page_shift] rows of kv_rows.h, the last axis contiguous
+    const char *pages;             // [num_pages, num_planes, num_kv_heads, 1 << page_shift] rows of kv_rows.h, the last axis contiguous
     ptrdiff_t page_stride, value_stride, head_stride;  // bytes; value_stride 0: values are a part of the keys
     const int32_t *page_table;     // [num_sequences, table_stride]
     ptrdiff_t table_stride;        // elements

@@ -208,7 +208,7 @@ def attend_keys(
     MASKED: tl.constexpr,  # False promises that every row sees every key of the range
     WINDOW: tl.constexpr,  # keys a query sees, itself included; 0: all
     SOFTCAP: tl.constexpr,  # s becomes SOFTCAP * tanh(s / SOFTCAP), s times log2(e); 0: none
-    ROW_FORMAT: tl.constexpr,  # as of row_format in store_kv.py
+    ROW_FORMAT: tl.constexpr,  # as in row_format in store_kv.py
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,

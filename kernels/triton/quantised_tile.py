@@ -62,7 +62,7 @@ def code_constants(weight_format: WeightFormat, group: int) -> dict[str, int | b
 
 
 def code_tile(x_TK: Tensor, weight_format: WeightFormat, group: int) -> dict[str, int]:
-    """Compile-time constants, as of `linear_tile`. x_TK: int8 where inputs are rounded."""
+    """Compile-time constants, as in `linear_tile`. x_TK: int8 where inputs are rounded."""
     least = 32 if weight_format.rounds_inputs else 16  # inputs of a matrix instruction
     block_k = max(least, triton.next_power_of_2(group * weight_format.num_bits // 8))
     if x_TK.dtype == torch.float32:

@@ -37,8 +37,13 @@ Pages: TypeAlias = Sequence[int] | Offsets  # page ids of one side, in token ord
 MAX_DEFAULT_GROUPS: Final = 4
 MIN_GROUP_BYTES: Final = 256 << 10  # of one page; smaller groups cost more than the overlap saves
 MUST_AGREE: Final = (
-    *("num_layers", "planes", "num_kv_heads", "head_dim"),
-    *("dtype", "cache_dtype", "transfer_dtype"),
+    "num_layers",
+    "num_planes",
+    "num_kv_heads",
+    "head_dim",
+    "dtype",
+    "cache_dtype",
+    "transfer_dtype",
 )
 
 
@@ -146,7 +151,7 @@ def plan_transfer(
     is_whole_page = heads_per_run == len(mine) == len(theirs) and source.page_size == destination.page_size
     starts = shared[::heads_per_run] if shared else shared
     # A slab is one layer's keys, or values. The slabs of whole pages are contiguous and form one run.
-    num_slabs = source.planes * (stop_layer - first_layer)
+    num_slabs = source.num_planes * (stop_layer - first_layer)
     slabs = range(0, num_slabs, max(1, num_slabs) if is_whole_page else 1)
     sides = [
         _side(
@@ -154,7 +159,7 @@ def plan_transfer(
             unit_tokens,
             [head - heads.start for head in starts],
             slabs,
-            source.planes * (first_layer - layout.layers_of(rank).start),
+            source.num_planes * (first_layer - layout.layers_of(rank).start),
         )
         for layout, rank, heads in (
             (source, source_rank, mine),

@@ -116,7 +116,7 @@ class ReachPeer(OfShard, frozen=True):
     epoch: Epoch
     pages: Pages
     generations: Generations
-    is_bulk: bool = False  # as of OutgoingTransfer
+    is_bulk: bool = False  # as in OutgoingTransfer
 
 
 class PushUnits(OfShard, frozen=True):
@@ -161,7 +161,7 @@ class AgentHello(RankMessage, frozen=True):
     """The first message of an agent."""
 
     rank: Rank
-    # As of AgentsPlace; b"" on rank 0's node.
+    # As in AgentsPlace; b"" on rank 0's node.
     replica: Annotated[bytes, Meta(max_length=MAX_REPLICA_BYTES)] = b""
 
 

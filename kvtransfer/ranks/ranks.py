@@ -370,7 +370,7 @@ class Ranks:
         self._executors: list[RankExecutor | RemoteRank] = [here, *self._others]
 
     def start(self, post: Post, emit: Emit, on_lost: OnLost) -> None:
-        """Start reading from the other ranks, and watch their processes. on_lost: as of RemoteRank.start."""
+        """Start reading from the other ranks, and watch their processes. on_lost: as in RemoteRank.start."""
         for rank in self._others:
             rank.start(post, emit, on_lost)
         if self._agents is not None:

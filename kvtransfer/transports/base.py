@@ -486,7 +486,7 @@ class QueueSender:
     """The part of a `Sender` that all of Baton's transports share: pieces wait in a TransferQueue."""
 
     def __init__(self, rank: LocalRank, part_bytes: int, num_threads: int, num_lanes: int = 1) -> None:
-        """part_bytes, num_threads: as of TransferQueue. rank: the source. num_lanes: of the packing."""
+        """part_bytes, num_threads: as in TransferQueue. rank: the source. num_lanes: of the packing."""
         self._rank = rank
         self._packing = rank.packing(num_lanes)
         self._queue = TransferQueue(part_bytes, num_threads)

@@ -135,7 +135,7 @@ class DirectSender(QueueSender, ABC):
     """A `Sender` that copies runs into the pool that it has mapped. A subclass says how."""
 
     name: str
-    schema: bytes  # as of DirectListener
+    schema: bytes  # as in DirectListener
     part_bytes: int  # about as much is copied between two looks at the table
     num_threads: int
     # Pieces of at most so many bytes are copied by the thread that pushes them, unless rows become codes.

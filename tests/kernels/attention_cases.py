@@ -43,7 +43,7 @@ class Shape:
         }
 
     @property
-    def planes(self) -> int:
+    def num_planes(self) -> int:
         return 2 if self.value_dim is None else 1
 
     @property
@@ -67,7 +67,7 @@ def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.de
     counts = [-(-length // shape.page_size) for length in lens]
     num_pages = sum(counts) + 2
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages))
-    layer = (num_pages, 2, shape.planes, shape.num_kv_heads, shape.page_size)
+    layer = (num_pages, 2, shape.num_planes, shape.num_kv_heads, shape.page_size)
     if shape.codes is None:
         pages = torch.full((*layer, shape.head_dim), math.nan, dtype=dtype, device=device)[:, 1]
     else:  # 255 twice is a NaN in bf16
@@ -77,7 +77,7 @@ def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.de
     dense = []
     for sequence, (length, count) in enumerate(zip(lens, counts, strict=True)):
         table[sequence, :count] = order[sum(counts[:sequence]) :][:count]
-        heads = shape.planes, shape.num_kv_heads
+        heads = shape.num_planes, shape.num_kv_heads
         kv = normal(length + 1, *heads, shape.head_dim, dtype=dtype, device=device)[:length]
         token = torch.arange(length)
         page = table[sequence].long()[token // shape.page_size]

@@ -230,7 +230,7 @@ def _weight_code_scenarios() -> Iterator[Scenario]:
 def _codes(
     weight_format: WeightFormat, shape: tuple[int, int], group: int, dtype: torch.dtype
 ) -> linear.LinearWeight:
-    """A weight without contents, as of `pack_quantised`."""
+    """A weight without contents, as from `pack_quantised`."""
     num_outputs, num_inputs = shape
     codes = torch.empty((num_outputs, num_inputs * weight_format.num_bits // 8), dtype=torch.int8)
     num_vectors = 2 if weight_format is WeightFormat.INT4_ZEROS else 1

@@ -61,7 +61,7 @@ def _token_bytes(directory: Path, num_stages: int) -> int:
         num_layers=max(split_layers(model, num_stages)),
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        planes=model.kv_planes,
+        num_planes=model.num_kv_planes,
         dtype=model.dtype,
     ).token_bytes
 

@@ -205,7 +205,7 @@ def _shown(value: float) -> str:
 
 
 def _add_advise(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="that the settings serve, as of `baton serve`")
+    parser.add_argument("model", metavar="MODEL", help="that the settings serve, as for `baton serve`")
     _add_load(parser)
     parser.add_argument(
         "--devices", type=int, metavar="N", help="at most (as many workers as were calibrated, or 8)"

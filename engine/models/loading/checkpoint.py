@@ -349,7 +349,7 @@ class SafetensorsCheckpoint:
     """The tensors of a model directory, mapped from their files: nothing is read before it is used."""
 
     def __init__(self, directory: Path, base_prefix: str = "") -> None:
-        """ModelError as of `read_entries`. base_prefix: begins all names, if those of the files lack it."""
+        """ModelError as in `read_entries`. base_prefix: begins all names, if those of the files lack it."""
         entries = read_entries(directory)
         self._added = "" if any(name.startswith(base_prefix) for name in entries) else base_prefix
         self.entries = {self._added + name: entry for name, entry in entries.items()}

@@ -190,7 +190,7 @@ class Parameters:
     def matrix(self, name: str, shape: tuple[int, int], dim: int | None) -> Matrix:
         """This rank's part along `dim` of the weight of linear layer `name`; None: the whole weight.
 
-        shape: of the whole. ConfigError as of `shard`, also for a part that the scheme cannot cut.
+        shape: of the whole. ConfigError as in `shard`, also for a part that the scheme cannot cut.
         """
         scheme, module = self.scheme, self._prefix + name
         if scheme is None or not scheme.covers(module):
@@ -212,7 +212,7 @@ class Parameters:
     ) -> "AdaptedProjection | None":
         """The adapters' part of linear layer `name`; None: no adapter may change the layer.
 
-        shape, dim: as of `matrix`. change: as of `change_rows`, of the weight.
+        shape, dim: as in `matrix`. change: as in `change_rows`, of the weight.
         """
         if self.adapters is None or name not in TARGETS:
             return None
@@ -248,7 +248,7 @@ class Parameters:
         return self._read_matrix(name, shape, 0, own.start, own.stop)
 
     def stacked_matrices(self, name: str, num_experts: int, shape: tuple[int, int], dim: int) -> list[Matrix]:
-        """The matrices of this rank's experts, each as of `matrix`.
+        """The matrices of this rank's experts, each as in `matrix`.
 
         The scheme stores each part of all experts in one tensor, `name_part`.
         """

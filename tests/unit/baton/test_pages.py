@@ -126,7 +126,7 @@ def test_more_ranks_than_heads_hold_copies() -> None:
 
 
 def test_rows_of_one_plane_take_half() -> None:
-    both, latent = (PageLayout(**EIGHT_BILLION | {"planes": planes}) for planes in (2, 1))
+    both, latent = (PageLayout(**EIGHT_BILLION | {"num_planes": planes}) for planes in (2, 1))
     assert (latent.page_bytes, latent.sent_token_bytes) == (both.page_bytes // 2, both.sent_token_bytes // 2)
 
 
@@ -177,7 +177,7 @@ def test_pages_are_just_enough(num_tokens: int, exponent: int) -> None:
         ({"num_layers": 0}, "PageLayout.num_layers must be at least 1, got 0"),
         ({"tp_size": 3}, "8 KV heads cannot be split over 3 ranks"),
         ({"tp_size": 12}, "8 KV heads cannot be split over 12 ranks"),
-        ({"planes": 3}, "planes must be 1 or 2, got 3"),
+        ({"num_planes": 3}, "num_planes must be 1 or 2, got 3"),
         ({"cache_dtype": "int4"}, "cache_dtype must be one of .*, got 'int4'"),
         ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
         ({"transfer_dtype": "int4"}, "transfer_dtype must be one of .*, got 'int4'"),

@@ -38,7 +38,7 @@ class Heads:
     value_dim: int | None = None  # of pages with one plane
 
     @property
-    def planes(self) -> int:
+    def num_planes(self) -> int:
         return 2 if self.value_dim is None else 1
 
     @property
@@ -68,7 +68,7 @@ class Sequences:
 
     def _random(self, index: int, length: int) -> Tensor:
         heads = self.heads
-        num_heads = heads.num_heads + heads.planes * heads.num_kv_heads
+        num_heads = heads.num_heads + heads.num_planes * heads.num_kv_heads
         # One more token than asked and a width that differs with the index: different values each.
         fused = normal(length + 1, num_heads, heads.head_dim + index, dtype=heads.dtype, device=CPU)
         return fused[:length, :, : heads.head_dim].contiguous()
@@ -107,7 +107,7 @@ class Sequences:
         counts = [-(-part.stop // page_size) for part in parts]
         num_pages = sum(counts) + 1
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages)).int()
-        shape = (num_pages, 2, heads.planes, heads.num_kv_heads, page_size)
+        shape = (num_pages, 2, heads.num_planes, heads.num_kv_heads, page_size)
         if heads.codes is None:
             pages = torch.full((*shape, heads.head_dim), math.nan, dtype=heads.dtype)[
                 :, 1
@@ -122,7 +122,7 @@ class Sequences:
                 stored = encode_rows(stored, heads.codes)
             token = torch.arange(part.stop)
             page, offset = table[row].long()[token // page_size], token % page_size
-            for plane, rows in enumerate(stored.chunk(heads.planes, dim=1)):
+            for plane, rows in enumerate(stored.chunk(heads.num_planes, dim=1)):
                 pages[page, plane, :, offset] = rows
         return pages if heads.codes is None else pages.view(heads.codes), table
 
@@ -146,7 +146,7 @@ class Sequences:
             for head in range(heads.num_heads):
                 kv_head = heads.num_heads + head // heads.group_size
                 keys = qkv[first : position + 1, kv_head]
-                value_head = kv_head + (heads.planes - 1) * heads.num_kv_heads
+                value_head = kv_head + (heads.num_planes - 1) * heads.num_kv_heads
                 values = qkv[first : position + 1, value_head, :width]
                 scores = keys @ qkv[position, head] * heads.head_dim**-0.5
                 if heads.softcap is not None:

@@ -126,7 +126,7 @@ def test_token_of_the_largest_model_takes_70_kilobytes(tmp_path: Path) -> None:
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        planes=model.kv_planes,
+        num_planes=model.num_kv_planes,
         dtype=model.dtype,
     )
     assert layout.token_bytes == 61 * (512 + 64) * 2 == 70_272

@@ -19,7 +19,7 @@ from tests.transfer_ends import runs_of
 NUM_HEADS = 12  # splits by 2 and by 3: ranks whose heads overlap partly
 TP_SIZES = (1, 2, 3, 4, 12, 24, 48)  # with more ranks than heads, some hold copies
 STAGES = ((), (1, 4), (3, 2), (1, 1, 3), (5,))  # layers of each pipeline stage
-Pool = NDArray[np.int32]  # [pages, layers, planes, heads of the rank, page_size, words of a row]
+Pool = NDArray[np.int32]  # [pages, layers, num_planes, heads of the rank, page_size, words of a row]
 
 
 def layout(tp_size: int, page_size: int, **changes: Any) -> PageLayout:
@@ -38,7 +38,7 @@ def pool_of(layout: PageLayout, num_pages: int, first_value: int, rank: int = 0)
     """Every element has a value of its own."""
     num_layers = len(layout.layers_of(rank))
     heads = layout.heads_per_rank
-    shape = (num_pages, num_layers, layout.planes, heads, layout.page_size, layout.row_bytes // 4)
+    shape = (num_pages, num_layers, layout.num_planes, heads, layout.page_size, layout.row_bytes // 4)
     return np.arange(first_value, first_value + int(np.prod(shape)), dtype=np.int32).reshape(shape)
 
 
@@ -76,7 +76,7 @@ def move_slowly(
         if all(0 <= own < cut.heads_per_rank for (_, own, _), cut in zip(places, layouts, strict=True)):
             (page, own, offset), (to_page, to_own, to_offset) = places
             ours, theirs = (cut.layers_of(rank) for cut, rank in zip(layouts, ranks, strict=True))
-            planes = range(layouts[0].planes)
+            planes = range(layouts[0].num_planes)
             for layer, kv in product(range(*(layers or (0, layouts[0].num_layers))), planes):
                 if layer in ours and layer in theirs:
                     content = source[page, layer - ours.start, kv, own, offset]
@@ -104,7 +104,7 @@ CODES: dict[str, Any] = {"head_dim": 6, "cache_dtype": "int8"}
 
 @given(
     st.one_of(
-        *(st.tuples(cuts(**keys), cuts(**keys)) for keys in ({}, CODES, {"planes": 1})),
+        *(st.tuples(cuts(**keys), cuts(**keys)) for keys in ({}, CODES, {"num_planes": 1})),
         st.tuples(staged(), staged()),
     ),
     st.data(),
@@ -221,7 +221,7 @@ def test_equal_layouts_move_whole_pages() -> None:
     ("field", "value"),
     [
         ("num_layers", 3),
-        ("planes", 1),
+        ("num_planes", 1),
         ("num_kv_heads", 24),
         ("head_dim", 4),
         ("dtype", "bfloat16"),
