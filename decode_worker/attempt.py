@@ -68,7 +68,7 @@ class Attempt:
     stage: AttemptStage = AttemptStage.WAITING
     is_receiving: bool = False  # pages are granted, and their transfer has not ended
     filled: FilledPages | None = None  # leading pages that the attempt owns until the engine has them
-    serial: int = 0  # of its turn to wait; unique
+    serial: int = 0  # unique; of attempts that are equal otherwise, the lowest starts first
     num_wanted_pages: int = 0  # for which there was no room at the last try
     num_expected_pages: int = 0  # granted, and not here yet
     first: TokenEvent | None = None

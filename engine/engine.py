@@ -459,7 +459,7 @@ class Engine(Replica):
         those. Ranks that hang are killed: WorkerLost.
         """
         cache, until_s = self.scheduler.cache, time.monotonic() + FLUSH_S
-        with self._kills_ranks_at(until_s):
+        with self._rank_deadline(until_s):
             self._wait_for_copies()
         disk.put(cache.host.written_pages(), until_s)
         known = [item for item in cache.known_pages().items() if item[0] not in disk.places]
@@ -468,13 +468,13 @@ class Engine(Replica):
                 return
             part = known[first : first + cache.host.num_pages]
             copies = tuple((page, host_page) for host_page, (_, page) in enumerate(part))
-            with self._kills_ranks_at(until_s):
+            with self._rank_deadline(until_s):
                 self._run(Batch(copies_to_host=copies), None).wait()
                 self._wait_for_copies()
             disk.put(((key, host_page) for host_page, (key, _) in enumerate(part)), until_s)
 
-    def _kills_ranks_at(self, time_s: float) -> AbstractContextManager[None]:
-        return nullcontext() if self._tp_workers is None else self._tp_workers.killed_at(time_s)
+    def _rank_deadline(self, until_s: float) -> AbstractContextManager[None]:
+        return nullcontext() if self._tp_workers is None else self._tp_workers.deadline(until_s)
 
     def _wait_for_copies(self) -> None:
         for step in self._in_flight:

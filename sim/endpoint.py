@@ -81,7 +81,7 @@ class SimBackground:
         self._process.later(self._network.delay_s(), partial(self._look, has_happened, call))
 
     def close(self) -> None:
-        """Conditions are asked until the process ends."""
+        """Conditions are checked until the process ends."""
 
     def _look(self, has_happened: Callable[[], bool], call: Call) -> None:
         if has_happened():
@@ -155,9 +155,11 @@ class SimRank:
             source.process.on_death.append(partial(self._writer_died, source.incarnation))
 
     def _writer_died(self, incarnation: bytes) -> None:
-        self.process.later(self.random.uniform(*DEATH_IS_KNOWN_S), partial(self._bury, incarnation))
+        self.process.later(
+            self.random.uniform(*DEATH_IS_KNOWN_S), partial(self._on_writer_death, incarnation)
+        )
 
-    def _bury(self, incarnation: bytes) -> None:
+    def _on_writer_death(self, incarnation: bytes) -> None:
         self._writers.discard(incarnation)
         self.executor.rank.on_writer_death(self.registrations.writer_died(incarnation))
 

@@ -138,8 +138,8 @@ class SharedExperts:
 
 
 class Deepseek(Decoder):
-    """Reads `first_k_dense_replace`, `moe_layer_freq`, `mlp_bias`, `n_shared_experts`, what `read_groups`
-    reads, and what attention reads.
+    """Reads `first_k_dense_replace`, `moe_layer_freq`, `mlp_bias`, `n_shared_experts`, and what
+    `read_grouped_routing` and attention read.
     """
 
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
@@ -150,7 +150,7 @@ class Deepseek(Decoder):
         if not config.has_experts or index < num_dense or index % every:
             return DecoderLayer(config, parameters, attention, GatedMlp(config, mlp, bias=bias))
         inner = keys.count("moe_intermediate_size")
-        routing = read_groups(config, mlp)
+        routing = read_grouped_routing(config, mlp)
         routed = SparseMlp(config, mlp, read_experts(config, mlp, inner), routing)
         num_shared = keys.get("n_shared_experts", int) or 0
         if not num_shared:
@@ -166,8 +166,8 @@ ROUTINGS: Final = {
 }
 
 
-def read_groups(config: ModelConfig, parameters: Parameters) -> Routing:
-    """Read how experts are chosen by groups and scores. ModelError for a way that is not supported."""
+def read_grouped_routing(config: ModelConfig, parameters: Parameters) -> Routing:
+    """Read how experts are scored, grouped and chosen. ModelError for a way that is not supported."""
     keys, (scores, methods) = config.keys, ROUTINGS[config.architecture]
     scoring, method = keys.get("scoring_func", str) or scores, keys.get("topk_method", str) or methods[0]
     if scoring != scores or method not in methods:
@@ -190,7 +190,10 @@ def read_groups(config: ModelConfig, parameters: Parameters) -> Routing:
     if method == "greedy":
         return routing
     num_groups, num_chosen = keys.count("n_group"), keys.count("topk_group")
-    size, least = config.num_experts // num_groups, 2 if uses_sigmoid else 1  # of a group, which is scored
+    size, least = (
+        config.num_experts // num_groups,
+        2 if uses_sigmoid else 1,
+    )  # experts that the score of a group is made of
     if config.num_experts % num_groups or size < least or num_chosen > num_groups:
         raise ModelError(
             f"{keys.source}: {num_chosen} groups ('topk_group') cannot be chosen from {config.num_experts} "

@@ -154,17 +154,17 @@ def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     derived = DERIVED if config.quantization is None else DERIVED + UNUSED_SCALES
     for name in sorted(names - shapes.keys() - ignored):
-        if not name.endswith(derived) and not _predicts_further(name, config):
+        if not name.endswith(derived) and not _is_of_mtp_layer(name, config):
             raise ModelError(
                 f"tensor {name!r} is not part of {config.architecture} as config.json describes it"
             )
 
 
-def _predicts_further(name: str, config: ModelConfig) -> bool:
-    """Return whether the tensor is of a layer that predicts further tokens: such layers are not used."""
+def _is_of_mtp_layer(name: str, config: ModelConfig) -> bool:
+    """Return whether the tensor is of a layer for multi-token prediction (MTP): such layers are not used."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    num_further = config.keys.get("num_nextn_predict_layers", int) or 0
-    return layer is not None and 0 <= int(layer[1]) - config.num_layers < num_further
+    num_mtp_layers = config.keys.get("num_nextn_predict_layers", int) or 0
+    return layer is not None and 0 <= int(layer[1]) - config.num_layers < num_mtp_layers
 
 
 def dummy_checkpoint(config: ModelConfig, seed: int, device: torch.device) -> DummyCheckpoint:

@@ -176,9 +176,9 @@ class TpWorkers:
             raise min(failures, key=lambda failure: isinstance(failure, WorkerLost)) from error
 
     @contextmanager
-    def killed_at(self, time_s: float) -> Iterator[None]:
+    def deadline(self, until_s: float) -> Iterator[None]:
         """Kill the ranks if the body still runs at this time.monotonic(): steps then raise WorkerLost."""
-        timer = threading.Timer(max(0.0, time_s - time.monotonic()), self._kill)
+        timer = threading.Timer(max(0.0, until_s - time.monotonic()), self._kill)
         timer.start()
         try:
             yield

@@ -21,15 +21,15 @@ A request that has lost its worker may have another attempt under these rules:
 4. It fails when its answer exceeds `max_log_tokens`. It also fails after two processes died with it or two
    workers could not compute it, because the request may be the cause.
 
-`RequestMarks` has the times of the request: when each attempt was submitted, dispatched and answered, and the
-times that routers and workers send with messages of the attempt (`Routed`, the first and the last
-`TokenEvent`), with the offset of the sender's clock at that moment. gateway/metrics/requests.py makes a
-timeline of them.
-
 A process that died and a connection that broke look alike until the connection is back. Where rule 4 depends
 on the difference, the next attempt waits for DOUBT_S. When a node ends or freezes, the request may go from
 one of its workers to another: a worker that was silent before it had the request did not die of it, and the
 workers of a node that is lost as a whole, within NODE_ENDS_S, count as one process.
+
+`RequestMarks` has the times of the request: when each attempt was submitted, dispatched and answered, and the
+times that routers and workers send with messages of the attempt (`Routed`, the first and the last
+`TokenEvent`), with the offset of the sender's clock at that moment. gateway/metrics/requests.py makes a
+timeline of them.
 """
 
 import math

@@ -235,24 +235,24 @@ class SendShard:
 
 
 class Background(Protocol):
-    """Makes calls beside a rank's thread; calls back are posted to that thread."""
+    """Makes calls outside a rank's thread. What a call does to the rank, it posts to that thread."""
 
     def start(self, call: Call) -> None:
         """Make a call that may take seconds. RuntimeError: the process may have no more threads."""
 
     def when(self, has_happened: Callable[[], bool], call: Call) -> None:
-        """Make the call soon after the condition holds. The condition, too, is asked by another thread."""
+        """Make the call soon after the condition holds. Any thread may check the condition."""
 
     def close(self) -> None:
-        """Ask no more conditions. Any thread may call."""
+        """Stop checking conditions. Any thread may call."""
 
 
-SHORTEST_SLEEP_S: Final = 2e-5  # between two looks at the conditions; each further one is twice as long
+SHORTEST_SLEEP_S: Final = 2e-5  # between two checks of the conditions; each further one is twice as long
 LONGEST_SLEEP_S: Final = 1e-3
 
 
-class Threads:
-    """A thread for each call that takes long, and one for all conditions."""
+class BackgroundThreads:
+    """The `Background` of a process: a thread for each call that takes long, and one for all conditions."""
 
     def __init__(self) -> None:
         self._awaited: deque[tuple[Callable[[], bool], Call]] = deque()
@@ -267,7 +267,7 @@ class Threads:
         with self._has_awaited:
             self._awaited.append((has_happened, call))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="kv-steps", daemon=True)
+                self._thread = threading.Thread(target=self._check, name="kv-steps", daemon=True)
                 self._thread.start()
             self._has_awaited.notify()
 
@@ -276,7 +276,7 @@ class Threads:
         with self._has_awaited:
             self._has_awaited.notify()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         sleep_s = SHORTEST_SLEEP_S
         while not self._is_closed.is_set():
             with self._has_awaited:
@@ -324,7 +324,7 @@ class StepGate:
         *,
         pushes_wait: bool = True,
     ) -> None:
-        """carry_out: called by the rank's thread. background: asks whether marks have passed.
+        """carry_out: called by the rank's thread. background: checks whether marks have passed.
 
         pushes_wait: False when reads of pages are ordered after their writes in any case.
         """
@@ -419,7 +419,7 @@ class RankExecutor:
             node=node,
             addresses={name: listener.address for name, listener in self._open_listeners.items()},
         )
-        self._background = background or Threads()
+        self._background = background or BackgroundThreads()
         self._transports = RankTransports(self.rank, self.listeners, transports, post, self._background.start)
         self._emit = emit
         self._digests = UnitDigests(self.rank)

@@ -8,7 +8,7 @@ import pytest
 from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.ranks.executor import Threads
+from baton.kvtransfer.ranks.executor import BackgroundThreads
 from baton.kvtransfer.ranks.peer_transports import PeerTransports
 from baton.kvtransfer.transports.base import (
     LocalRank,
@@ -79,7 +79,7 @@ class Bench:
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         transports = [NamedTransport(name) for name in names]
         self.transports = PeerTransports(
-            transports, self._connect, self._inbox.put, Threads().start, self.counts
+            transports, self._connect, self._inbox.put, BackgroundThreads().start, self.counts
         )
 
     def _connect(self, transport: Transport) -> ScriptedSender:

@@ -5,7 +5,7 @@ from queue import Empty, Queue
 
 import pytest
 
-from baton.kvtransfer.ranks.executor import StepGate, Threads
+from baton.kvtransfer.ranks.executor import BackgroundThreads, StepGate
 from baton.kvtransfer.ranks.messages import OpenShard, PushUnits, ShardCommand, StopShard
 from baton.rpc.connection import Call
 from tests.numbered_pages import PEER_RANK
@@ -42,7 +42,7 @@ class Gated:
         self.steps = LateSteps()
         self.done: list[ShardCommand] = []
         self._inbox: Queue[Call] = Queue()
-        self._threads = Threads()
+        self._threads = BackgroundThreads()
         self.gate = StepGate(
             self.steps, self.done.append, self._inbox.put, self._threads, pushes_wait=pushes_wait
         )
