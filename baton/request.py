@@ -106,13 +106,8 @@ MAX_ALLOWED_TOKENS = 2**16  # of allowed_token_ids
 MAX_BAD_WORD_TOKENS = 2**14  # of all bad_words_token_ids together
 MAX_EXTRA_ARGS = 64
 MAX_SEED = 2**63 - 1
-# Fields of SamplingParams about the text, with their defaults.
-TEXT_FIELDS: dict[str, Any] = {
-    "stop": None,
-    "include_stop_str_in_output": False,
-    "skip_special_tokens": True,
-    "bad_words": None,
-}
+# Fields of SamplingParams about the text.
+TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words")
 MAX_FORM_CHARS = 64 * 2**10  # of a schema, a regex or a grammar
 MAX_FRAME_CHARS = 256 * 2**10  # which has the schemas of all tools
 # In a form, between the parts of JSON: a model that likes white space could otherwise write nothing else.
@@ -326,15 +321,19 @@ class SamplingParams(
 
     def of_tokens(self) -> "SamplingParams":
         """Return the parameters without those of the text, as an engine takes them."""
-        has_texts = self.stop is not None or self.bad_words is not None
-        if not has_texts and self.skip_special_tokens and not self.include_stop_str_in_output:
+        if all(getattr(self, name) == default for name, default in _TEXT_DEFAULTS.items()):
             return self
-        return msgspec.structs.replace(self, **TEXT_FIELDS)
+        return msgspec.structs.replace(self, **_TEXT_DEFAULTS)
 
     @property
     def has_penalties(self) -> bool:
         """Any of the three penalties has an effect."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+_TEXT_DEFAULTS = {
+    each.name: each.default for each in msgspec.structs.fields(SamplingParams) if each.name in TEXT_FIELDS
+}
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
