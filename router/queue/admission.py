@@ -44,14 +44,8 @@ from baton.router.in_flight import InFlight, NewPrompt, scheduling_class_of
 from baton.router.membership import Member, MemberView
 from baton.router.policies.base import TenantClaim
 from baton.router.policies.cost_model import CostModel
-from baton.router.queue.overload import (
-    OUTLOOK_AGE_S,
-    Forecast,
-    ObjectiveChecker,
-    OverloadManager,
-    Prediction,
-    objective_of,
-)
+from baton.router.queue.objectives import OUTLOOK_AGE_S, Forecast, ObjectiveChecker, Prediction, objective_of
+from baton.router.queue.overload import OverloadManager
 from baton.router.queue.quotas import QuotaRefusal, RequestWork, TenantQuotas, WorkEstimator
 from baton.router.queue.tenant_queues import Deadlines, QueuedAttempt, TenantQueues
 

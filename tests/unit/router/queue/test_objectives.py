@@ -7,7 +7,7 @@ from baton.messages.workers import PrefillTimes, StepTimes
 from baton.request import Request
 from baton.router.in_flight import InFlightAttempt, NewPrompt, SchedulingClass, scheduling_class_of
 from baton.router.policies.cost_model import CostModel
-from baton.router.queue.overload import (
+from baton.router.queue.objectives import (
     HEADROOM,
     KNOWN,
     MOST_RETRY_S,

@@ -14,12 +14,12 @@ from baton.messages.workers import StepTimes
 from baton.request import Request, SamplingParams, TokenIds
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.admission import degraded
+from baton.router.queue.objectives import Forecast
 from baton.router.queue.overload import (
     CLIMB_S,
     DESCEND_S,
     HIGH,
     LOW,
-    Forecast,
     OverloadController,
     OverloadManager,
     PressureReading,
