@@ -152,10 +152,10 @@ class Deepseek(Decoder):
         inner = keys.count("moe_intermediate_size")
         routing = read_grouped_routing(config, mlp)
         routed = SparseMlp(config, mlp, read_experts(config, mlp, inner), routing)
-        num_shared = keys.get("n_shared_experts", int) or 0
-        if not num_shared:
+        if not keys.get("n_shared_experts", int):
             return DecoderLayer(config, parameters, attention, routed)
-        shared = GatedMlp(config, mlp.scope("shared_experts"), inner=num_shared * inner, bias=bias)
+        shared_inner = keys.count("n_shared_experts") * inner
+        shared = GatedMlp(config, mlp.scope("shared_experts"), inner=shared_inner, bias=bias)
         return DecoderLayer(config, parameters, attention, SharedExperts(routed, shared))
 
 

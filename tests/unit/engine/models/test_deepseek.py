@@ -149,6 +149,7 @@ def test_token_of_the_largest_model_takes_70_kilobytes(tmp_path: Path) -> None:
         (V3, {"n_group": None}, "key 'n_group' is missing"),
         (V3, {"n_group": 64, "topk_group": 1}, "8 experts of a token cannot be chosen from 1 groups of 4"),
         (V2_LITE, {"num_experts_per_tok": 65}, "65 experts of a token cannot be chosen from 64"),
+        (V3, {"n_shared_experts": -1}, "'n_shared_experts' should be 1 to .*, got -1"),
         (V3, {"kv_lora_rank": 511}, "'kv_lora_rank' should be even, got 511"),
         (V3, {"qk_rope_head_dim": 63}, "'qk_rope_head_dim' should be even, got 63"),
         (V3, {"hidden_act": "gelu"}, "'hidden_act' should be 'silu', got 'gelu'"),
