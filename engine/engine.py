@@ -42,7 +42,7 @@ from baton.engine.runner.rank_process import RankNodes
 from baton.engine.runner.sampler import Draws, Sampler
 from baton.engine.runner.step_inputs import StepArrays, StepBuilder, encode
 from baton.engine.runner.structured_output import StructuredOutputMask
-from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
+from baton.engine.runner.tp_worker import TpWorkers
 from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, Drafter, PageCopy, Sequence
@@ -438,11 +438,9 @@ class Engine(Replica):
         if tp_workers is None:
             return
         if self._why_lost is None:
-            with suppress(WorkerLost):  # a rank has ended already: others may not have heard of the end
-                self.runner.rank.send_command(STOP_COMMAND)
-                tp_workers.close()
-                return
-        tp_workers.close(timeout_s=0.0)
+            tp_workers.stop()
+        else:
+            tp_workers.close(timeout_s=0.0)
 
     def _close_disk(self) -> None:
         cache = self.scheduler.cache

@@ -63,6 +63,7 @@ logger = logging.getLogger(__name__)
 STOP_COMMAND: Final = b"stop"
 REPLICA_BYTES: Final = 16
 KEY_BYTES: Final = 32
+STOP_TIMEOUT_S: Final = 10.0  # for all ranks together, which may have a step under way
 READY_POLL_S: Final = 0.01
 LOOPBACK: Final = "127.0.0.1"
 
@@ -223,7 +224,17 @@ class TpWorkers:
             for each in processes
         ]
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def stop(self) -> None:
+        """Send STOP_COMMAND and wait until the processes have ended; kill those that hang."""
+        until_s = time.monotonic() + STOP_TIMEOUT_S
+        with suppress(WorkerLost):  # a rank has ended already: others may not have heard of the end
+            with self.deadline(until_s):
+                self.rank.send_command(STOP_COMMAND)
+            self.close(max(0.0, until_s - time.monotonic()))
+            return
+        self.close(timeout_s=0.0)
+
+    def close(self, timeout_s: float) -> None:
         """Wait for the processes, which have received STOP_COMMAND; kill them after the timeout."""
         until_s = time.monotonic() + timeout_s
         for worker in self._workers:

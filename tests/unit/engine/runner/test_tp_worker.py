@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Final
@@ -128,6 +128,27 @@ def test_tp_worker_killed_while_serving_is_reported_and_the_engine_still_closes(
     assert children() == before and not list(temporary.iterdir())
 
 
+def test_engine_closes_although_a_rank_hangs_with_a_command(
+    tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next command, which ends the rank, cannot be sent."""
+    monkeypatch.setattr("baton.engine.runner.tp_worker.STOP_TIMEOUT_S", 0.5)
+    before = children()
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+    (tp_worker,) = set(children()) - set(before)
+    generate(engine, [1, 2, 3])
+    wait_for(lambda: tp_worker.status() == psutil.STATUS_SLEEPING)  # until the next command
+    tp_worker.suspend()
+    engine.runner.rank.send_command(b"no step")
+    with ThreadPoolExecutor(1) as thread:
+        closed = thread.submit(engine.close)
+        is_closed = wait([closed], timeout=30.0).done
+        with suppress(psutil.NoSuchProcess):  # ends a close that hangs
+            tp_worker.kill()
+    assert is_closed
+    assert children() == before and not list(temporary.iterdir())
+
+
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("pins", [False, True])
 def test_error_of_another_rank_is_what_a_step_or_a_pin_raises(tiny_model: Path, pins: bool) -> None:
@@ -221,7 +242,7 @@ def test_tp_worker_that_cannot_load_reports_its_error(
         tp_workers.explains_loss(),
     ):
         tp_workers.rank.smallest(1)  # what rank 0 asks next
-    tp_workers.close()
+    tp_workers.close(timeout_s=10.0)
     assert capfd.readouterr().err == ""
 
 
