@@ -31,7 +31,7 @@ from baton.kernels.experts import ExpertWeights, LinearHeads, stack_experts
 from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
 from baton.kernels.lora import AdapterRows, LowRankWeights
 from baton.kernels.native import HugeArena
-from baton.kernels.quantised import Method, QuantisedMatrix, join_rows, quantise
+from baton.kernels.quantised import FORMAT_OF, Method, QuantisedMatrix, join_rows, quantise
 
 Shape: TypeAlias = tuple[int, ...]
 Matrix: TypeAlias = Tensor | QuantisedMatrix  # the weight of a linear layer, [N, K]
@@ -343,9 +343,10 @@ class Parameters:
             return pack_linear(weight_NK, self._packed_memory, batch_invariant=self.batch_invariant)
         matrix = quantise(weight_NK, method, num_splits=num_splits)
         if matrix is None:
+            what, unit = f"quantization {method}: {self._prefix.rstrip('.')}", FORMAT_OF[method].group_unit
             raise ConfigError(
-                f"quantization {method}: {self._prefix.rstrip('.')}: {weight_NK.shape[1]} inputs "
-                f"in {num_splits} parts cannot be cut into groups"
+                f"{what}: {weight_NK.shape[1]} inputs in {num_splits} parts cannot be cut into groups of a "
+                f"multiple of {unit}"
             )
         return pack_quantised(matrix, self.dtype, self._packed_memory, num_splits=num_splits)
 
