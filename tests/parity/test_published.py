@@ -97,7 +97,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     directory: Path, prompts: list[list[int]]
 ) -> None:
     oracle, greedy = Oracle(directory), SamplingParams(temperature=0.0, max_tokens=64)
-    with engine(directory, dtype="float32", cache={"kv_cache_memory_bytes": MEMORY}) as made:
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048}
+    with engine(directory, cache={"kv_cache_memory_bytes": MEMORY}, **settings) as made:
         expected = oracle.logits(prompts[1])
         torch.testing.assert_close(forward_logits(made, prompts[1]), expected, atol=1e-3, rtol=1e-4)
         got = tokens(run(made, prompts, greedy))
