@@ -68,7 +68,7 @@ NAMES: Final = tuple(stage.name for stage in STAGES)
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the process of a stage is told."""
+    """The order to the process of a stage: the function to run, and where its records go."""
 
     function: str
     file: str  # that its records go to

@@ -281,17 +281,13 @@ class LLM:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
         if tools and not template.reads("tools", has_tools=True):
             raise InvalidRequest("tools: this model's chat template has none; leave them out")
-        if not continue_final_message:
-            text = template.render(
-                read,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                kwargs=chat_template_kwargs,
-            )
-        elif add_generation_prompt:
-            raise InvalidRequest("continue_final_message: add_generation_prompt must be False beside it")
-        else:
-            text = template.render_open(read, tools=tools, kwargs=chat_template_kwargs)
+        text = template.render(
+            read,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=chat_template_kwargs,
+        )
         return tokenizer.encode(text, add_special_tokens=False)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ from baton.kernels.experts import Routing
 from baton.kernels.ragged_attention import ragged_attention
 from baton.kernels.store_kv import rope_and_store
 
-NORM_EPS: Final = 1e-6  # of the norms of latent vectors, whatever `rms_norm_eps` is
+NORM_EPS: Final = 1e-6  # latent vectors are normed with this epsilon, all others with `rms_norm_eps`
 
 
 class LatentAttention:

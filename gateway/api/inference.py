@@ -361,7 +361,10 @@ class Inference:
                 data = await read_body(scope, receive, charge.set)
                 model = self._models.of_body(data)
                 policy = self._read_policy(model, tenant)
-                read = await model.bodies.read(kind, data, policy, tenant.name)
+                try:
+                    read = await model.bodies.read(kind, data, policy, tenant.name)
+                except (ApiError, InvalidRequest) as error:
+                    raise with_param(error) from None
                 del data  # its charge ends here, and the client may take long to read the answer
             self._metrics.unknown_keys += read.num_unknown
             body = read.answer

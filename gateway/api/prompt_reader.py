@@ -196,10 +196,6 @@ class PromptReader:
         kwargs: Message | None = None,
     ) -> str:
         """Return the text of a body's messages. Raises LongText for more than `max_chars`."""
-        adds_prompt = body.add_generation_prompt is not False
-        if body.continue_final_message and adds_prompt:
-            key = "continue_final_message"
-            raise invalid(f"{key}: add_generation_prompt must be false beside it", param=key)
         _, template = self._needed_tokenizer, self._chat_template
         if template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
@@ -208,12 +204,13 @@ class PromptReader:
             raise ApiError(400, message, code="unsupported", param="tools")
         read = read_messages(body.messages or ())
         _check_length(sum(len(str(message.get("content"))) for message in read), max_tokens)
-        if body.continue_final_message:
-            text = template.render_open(read, tools=tools or None, kwargs=kwargs)
-        else:
-            text = template.render(
-                read, tools=tools or None, add_generation_prompt=adds_prompt, kwargs=kwargs
-            )
+        text = template.render(
+            read,
+            tools=tools or None,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            kwargs=kwargs,
+        )
         _check_length(len(text), max_tokens)
         if max_chars is not None and len(text) > max_chars:
             raise LongText(len(text))

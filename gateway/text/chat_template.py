@@ -178,13 +178,20 @@ class ChatTemplate:
         *,
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """Return the prompt; encode it without adding special tokens. Raises InvalidRequest on bad messages.
 
-        kwargs: the caller's own variables of the template, such as `enable_thinking`. Raises InvalidRequest,
-        which names the key, for a reserved name and for a name that the template does not read.
+        continue_final_message: the prompt ends with the content of the last message, which the answer
+        continues; `add_generation_prompt` must be False. kwargs: the caller's own variables of the template,
+        such as `enable_thinking`. Raises InvalidRequest, which names the key, for a last message that cannot
+        be continued, for a reserved name and for a name that the template does not read.
         """
+        if continue_final_message:
+            if add_generation_prompt:
+                raise InvalidRequest(f"{CONTINUE}: add_generation_prompt must be false beside it")
+            return self._render_open(messages, tools, kwargs)
         variables = self._variables_of(has_tools=bool(tools))
         self._check_kwargs(kwargs or {}, variables)
         defaults = {name: value for name, value in self._default_kwargs.items() if name in variables}
@@ -209,18 +216,13 @@ class ChatTemplate:
             )
         return prompt
 
-    def render_open(
+    def _render_open(
         self,
         messages: Sequence[Message],
-        *,
-        tools: Sequence[Message] | None = None,
-        kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Message] | None,
+        kwargs: Mapping[str, object] | None,
     ) -> str:
-        """Return the prompt up to the end of the last message's content, for an answer that continues it.
-
-        Raises the errors of `render`, and InvalidRequest for a last message without text, or with text that
-        the template leaves out.
-        """
+        """Return the prompt up to the end of the last message's content."""
         *before, last = messages
         content = last.get("content")
         if not isinstance(content, str) or last.get("tool_calls"):

@@ -94,6 +94,12 @@ def test_unknown_template_variable_is_refused(served: Served) -> None:
     assert "'thinking'" in refused(served, CHAT, messages=MESSAGES, chat_template_kwargs={"thinking": True})
 
 
+def test_message_that_cannot_be_continued_is_the_param_of_the_error(served: Served) -> None:
+    for route in (CHAT, "/tokenize"):  # which add the generation prompt by default
+        status, answer = post(served, route, messages=MESSAGES, continue_final_message=True)
+        assert (status, answer["error"]["param"]) == (400, "continue_final_message")
+
+
 def test_metadata_is_accepted(served: Served) -> None:
     assert post(served, CHAT, messages=MESSAGES, user="me", metadata={"a": "b"}, store=False)[0] == 200
 

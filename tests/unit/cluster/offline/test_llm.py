@@ -274,7 +274,7 @@ def test_an_answer_may_go_on_with_the_last_message(llm: LLM) -> None:
     begun = [*QUESTION, {"role": "assistant", "content": "Baton serves"}]
     prompt = llm.chat_prompt(begun, add_generation_prompt=False, continue_final_message=True)
     assert llm.tokenizer.decode(prompt).endswith("Baton serves")
-    with pytest.raises(InvalidRequest, match="^continue_final_message: add_generation_prompt must be False"):
+    with pytest.raises(InvalidRequest, match="^continue_final_message: add_generation_prompt must be false"):
         llm.chat(begun, GREEDY, continue_final_message=True)
 
 

@@ -83,6 +83,12 @@ def test_prompts_equal_those_of_transformers(name: str, tools: list[dict[str, An
     assert ChatTemplate(TEMPLATES[name], special).render(MESSAGES, tools=tools) == expected
 
 
+def opened(source: str, messages: list[dict[str, Any]]) -> str:
+    """The prompt of an answer that continues the last message."""
+    template = ChatTemplate(source, {})
+    return template.render(messages, add_generation_prompt=False, continue_final_message=True)
+
+
 @pytest.mark.parametrize("content", ["sun moon", " sun ", "sun  ", "sun ends"])
 @pytest.mark.parametrize(
     "source",
@@ -98,7 +104,7 @@ def test_open_prompts_equal_those_of_transformers(source: str, content: str) -> 
     expected = oracle.apply_chat_template(
         messages, chat_template=source, tokenize=False, continue_final_message=True
     )
-    assert ChatTemplate(source, {}).render_open(messages) == expected
+    assert opened(source, messages) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,9 +119,7 @@ def test_last_message_that_cannot_be_continued_is_refused(
     source: str, last: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"^continue_final_message: .*{message}"):
-        ChatTemplate(source, {}).render_open(
-            [{"role": "user", "content": "a"}, {"role": "assistant", **last}]
-        )
+        opened(source, [{"role": "user", "content": "a"}, {"role": "assistant", **last}])
 
 
 def from_directory(directory: Path, file: str | None = None) -> ChatTemplate:
