@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.engine.replica import PromptTimer, Replica, SoughtPrefix
+from baton.engine.replica import Replica, SoughtPrefix
 from baton.engine.scheduler.sequence import Sequence, due_s
 from baton.errors import InvalidRequest
 from baton.kvtransfer.endpoint import PageEndpoint
@@ -36,7 +36,7 @@ from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.control import AttemptFailed, Cancel, Dispatch, Failure, PullSource
 from baton.messages.workers import WorkerTimes
 from baton.request import AttemptKey, FilledPages, FinishReason, Request, TokenEvent
-from baton.rpc.worker_node import check_one_choice
+from baton.rpc.worker_node import PromptTimer, check_one_choice
 
 # From the grant on; the time that the prompt waits in the prefill worker counts too.
 TRANSFER_TIMEOUT_S: Final = 600.0

@@ -7,7 +7,6 @@ devices; the simulator adds a model of numbers.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ordered
-from math import inf
 from time import perf_counter
 from typing import Final, NamedTuple, Protocol
 
@@ -27,7 +26,7 @@ from baton.engine.scheduler.sequence import (
 from baton.engine.scheduler.step_planner import PressureMode
 from baton.messages.control import PageChanges
 from baton.messages.status import Histogram, Sizes, Times, snapshot
-from baton.messages.workers import Load, PrefillTimes, StepTimes, WorkerTimes
+from baton.messages.workers import Load, StepTimes
 from baton.request import FilledPages, Request, StepOutput
 
 
@@ -332,100 +331,6 @@ def last_output(sequence: Sequence, error: str | None = None, *, is_invalid: boo
         error=error,
         is_invalid=is_invalid,
     )
-
-
-class PromptTimer:
-    """Measures a prompt that a worker computes, from its arrival to its first token."""
-
-    def __init__(self, request: Request, arrived_s: float) -> None:
-        self.first_token_s = inf
-        self.times: PrefillTimes | None = None  # from the first token on
-        self._request = request
-        self._arrived_s = arrived_s
-        self._sequence: Sequence | None = None
-        self._started_s: float | None = None  # the beginning of the first step
-        self._pulled = (0, 0.0)
-        self._prompt_s = self._preempted_s = 0.0  # until the first token
-        self._told_s = 0.0  # of the sequence's used_s
-
-    @property
-    def is_running(self) -> bool:
-        """The engine has the sequence, and its first token has not come."""
-        return self._sequence is not None and self.times is None
-
-    @property
-    def has_started(self) -> bool:
-        """A step has computed a part of the prompt."""
-        return self._started_s is not None
-
-    def pulled(self, num_bytes: int, seconds: float) -> None:
-        """Record the prefix that came from a peer."""
-        self._pulled = num_bytes, seconds
-
-    def run(self, sequence: Sequence) -> None:
-        """Follow the prompt's sequence in the engine."""
-        self._sequence = sequence
-
-    def step_ended(self, began_s: float) -> None:
-        """Record a step of the engine; the first step after the queue starts the prompt."""
-        if self._started_s is None and self._sequence is not None and not self._sequence.is_queued:
-            self._started_s = began_s
-
-    def computed(self, output: StepOutput, now_s: float, step_began_s: float) -> PrefillTimes:
-        """Record the first token and return the times. step_began_s: the beginning of the token's step."""
-        started_s = step_began_s if self._started_s is None else self._started_s
-        self.first_token_s = now_s
-        self._started_s = started_s
-        if self._sequence is not None:
-            self._prompt_s, self._preempted_s = self._sequence.computed_s, self._sequence.preempted_s
-        self.times = PrefillTimes(
-            self._request.request_id,
-            self._request.attempt,
-            waited_s=started_s - self._arrived_s,
-            computed_s=now_s - started_s,
-            num_new_tokens=self._request.num_tokens - output.num_cached_tokens,
-            num_tokens=self._request.num_tokens,
-            pulled_bytes=self._pulled[0],
-            pulled_s=self._pulled[1],
-            own_s=self._sequence.own_s if self._sequence is not None else 0.0,
-        )
-        return self.times
-
-    def phases(
-        self,
-        sequence: Sequence | None = None,
-        *,
-        ended_s: float = 0.0,
-        granted_s: float = 0.0,
-        pages_s: float = 0.0,
-        hidden_s: float = 0.0,
-    ) -> WorkerTimes:
-        """Return the phases of the attempt. sequence: has decoded. The other values: see WorkerTimes."""
-        used_s = self._take_used_s(sequence or self._sequence)
-        computed_s, preempted_s = self._prompt_s, self._preempted_s
-        if sequence is not None:
-            computed_s, preempted_s = sequence.computed_s, sequence.preempted_s
-        return WorkerTimes(
-            arrived_s=self._arrived_s,
-            started_s=self._started_s or 0.0,
-            first_token_s=0.0 if self.times is None else self.first_token_s,
-            granted_s=granted_s,
-            pages_s=pages_s,
-            ended_s=ended_s,
-            pulled_s=self._pulled[1],
-            prompt_s=self._prompt_s,
-            prompt_preempted_s=self._preempted_s,
-            decode_s=computed_s - self._prompt_s,
-            decode_preempted_s=preempted_s - self._preempted_s,
-            hidden_s=hidden_s,
-            used_s=used_s,
-            num_draft_tokens=0 if sequence is None else sequence.num_draft_tokens,
-            num_accepted_tokens=0 if sequence is None else sequence.num_accepted_tokens,
-        )
-
-    def _take_used_s(self, sequence: Sequence | None) -> float:
-        told_s, self._told_s = self._told_s, self._told_s if sequence is None else sequence.used_s
-        return max(0.0, self._told_s - told_s)
 
 
 class SoughtPrefix(NamedTuple):

@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from baton.clock import Clock
-from baton.engine.replica import PromptTimer, Replica, SoughtPrefix
+from baton.engine.replica import Replica, SoughtPrefix
 from baton.engine.scheduler.sequence import ScheduledChunk, Sequence
 from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.endpoint import PageEndpoint
@@ -42,7 +42,14 @@ from baton.messages.control import Cancel, Failure, Prefill, Prefilled, PrefillF
 from baton.messages.workers import MAX_DESTINATIONS, Load, PrefillTimes
 from baton.request import AttemptKey, FilledPages, FinishReason, Request, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports, check_one_choice, failure_of
+from baton.rpc.worker_node import (
+    EndedAttempts,
+    PromptTimer,
+    WorkerNode,
+    WorkerReports,
+    check_one_choice,
+    failure_of,
+)
 
 
 class PrefillStage(Enum):

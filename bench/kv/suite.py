@@ -37,11 +37,11 @@ from baton.bench.kv.ends import (
 )
 from baton.bench.kv.limits import SMALL, SMALL_TOKENS, UNPACED, Rival, limits_of, scattered_moves
 from baton.bench.report import Plot, Progress, Report, Row, at_least, at_most, option, suite
-from baton.engine.replica import PromptTimer
 from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.messages.control import Prefill
 from baton.prefill_worker.worker import LayerwiseSend, PrefillJob
 from baton.request import SamplingParams
+from baton.rpc.worker_node import PromptTimer
 
 SIZES: Final = (128, 512, 2048, 8192, 32768)
 STREAM_TOKENS: Final = (4096, 8192)

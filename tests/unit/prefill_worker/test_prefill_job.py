@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from baton.engine.replica import PromptTimer
 from baton.engine.scheduler.sequence import Sequence
 from baton.kvtransfer.protocol.handoff import GrantedTransfer
 from baton.prefill_worker.worker import PrefillJob
 from baton.request import FinishReason
+from baton.rpc.worker_node import PromptTimer
 from tests.worker_pair import prefill_of
 from tests.worker_pair_cases import PROMPT, a_request
 
