@@ -237,23 +237,34 @@ class Harness:
 
     def _expected_hits(self, plan: Plan) -> dict[SequenceKey, int]:
         """Tokens of each admitted new sequence that are on the device or the host, by looking at contents."""
-        contexts: set[int] = set()
-        for page in range(self.pool.num_pages):
-            last = self.model.device[page][-1]
-            is_held = any(page in pages for pages in self.used.values())
-            is_read = any(page in pages for who, pages in self.leased.items() if "reader" in str(who))
+        new = [self.live[key] for key in plan.admitted if not self.live[key].page_table]
+        new = [each for each in new if each.status is SequenceStatus.WAITING]
+        if not new or self.settings.num_host_pages:
+            return {}
+        if not self.settings.prefix_caching:
+            return {each.key: 0 for each in new}
+        contexts = self._contexts()
+        return {each.key: self._num_hit_tokens(each, contexts) for each in new}
+
+    def _contexts(self) -> set[int]:
+        """The contexts of the pages that a new sequence can start with."""
+        held = set().union(*self.used.values())
+        read = set().union(*(pages for who, pages in self.leased.items() if "reader" in str(who)))
+        if self.settings.is_async:
             # A sequence that is preempted in flight leaves its last pages unknown, also to a reader.
-            is_held |= is_read and (not self.settings.is_async or self.pool.is_known(page))
-            is_cached = self.pool.state(page) is PageState.CACHED
-            if last is not None and (is_cached or is_held or self._is_computed(page)):
-                contexts.add(last.context)
-        hits = {}
-        for key in plan.admitted:
-            sequence = self.live[key]
-            brings = bool(sequence.page_table)
-            if sequence.status is SequenceStatus.WAITING and not self.settings.num_host_pages and not brings:
-                hits[key] = self._num_hit_tokens(sequence, contexts) if self.settings.prefix_caching else 0
-        return hits
+            read = {page for page in read if self.pool.is_known(page)}
+        kept = (each for each in self.finished if each.key in self.kept)
+        computed = (
+            each.page_table[: self._num_committed(each) // self.pool.page_size]
+            for each in (*self.live.values(), *kept)
+        )
+        found = held.union(read, *computed)
+        pages = (page for page in range(self.pool.num_pages) if page in found or self._is_cached(page))
+        lasts = (self.model.device[page][-1] for page in pages)
+        return {last.context for last in lasts if last is not None}
+
+    def _is_cached(self, page: int) -> bool:
+        return self.pool.state(page) is PageState.CACHED
 
     def _shared_pages(self, sequence: Sequence) -> list[int]:
         """The known pages that a waiting sequence would start with."""
@@ -262,14 +273,6 @@ class Harness:
         is_swapped = sequence.status is SequenceStatus.SWAPPED
         match = self.cache.match_swapped(sequence) if is_swapped else self.cache.match(sequence)
         return match.device_pages
-
-    def _is_computed(self, page: int) -> bool:
-        size = self.pool.page_size
-        kept = (s for s in self.finished if s.key in self.kept)
-        return any(
-            page in s.page_table and s.page_table.index(page) < self._num_committed(s) // size
-            for s in (*self.live.values(), *kept)
-        )
 
     def _num_committed(self, sequence: Sequence) -> int:
         chunks = [] if self.in_flight is None else self.in_flight[0].chunks
@@ -315,11 +318,14 @@ class Harness:
             for user, pages in users.items():
                 for page in pages:
                     owners[page].add(user)
+        lessees: dict[int, set[Owner]] = defaultdict(set)
+        for lessee, pages in self.leased.items():
+            for page in pages:
+                lessees[page].add(lessee)
         for page in range(self.pool.num_pages):
-            lessees = {lessee for lessee, pages in self.leased.items() if page in pages}
-            assert self.pool.owners(page) == owners[page] | lessees
+            assert self.pool.owners(page) == owners[page] | lessees[page]
             assert (self.pool.state(page) is PageState.ACTIVE) == bool(owners[page])
-            owners[page] |= lessees
+            owners[page] |= lessees[page]
         assert self.pool.num_available == self.pool.num_pages - sum(map(bool, owners.values()))
         num_swapped = sum(len(s.host_pages) for s in self.live.values())
         assert self.host.num_available >= 0 and num_swapped <= self.host.num_pages

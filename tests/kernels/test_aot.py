@@ -51,12 +51,13 @@ def slow(*values: object) -> ParameterSet:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# Shapes of one kernel differ in their constants. `make test` has attention in bf16 at one head size, products
-# at a few shapes, and codes of weights in products whose inputs are split.
+# Shapes of one kernel differ in their constants. `make test` has attention in bf16 and int8 at one head size,
+# products at a few shapes, codes of weights in products whose inputs are split, and sampling with all masks.
 SLOW: Final = re.compile(
     r"-(float16|float32|(64|80|96|256|576)-bfloat16)$|^(prefill|decode)-.*-64$"
     r"|^linear-(down|head|odd)-(300|8192)-|^experts-(gate_up-8192|down-8)-"
-    r"|^(int|fp8|mxfp4).*-(qkv|gate_up)-"
+    r"|^linear-(qkv|gate_up)-(300|8192)-|^(int|fp8|mxfp4).*-(qkv|gate_up)-|^(int4|fp8|mxfp4)(_\w+)?-out-300$"
+    r"|^(prefill|decode|rope_and_store)-float8_|^sample-\w+-(random|top_k|top_p)$"
 )
 
 
@@ -103,7 +104,8 @@ def test_every_row_of_the_table_compiles_without_spills(row: TunedTile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "width", "rows"), [("linear", 4096, 64), ("linear", 4096, 128), ("decode", 128, 64)]
+    ("kind", "width", "rows"),
+    [slow("linear", 4096, 64), ("linear", 4096, 128), ("decode", 128, 64)],
 )
 def test_rows_of_an_8b_model_compile_without_spills(kind: TileKind, width: int, rows: int) -> None:
     assert_compiles_as_recorded(read_tuned()[TileKey(kind, torch.bfloat16, width, rows)])
@@ -137,7 +139,7 @@ def test_attention_loads_the_next_blocks_while_it_computes(
     assert buffers and min(buffers) >= 2
 
 
-@pytest.mark.parametrize("label", ["qkv", "out", "gate_up", slow("down"), slow("head")])
+@pytest.mark.parametrize("label", ["out", *map(slow, ("qkv", "gate_up", "down", "head"))])
 def test_products_load_the_next_blocks_while_they_compute(
     label: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +147,9 @@ def test_products_load_the_next_blocks_while_they_compute(
         assert_loads_ahead(compiled(f"linear-{label}-{num_tokens}-bfloat16", monkeypatch))
 
 
-@pytest.mark.parametrize("name", [slow("int8-qkv"), "int4_zeros-out", "fp8-gate_up", "int8_rounded-out"])
+@pytest.mark.parametrize(
+    "name", [slow("int8-qkv"), slow("int4_zeros-out"), slow("fp8-gate_up"), "int8_rounded-out"]
+)
 def test_products_with_codes_load_the_next_blocks_sixteen_bytes_at_a_time(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,9 +172,10 @@ def assert_loads_ahead(made: Compiled) -> None:
 @pytest.mark.parametrize(
     "names",
     [
+        ("linear-out-3", "linear-out-300", "linear-out-8192"),
         *(
-            tuple(f"linear-{label}-{number}" for number in (3, 300, 8192))
-            for label in ("qkv", "out", "gate_up")
+            slow(tuple(f"linear-{label}-{number}" for number in (3, 300, 8192)))
+            for label in ("qkv", "gate_up")
         ),
         ("decode-split-128", "decode-whole-128", "prefill-128"),
         *(
@@ -190,8 +195,10 @@ def test_batch_size_does_not_change_the_matrix_instructions(
 @pytest.mark.parametrize(
     "names",
     [
-        *((f"{name}-out-3", f"{name}-out-300") for name in ("int8", "int4_zeros", "fp8", "int8_rounded")),
-        *((f"decode-{name}-128", f"prefill-{name}-128") for name in ("int8", "float8_e4m3fn")),
+        *((f"{name}-out-3", f"{name}-out-300") for name in ("int8", "int8_rounded")),
+        *(slow((f"{name}-out-3", f"{name}-out-300")) for name in ("int4_zeros", "fp8")),
+        ("decode-int8-128", "prefill-int8-128"),
+        slow(("decode-float8_e4m3fn-128", "prefill-float8_e4m3fn-128")),
     ],
     ids=lambda names: names[0],
 )

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -283,17 +284,29 @@ def alone(engine: Engine, request: Request) -> list[int | None]:
     return token_ids(run_to_end(engine))
 
 
+@cache
+def expected_tokens(oracle: Engine, seed: int) -> list[list[int | None]]:
+    """Return the tokens of `requests(seed)`, the same for every topology of the oracle's model."""
+    return [alone(oracle, request) for request in requests(seed)]
+
+
 def check(topology: Topology, oracle: Engine, directory: Path) -> None:
     prefill, decode = topology.engines(directory)
     with Cluster(prefill, decode, transport=topology.transport) as cluster:
         for _ in range(2):  # the second round finds the pages of the first
-            compare(cluster, oracle, requests(seed=0))
+            compare_with(expected_tokens(oracle, seed=0), cluster, oracle, requests(seed=0))
         cluster.check_nothing_is_held()
 
 
 def compare(cluster: Cluster, oracle: Engine, asked: list[Request]) -> None:
     """Ask the cluster for all answers at once and compare each with that of one idle engine."""
-    expected = [alone(oracle, request) for request in asked]
+    compare_with([alone(oracle, request) for request in asked], cluster, oracle, asked)
+
+
+def compare_with(
+    expected: list[list[int | None]], cluster: Cluster, oracle: Engine, asked: list[Request]
+) -> None:
+    """Ask the cluster for all answers at once and compare each with the expected tokens of the oracle."""
     for request, answer, tokens in zip(asked, cluster.ask(asked), expected, strict=True):
         assert answer.token_ids == tokens, difference(request, answer, cluster, oracle)
         assert [event.index for event in answer.events] == list(range(len(tokens)))
