@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -137,6 +137,7 @@ class Answer:
         self.tokenizer = tokenizer
         self.service = service
         self.listener: AnswerListener | None = None
+        self.observe: Callable[[AnswerChoice, Delta], None] = _ignore  # called with each delta first
         self.error: BatonError | None = None  # that has ended the answer
         resumed = call.resumed
         self.name = resumed.answer if resumed is not None else secrets.token_bytes(NAME_BYTES)
@@ -225,6 +226,7 @@ class Answer:
                 self.service.cancel(choice.request_id)
         self.is_over = self.is_over or not self._num_running
         if self.listener is not None:
+            self.observe(choice, delta)
             self.listener.advanced(choice, delta)
         if not self._num_running and self.listener is not None:
             self.listener.finished()
@@ -275,6 +277,10 @@ class Answer:
         except BatonError:
             choice.is_running = False
             raise
+
+
+def _ignore(choice: "AnswerChoice", delta: Delta) -> None:
+    """Observe nothing."""
 
 
 class AnswerChoice:

@@ -59,29 +59,6 @@ SERVER_SENT_EVENTS: Final = Framing(b"data: ", b"\n\n", b": ping\n\n")
 TYPED_EVENTS: Final = Framing(b"", b"", b": ping\n\n")  # a chunk has whole events
 
 
-class WriteCoalescer:
-    """Calls the writers of one turn of the event loop at its end.
-
-    A busy turn brings several batches of tokens for one stream. They leave in one chunk, by one system call:
-    the cost of a token falls as the load rises.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._writers: list[Callable[[], None]] = []
-
-    def add(self, write: Callable[[], None]) -> None:
-        """Call `write` at the end of this turn."""
-        if not self._writers:
-            self._loop.call_soon(self._end)
-        self._writers.append(write)
-
-    def _end(self) -> None:
-        writers, self._writers = self._writers, []
-        for write in writers:
-            write()
-
-
 class StreamProgress:
     """Tracks how much of a resumable stream its client has received; each event's id carries that state.
 
@@ -194,8 +171,9 @@ def _checksum(token_ids: Sequence[int], before: int) -> int:
 
 
 class AnswerStream:
-    """An AnswerListener that writes to a client. It writes nothing before `begin`: a call that fails early is
-    refused with a status.
+    """An AnswerListener that writes to a client, what one turn of the event loop brings in one piece.
+
+    It writes nothing before `begin`: a call that fails early is refused with a status.
     """
 
     def __init__(
@@ -203,17 +181,15 @@ class AnswerStream:
         answer: Answer,
         form: AnswerFormat,
         framing: Framing,
-        coalescer: WriteCoalescer,
-        observe: Callable[[AnswerChoice, Delta], None],
         progress: StreamProgress | None = None,
+        kept: Charge | None = None,
     ) -> None:
-        """observe: called with every delta. progress: None for a stream without event ids."""
+        """progress: None for a stream without event ids. kept: charged with the text that `form` keeps."""
         self._answer = answer
         self._form = form
         self._framing = framing
-        self._coalescer = coalescer
+        self._kept = kept
         self._is_due = False  # at the end of this turn
-        self._observe = observe
         self._writer: ResponseWriter | None = None
         self._held: list[list[Delta]] = [[] for _ in answer.choices]
         self._num_held_bytes = 0  # while the client lags
@@ -265,7 +241,11 @@ class AnswerStream:
             self._end()
 
     def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
-        self._observe(choice, delta)
+        if self._kept is not None:
+            try:
+                self._kept.add(BYTES_PER_CHARACTER * num_chars(delta))
+            except BatonError as error:
+                self._answer.fail(error)
         progress = self._progress
         if progress is not None:
             delta = progress.rest(choice, delta)
@@ -293,12 +273,12 @@ class AnswerStream:
     def _write_soon(self) -> None:
         if not self._is_due:
             self._is_due = True
-            self._coalescer.add(self._write_due)
+            asyncio.get_running_loop().call_soon(self._write_due)
 
     def _write_due(self) -> None:
         try:
             self._write_all()
-        except Exception:  # the same turn writes other streams
+        except Exception:
             logger.exception("a stream could not be written")
             self.gone()
 
@@ -410,11 +390,8 @@ class AnswerStream:
 class AnswerCollector:
     """An AnswerListener that keeps the answer until its end, in little memory, charged as it grows."""
 
-    def __init__(
-        self, answer: Answer, observe: Callable[[AnswerChoice, Delta], None], charge: Charge
-    ) -> None:
+    def __init__(self, answer: Answer, charge: Charge) -> None:
         self._answer = answer
-        self._observe = observe
         self._charge = charge
         call = answer.call
         keeps_ids = call.returns_token_ids or call.sampling.logprobs is not None
@@ -428,7 +405,6 @@ class AnswerCollector:
         return [choice.joined() for choice in kept]
 
     def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
-        self._observe(choice, delta)
         try:
             self._charge.add(self._kept[choice.index].add(delta))
         except BatonError as error:

@@ -33,17 +33,14 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from baton.clock import Clock
 from baton.config.gateway import GatewayConfig
 from baton.errors import BatonError, InvalidRequest, Overloaded, Refused
-from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
+from baton.gateway.api.answer import Answer, AnswerFormat
 from baton.gateway.api.answer_stream import (
-    BYTES_PER_CHARACTER,
     SERVER_SENT_EVENTS,
     TYPED_EVENTS,
     AnswerCollector,
     AnswerStream,
     Framing,
     StreamProgress,
-    WriteCoalescer,
-    num_chars,
 )
 from baton.gateway.api.body import Prompt, raw_fields
 from baton.gateway.api.body_reader import PublicPrefixes, ServedModel, ServedModels
@@ -86,7 +83,7 @@ from baton.gateway.streams.resume import (
     RefusedEventId,
     ResumePoint,
 )
-from baton.gateway.tenants.limiter import Charge, Limiter, Permit
+from baton.gateway.tenants.limiter import Charge, Limiter
 from baton.gateway.tenants.tenants import Tenant, read_objectives
 from baton.tenants import Refusal
 
@@ -147,8 +144,7 @@ class Inference:
             peers=peers,
         )
         self.requests = RequestHistory(metrics, clock, calendar_s, tracer)
-        self._coalescer = WriteCoalescer()
-        self._open: dict[Answer, Permit] = {}
+        self._open: set[Answer] = set()
 
     @property
     def posts(self) -> Mapping[str, ASGIApp]:
@@ -303,7 +299,9 @@ class Inference:
             raise ApiError(503, ASLEEP.format(model=model.name), code="model_asleep", retry_after_s=WAKE_S)
         tokenizer = model.bodies.reader.tokenizer
         answer = Answer(call, model.service, tokenizer)
-        permit = self._open[answer] = self._limiter.enter(call)
+        permit, now_s = self._limiter.enter(call), self._clock.now_s
+        self._open.add(answer)
+        answer.observe = lambda choice, delta: permit.tokens(choice.index, len(delta.token_ids), now_s())
         failure: Exception | None = None
         try:
             await self._yield_for(call)
@@ -318,9 +316,9 @@ class Inference:
             raise
         finally:
             answer.cancel()
-            del self._open[answer]
+            self._open.remove(answer)
             outcome = _outcome(answer, failure or answer.error)
-            permit.leave(outcome, answer.num_cached_tokens, self._clock.now_s())
+            permit.leave(outcome, answer.num_cached_tokens, now_s())
             self.requests.finished(answer, outcome)
             answer.choices.clear()  # a reference cycle: it would wait for the garbage collector
 
@@ -378,7 +376,7 @@ class Inference:
         quotas = call.scheduling_key.quotas
         with self._limiter.answers.charge(call.tenant.name, quotas, is_counted=False) as charge:
             charge.add(call.prompt_logprob_bytes)
-            collector = AnswerCollector(answer, self._observer(answer), charge)
+            collector = AnswerCollector(answer, charge)
             writer.on_gone = collector.gone
             answer.start(collector)
             form = self._format(answer, int(self._calendar_s()))
@@ -422,10 +420,7 @@ class Inference:
         created_s = int(self._calendar_s()) if resumed is None else resumed.created_s
         form = self._format(answer, created_s)
         progress = self._progress(answer, form, created_s) if answer.call.is_resumable else None
-        observe = self._observer(answer)
-        if kept is not None:
-            observe = _charging(answer, observe, kept)
-        return AnswerStream(answer, form, framing, self._coalescer, observe, progress)
+        return AnswerStream(answer, form, framing, progress, kept)
 
     def _format(self, answer: Answer, created_s: int) -> AnswerFormat:
         if answer.call.dialect == "responses":
@@ -465,11 +460,6 @@ class Inference:
             return self._event_ids.seal(msgspec.structs.replace(point, expires_s=expires_s), call.tenant.name)
 
         return StreamProgress(point, form, seal)
-
-    def _observer(self, answer: Answer) -> Callable[[AnswerChoice, Delta], None]:
-        """Return the function that counts the tokens of each delta."""
-        permit, now_s = self._open[answer], self._clock.now_s
-        return lambda choice, delta: permit.tokens(choice.index, len(delta.token_ids), now_s())
 
     async def _serve_socket(self, websocket: WebSocket, connection: LimitedSocket) -> None:
         writer = WebSocketWriter(websocket)
@@ -534,21 +524,6 @@ def _outcome(answer: Answer, error: Exception | None) -> str:
     if isinstance(error, Refused):
         return error.refusal.value
     return Refusal.NO_ROOM.value if isinstance(error, Overloaded) else "failed"
-
-
-def _charging(
-    answer: Answer, observe: Callable[[AnswerChoice, Delta], None], kept: Charge
-) -> Callable[[AnswerChoice, Delta], None]:
-    """Return `observe` that charges the text as well; an answer without room for more fails."""
-
-    def observe_kept(choice: AnswerChoice, delta: Delta) -> None:
-        observe(choice, delta)
-        try:
-            kept.add(BYTES_PER_CHARACTER * num_chars(delta))
-        except BatonError as error:
-            answer.fail(error)
-
-    return observe_kept
 
 
 class WebSocketWriter:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.gateway.api.answer import Answer
-from baton.gateway.api.answer_stream import SERVER_SENT_EVENTS, AnswerStream, WriteCoalescer
+from baton.gateway.api.answer_stream import SERVER_SENT_EVENTS, AnswerStream
 from baton.gateway.api.format import answer_format
 from baton.request import FinishReason
 from tests.scripted_service import ScriptedService, events
@@ -16,13 +16,11 @@ from tests.unit.gateway.calls import Client
 class Streaming:
     """One stream with its service and its client. Made on a loop."""
 
-    def __init__(self, turn: WriteCoalescer | None = None, **fields: Any) -> None:
+    def __init__(self, **fields: Any) -> None:
         self.service = ScriptedService()
         self.answer: Answer = calls.answer(self.service, is_streamed=True, **fields)
         form = answer_format(self.answer, 0)
-        self.stream = AnswerStream(
-            self.answer, form, SERVER_SENT_EVENTS, turn or WriteCoalescer(), lambda choice, delta: None
-        )
+        self.stream = AnswerStream(self.answer, form, SERVER_SENT_EVENTS)
         self.client = Client()
         self.answer.start(self.stream)
         self._nums = [0] * len(self.answer.choices)

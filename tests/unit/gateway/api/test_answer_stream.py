@@ -21,7 +21,6 @@ from baton.gateway.api.answer_stream import (
     AnswerStream,
     PackedLogprobs,
     StreamProgress,
-    WriteCoalescer,
 )
 from baton.gateway.api.body import Prompt
 from baton.gateway.api.format import answer_format
@@ -192,8 +191,7 @@ async def test_client_that_left_before_the_headers_cancels_the_answer() -> None:
 async def test_stream_that_cannot_be_written_does_not_harm_other_streams(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    turn = WriteCoalescer()
-    broken, good = Streaming(turn), Streaming(turn)
+    broken, good = Streaming(), Streaming()
 
     def break_down(data: bytes) -> None:
         raise ZeroDivisionError("a bug")
@@ -329,7 +327,7 @@ async def test_answer_with_the_most_logprobs_fits_the_bytes_of_kept_answers() ->
     answer = calls.answer(service, sampling={"logprobs": 20})
     answers = Limiter(Metrics(), config).answers
     charge = answers.charge("acme", Quotas())
-    collector = AnswerCollector(answer, lambda choice, delta: None, charge)
+    collector = AnswerCollector(answer, charge)
     answer.start(collector)
     name = service.requests[0].request_id
     for index in range(num_tokens):
@@ -346,7 +344,7 @@ async def test_answer_above_the_quota_of_kept_bytes_is_refused_and_releases_its_
     service = ScriptedService()
     answer = calls.answer(service)
     charge = Limiter(Metrics(), GatewaySettings()).answers.charge("acme", Quotas(max_answer_bytes=100))
-    collector = AnswerCollector(answer, lambda choice, delta: None, charge)
+    collector = AnswerCollector(answer, charge)
     answer.start(collector)
     (request,) = service.requests
     service.emit(request.request_id, events(request, calls.ids("1 2 " * 100), end=None))
@@ -375,9 +373,7 @@ class Script:
         self._answer = Answer(call, self._service, calls.TOKENIZER)
         form = answer_format(self._answer, point.created_s)
         progress = StreamProgress(point, form, self._seal)
-        self.stream = AnswerStream(
-            self._answer, form, SERVER_SENT_EVENTS, WriteCoalescer(), lambda choice, delta: None, progress
-        )
+        self.stream = AnswerStream(self._answer, form, SERVER_SENT_EVENTS, progress)
         self._client = calls.Client()
 
     def _seal(self, point: ResumePoint) -> bytes:
