@@ -228,7 +228,7 @@ def _add_responses(app: FastAPI, store: ResponseStore) -> None:
     async def response(id: str, request: Request) -> Response:
         """Return a stored response."""
         for key in request.query_params:
-            raise unsupported(f"the query parameter {key[:40]!r}", param=key[:40])
+            raise unsupported(key[:40])
         return Response((await store.find(request.state.tenant.name, id)).response, media_type=JSON)
 
     @app.get("/v1/responses/{id}/input_items", responses=missing)

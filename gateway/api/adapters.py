@@ -7,7 +7,7 @@ import asyncio
 import time
 import uuid
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 from fastapi import FastAPI
@@ -19,6 +19,7 @@ from baton.adapters import Adapter, AdapterPath, NamedAdapter, read_adapter
 from baton.clock import Clock
 from baton.errors import ModelError, WorkerLost
 from baton.gateway.api.admin import run_once
+from baton.gateway.api.body import decode_body
 from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.peer_gateways import PeerGateways
@@ -105,7 +106,7 @@ class ServedAdapters:
                 raise ApiError(404, message, code="not_found", param="lora_path")
             files = await asyncio.to_thread(read_adapter, str(folder.resolve()))
         except (ModelError, OSError, ValueError) as error:  # ValueError: a null byte in the path
-            raise invalid(str(error), param="lora_path") from None
+            raise invalid("lora_path", str(error)) from None
         adapter = Adapter(files.path, files.digest)
         request = Request(
             request_id=uuid.uuid4().hex,
@@ -136,13 +137,13 @@ class ServedAdapters:
         names, base = self._models.names, asked.base_model_name
         if base in names or (base is None and len(names) == 1):
             return self._models.of(base)
-        raise invalid(f"base_model_name: name one of {', '.join(map(repr, names))}", param="base_model_name")
+        raise invalid("base_model_name", f"name one of {', '.join(map(repr, names))}")
 
     def _check_free(self, asked: LoadAdapter) -> None:
         """Raise ApiError unless the name is free for an adapter."""
         name = asked.lora_name
         if name in self._models.names or (self._models.find(name) and not asked.load_inplace):
-            raise invalid(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
+            raise invalid("lora_name", f"The lora adapter '{name}' has already been loaded.")
 
     async def _change(self, name: str, base: ServedModel, adapter: Adapter | None) -> None:
         before = self._latest.get(name)
@@ -184,23 +185,13 @@ def add_adapter_routes(app: FastAPI, adapters: ServedAdapters) -> None:
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: HttpRequest) -> PlainTextResponse:
         """Serve the LoRA adapter in a folder as a model of its own."""
-        asked = _read_body(await request.body(), LoadAdapter)
+        asked = decode_body(await request.body(), LoadAdapter)[0]
         await adapters.load(asked)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(request: HttpRequest) -> PlainTextResponse:
         """Stop serving a LoRA adapter."""
-        asked = _read_body(await request.body(), UnloadAdapter)
+        asked = decode_body(await request.body(), UnloadAdapter)[0]
         await adapters.unload(asked)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
-
-
-BodyT = TypeVar("BodyT", LoadAdapter, UnloadAdapter)
-
-
-def _read_body(data: bytes, kind: type[BodyT]) -> BodyT:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body: {error}") from None

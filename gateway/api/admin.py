@@ -7,17 +7,18 @@ import asyncio
 import re
 import secrets
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
+from msgspec import Meta
 
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, WorkerLost
-from baton.gateway.api.errors import ApiError, invalid
+from baton.gateway.api.errors import ApiError, read_query
 from baton.gateway.streams.request_stream import Service
 from baton.messages.bounds import MAX_NAME_CHARS
 from baton.messages.control import Decision
@@ -28,10 +29,17 @@ from baton.request import Request, SamplingParams, TokenEvent, TokenIds
 
 ANSWER_TIMEOUT_S: Final = 5.0
 OTHERS_TIMEOUT_S: Final = 1.0  # for the answers of other gateways
-MAX_LIMIT: Final = 100
 _ID: Final = re.compile("[0-9a-f]{32}")
-_LIMIT: Final = re.compile("[0-9]{1,3}")
 Find: TypeAlias = Callable[[FindRequests], Sequence[RequestTimeline]]
+
+
+class RequestsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters of `/admin/requests`."""
+
+    order: Literal["latest", "slowest"] = "latest"
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    # A router drops a peer that sends a longer name.
+    tenant: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
 
 
 def add_admin_routes(app: FastAPI, service: Service, find: Find) -> None:
@@ -59,7 +67,8 @@ def add_admin_routes(app: FastAPI, service: Service, find: Find) -> None:
     @app.get("/admin/requests", include_in_schema=False)
     async def requests(request: HttpRequest) -> dict[str, Any]:
         """List ended requests of all gateways, the latest or the slowest first."""
-        query = _read_query(request.query_params)
+        asked = read_query(request.query_params, RequestsQuery)
+        query = FindRequests(order=asked.order, limit=asked.limit, tenant=asked.tenant)
         key = attrgetter("total_s") if query.order == "slowest" else _ended_s
         found = sorted(await _find(service, find, query), key=key, reverse=True)
         return {
@@ -77,25 +86,6 @@ def add_admin_routes(app: FastAPI, service: Service, find: Find) -> None:
                 return {**msgspec.to_builtins(timeline), "seconds": timeline.seconds}
         message = "no gateway has that request: it runs, or it ended too long ago"
         raise ApiError(404, message, code="not_found")
-
-
-def _read_query(params: Mapping[str, str]) -> FindRequests:
-    """Return the query of `/admin/requests`. Raises ApiError 400, which names the parameter."""
-    for name in params:
-        if name not in ("order", "limit", "tenant"):
-            raise invalid(f"the query parameter {name[:40]!r} is not known", param=name[:40])
-    order, limit = params.get("order", "latest"), params.get("limit", "20")
-    if order not in ("latest", "slowest"):
-        raise invalid("order: expected latest or slowest", param="order")
-    if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= MAX_LIMIT:
-        raise invalid(f"limit: expected a number from 1 to {MAX_LIMIT}", param="limit")
-    if len(params.get("tenant", "")) > MAX_NAME_CHARS:  # a router drops a peer that sends such a name
-        raise invalid(f"tenant: expected at most {MAX_NAME_CHARS} characters", param="tenant")
-    return FindRequests(
-        order="slowest" if order == "slowest" else "latest",
-        limit=int(limit),
-        tenant=params.get("tenant"),
-    )
 
 
 async def _find(service: Service, find: Find, query: FindRequests) -> list[RequestTimeline]:

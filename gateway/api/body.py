@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import InvalidRequest, shown
-from baton.gateway.api.errors import ApiError, invalid, unsupported
+from baton.gateway.api.errors import ApiError, invalid, misread, unsupported
 from baton.gateway.text.answer_reader import AnswerParsing
 from baton.request import (
     MAX_ALLOWED_TOKENS,
@@ -155,14 +155,12 @@ class FormKeys(msgspec.Struct, frozen=True, kw_only=True):
         """Return the form that the body asks for. ApiError 400 names the key of one that cannot be read."""
         asked = list(self._forms())
         if len(asked) > 1:
-            raise invalid(
-                f"{asked[1][0]}: the body asks for a form by {asked[0][0]} already", param=asked[1][0]
-            )
+            raise invalid(asked[1][0], f"the body asks for a form by {asked[0][0]} already")
         for key, fields in asked:
             try:
                 return AskedForm(key, msgspec.convert(fields, StructuredOutputs))
             except (msgspec.ValidationError, InvalidRequest) as error:
-                raise invalid(f"{key}: {error}", param=key) from None
+                raise invalid(key, str(error)) from None
         return None
 
     def _forms(self) -> Iterator[tuple[str, dict[str, object]]]:
@@ -188,7 +186,7 @@ def _of_response_format(wanted: ResponseFormat) -> dict[str, object]:
         fields = {"type": wanted.type, "structures": wanted.structures, "triggers": wanted.triggers}
         return {"structural_tag": _text(fields)}
     if wanted.json_schema is None:
-        raise invalid("response_format.json_schema is needed for this type", param="response_format")
+        raise invalid("response_format", "json_schema is needed for this type")
     return {"json": _text(wanted.json_schema.schema)}
 
 
@@ -332,22 +330,16 @@ def _kind(kind: type[msgspec.Struct]) -> _Kind:
 MAX_UNSUPPORTED_CHARS: Final = 80  # of a refused value in the error message
 # The parts of JSON that matter for its depth: brackets, and strings, because brackets in them do not count.
 _NESTING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
-MISSING: Final = "missing required field `"  # the wording of msgspec
 
 
 def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
     """Return the body and its unknown keys. Raises ApiError 400, which names the field."""
+    check_depth(data, "the body")
     try:
-        check_depth(data, "the body")
         body = _decoded(data, kind)
         keys = _KEYS.decode(data)
-    except InvalidRequest as error:
-        raise invalid(str(error)) from None
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        missing = message.partition(MISSING)[2].rstrip("`")
-        param = path.rstrip("`").lstrip(".") or missing or None
-        raise invalid(f"{param}: {message}" if param else message, param=param) from None
+        raise misread(error) from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}"[:500], code="invalid_json") from None
     unknown = keys.keys() - _kind(kind).known
@@ -387,7 +379,7 @@ def _check_supported(keys: dict[str, msgspec.Raw], asked: set[str], kind: type[m
             harmless |= {bytes(keys["n"]) if keys.get("n", b"null") != b"null" else b"1"}
         if value not in harmless and value.translate(None, b" \t\r\n") not in harmless:
             text = value[:MAX_UNSUPPORTED_CHARS].decode("utf-8", "replace")
-            raise unsupported(f"{key} = {text}", param=key)
+            raise unsupported(key, text)
 
 
 def check_depth(data: bytes, what: str, limit: int = MAX_DEPTH) -> None:
@@ -412,7 +404,7 @@ def text_of(item: Mapping[str, object], key: str, name: str) -> str:
     """Return the text of a key. name: of the item in the body, for the ApiError of another value."""
     text = item.get(key)
     if not isinstance(text, str):
-        raise invalid(f"{name}.{key}: expected text", param=f"{name}.{key}")
+        raise invalid(f"{name}.{key}", "expected text")
     return text
 
 
@@ -424,12 +416,12 @@ def text_content(content: object, name: str, keys: Mapping[str, str]) -> str | l
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise invalid(f"{name}: expected text or a list of parts", param=name)
+        raise invalid(name, "expected text or a list of parts")
     parts = list[dict[str, object]]()
     for index, part in enumerate(content):
         where, kind = f"{name}[{index}]", str(part.get("type") if isinstance(part, Mapping) else part)
         if not isinstance(part, Mapping) or kind not in keys:
-            raise unsupported(f"{where}.type = {kind[:40]!r}", param=f"{where}.type")
+            raise unsupported(f"{where}.type", repr(kind[:40]))
         parts.append({"type": "text", "text": text_of(part, keys[kind], where)})
     return parts
 
@@ -481,10 +473,10 @@ def truncated(token_ids: list[int], body: "Body", longest: int) -> list[int]:
     kept, name = body.truncate_prompt_tokens, "truncate_prompt_tokens"
     if kept is None:
         if body.truncation_side is not None:
-            raise invalid(f"truncation_side: {name} is not set", param="truncation_side")
+            raise invalid("truncation_side", f"{name} is not set")
         return token_ids
     if kept == 0 or kept >= longest:
-        raise invalid(f"{name}: expected -1 or 1 to {longest - 1}, got {kept}", param=name)
+        raise invalid(name, f"expected -1 or 1 to {longest - 1}, got {kept}")
     if kept < 0:
         completion_tokens = getattr(body, "max_completion_tokens", None)
         asked = body.max_tokens if completion_tokens is None else completion_tokens
@@ -499,7 +491,7 @@ def logit_bias(body: Body) -> dict[int, float]:
     try:
         return {int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()}
     except ValueError:
-        raise invalid("logit_bias: its keys must be token ids", param="logit_bias") from None
+        raise invalid("logit_bias", "its keys must be token ids") from None
 
 
 # A body that has been read.

@@ -172,7 +172,7 @@ class BodyReader:
             try:
                 await self.forms.check(tenant, asked.form)
             except InvalidRequest as error:
-                raise invalid(f"{asked.key}: {error}", param=asked.key) from None
+                raise invalid(asked.key, str(error)) from None
         return read
 
     async def _read(

@@ -6,6 +6,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from baton.adapters import Adapter
+from baton.errors import InvalidRequest
 from baton.gateway.api.body import (
     DEFAULT_COMPLETION_TOKENS,
     AskedResponse,
@@ -151,7 +152,7 @@ def make_call(read: ReadBody, *, new_seed: int, defaults: SamplingParams, **fiel
     assert body is not None
     options, num_choices = body.stream_options or StreamOptions(), 1 if body.n is None else body.n
     if not 1 <= num_choices <= MAX_CHOICES:
-        raise invalid(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}", param="n")
+        raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}")
     max_tokens, logprobs = _num_asked(body)
     is_chat, has_echo = read.chat is not None, isinstance(body, CompletionBody) and bool(body.echo)
     return Call(
@@ -183,7 +184,7 @@ def _num_asked(body: ChatBody | CompletionBody) -> tuple[int | None, int | None]
     if isinstance(body, CompletionBody):
         return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, body.logprobs
     if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs: logprobs must be true as well", param="top_logprobs")
+        raise invalid("top_logprobs", "logprobs must be true as well")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return max_tokens, (body.top_logprobs or 0) if body.logprobs else None
 
@@ -199,13 +200,11 @@ def _sampling(
 ) -> SamplingParams:
     """Return the sampling parameters that a body asks for; the arguments as in `make_call`."""
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-        raise invalid(f"logprobs: at most {MAX_LOGPROBS} alternatives, got {logprobs}", param="logprobs")
+        raise invalid("logprobs", f"at most {MAX_LOGPROBS} alternatives, got {logprobs}")
     if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= MAX_LOGPROBS:
-        message = f"at most {MAX_LOGPROBS} alternatives, got {body.prompt_logprobs}"
-        raise invalid(f"prompt_logprobs: {message}", param="prompt_logprobs")
+        raise invalid("prompt_logprobs", f"at most {MAX_LOGPROBS} alternatives, got {body.prompt_logprobs}")
     if body.prompt_logprobs is not None and body.stream:
-        message = "they come with a whole answer; leave stream out"
-        raise invalid(f"prompt_logprobs: {message}", param="prompt_logprobs")
+        raise invalid("prompt_logprobs", "they come with a whole answer; leave stream out")
     if isinstance(body, CompletionBody):
         max_tokens = max_tokens or 1  # the token is not shown
     asked = [each for each in (body.prompt_logprobs, logprobs if has_echo else None) if each is not None]

@@ -11,8 +11,9 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeVar
 
+import msgspec
 import orjson
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, Refused, WorkerLost
@@ -30,8 +31,12 @@ KINDS: Final = {
 }
 # The key at the beginning of a message: "stop: ..." or "top_p must be ...".
 KEY: Final = re.compile(r"([a-z]+(?:_[a-z]+)*)(?:\[[^\]]*\])*(?::| must be )")
+# The key in an error of msgspec that says no place.
+FIELD: Final = re.compile(r"(?:missing required|contains unknown) field `(.+)`")
+MAX_KEY_CHARS: Final = 80
 EXPECTED: Final = frozenset({503, 504})  # server errors that are no bugs: logged without a traceback
 Headers = list[tuple[bytes, bytes]]
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 logger = logging.getLogger(__name__)
 
 
@@ -88,14 +93,31 @@ class ClientGone(Exception):
     """The client has left: there is no one to answer, and nothing is wrong."""
 
 
-def unsupported(what: str, *, param: str) -> ApiError:
-    """Return the error for a field that this server does not serve."""
-    return ApiError(400, f"{what} is not supported by this server", code="unsupported", param=param)
+def unsupported(key: str, value: str | None = None) -> ApiError:
+    """Return the error for a key that this server does not serve. value: None where no value is served."""
+    what = key if value is None else f"{key} = {value}"
+    return ApiError(400, f"{what} is not supported by this server", code="unsupported", param=key)
 
 
-def invalid(message: str, *, param: str | None = None) -> ApiError:
-    """Return the error for a wrong value."""
-    return ApiError(400, message, code="invalid_value", param=param)
+def invalid(key: str, problem: str) -> ApiError:
+    """Return the error for a wrong value of a key."""
+    return ApiError(400, f"{key}: {problem}", code="invalid_value", param=key)
+
+
+def misread(error: msgspec.ValidationError, within: str = "") -> BatonError:
+    """Return the error for data of a wrong form, in msgspec's words. within: the key that has the data."""
+    problem, _, path = str(error).partition(" - at `$")
+    found = FIELD.search(problem)
+    key = f"{within}{path.rstrip('`')}".lstrip(".") or (found[1] if found else "")
+    return invalid(key[:MAX_KEY_CHARS], problem) if key else InvalidRequest(problem)
+
+
+def read_query(params: Mapping[str, str], kind: type[StructT]) -> StructT:
+    """Return the parameters of a query. Raises ApiError 400 that names a wrong parameter."""
+    try:
+        return msgspec.convert(dict(params), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise misread(error) from None
 
 
 def with_param(error: BatonError) -> BatonError:

@@ -217,10 +217,10 @@ class Inference:
             resumed=resumed,
         )
         if call.is_resumable and scope["type"] == "websocket":
-            raise unsupported("resuming an answer of a WebSocket", param="stream_options.resumable")
+            raise unsupported("stream_options.resumable", "true over a WebSocket")
         self._check(call, policy.longest())
         if scope["type"] == "http" and options is not None and not call.is_streamed:
-            raise invalid("stream_options: only a stream has any; set stream as well", param="stream_options")
+            raise invalid("stream_options", "only a stream has any; set stream as well")
         return call
 
     async def _count_public(self, public: PublicPrefixes, prompts: Sequence[Prompt], tenant: Tenant) -> None:
@@ -245,15 +245,15 @@ class Inference:
     def _check(self, call: Call, longest: int) -> None:
         if call.num_answers > self._config.max_open_requests:
             raise invalid(
-                f"n: the call has {call.num_answers} answers over all prompts; a gateway writes at most "
+                "n",
+                f"the call has {call.num_answers} answers over all prompts; a gateway writes at most "
                 f"{self._config.max_open_requests} at once (gateway.max_open_requests)",
-                param="n",
             )
         if call.is_resumable or call.resumed is not None:
             self._check_resumable(call)
         num_entries, most = call.num_answer_entries(longest), self._config.max_answer_entries
         if num_entries > most:
-            raise invalid(
+            raise InvalidRequest(
                 f"the answer may have {num_entries} entries, which are tokens x n x (logprobs + 1) over all "
                 f"prompts; at most {most} are written for a call (gateway.max_answer_entries): ask for fewer"
             )
@@ -262,10 +262,10 @@ class Inference:
         """Raise ApiError 400 for a call that cannot be resumed, and for the event id of another call."""
         name = "stream_options.resumable"
         if not call.is_streamed:
-            raise invalid(f"{name}: only a stream can be resumed; set stream as well", param=name)
+            raise invalid(name, "only a stream can be resumed; set stream as well")
         if call.num_answers > MAX_RESUMABLE_CHOICES:
             limit = f"at most {MAX_RESUMABLE_CHOICES} answers over all prompts, got {call.num_answers}"
-            raise invalid(f"{name}: {limit}", param=name)
+            raise invalid(name, limit)
         resumed = call.resumed
         if resumed is not None and resumed.digest != call.digest(self._model_of(call).fingerprint):
             raise ApiError(

@@ -299,8 +299,7 @@ class PromptReader:
         calls = choice.calls()
         key = "tool_choice" if choice.is_required else "tools"
         if asked is not None and calls is not None and calls.is_required:
-            message = f"{asked.key}: {key} asks for calls, and an answer of calls has no other form"
-            raise invalid(message, param=asked.key)
+            raise invalid(asked.key, f"{key} asks for calls, and an answer of calls has no other form")
         try:
             frame = frame_of(self._parsers, state, self._tags, calls=calls, has_form=asked is not None)
             if frame is None:
@@ -309,7 +308,7 @@ class PromptReader:
                 return AskedForm(asked.key, msgspec.structs.replace(asked.form, frame=frame))
             return AskedForm(key, msgspec.convert({"frame": frame}, StructuredOutputs))
         except (InvalidRequest, msgspec.ValidationError) as error:
-            raise invalid(f"{key}: {error}", param=key) from None
+            raise invalid(key, str(error)) from None
 
     def _completion(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, CompletionBody, policy)
@@ -334,7 +333,7 @@ class PromptReader:
             return ()
         token_ids = self._needed_tokenizer.encode_bad_words(body.bad_words)
         if sum(map(len, token_ids)) > MAX_BAD_WORD_TOKENS:
-            raise invalid(f"bad_words: at most {MAX_BAD_WORD_TOKENS} tokens together", param="bad_words")
+            raise invalid("bad_words", f"at most {MAX_BAD_WORD_TOKENS} tokens together")
         return token_ids
 
     def _form(self, body: FormKeys) -> AskedForm | None:
@@ -352,8 +351,7 @@ class PromptReader:
             is_whole = len(token_ids) == len(all_ids)
             return Prompt(self._echo(token_ids, given if is_whole else None, body), TokenIds.of(token_ids))
         if body.add_special_tokens is not None:
-            message = "add_special_tokens: it is about text, and the prompt is token ids"
-            raise invalid(message, param="add_special_tokens")
+            raise invalid("add_special_tokens", "it is about text, and the prompt is token ids")
         token_ids = truncated(given, body, policy.longest())
         policy.check_length(len(token_ids))
         check_token_ids(given, self._vocab_size, "prompt")
@@ -370,7 +368,7 @@ class PromptReader:
         policy.check_model(body.model)
         longest = policy.longest()
         if (body.messages is None) == (body.prompt is None):
-            raise invalid("one of prompt and messages is needed", param="prompt")
+            raise invalid("prompt", "one of prompt and messages is needed")
         if body.prompt is not None:
             token_ids = self.encode(
                 body.prompt, max_tokens=longest, add_special_tokens=body.add_special_tokens is not False
@@ -395,8 +393,7 @@ class PromptReader:
         policy.check_model(body.model)
         longest, num_tokens = policy.longest(), len(body.tokens)
         if num_tokens > longest:
-            message = f"tokens: at most {longest}, which the model takes, got {num_tokens}"
-            raise invalid(message, param="tokens")
+            raise invalid("tokens", f"at most {longest}, which the model takes, got {num_tokens}")
         check_token_ids(body.tokens, self._vocab_size, "tokens")
         answer = _written({"prompt": self._needed_tokenizer.decode(body.tokens)})
         return ReadBody(num_unknown=num_unknown, answer=answer)
@@ -406,7 +403,8 @@ def _decode(data: bytes, kind: type[AnyBody], policy: ReadPolicy) -> tuple[AnyBo
     """Return the body and how many of its keys are unknown."""
     body, unknown = decode_body(data, kind)
     if unknown and (policy.is_strict or getattr(kind, "refuses_unknown", False)):
-        raise invalid(f"unknown key {unknown[0][:64]!r}", param=unknown[0][:64])
+        key = unknown[0][:64]  # `renamed` leaves a message alone that does not begin with the key
+        raise ApiError(400, f"unknown key {key!r}", code="invalid_value", param=key)
     return body, len(unknown)
 
 
@@ -420,5 +418,5 @@ def _check_length(num_chars: int, max_tokens: int) -> None:
 def _written(answer: Mapping[str, object]) -> bytes:
     data = orjson.dumps(answer)
     if len(data) > MAX_TEXT_ANSWER_BYTES:
-        raise invalid(f"the answer has {len(data)} bytes; at most {MAX_TEXT_ANSWER_BYTES} are written")
+        raise InvalidRequest(f"the answer has {len(data)} bytes; at most {MAX_TEXT_ANSWER_BYTES} are written")
     return data

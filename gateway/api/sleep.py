@@ -11,19 +11,30 @@ gateway/http/auth.py admits operators alone.
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 
 from baton.gateway.api.body_reader import OpenOrder, ServedModel, ServedModels
-from baton.gateway.api.errors import ApiError, invalid
+from baton.gateway.api.errors import ApiError, invalid, read_query
 from baton.messages.orders import Sleep, Wake, has_followed, is_superseded, latest_order, numbered
 
 ASK_EVERY_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.05
 TIMEOUT_S: Final = 600.0  # for running requests to end, or for the model to be loaded
-LEVELS: Final = {"1": 1, "2": 2}
+
+
+class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters of `/wake_up` and `/is_sleeping`."""
+
+    model: str | None = None
+
+
+class SleepQuery(ModelQuery, frozen=True, forbid_unknown_fields=True):
+    """The parameters of `/sleep`."""
+
+    level: Literal[1, 2] = 1
 
 
 def add_sleep_routes(app: FastAPI, models: ServedModels) -> None:
@@ -32,35 +43,30 @@ def add_sleep_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/sleep")
     async def sleep(request: Request) -> Response:
         """Let running requests end, then free the weights and the KV pages of a model."""
-        params = request.query_params
-        model, level = _model(models, params, "level"), LEVELS.get(params.get("level", "1"))
-        if level is None:
-            raise invalid("level: expected 1 or 2", param="level")
-        await _repeat_order(model, Sleep(model=model.key, level=level))
+        asked = read_query(request.query_params, SleepQuery)
+        model = _model(models, asked.model)
+        await _repeat_order(model, Sleep(model=model.key, level=asked.level))
         return Response()
 
     @app.post("/wake_up")
     async def wake_up(request: Request) -> Response:
         """Load a model that sleeps, and serve it again."""
-        model = _model(models, request.query_params)
+        model = _model(models, read_query(request.query_params, ModelQuery).model)
         await _repeat_order(model, Wake(model=model.key))
         return Response()
 
     @app.get("/is_sleeping")
     async def is_sleeping(request: Request) -> dict[str, bool]:
         """Tell whether a model sleeps."""
-        return {"is_sleeping": _model(models, request.query_params).is_asleep}
+        asked = read_query(request.query_params, ModelQuery)
+        return {"is_sleeping": _model(models, asked.model).is_asleep}
 
 
-def _model(models: ServedModels, params: Mapping[str, str], *others: str) -> ServedModel:
+def _model(models: ServedModels, name: str | None) -> ServedModel:
     """Return the model that a call is about. Raises ApiError 400 and 404."""
-    for key in params:
-        if key not in ("model", *others):
-            raise invalid(f"the query parameter {key[:40]!r} is not known", param=key[:40])
-    name = params.get("model")
     names = ", ".join(map(repr, models.names))
     if name is None and len(models.names) > 1:
-        raise invalid(f"model: name one of {names}", param="model")
+        raise invalid("model", f"name one of {names}")
     if name is not None and name not in models.names:
         message = f"the model {name[:80]!r} does not exist; there are {names}"
         raise ApiError(404, message, code="model_not_found", param="model")

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from baton.errors import InvalidRequest
 from baton.gateway.api.body import check_depth
-from baton.gateway.api.errors import ApiError, invalid, unsupported
+from baton.gateway.api.errors import invalid, misread, unsupported
 from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, arguments_schema, text_arguments
 
 MAX_TOOLS: Final = 128
@@ -75,9 +75,9 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
             key = f"tools[{index}].function.parameters"
             is_kept = self.is_required or function.strict
             try:
-                schema = arguments_schema(function.parameters, key) if is_kept else None
+                schema = arguments_schema(function.parameters) if is_kept else None
             except InvalidRequest as error:
-                raise invalid(str(error), param=key) from None
+                raise invalid(key, str(error)) from None
             asked.append(CallableTool(name=function.name, schema=schema, key=key))
             if self.is_named:
                 break
@@ -103,16 +103,16 @@ def read_tool_choice(
     """Return the choice of tools of a body. Raises ApiError that names the wrong field."""
     if not tools:
         if tool_choice not in (None, "none") and (tools is None or tool_choice != "auto"):
-            raise invalid("tool_choice: there are no tools to choose from", param="tool_choice")
+            raise invalid("tool_choice", "there are no tools to choose from")
         return NO_TOOLS
     if len(tools) > MAX_TOOLS:
-        raise invalid(f"tools: at most {MAX_TOOLS}, got {len(tools)}", param="tools")
+        raise invalid("tools", f"at most {MAX_TOOLS}, got {len(tools)}")
     functions = [_read(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if tool_choice == "none":
         return NO_TOOLS
     names, is_required, is_named = _chosen(tool_choice)
     if unknown := sorted((names or set()) - {function.name for function in functions}):
-        raise invalid(f"tool_choice: {unknown[0][:64]!r} is not among the tools", param="tool_choice")
+        raise invalid("tool_choice", f"{unknown[0][:64]!r} is not among the tools")
     return ToolChoice(
         tools=[*tools],
         functions=functions,
@@ -132,7 +132,7 @@ def _chosen(tool_choice: object) -> tuple[frozenset[str] | None, bool, bool]:
         return None, tool_choice == "required", False
     kind = tool_choice.get("type") if isinstance(tool_choice, Mapping) else None
     if kind == "custom":
-        raise unsupported("a tool_choice of type custom", param="tool_choice")
+        raise unsupported("tool_choice", "one of type custom")
     try:
         if kind == "allowed_tools":
             allowed = msgspec.convert(tool_choice, _Allowed).allowed_tools
@@ -140,24 +140,19 @@ def _chosen(tool_choice: object) -> tuple[frozenset[str] | None, bool, bool]:
         return frozenset({msgspec.convert(tool_choice, _Named).function.name}), True, True
     except msgspec.ValidationError as error:
         if kind == "allowed_tools":
-            raise _misplaced(error, "tool_choice") from None
+            raise misread(error, "tool_choice") from None
         forms = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
-        raise invalid(f"tool_choice: expected {forms}", param="tool_choice") from None
-
-
-def _misplaced(error: msgspec.ValidationError, name: str) -> ApiError:
-    message, _, path = str(error).partition(" - at `$")
-    return invalid(f"{name}{path.rstrip('`')}: {message}", param=name)
+        raise invalid("tool_choice", f"expected {forms}") from None
 
 
 def _read(tool: Tool, name: str) -> Function:
     data = msgspec.json.encode(tool)
     if len(data) > MAX_TOOL_BYTES:
-        raise invalid(f"{name}: at most {MAX_TOOL_BYTES} bytes, got {len(data)}", param=name)
+        raise invalid(name, f"at most {MAX_TOOL_BYTES} bytes, got {len(data)}")
     try:
-        check_depth(data, name, MAX_TOOL_DEPTH)
+        check_depth(data, "it", MAX_TOOL_DEPTH)
         return msgspec.convert(tool, _Tool).function
     except InvalidRequest as error:
-        raise invalid(str(error), param=name) from None
+        raise invalid(name, str(error)) from None
     except msgspec.ValidationError as error:
-        raise _misplaced(error, name) from None
+        raise misread(error, name) from None

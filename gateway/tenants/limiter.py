@@ -233,7 +233,7 @@ class Limiter:
         quotas = call.scheduling_key.quotas
         most = quotas.max_concurrent_requests
         if most is not None and call.num_answers > most:
-            raise invalid(f"n: the call has {call.num_answers} answers, its tenant may have {most} at once")
+            raise invalid("n", f"the call has {call.num_answers} answers, its tenant may have {most} at once")
         slots = self.slots.charge(call.tenant.name, quotas)
         slots.add(call.num_answers)
         return Permit(call, self._metrics, slots, demand)

@@ -179,8 +179,7 @@ def _rank_of(asked: AskedFor, tenant: Tenant) -> int:
     if name is None:
         return tenant.rank
     if name not in tenant.classes:
-        param, message = PRIORITY_HEADER.decode(), unknown_name("class", name[:64], tenant.classes)
-        raise invalid(f"the header {param}: {message}", param=param)
+        raise invalid(PRIORITY_HEADER.decode(), unknown_name("class", name[:64], tenant.classes))
     return max(tenant.rank, tenant.classes.index(name))
 
 
@@ -200,9 +199,7 @@ def _milliseconds(asked: AskedFor, names: tuple[bytes, ...]) -> float | None:
     except ValueError:
         value = math.nan
     if not 0 < value <= MAX_SLO_MS:
-        raise invalid(
-            f"the header {name.decode()}: expected milliseconds, got {text[:32]!r}", param=name.decode()
-        )
+        raise invalid(name.decode(), f"expected milliseconds, got {text[:32]!r}")
     return value
 
 

@@ -234,15 +234,15 @@ def _length_of(schema: Mapping[str, Any]) -> str | None:
     return f"{{{low},{high}}}" if low or high != "" else None
 
 
-def arguments_schema(parameters: dict[str, Any] | None, key: str) -> dict[str, Any]:
+def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return the schema of a tool's arguments: an object, without notes for readers.
 
-    Raises InvalidRequest that names `key` for a schema of anything else.
+    Raises InvalidRequest for a schema of anything else.
     """
     if not parameters:
         return NO_ARGUMENTS
     if parameters.get("type", "object") != "object":
-        raise InvalidRequest(f"{key}: expected the schema of an object, got type {parameters['type']!r}")
+        raise InvalidRequest(f"expected the schema of an object, got type {parameters['type']!r}")
     slim = _without_notes(parameters)
     assert isinstance(slim, dict)
     return {"type": "object", **slim}

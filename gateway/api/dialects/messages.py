@@ -175,7 +175,7 @@ def as_chat(body: PromptBody, *, has_thinking_switch: bool, has_reasoning: bool)
     }
     if isinstance(body, MessageBody):
         if body.stop_sequences is not None and body.stop is not None:
-            raise invalid("stop: the body has stop_sequences already", param="stop")
+            raise invalid("stop", "the body has stop_sequences already")
         chat |= {"max_tokens": body.max_tokens, "stream": body.stream}
         chat["stop"] = body.stop if body.stop_sequences is None else body.stop_sequences
     return msgspec.convert(chat, ChatBody)
@@ -186,16 +186,14 @@ def _thinking_switch(thinking: Thinking | None, *, has_switch: bool, has_reasoni
     if thinking is None:
         return {}
     if thinking.budget_tokens is not None:
-        raise unsupported(
-            f"thinking.budget_tokens = {thinking.budget_tokens}", param="thinking.budget_tokens"
-        )
+        raise unsupported("thinking.budget_tokens", str(thinking.budget_tokens))
     is_on = thinking.type != "disabled"
     if has_switch:
         return {"enable_thinking": is_on}
     if not is_on and has_reasoning:
-        raise unsupported("thinking.type = 'disabled' with this model's chat template", param="thinking.type")
+        raise unsupported("thinking.type", "'disabled' with this model's chat template")
     if thinking.type == "enabled" and not has_reasoning:
-        raise unsupported("thinking.type = 'enabled' with this model", param="thinking.type")
+        raise unsupported("thinking.type", "'enabled' with this model")
     return {}
 
 
@@ -203,7 +201,7 @@ def _shows_thinking(thinking: Thinking | None) -> bool | None:
     if thinking is None or thinking.display is None:
         return None
     if thinking.display == "summarized":
-        raise unsupported("thinking.display = 'summarized'", param="thinking.display")
+        raise unsupported("thinking.display", "'summarized'")
     return False
 
 
@@ -211,12 +209,12 @@ def _tool(tool: Mapping[str, object], index: int) -> Json:
     """Return a tool in the form of chats."""
     name = f"tools[{index}]"
     if tool.get("type") not in (None, "custom"):
-        raise unsupported(f"{name}.type = {str(tool['type'])[:40]!r}", param=f"{name}.type")
+        raise unsupported(f"{name}.type", repr(str(tool["type"])[:40]))
     for key in sorted(tool.keys() - TOOL_KEYS - TOOL_HINTS):
         if tool[key] not in (None, False, []):
-            raise unsupported(f"{name}.{key[:40]}", param=f"{name}.{key[:40]}")
+            raise unsupported(f"{name}.{key[:40]}")
     if not isinstance(tool.get("input_schema"), Mapping):
-        raise invalid(f"{name}.input_schema: expected a JSON schema", param=f"{name}.input_schema")
+        raise invalid(f"{name}.input_schema", "expected a JSON schema")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": function}
@@ -232,14 +230,14 @@ def _add(messages: list[Json], message: Json, name: str) -> None:
     """Append the messages of one message: the results of tools, then the rest."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
-        raise invalid(f"{name}.role: expected one of {', '.join(sorted(ROLES))}", param=f"{name}.role")
+        raise invalid(f"{name}.role", f"expected one of {', '.join(sorted(ROLES))}")
     if unknown := sorted(message.keys() - {"role", "content", "cache_control"}):
-        raise invalid(f"{name}: unknown key {unknown[0][:40]!r}", param=f"{name}.{unknown[0][:40]}")
+        raise invalid(f"{name}.{unknown[0][:40]}", "the key is not known")
     if isinstance(content, str):
         messages.append({"role": role, "content": content})
         return
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-        raise invalid(f"{name}.content: expected text or a list of blocks", param=f"{name}.content")
+        raise invalid(f"{name}.content", "expected text or a list of blocks")
     texts, thoughts, calls = list[Json](), list[str](), list[Json]()
     for index, block in enumerate(content):
         where, kind = f"{name}.content[{index}]", block.get("type")
@@ -252,11 +250,10 @@ def _add(messages: list[Json], message: Json, name: str) -> None:
         elif kind == "tool_result" and role == "user":
             messages.append(_result(block, where))
         else:
-            what = f"{where}.type = {str(kind)[:40]!r} in a message of the role {role}"
-            raise unsupported(what, param=f"{where}.type")
+            raise unsupported(f"{where}.type", f"{str(kind)[:40]!r} in a message of the role {role}")
     if not texts and not calls and not thoughts:
         if not content:
-            raise invalid(f"{name}.content: expected at least one block", param=f"{name}.content")
+            raise invalid(f"{name}.content", "expected at least one block")
         return  # results of tools alone
     added: Json = {"role": role, "content": texts or (None if calls else "")}
     if thoughts:
@@ -266,7 +263,7 @@ def _add(messages: list[Json], message: Json, name: str) -> None:
 
 def _call(block: Mapping[str, object], name: str) -> Json:
     if not isinstance(block.get("input"), Mapping):
-        raise invalid(f"{name}.input: expected a JSON object", param=f"{name}.input")
+        raise invalid(f"{name}.input", "expected a JSON object")
     function = {
         "name": text_of(block, "name", name),
         "arguments": msgspec.json.encode(block["input"]).decode(),

@@ -9,15 +9,15 @@ so a response remains usable when an earlier one of the conversation is deleted 
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
-from baton.gateway.api.errors import ApiError, invalid, unsupported
+from baton.gateway.api.errors import ApiError, invalid, read_query
 from baton.gateway.peer_gateways import PeerGateways
 
 ID_PREFIX: Final = "resp_"
-MAX_LISTED: Final = 100  # items in one answer
 OVERHEAD_BYTES: Final = 512  # of an entry, beside its content
 
 
@@ -126,31 +126,31 @@ def _missing(id: str, param: str | None) -> ApiError:
     return ApiError(404, message, code="response_not_found", param=param)
 
 
+class ItemsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters of a response's `input_items`."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20  # items
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None  # the id of an item
+
+
 def list_items(stored: StoredResponse, id: str, query: Mapping[str, str]) -> dict[str, Any]:
     """Return a page of a response's input items, as OpenAI lists them. id: of the response.
 
-    query: `limit`, `order` and `after`. Raises ApiError 400 that names another parameter or a wrong value.
+    query: see ItemsQuery. Raises ApiError 400 that names another parameter or a wrong value.
     """
-    for key in query.keys() - {"limit", "order", "after"}:
-        raise unsupported(f"the query parameter {key[:40]!r}", param=key[:40])
-    limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
-    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
-        raise invalid(f"limit: expected 1 to {MAX_LISTED}, got {limit[:20]!r}", param="limit")
-    if order not in ("asc", "desc"):
-        raise invalid(f"order: expected asc or desc, got {order[:20]!r}", param="order")
+    asked = read_query(query, ItemsQuery)
+    after = asked.after
     items: list[dict[str, Any]] = msgspec.json.decode(stored.items)
     # Clients may leave out ids; a listed item has one.
     named = [{"id": f"item_{id.removeprefix(ID_PREFIX)}{at:03x}", **item} for at, item in enumerate(items)]
-    if order == "desc":
+    if asked.order == "desc":
         named.reverse()
     if after is not None:
         if all(item["id"] != after for item in named):
-            raise invalid(f"after: {after[:80]!r} is no item of the response", param="after")
+            raise invalid("after", f"{after[:80]!r} is no item of the response")
         named = list(itertools.dropwhile(lambda item: item["id"] != after, named))[1:]
-    page = named[: int(limit)]
-    ends = (
-        {"first_id": page[0]["id"], "last_id": page[-1]["id"]}
-        if page
-        else {"first_id": None, "last_id": None}
-    )
+    page = named[: asked.limit]
+    first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    ends = {"first_id": first_id, "last_id": last_id}
     return {"object": "list", "data": page, "has_more": len(named) > len(page), **ends}

@@ -128,13 +128,13 @@ def as_chat(body: ResponsesBody, history: bytes, *, may_store: bool) -> tuple[Ch
         _add(messages, item, f"input[{index - len(earlier)}]")
     messages = _joined(messages)
     if not messages:
-        raise invalid("input: there is no message", param="input")
+        raise invalid("input", "there is no message")
     if len(messages) > MAX_MESSAGES:
-        raise invalid(f"input: at most {MAX_MESSAGES} messages, got {len(messages)}", param="input")
+        raise invalid("input", f"at most {MAX_MESSAGES} messages, got {len(messages)}")
     fields = sampling_fields(body)
     if body.text is not None and body.text.format is not None and body.text.format.type != "text":
         if "response_format" in fields:
-            raise invalid("response_format: the body has a text.format already", param="response_format")
+            raise invalid("response_format", "the body has a text.format already")
         fields["response_format"] = _response_format(body.text.format)
     reasoning = body.reasoning or Reasoning()
     chat = {
@@ -151,8 +151,7 @@ def as_chat(body: ResponsesBody, history: bytes, *, may_store: bool) -> tuple[Ch
     }
     is_stored = may_store and body.store is not False
     if body.store and not may_store:
-        message = "store: this gateway stores no responses (gateway.max_stored_responses is 0)"
-        raise invalid(message, param="store")
+        raise invalid("store", "this gateway stores no responses (gateway.max_stored_responses is 0)")
     asked = AskedResponse(
         echoed=msgspec.json.encode(_echoed(body, is_stored=is_stored)),
         items=msgspec.json.encode(earlier + own) if is_stored else b"[]",
@@ -188,7 +187,7 @@ def _response_format(given: TextFormat) -> dict[str, object]:
     if given.type == "json_object":
         return {"type": "json_object"}
     if given.schema is None:
-        raise invalid("text.format.schema is needed for this type", param="text.format")
+        raise invalid("text.format", "schema is needed for this type")
     schema = {"name": given.name, "schema": given.schema, "strict": given.strict}
     return {"type": "json_schema", "json_schema": schema}
 
@@ -197,11 +196,11 @@ def _tool(tool: Mapping[str, object], index: int) -> dict[str, object]:
     """Return a tool in the form of chats."""
     kind = tool.get("type")
     if kind != "function":
-        raise unsupported(f"tools[{index}].type = {str(kind)[:40]!r}", param=f"tools[{index}].type")
+        raise unsupported(f"tools[{index}].type", repr(str(kind)[:40]))
     function = {name: value for name, value in tool.items() if name != "type"}
     unknown = function.keys() - {"name", "description", "parameters", "strict"}
     if asked := [name for name in sorted(unknown) if function[name] not in (None, False)]:
-        raise unsupported(f"tools[{index}].{asked[0][:40]}", param=f"tools[{index}].{asked[0][:40]}")
+        raise unsupported(f"tools[{index}].{asked[0][:40]}")
     return {"type": "function", "function": {name: function[name] for name in function.keys() - unknown}}
 
 
@@ -234,24 +233,24 @@ def _add(messages: list[Item], item: Item, name: str) -> None:
     kind = item.get("type") or "message"
     add = _ADDERS.get(str(kind))
     if add is None:
-        raise unsupported(f"{name}.type = {str(kind)[:40]!r}", param=f"{name}.type")
+        raise unsupported(f"{name}.type", repr(str(kind)[:40]))
     add(messages, item, name)
 
 
 def _add_message(messages: list[Item], item: Item, name: str) -> None:
     role = ROLES.get(str(item.get("role")))
     if role is None:
-        raise invalid(f"{name}.role: expected one of {', '.join(ROLES)}", param=f"{name}.role")
+        raise invalid(f"{name}.role", f"expected one of {', '.join(ROLES)}")
     content = text_content(item.get("content"), f"{name}.content", TEXT_KEYS)
     messages.append({"role": role, "content": content})
 
 
 def _add_reasoning(messages: list[Item], item: Item, name: str) -> None:
     if item.get("encrypted_content"):
-        raise unsupported(f"{name}.encrypted_content", param=f"{name}.encrypted_content")
+        raise unsupported(f"{name}.encrypted_content")
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        raise invalid(f"{name}.content: expected a list of parts", param=f"{name}.content")
+        raise invalid(f"{name}.content", "expected a list of parts")
     text = "\n".join(str(part.get("text", "")) for part in parts)
     messages.append({"role": "assistant", "reasoning_content": text})
 
@@ -302,8 +301,8 @@ def _begins(last: Item, message: Item) -> bool:
 def check_conversation(asked: AskedResponse, max_bytes: int) -> None:
     """Raise ApiError 400 for a conversation that cannot be stored."""
     if asked.is_stored and asked.num_bytes > max_bytes:
-        message = (
-            f"store: the conversation has {asked.num_bytes} bytes; at most {max_bytes} of a tenant are "
-            "stored (gateway.max_stored_response_bytes): send store = false and the whole input each time"
+        raise invalid(
+            "store",
+            f"the conversation has {asked.num_bytes} bytes; at most {max_bytes} of a tenant are stored "
+            "(gateway.max_stored_response_bytes): send store = false and the whole input each time",
         )
-        raise invalid(message, param="store")

@@ -9,7 +9,7 @@ import tokenizers
 from baton.clock import ManualClock
 from baton.cluster.model_directory import resolve_model
 from baton.config.gateway import GatewayConfig, GatewaySettings
-from baton.errors import InvalidRequest
+from baton.errors import BatonError, InvalidRequest
 from baton.gateway.api.body import (
     MAX_PROMPTS,
     UNSUPPORTED,
@@ -128,8 +128,10 @@ def test_number_of_choices_is_bounded() -> None:
         call = chat(n=number)
         assert (call.num_choices, call.sampling.n) == (number, 1)
     for wrong in (0, -1, 129):
-        with pytest.raises(ApiError, match="n must be between 1 and 128"):
+        with pytest.raises(InvalidRequest, match="n must be between 1 and 128") as refused:
             chat(n=wrong)
+        answer = as_api_error(with_param(refused.value))
+        assert (answer.status, answer.param) == (400, "n")
 
 
 def test_tool_choice_needs_tools() -> None:
@@ -378,9 +380,9 @@ def test_missing_field_is_named() -> None:
     "data", [b"", b"{", b"\xff", b'{"prompt": "a", "\xff": 1}', b"[" * 100_000, b"{} {}"]
 )
 def test_body_that_is_not_json_is_refused(data: bytes) -> None:
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(BatonError) as refused:
         decode_body(data, CompletionBody)
-    assert refused.value.status == 400
+    assert as_api_error(refused.value).status == 400
 
 
 def test_unknown_keys_are_reported_and_ignored() -> None:

@@ -17,7 +17,7 @@ from baton.tenants import Refusal
         (IntegrityError("0x7f12"), 500, "internal_error"),
         (TransferFailed("0x7f12"), 500, "internal_error"),
         (KeyError("0x7f12"), 500, "internal_error"),
-        (unsupported("x", param="x"), 400, "unsupported"),
+        (unsupported("x"), 400, "unsupported"),
     ],
 )
 def test_errors_have_their_status(error: Exception, status: int, code: str) -> None:

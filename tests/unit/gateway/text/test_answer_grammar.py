@@ -99,7 +99,7 @@ def takes(form: StructuredOutputs, text: str, has_tags: bool = False) -> bool:
 def asked(
     *, is_required: bool = True, is_parallel: bool = True, is_strict: bool = True, names: str = "weather time"
 ) -> AskedCalls:
-    schemas = {"weather": arguments_schema(CITY, ""), "time": arguments_schema(None, "")}
+    schemas = {"weather": arguments_schema(CITY), "time": arguments_schema(None)}
     tools = [
         CallableTool(name=name, schema=schemas[name] if is_strict or is_required else None, key="tools[0]")
         for name in names.split()
@@ -327,7 +327,7 @@ JUNK: Final = st.recursive(
 @given(properties=JUNK, others=st.dictionaries(st.sampled_from(["type", "required", "$defs", "allOf"]), JUNK))
 def test_hostile_schemas_are_kept_or_refused(parser: str, properties: Any, others: dict[str, Any]) -> None:
     try:
-        schema = arguments_schema({"properties": properties, **others}, "tools[0]")
+        schema = arguments_schema({"properties": properties, **others})
         tool = CallableTool(name="f", schema=schema, key="tools[0]")
         check_form(framed(parser, AskedCalls(tools=[tool], is_required=True, is_parallel=True)))
     except InvalidRequest:
@@ -348,7 +348,7 @@ def test_notes_of_a_schema_are_left_out_and_properties_of_these_names_are_not() 
         "properties": {"title": {"type": "string", "title": "b"}, "description": {"enum": ["title"]}},
         "$defs": {"default": {"default": 5, "anyOf": [{"examples": []}]}},
     }
-    assert arguments_schema(schema, "") == {
+    assert arguments_schema(schema) == {
         "type": "object",
         "properties": {"title": {"type": "string"}, "description": {"enum": ["title"]}},
         "$defs": {"default": {"anyOf": [{}]}},
