@@ -15,7 +15,6 @@ prompt or of an answer.
 The packages of the extra `otel` are imported when a tracer is made.
 """
 
-import re
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
@@ -40,10 +39,7 @@ TRACE: Final = "trace"  # the key of a call's TraceContext in the state of its A
 TRACES_PATH: Final = "/v1/traces"
 CLOSE_S: Final = 3.0  # for the last spans to be sent
 SUCCESSES: Final = frozenset({"answered", "gone"})  # outcomes; gone: the client left
-_PARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_SAMPLED: Final = 1
 _NS: Final = 1_000_000_000
-_RATIO_BITS: Final = 64  # low bits of the trace id that head sampling compares, as OpenTelemetry does
 Value: TypeAlias = str | int | float | bool | tuple[str, ...]
 Attributes: TypeAlias = Mapping[str, Value]
 
@@ -54,22 +50,12 @@ class TraceContext(NamedTuple):
     trace_id: int
     span_id: int
     is_sampled: bool  # by the caller or by head sampling
-    parent_id: int = 0  # the caller's span; 0: the call began the trace
-    state: str = ""  # the caller's tracestate
+    parent: "SpanContext | None" = None  # the caller's span; None: the call began the trace
 
     @property
     def header(self) -> str:
         """The `traceparent` that names the root span."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.is_sampled:02x}"
-
-
-def read_traceparent(text: str) -> tuple[int, int, bool] | None:
-    """Return trace id, span id and whether the caller samples; None for a header that is not valid."""
-    match = _PARENT.fullmatch(text.strip())
-    if match is None or match[1] == "ff" or (match[1] == "00" and match[5] is not None):
-        return None
-    trace_id, span_id = int(match[2], 16), int(match[3], 16)
-    return (trace_id, span_id, bool(int(match[4], 16) & _SAMPLED)) if trace_id and span_id else None
 
 
 def new_span_id() -> int:
@@ -84,26 +70,31 @@ class Tracer:
         """model: the name of the served model. ConfigError: the extra is not installed."""
         assert settings.otlp_traces_endpoint is not None
         self._model = model
-        self._bound = round(settings.trace_sample_ratio * 2**_RATIO_BITS)
         self._slow_s = settings.trace_slow_s
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
         except ImportError as error:
             raise ConfigError(
                 f"gateway.otlp_traces_endpoint: traces need pip install 'baton-serve[otel]': {error}"
             ) from error
         self._exporter = OTLPSpanExporter(traces_url(settings.otlp_traces_endpoint))
         self._processor = BatchSpanProcessor(self._exporter)
+        self._sampler = TraceIdRatioBased(settings.trace_sample_ratio)
 
     def context(self, traceparent: str | None, tracestate: str | None) -> TraceContext:
         """Return the trace of a call with these headers; a header that is not valid counts as none."""
-        parent = None if traceparent is None else read_traceparent(traceparent)
-        if parent is None:
-            trace_id = secrets.randbits(128) or 1
-            return TraceContext(trace_id, new_span_id(), trace_id % 2**_RATIO_BITS < self._bound)
-        trace_id, parent_id, is_sampled = parent
-        return TraceContext(trace_id, new_span_id(), is_sampled, parent_id, tracestate or "")
+        from opentelemetry.trace import get_current_span
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers = {"traceparent": traceparent or "", "tracestate": tracestate or ""}
+        parent = get_current_span(TraceContextTextMapPropagator().extract(headers)).get_span_context()
+        if parent.is_valid:
+            return TraceContext(parent.trace_id, new_span_id(), parent.trace_flags.sampled, parent)
+        trace_id = secrets.randbits(128) or 1
+        sampling = self._sampler.should_sample(None, trace_id, "")
+        return TraceContext(trace_id, new_span_id(), bool(sampling.decision.value))
 
     def rule(self, context: TraceContext, outcome: str, total_s: float) -> str | None:
         """Return the rule that samples a call that has just ended; None when it is not exported.
@@ -181,7 +172,7 @@ def _spans(
     yield _span(
         f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}",
         root,
-        _context(trace, trace.parent_id, is_remote=True) if trace.parent_id else None,
+        trace.parent,
         _resource("gateway", timeline.gateway),
         attributes,
         (began_s, began_s + timeline.total_s),
@@ -262,11 +253,11 @@ def _kind(process: str, timeline: RequestTimeline) -> str:
     return "prefill" if any(process == attempt.prefill for attempt in timeline.attempts) else "decode"
 
 
-def _context(trace: TraceContext, span_id: int, *, is_remote: bool = False) -> "SpanContext":
-    from opentelemetry.trace import SpanContext, TraceFlags, TraceState
+def _context(trace: TraceContext, span_id: int) -> "SpanContext":
+    from opentelemetry.trace import SpanContext, TraceFlags
 
-    state = TraceState.from_header([trace.state]) if trace.state else None
-    return SpanContext(trace.trace_id, span_id, is_remote, TraceFlags(_SAMPLED), state)
+    state = None if trace.parent is None else trace.parent.trace_state
+    return SpanContext(trace.trace_id, span_id, False, TraceFlags(TraceFlags.SAMPLED), state)
 
 
 @cache
