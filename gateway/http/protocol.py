@@ -21,6 +21,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any, Final, Protocol, cast
 
 import httptools
@@ -40,14 +41,6 @@ JSON: Final = b"application/json"
 JSON_HEADERS: Final = [(b"content-type", JSON)]
 BLOCK_BYTES: Final = 64 * 2**10
 TURN_S: Final = 0.002  # writing a large answer may hold the event loop for this long
-# Errors of the server itself, before any route sees the request.
-REASONS: Final = {
-    400: b"Bad Request",
-    408: b"Request Timeout",
-    413: b"Content Too Large",
-    431: b"Request Header Fields Too Large",
-    503: b"Service Unavailable",
-}
 RETRY_AFTER_S: Final = 1.0
 LINGER_S: Final = 2.0
 BAD_REQUEST: Final = ApiError(400, "the request is not valid HTTP/1.1", code="bad_request")
@@ -190,7 +183,7 @@ def response(error: ApiError) -> bytes:
         (b"x-request-id", f"req-{uuid.uuid4().hex}".encode()),
         *error.headers(),
     ]
-    lines = [b"HTTP/1.1 %d %s" % (error.status, REASONS[error.status])]
+    lines = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
     lines += [b"%s: %s" % entry for entry in headers]
     return b"\r\n".join([*lines, b"", body])
 
