@@ -21,7 +21,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -246,14 +246,6 @@ def _turn(attempt: Attempt) -> tuple[int, int, float, int]:
     return request.scheduling_key.rank, request.priority, due_s(request), attempt.serial
 
 
-class ReceivedPages(NamedTuple):
-    """The end of a transfer to an attempt, with the pages or without."""
-
-    attempt: Attempt
-    reason: str | None = None  # why the pages have not come; None: they are in `attempt.filled`
-    is_refused: bool = False  # the source lives, and does not send them
-
-
 class IncomingPages:
     """Pages that other workers send to attempts: of a whole prompt, or of a prefix that they hold.
 
@@ -312,17 +304,19 @@ class IncomingPages:
         else:
             self._engine.release(claim)
 
-    def poll(self) -> Iterator[ReceivedPages]:
-        """Yield the transfers that have ended since the last call."""
+    def poll(self) -> Iterator[tuple[Attempt, TransferEnded]]:
+        """Yield the transfers that have ended since the last call; the attempt has the pages that came."""
         for ended in self._endpoint.poll():
             pulled = self._prefixes.take(ended)
             if pulled is not None:
                 attempt = pulled.waiter
                 attempt.filled = pulled.filled
                 attempt.timer.pulled(pulled.num_bytes, pulled.seconds)
-                yield ReceivedPages(attempt)
+                yield attempt, ended
             elif ended.transfer in self._attempts:
-                yield from self._take(self._attempts.pop(ended.transfer), ended)
+                attempt = self._attempts.pop(ended.transfer)
+                if self._take(attempt, ended):
+                    yield attempt, ended
 
     def drop(self, attempt: Attempt) -> None:
         """Release all that the attempt holds, and end its transfers."""
@@ -335,18 +329,17 @@ class IncomingPages:
         if filled is not None:
             self._engine.release(filled)
 
-    def _take(self, attempt: Attempt, ended: TransferEnded) -> Iterator[ReceivedPages]:
+    def _take(self, attempt: Attempt, ended: TransferEnded) -> bool:
+        """Give the pages, if they came, to the attempt; return False when it was dropped meanwhile."""
         has_come = ended.outcome is HandoffOutcome.ADOPTED
         num_tokens, owner = attempt.request.num_tokens, attempt.engine_id
-        if not attempt.is_receiving:  # dropped meanwhile
+        if not attempt.is_receiving:
             if has_come:
                 self._engine.release(FilledPages(ended.pages, num_tokens, owner))
-            return
+            return False
         attempt.is_receiving = False
         self._admission.arrived(attempt)
-        if not has_come:
-            yield ReceivedPages(attempt, ended.reason, ended.outcome is HandoffOutcome.REFUSED)
-            return
-        assert attempt.filled is not None, "an attempt that receives pages has claimed a prefix"
-        attempt.filled = FilledPages(attempt.filled.pages + ended.pages, num_tokens, owner)
-        yield ReceivedPages(attempt)
+        if has_come:
+            assert attempt.filled is not None, "an attempt that receives pages has claimed a prefix"
+            attempt.filled = FilledPages(attempt.filled.pages + ended.pages, num_tokens, owner)
+        return True

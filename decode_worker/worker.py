@@ -22,7 +22,7 @@ All calls come from one thread, and none of them waits. `step` is the body of th
 import logging
 from collections import Counter
 from collections.abc import Collection
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -33,9 +33,11 @@ from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import KvLinks
 from baton.kvtransfer.prefixes import PulledPrefixes
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
 from baton.messages.control import (
+    AttemptFailed,
     Cancel,
     Dispatch,
     Failure,
@@ -87,14 +89,6 @@ class EarlyResults:
             self._peer_registry.tell(kept[0].hello.id, Cancel(request_id=key[0], attempt=key[1]))
 
 
-class Ending(NamedTuple):
-    """An attempt that had its last token, or failed and is not reported yet."""
-
-    attempt: Attempt
-    failure: Failure | None = None
-    reason: str = ""
-
-
 class RunningAttempts:
     """The attempts that the engine runs; their tokens go to their gateways.
 
@@ -123,8 +117,11 @@ class RunningAttempts:
         self._attempts.pop(attempt.engine_id, None)
         self._queued.pop(attempt.engine_id, None)
 
-    def step(self) -> list[Ending]:
-        """Run one step of the engine, if there is work; return the attempts that it ends."""
+    def step(self) -> list[tuple[Attempt, AttemptFailed | None]]:
+        """Run one step of the engine, if there is work; return the attempts that it ends.
+
+        AttemptFailed: not sent yet. None: the gateway has the last token.
+        """
         if not self._engine.has_work():
             return []
         self._reports.step_begins()
@@ -136,10 +133,10 @@ class RunningAttempts:
                 del self._queued[attempt.engine_id]
         return [ending for ending in endings if ending is not None]
 
-    def _emit(self, output: StepOutput) -> Ending | None:
+    def _emit(self, output: StepOutput) -> tuple[Attempt, AttemptFailed | None] | None:
         attempt = self._attempts[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
-            return Ending(attempt, *failure_of(output))
+            return attempt, attempt.failed(*failure_of(output))
         times = None
         if attempt.timer.is_running:
             now_s, began_s = self._reports.clock.now_s(), self._reports.step_began_s
@@ -150,10 +147,10 @@ class RunningAttempts:
             times = attempt.times(self._reports.clock.now_s())
         event = TokenEvent.of(attempt.request, output, output.finish_reason, times)
         if not fits(event):
-            return Ending(attempt, Failure.INVALID, TOO_LARGE)
+            return attempt, attempt.failed(Failure.INVALID, TOO_LARGE)
         self.num_tokens += output.token_id is not None
         self._peer_registry.emit(attempt.gateway, event)
-        return None if output.finish_reason is None else Ending(attempt)
+        return None if output.finish_reason is None else (attempt, None)
 
 
 MIN_PREFILL_PATIENCE_S: Final = 4.0  # longer than routers wait for a worker's sign of life
@@ -221,21 +218,11 @@ class DecodeWorker(WorkerNode):
 
     def step(self) -> None:
         """Receive pages, start attempts, run one step of the engine, and emit its tokens."""
-        for attempt, reason, is_refused in self._incoming.poll():
-            if reason is None and attempt.stage is AttemptStage.PREFILLING:
-                attempt.pages_s = self._clock.now_s()
-            if attempt.migrates_from:
-                self._prepared(attempt)
-            elif attempt.is_complete or attempt.stage is AttemptStage.PULLING:
-                self._answer(attempt)
-            elif reason is not None and (attempt.first is not None or is_refused):
-                self._recompute(attempt, reason)
+        for attempt, ended in self._incoming.poll():
+            self._transfer_ended(attempt, ended)
         self._admit()
-        for attempt, failure, reason in self._running.step():
-            if failure is None:
-                self._drop(attempt)
-            else:
-                self._fail(attempt, failure, reason)
+        for attempt, failed in self._running.step():
+            self._end(attempt, failed)
         self._peer_registry.flush()
         self._reports.tell(self._engine)
 
@@ -406,6 +393,18 @@ class DecodeWorker(WorkerNode):
 
     # Its prompt is computed.
 
+    def _transfer_ended(self, attempt: Attempt, ended: TransferEnded) -> None:
+        """Go on with the pages of an ended transfer, or without."""
+        has_come = ended.outcome is HandoffOutcome.ADOPTED
+        if has_come and attempt.stage is AttemptStage.PREFILLING:
+            attempt.pages_s = self._clock.now_s()
+        if attempt.migrates_from:
+            self._prepared(attempt)
+        elif attempt.is_complete or attempt.stage is AttemptStage.PULLING:
+            self._answer(attempt)
+        elif not has_come and (attempt.first is not None or ended.outcome is HandoffOutcome.REFUSED):
+            self._recompute(attempt, ended.reason)
+
     def _prefill_ended(self, peer: Peer, result: PrefillResult) -> None:
         """Take the first token from the prefill worker, or the reason why there is none."""
         about = result.event if isinstance(result, Prefilled) else result
@@ -471,8 +470,12 @@ class DecodeWorker(WorkerNode):
             self._drop(attempt)
 
     def _fail(self, attempt: Attempt, failure: Failure, reason: str, *, worker: str = "") -> None:
+        self._end(attempt, attempt.failed(failure, reason, worker))
+
+    def _end(self, attempt: Attempt, failed: AttemptFailed | None) -> None:
         self._drop(attempt)
-        self._peer_registry.fail(attempt.gateway, attempt.failed(failure, reason, worker))
+        if failed is not None:
+            self._peer_registry.fail(attempt.gateway, failed)
 
     def _drop(self, attempt: Attempt) -> None:
         """Release everything that the attempt holds, here and at its prefill worker."""

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -59,13 +59,6 @@ class PrefillStage(Enum):
     COMPUTING = "computing"
     COMPUTED = "computed"
     TRANSFERRING = "transferring"
-
-
-class Offer(NamedTuple):
-    """The next pages of a transfer, and how many of its units are computed with them."""
-
-    pages: tuple[int, ...]
-    num_units: int
 
 
 @dataclass(slots=True, eq=False)
@@ -134,12 +127,12 @@ class PrefillJob:
             exposed_s=moved.exposed_s if moved is not None else 0.0,
         )
 
-    def take_offer(self, *, is_last: bool = False) -> Offer | None:
-        """Return the pages that can leave now and were not taken before; None: there are none, or no grant.
+    def take_offer(self, *, is_last: bool = False) -> tuple[tuple[int, ...], int] | None:
+        """Return the pages that can leave now and were not taken before, and the units computed with them.
 
-        is_last: take all pages, as the running step computes the rest. Otherwise only whole pages leave
-        before the prompt is computed: a preempted sequence is computed again into other pages, so a page that
-        left in part would never get its rest.
+        None: there are no such pages, or no grant. is_last: take all pages, as the running step computes the
+        rest. Otherwise only whole pages leave before the prompt is computed: a preempted sequence is computed
+        again into other pages, so a page that left in part would never get its rest.
         """
         granted = self.granted
         if granted is None or self.sequence is None:
@@ -156,7 +149,7 @@ class PrefillJob:
         first = num_held // self.page_size
         pages = self.sequence.page_table[first + self._num_taken_pages : first + num_pages]
         self._num_taken_pages = num_pages
-        return Offer(tuple(pages), num_units)
+        return tuple(pages), num_units
 
 
 class LayerwiseSend:
@@ -170,7 +163,7 @@ class LayerwiseSend:
         """job_of: a job by its engine id; None for other sequences."""
         self._endpoint = endpoint
         self._job_of = job_of
-        self._offers: list[tuple[PrefillJob, Offer]] = []
+        self._offers: list[tuple[bytes, tuple[int, ...], int]] = []  # transfer, pages, units
         self._group = 0  # the next to send
 
     def begin(self, chunks: Ordered[ScheduledChunk]) -> int:
@@ -187,13 +180,12 @@ class LayerwiseSend:
             offer = job.take_offer(is_last=True)
             if offer is not None:
                 num_groups = granted.num_layer_groups
-                self._offers.append((job, offer))
+                self._offers.append((job.transfer, *offer))
         return num_groups
 
     def layers_written(self, first: int, stop: int) -> None:
-        for job, offer in self._offers:
-            pages = () if self._group else offer.pages
-            self._endpoint.offer(job.transfer, pages, offer.num_units, group=self._group)
+        for transfer, pages, num_units in self._offers:
+            self._endpoint.offer(transfer, () if self._group else pages, num_units, group=self._group)
         self._group += 1
 
 
@@ -382,7 +374,7 @@ class PrefillWorker(WorkerNode):
     def _offer(self, job: PrefillJob) -> None:
         offer = job.take_offer()
         if offer is not None:
-            self._endpoint.offer(job.transfer, offer.pages, offer.num_units)
+            self._endpoint.offer(job.transfer, *offer)
 
     def _send_first_token(self, output: StepOutput) -> PrefillJob | None:
         """Send the first token of a job to the gateway and to the decode worker.

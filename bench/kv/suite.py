@@ -257,7 +257,7 @@ class _StreamingPrefill:
             engine.step(layerwise if leaving is Leaving.BY_LAYERS else None)
             may_leave = leaving is not Leaving.AT_END or sequence.num_computed_tokens >= num_tokens
             if may_leave and (offer := job.take_offer()) is not None:
-                endpoint.offer(job.transfer, offer.pages, offer.num_units)
+                endpoint.offer(job.transfer, *offer)
             ended = next((each for each in endpoint.poll() if each.transfer == job.transfer), ended)
         prefill_s = perf_counter() - started_s
         times = times_of(ended or wait_for(endpoint, job.transfer))

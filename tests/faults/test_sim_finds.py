@@ -12,7 +12,7 @@ from baton.gateway.streams.request_stream import RequestStream, WorkerConnection
 from baton.kvtransfer.ranks import executor
 from baton.kvtransfer.ranks.executor import ReceiveShard
 from baton.kvtransfer.ranks.peer_transports import PeerTransports
-from baton.prefill_worker.worker import Offer, PrefillJob
+from baton.prefill_worker.worker import PrefillJob
 from baton.request import Request
 from baton.router.in_flight import InFlight
 from baton.sim.faults import Trouble
@@ -63,9 +63,9 @@ def test_source_that_goes_on_writing_after_its_stop_is_found(monkeypatch: pytest
 def test_pages_in_the_wrong_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     take_offer = PrefillJob.take_offer
 
-    def reversed_offer(self: PrefillJob) -> Offer | None:
+    def reversed_offer(self: PrefillJob) -> tuple[tuple[int, ...], int] | None:
         offer = take_offer(self)
-        return offer and Offer(offer.pages[::-1], offer.num_units)
+        return offer and (offer[0][::-1], offer[1])
 
     found = finding(monkeypatch, PrefillJob, "take_offer", reversed_offer)
     assert "an undisturbed run says" in found

@@ -31,7 +31,7 @@ def test_only_whole_pages_leave_before_the_end() -> None:
     offers = []
     for sequence.num_computed_tokens in (0, 3, 4, 11, 11, 40, 41, 41):
         offer = job.take_offer()
-        offers.append(None if offer is None else (list(offer.pages), offer.num_units))
+        offers.append(None if offer is None else (list(offer[0]), offer[1]))
     assert offers == [
         None,
         None,
