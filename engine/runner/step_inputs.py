@@ -11,9 +11,8 @@ Shapes: T tokens, B sequences, P pages of the longest sequence, R rows with want
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,6 +26,8 @@ from baton.kernels.ragged_attention import RaggedBatch
 from baton.kernels.sample import SamplingTensors
 
 Int32s: TypeAlias = NDArray[np.int32]
+# Token ids, positions, slots, rows of logits, cumulative lengths, lengths of contexts: see `StepArrays`.
+FlatArrays: TypeAlias = tuple[Int64s, Int64s, Int64s, Int64s, Int32s, Int32s]
 
 
 NO_SLOTS: Final[Int32s] = np.zeros(0, np.int32)
@@ -38,10 +39,10 @@ class StepArrays(NamedTuple):
     token_ids: Int64s
     positions: Int64s
     slots: Int64s
+    logit_rows: Int64s
     cu_seqlens: Int32s
     context_lens: Int32s
     page_table: Int32s  # [B, P]
-    logit_rows: Int64s
     num_decodes: int
     max_seqlen_q: int
     copies_to_host: tuple[PageCopy, ...]
@@ -55,6 +56,11 @@ class StepArrays(NamedTuple):
     adapters: tuple[tuple[int, AdapterFiles | None], ...] = ()
     # In a pipeline, the parameters with which the last stage draws a token for each row; None: rank 0 draws.
     sampling: SamplingTensors | None = None
+
+    @property
+    def flat(self) -> tuple[Int64s | Int32s, ...]:
+        """The arrays of one dimension, as `FlatArrays`."""
+        return self[:6]
 
 
 def encode(arrays: StepArrays) -> bytes:
@@ -132,48 +138,38 @@ def pad(arrays: StepArrays, num_rows: int) -> StepArrays:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelInput:
+class ModelInput(NamedTuple):
     """The tokens of one step and the slots of their keys and values.
 
-    Sequences lie one after another, without padding; the first `num_decodes` have one token each.
+    Sequences lie one after another, without padding; `attention` says where.
     """
 
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64, page * page_size + offset
-    cu_seqlens_B1: Tensor  # int32, the first token of each sequence; the last entry is T
-    context_lens_B: Tensor  # int32, tokens with KV after this step has stored its own
-    page_table_BP: Tensor  # int32
     logit_rows_R: Tensor  # int64, ascending
-    num_decodes: int
-    max_seqlen_q: int
+    attention: RaggedBatch
 
     @classmethod
-    def from_arrays(cls, arrays: StepArrays) -> "ModelInput":
-        """Tensors on the CPU that share memory with the arrays."""
-        return cls(
-            token_ids_T=torch.from_numpy(arrays.token_ids),
-            positions_T=torch.from_numpy(arrays.positions),
-            slots_T=torch.from_numpy(arrays.slots),
-            cu_seqlens_B1=torch.from_numpy(arrays.cu_seqlens),
-            context_lens_B=torch.from_numpy(arrays.context_lens),
-            page_table_BP=torch.from_numpy(arrays.page_table),
-            logit_rows_R=torch.from_numpy(arrays.logit_rows),
-            num_decodes=arrays.num_decodes,
-            max_seqlen_q=arrays.max_seqlen_q,
+    def of_tensors(
+        cls, flat: Iterable[Tensor], page_table_BP: Tensor, num_decodes: int, max_seqlen_q: int
+    ) -> Self:
+        """flat: as `StepArrays.flat`."""
+        token_ids_T, positions_T, slots_T, logit_rows_R, cu_seqlens_B1, context_lens_B = flat
+        attention = RaggedBatch(
+            cu_seqlens_B1=cu_seqlens_B1,
+            context_lens_B=context_lens_B,
+            page_table_BP=page_table_BP,
+            num_decodes=num_decodes,
+            max_seqlen_q=max_seqlen_q,
         )
+        return cls(token_ids_T, positions_T, slots_T, logit_rows_R, attention)
 
-    @cached_property
-    def attention(self) -> RaggedBatch:
-        """The part of the input that attention reads, prepared once for all layers."""
-        return RaggedBatch(
-            cu_seqlens_B1=self.cu_seqlens_B1,
-            context_lens_B=self.context_lens_B,
-            page_table_BP=self.page_table_BP,
-            num_decodes=self.num_decodes,
-            max_seqlen_q=self.max_seqlen_q,
-        )
+    @classmethod
+    def from_arrays(cls, arrays: StepArrays) -> Self:
+        """Tensors on the CPU that share memory with the arrays."""
+        flat, page_table_BP = map(torch.from_numpy, arrays.flat), torch.from_numpy(arrays.page_table)
+        return cls.of_tensors(flat, page_table_BP, arrays.num_decodes, arrays.max_seqlen_q)
 
 
 # Uploads to a GPU.
@@ -257,7 +253,6 @@ class StepUploads:
 
     def upload(self, arrays: StepArrays) -> ModelInput:
         """The step as tensors on the device; nothing is waited for."""
-        flat = _flat_arrays(arrays)
         *starts, table_start = _layout(arrays)
         num_seqs, width = arrays.page_table.shape
         row_entries = _row_entries(width)
@@ -266,37 +261,22 @@ class StepUploads:
             self._buffers = _UploadBuffers(2 * end, self._device)
         turn = self._buffers.take()
         host, device = self._buffers.hosts[turn].array, self._buffers.device_bytes
-        for array, start in zip(flat, starts, strict=True):
+        for array, start in zip(arrays.flat, starts, strict=True):
             host[start : start + array.nbytes].view(array.dtype)[:] = array
         host[table_start:end].view(np.int32).reshape(num_seqs, row_entries)[:, :width] = arrays.page_table
         self._buffers.send(turn, end)
         tensors = [
             device[start : start + array.nbytes].view(torch.int64 if array.itemsize == 8 else torch.int32)
-            for array, start in zip(flat, starts, strict=True)
+            for array, start in zip(arrays.flat, starts, strict=True)
         ]
-        return ModelInput(
-            token_ids_T=tensors[0],
-            positions_T=tensors[1],
-            slots_T=tensors[2],
-            logit_rows_R=tensors[3],
-            cu_seqlens_B1=tensors[4],
-            context_lens_B=tensors[5],
-            page_table_BP=device[table_start:end].view(torch.int32).view(num_seqs, row_entries)[:, :width],
-            num_decodes=arrays.num_decodes,
-            max_seqlen_q=arrays.max_seqlen_q,
-        )
-
-
-def _flat_arrays(arrays: StepArrays) -> tuple[Int64s | Int32s, ...]:
-    """The arrays of one dimension, in the order in which they are packed."""
-    rows = (arrays.token_ids, arrays.positions, arrays.slots, arrays.logit_rows)
-    return *rows, arrays.cu_seqlens, arrays.context_lens
+        page_table_BP = device[table_start:end].view(torch.int32).view(num_seqs, row_entries)[:, :width]
+        return ModelInput.of_tensors(tensors, page_table_BP, arrays.num_decodes, arrays.max_seqlen_q)
 
 
 def _layout(arrays: StepArrays) -> list[int]:
     """The first byte of each of the flat arrays, then of the page table."""
     starts = [0]
-    for array in _flat_arrays(arrays):
+    for array in arrays.flat:
         starts.append(_aligned(starts[-1] + array.nbytes))
     return starts
 
@@ -326,17 +306,6 @@ class GraphShape(NamedTuple):
         Less than `num_rows` then: an equal number would select every row in order.
         """
         return min(self.num_rows - 1, self.num_seqs + MAX_DRAFT_ROWS) if self.num_tokens else self.num_seqs
-
-
-class _GraphRows(NamedTuple):
-    """The header of one host buffer, as arrays of the largest size."""
-
-    token_ids: Int64s
-    positions: Int64s
-    slots: Int64s
-    logit_rows: Int64s
-    cu_seqlens: Int32s
-    context_lens: Int32s
 
 
 class GraphInputs:
@@ -371,20 +340,14 @@ class GraphInputs:
     def step(self, shape: GraphShape) -> ModelInput:
         """The static tensors of a step of this shape."""
         num_rows, num_seqs, wide, narrow = shape.num_rows, shape.num_seqs, torch.int64, torch.int32
-        is_decode = not shape.num_tokens
-        return ModelInput(
-            token_ids_T=self._part(0, num_rows, wide),
-            positions_T=self._part(1, num_rows, wide),
-            slots_T=self._part(2, num_rows, wide),
-            logit_rows_R=self._arange_B1[:num_seqs] if is_decode else self._part(3, shape.num_logits, wide),
-            cu_seqlens_B1=(
-                self._arange_int32_B1[: num_seqs + 1] if is_decode else self._part(4, num_seqs + 1, narrow)
-            ),
-            context_lens_B=self._part(5, num_seqs, narrow),
-            page_table_BP=self._page_table_BP[:num_seqs],
-            num_decodes=shape.num_decodes,
-            max_seqlen_q=shape.num_tokens or 1,
-        )
+        if shape.num_tokens:
+            starts = self._part(3, shape.num_logits, wide), self._part(4, num_seqs + 1, narrow)
+        else:
+            starts = self._arange_B1[:num_seqs], self._arange_int32_B1[: num_seqs + 1]
+        rows = (self._part(index, num_rows, wide) for index in range(3))
+        flat = *rows, *starts, self._part(5, num_seqs, narrow)
+        tables_BP, max_seqlen_q = self._page_table_BP[:num_seqs], shape.num_tokens or 1
+        return ModelInput.of_tensors(flat, tables_BP, shape.num_decodes, max_seqlen_q)
 
     def write(self, arrays: StepArrays, shape: GraphShape, last_tokens_R: Tensor | None = None) -> None:
         """Write a step, padded to the shape, in one upload; wait for nothing.
@@ -396,14 +359,14 @@ class GraphInputs:
         if width > self._max_pages:
             raise ValueError(f"a page table of {width} pages does not fit in graphs of {self._max_pages}")
         turn, num_decodes = self._buffers.take(), arrays.num_decodes
-        rows = self._host_rows[turn]
+        token_ids, positions, slots, logit_rows, cu_seqlens, context_lens = self._host_rows[turn]
         first, last = shape.num_decodes, shape.num_rows
-        _spread(rows.token_ids, arrays.token_ids, num_decodes, first, last, 0)
-        _spread(rows.positions, arrays.positions, num_decodes, first, last, 0)
-        _spread(rows.slots, arrays.slots, num_decodes, first, last, -1)
-        _spread(rows.context_lens, arrays.context_lens, num_decodes, first, shape.num_seqs, 0)
+        _spread(token_ids, arrays.token_ids, num_decodes, first, last, 0)
+        _spread(positions, arrays.positions, num_decodes, first, last, 0)
+        _spread(slots, arrays.slots, num_decodes, first, last, -1)
+        _spread(context_lens, arrays.context_lens, num_decodes, first, shape.num_seqs, 0)
         if shape.num_tokens:
-            _write_prompts(rows, arrays, shape)
+            _write_prompts(cu_seqlens, logit_rows, arrays, shape)
         self._write_page_table(turn, arrays, first)
         if last_tokens_R is not None:
             fill_in(self._part(0, num_decodes, torch.int64), last_tokens_R)
@@ -430,11 +393,12 @@ class GraphInputs:
         start = self._starts[index]
         return self._buffers.device_bytes[start : start + length * dtype.itemsize].view(dtype)
 
-    def _rows_of(self, host: NDArray[np.uint8]) -> _GraphRows:
+    def _rows_of(self, host: NDArray[np.uint8]) -> FlatArrays:
+        """The header of one host buffer, as arrays of the largest size."""
         parts = [host[start:end] for start, end in pairwise(self._starts)]
         token_ids, positions, slots, logit_rows = (part.view(np.int64) for part in parts[:4])
         cu_seqlens, context_lens = (part.view(np.int32) for part in parts[4:])
-        return _GraphRows(token_ids, positions, slots, logit_rows, cu_seqlens, context_lens)
+        return token_ids, positions, slots, logit_rows, cu_seqlens, context_lens
 
 
 def _spread(
@@ -449,16 +413,16 @@ def _spread(
     target[start:stop], target[stop:end] = source[split:], padding
 
 
-def _write_prompts(rows: _GraphRows, arrays: StepArrays, shape: GraphShape) -> None:
+def _write_prompts(cu_seqlens: Int32s, logit_rows: Int64s, arrays: StepArrays, shape: GraphShape) -> None:
     """Write where the sequences begin, and which rows yield logits."""
     num_decodes, first = arrays.num_decodes, shape.num_decodes
     num_seqs = first + len(arrays.context_lens) - num_decodes
-    rows.cu_seqlens[: first + 1] = np.arange(first + 1)
-    rows.cu_seqlens[first + 1 : num_seqs + 1] = arrays.cu_seqlens[num_decodes + 1 :] + (first - num_decodes)
-    rows.cu_seqlens[num_seqs + 1 : shape.num_seqs + 1] = shape.num_rows
+    cu_seqlens[: first + 1] = np.arange(first + 1)
+    cu_seqlens[first + 1 : num_seqs + 1] = arrays.cu_seqlens[num_decodes + 1 :] + (first - num_decodes)
+    cu_seqlens[num_seqs + 1 : shape.num_seqs + 1] = shape.num_rows
     num_logits, moved = len(arrays.logit_rows), arrays.logit_rows >= num_decodes
-    rows.logit_rows[:num_logits] = arrays.logit_rows + moved * (first - num_decodes)
-    rows.logit_rows[num_logits : shape.num_logits] = shape.num_rows - 1  # ascending, as the others
+    logit_rows[:num_logits] = arrays.logit_rows + moved * (first - num_decodes)
+    logit_rows[num_logits : shape.num_logits] = shape.num_rows - 1  # ascending, as the others
 
 
 # Page tables as rows.
@@ -538,10 +502,6 @@ class PageTableRows:
         self._table[:, : old.shape[1]] = old
 
 
-# The arrays of StepArrays, in its order.
-_Rows: TypeAlias = tuple[Int64s, Int64s, Int64s, Int32s, Int32s, Int32s, Int64s]
-
-
 class StepBuilder:
     """Turns batches into arrays, which are valid until the next step is built."""
 
@@ -566,10 +526,11 @@ class StepBuilder:
     ) -> StepArrays:
         """The arrays of one step. The numbers: as in `StepArrays`."""
         is_decode = batch.is_pure_decode
-        rows = self._decode_rows(batch) if is_decode else self._mixed_rows(batch)
+        flat, page_table = self._decode_rows(batch) if is_decode else self._mixed_rows(batch)
         self._num_pure_decodes = self._num_pure_decodes + 1 if is_decode else 0
         arrays = StepArrays(
-            *rows,
+            *flat,
+            page_table,
             num_decodes=batch.num_decodes,
             max_seqlen_q=min(1, len(batch.sequences)) if is_decode else max(batch.lengths, default=0),
             copies_to_host=batch.copies_to_host,
@@ -580,7 +541,8 @@ class StepBuilder:
         )
         return pad(arrays, batch.num_padded_tokens) if batch.num_padded_tokens else arrays
 
-    def _decode_rows(self, batch: Batch) -> _Rows:
+    def _decode_rows(self, batch: Batch) -> tuple[FlatArrays, Int32s]:
+        """(flat arrays, page table)."""
         sequences, positions, num_seqs = batch.sequences, batch.starts, len(batch.sequences)
         # The same sequences as in the last step are each one token further.
         goes_on = bool(sequences and self._num_pure_decodes) and sequences == self._sequences
@@ -608,14 +570,14 @@ class StepBuilder:
         if self._shares_steps:
             self._versions = [sequence.table_version for sequence in sequences]
         cu_seqlens, logit_rows = self._arange_int32[: num_seqs + 1], self._arange[:num_seqs]
-        return token_ids, positions, slots, cu_seqlens, context_lens, page_table, logit_rows
+        return (token_ids, positions, slots, logit_rows, cu_seqlens, context_lens), page_table
 
     def _slots_of(self, page_table: Int32s, rows: Int64s, positions: Int64s) -> Int64s:
         """The slots of these positions of the rows' sequences."""
         pages = page_table[rows, positions // self._page_size].astype(np.int64)
         return pages * self._page_size + positions % self._page_size
 
-    def _mixed_rows(self, batch: Batch) -> _Rows:
+    def _mixed_rows(self, batch: Batch) -> tuple[FlatArrays, Int32s]:
         num_seqs = len(batch.sequences)
         starts, lengths = batch.starts, np.array(batch.lengths, np.int64)
         cu_seqlens = np.zeros(num_seqs + 1, np.int32)
@@ -625,7 +587,7 @@ class StepBuilder:
         page_table = self._tables.gather(batch.sequences)
         slots = self._slots_of(page_table, owner, positions)
         context_lens, logit_rows = (starts + lengths).astype(np.int32), _logit_rows(batch, cu_seqlens)
-        return _token_ids(batch), positions, slots, cu_seqlens, context_lens, page_table, logit_rows
+        return (_token_ids(batch), positions, slots, logit_rows, cu_seqlens, context_lens), page_table
 
 
 def padding_step(num_tokens: int, num_rows: int, *, num_decodes: int = 0, num_pages: int = 1) -> StepArrays:

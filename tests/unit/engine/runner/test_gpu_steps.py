@@ -50,13 +50,14 @@ class NumberModel:
     def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
         self._note("forward", len(step.token_ids_T))
         self.steps.append(step)
-        num_tokens, num_seqs = len(step.token_ids_T), len(step.context_lens_B)
+        batch = step.attention
+        num_tokens, num_seqs = len(step.token_ids_T), len(batch.context_lens_B)
         row_T = torch.arange(num_tokens, dtype=torch.int32)
-        sequence_T = torch.searchsorted(step.cu_seqlens_B1[1:].contiguous(), row_T, right=True)
-        context_len_T = step.context_lens_B[sequence_T.clamp(max=num_seqs - 1)].long()
-        first_T = step.cu_seqlens_B1[sequence_T.clamp(max=num_seqs - 1)]
+        sequence_T = torch.searchsorted(batch.cu_seqlens_B1[1:].contiguous(), row_T, right=True)
+        context_len_T = batch.context_lens_B[sequence_T.clamp(max=num_seqs - 1)].long()
+        first_T = batch.cu_seqlens_B1[sequence_T.clamp(max=num_seqs - 1)]
         last_page_T = (context_len_T - 1).clamp(min=0) // PAGE_SIZE
-        page_T = step.page_table_BP[sequence_T.clamp(max=num_seqs - 1), last_page_T]
+        page_T = batch.page_table_BP[sequence_T.clamp(max=num_seqs - 1), last_page_T]
         of_step = (step.token_ids_T, step.positions_T, step.slots_T)
         of_sequence = (context_len_T, page_T.long(), row_T.long() - first_T)
         return torch.stack((*of_step, *of_sequence), dim=1)[step.logit_rows_R].float()
@@ -294,8 +295,9 @@ def test_padding_rows_of_a_replay_store_nothing(
     assert int(is_padding.sum()) == num_rows - len(arrays.token_ids)
     assert not step.token_ids_T[is_padding].any() and not step.positions_T[is_padding].any()
     assert step.slots_T[~is_padding].tolist() == arrays.slots.tolist()
-    assert int((step.context_lens_B > 0).sum()) == len(arrays.context_lens)
-    assert int(step.cu_seqlens_B1[-1]) == num_rows and bool((step.cu_seqlens_B1.diff() >= 0).all())
+    assert int((step.attention.context_lens_B > 0).sum()) == len(arrays.context_lens)
+    cu_seqlens_B1 = step.attention.cu_seqlens_B1
+    assert int(cu_seqlens_B1[-1]) == num_rows and bool((cu_seqlens_B1.diff() >= 0).all())
 
 
 def test_table_wider_than_the_longest_sequence_is_refused(runner: ModelRunner) -> None:

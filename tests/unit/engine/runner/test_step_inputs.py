@@ -131,16 +131,18 @@ def assert_identical(got: StepArrays, expected: StepArrays) -> None:
             assert value == other, name
 
 
+def tensors_of(step: ModelInput) -> list[torch.Tensor]:
+    *rows, batch = step
+    return [*rows, batch.cu_seqlens_B1, batch.context_lens_B, batch.page_table_BP]
+
+
 def assert_uploaded(got: ModelInput, arrays: StepArrays) -> None:
-    expected = ModelInput.from_arrays(arrays)
-    for name, tensor in vars(expected).items():
-        other = getattr(got, name)
-        if isinstance(tensor, torch.Tensor):
-            assert other.dtype == tensor.dtype and torch.equal(other, tensor), name
-            assert other.data_ptr() % ALIGNMENT == 0, name
-        else:
-            assert other == tensor, name
-    assert all(row.data_ptr() % ALIGNMENT == 0 for row in got.page_table_BP)
+    for tensor, other in zip(tensors_of(ModelInput.from_arrays(arrays)), tensors_of(got), strict=True):
+        assert other.dtype == tensor.dtype and torch.equal(other, tensor)
+        assert other.data_ptr() % ALIGNMENT == 0
+    assert got.attention.num_decodes == arrays.num_decodes
+    assert got.attention.max_seqlen_q == arrays.max_seqlen_q
+    assert all(row.data_ptr() % ALIGNMENT == 0 for row in got.attention.page_table_BP)
 
 
 @given(
@@ -217,18 +219,9 @@ def test_cpu_tensors_share_memory_with_the_arrays() -> None:
     decode.page_table, prefill.page_table = [5], [1, 2, 3]
     arrays = StepBuilder(4, 4, 8).build(make_batch(rest_of(decode, 2), rest_of(prefill)))
     step = ModelInput.from_arrays(arrays)
-    for tensor, array in (
-        (step.token_ids_T, arrays.token_ids),
-        (step.positions_T, arrays.positions),
-        (step.slots_T, arrays.slots),
-        (step.cu_seqlens_B1, arrays.cu_seqlens),
-        (step.context_lens_B, arrays.context_lens),
-        (step.page_table_BP, arrays.page_table),
-        (step.logit_rows_R, arrays.logit_rows),
-    ):
+    for tensor, array in zip(tensors_of(step), (*arrays.flat, arrays.page_table), strict=True):
         assert np.shares_memory(tensor.numpy(), array) and tensor.tolist() == array.tolist()
-    assert (step.num_decodes, step.max_seqlen_q) == (1, 9)
-    assert step.attention is step.attention, "attention is prepared once for all layers"
+    assert (step.attention.num_decodes, step.attention.max_seqlen_q) == (1, 9)
 
 
 # Page tables as rows.
