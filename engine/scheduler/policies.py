@@ -1,32 +1,14 @@
 """Batching policies give out a step's tokens: continuous batching, and two others for comparison."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from heapq import heapify, heappop, heappush, merge
 from itertools import chain, islice
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
-from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.sequence import Sequence, SequenceQueues, SequenceRank, rank_of
 from baton.engine.scheduler.step_planner import CHUNK_DIVISOR, StepPlanner
-
-
-class BatchPolicy(Protocol):
-    """Fills the plan of one step."""
-
-    def fill(self, planner: StepPlanner, now_s: float) -> float | None:
-        """Schedule the step; return the seconds until the queue window opens if a sequence waits for it."""
-
-
-def batch_policy(config: SchedulerConfig) -> BatchPolicy:
-    """The policy that `config.policy` names."""
-    window = QueueWindow(config.max_queue_delay_ms / 1e3, config.preferred_batch_sizes)
-    if config.policy == "static":
-        return StaticPolicy()
-    if config.policy == "dynamic":
-        return DynamicPolicy(window)
-    return ContinuousPolicy(window)
 
 
 class QueueWindow:
@@ -84,49 +66,41 @@ class QueueWindow:
 # reserves the pages of its longest possible answer, so none is preempted.
 
 
-class StaticPolicy:
-    """Runs the waiting sequences as one dense tensor.
+def plan_static(planner: StepPlanner, window: QueueWindow, now_s: float) -> float | None:
+    """Run the waiting sequences as one dense tensor; the window is not used.
 
     Prompts are padded to the longest, and a row that has finished is computed as padding until the last row
     has finished. `num_padded_tokens` counts that work.
     """
-
-    def fill(self, planner: StepPlanner, now_s: float) -> float | None:
-        queues = planner.queues
-        members = _admit_batch(planner, queues.waiting) if not queues.num_running else []
-        num_rows = len(members) or queues.num_last_admitted
-        width = planner.budget // max(1, num_rows)
-        scheduled = [
-            planner.schedule_prefill(sequence, max(1, width)) for sequence in members or planner.prefills()
-        ]
-        if any(scheduled):
-            planner.num_padded_tokens = num_rows * max(scheduled) - sum(scheduled)
-        elif queues.decoding:  # also when a quota leaves prompts no page until one of these has ended
-            num_decodes = planner.schedule_decodes()
-            planner.num_padded_tokens = num_rows - num_decodes
-        return None
+    queues = planner.queues
+    members = _admit_batch(planner, queues.waiting) if not queues.num_running else []
+    num_rows = len(members) or queues.num_last_admitted
+    width = planner.budget // max(1, num_rows)
+    scheduled = [
+        planner.schedule_prefill(sequence, max(1, width)) for sequence in members or planner.prefills()
+    ]
+    if any(scheduled):
+        planner.num_padded_tokens = num_rows * max(scheduled) - sum(scheduled)
+    elif queues.decoding:  # also when a quota leaves prompts no page until one of these has ended
+        planner.num_padded_tokens = num_rows - planner.schedule_decodes()
+    return None
 
 
-class DynamicPolicy:
-    """Gathers a batch in the queue window and runs it ragged.
+def plan_dynamic(planner: StepPlanner, window: QueueWindow, now_s: float) -> float | None:
+    """Gather a batch in the queue window and run it ragged.
 
     The policy pads no row and finished rows cost no time, but no sequence joins a running batch.
     """
-
-    def __init__(self, window: QueueWindow) -> None:
-        self._window = window
-
-    def fill(self, planner: StepPlanner, now_s: float) -> float | None:
-        queues = planner.queues
-        if queues.num_running:
-            planner.schedule_decodes()
-            members, wait_s = planner.prefills(), None
-        else:
-            released, wait_s = self._window.release(queues.waiting, planner.seats, now_s)
-            members = _admit_batch(planner, released)
-        for sequence in members:
-            planner.schedule_prefill(sequence, planner.budget)
-        return wait_s
+    queues = planner.queues
+    if queues.num_running:
+        planner.schedule_decodes()
+        members, wait_s = planner.prefills(), None
+    else:
+        released, wait_s = window.release(queues.waiting, planner.seats, now_s)
+        members = _admit_batch(planner, released)
+    for sequence in members:
+        planner.schedule_prefill(sequence, planner.budget)
+    return wait_s
 
 
 def _admit_batch(planner: StepPlanner, waiting: Iterable[Sequence]) -> list[Sequence]:
@@ -144,8 +118,8 @@ def _admit_batch(planner: StepPlanner, waiting: Iterable[Sequence]) -> list[Sequ
 LOOKAHEAD: Final = 64  # later sequences among which shorter ones are looked for
 
 
-class ContinuousPolicy:
-    """Plans every step anew: decodes first, then chunks of prefills.
+def plan_continuous(planner: StepPlanner, window: QueueWindow, now_s: float) -> float | None:
+    """Plan every step anew: decodes first, then chunks of prefills.
 
     The tokens left after the decodes are shared among prefills, running and waiting, by rank:
 
@@ -162,87 +136,69 @@ class ContinuousPolicy:
     With several scheduling keys the order is that of `in_turn`; ranks order each key's own sequences. The
     cost cap of the planner bounds the work of keys beyond their shares.
     """
-
-    def __init__(self, window: QueueWindow) -> None:
-        self._window = window
-
-    def fill(self, planner: StepPlanner, now_s: float) -> float | None:
-        queues, num_tokens = planner.queues, planner.budget
-        if planner.pressure_mode.makes_room:
-            planner.relieve_pressure()
-        if planner.schedule_decodes() and planner.pressure_mode.small_chunks:
-            planner.budget = min(planner.budget, max(1, num_tokens // CHUNK_DIVISOR))
-        if not (queues.prefilling or queues.waiting) or not planner.budget:
-            return None
-        released, wait_s = self._window.release(queues.waiting, planner.seats, now_s)
-        seating = _Seating(planner)
-        newcomers = _eligible(seating, released)
-        ordered: Iterator[Sequence] = merge(planner.prefills(), newcomers, key=rank_of)
-        if queues.shares.are_several:
-            first = queues.next_in
-            lanes = _lanes(each for each in ordered if each is not first)
-            ordered = chain([] if first is None else [first], in_turn(lanes, planner.num_scheduled))
-        self._share_budget(seating, ordered)
-        return wait_s
-
-    def _share_budget(self, seating: "_Seating", ordered: Iterator[Sequence]) -> None:
-        planner = seating.planner
-        for sequence in ordered:
-            if not planner.budget:
-                return
-            if not seating.has(sequence):
-                continue
-            if planner.remaining(sequence) > planner.budget:
-                self._split(seating, sequence, ordered)
-                return
-            planner.schedule_prefill(sequence, planner.budget)
-
-    def _split(self, seating: "_Seating", head: Sequence, later: Iterator[Sequence]) -> None:
-        planner = seating.planner
-        share = planner.budget // 2
-        planner.schedule_prefill(head, planner.budget - share)
-        shorter = [
-            sequence
-            for sequence in islice(later, LOOKAHEAD)
-            if _is_peer(sequence, head) and planner.remaining(sequence) < planner.remaining(head)
-        ]
-        for sequence in sorted(shorter, key=planner.remaining):
-            if not share or not planner.budget:  # a capped token takes more than one token of the budget
-                break
-            if seating.has(sequence):
-                share -= planner.schedule_prefill(sequence, share)
-        planner.schedule_prefill(head, planner.budget)
+    queues, num_tokens = planner.queues, planner.budget
+    if planner.pressure_mode.makes_room:
+        planner.relieve_pressure()
+    if planner.schedule_decodes() and planner.pressure_mode.small_chunks:
+        planner.budget = min(planner.budget, max(1, num_tokens // CHUNK_DIVISOR))
+    if not (queues.prefilling or queues.waiting) or not planner.budget:
+        return None
+    released, wait_s = window.release(queues.waiting, planner.seats, now_s)
+    newcomers = _eligible(planner, released)
+    ordered: Iterator[Sequence] = merge(planner.prefills(), newcomers, key=rank_of)
+    if queues.shares.are_several:
+        first = queues.next_in
+        lanes = _lanes(each for each in ordered if each is not first)
+        ordered = chain([] if first is None else [first], in_turn(lanes, planner.num_scheduled))
+    for sequence in ordered:
+        if not planner.budget:
+            break
+        if not _runs(planner, sequence):
+            continue
+        if planner.remaining(sequence) > planner.budget:
+            _split(planner, sequence, ordered)
+            break
+        planner.schedule_prefill(sequence, planner.budget)
+    return wait_s
 
 
-class _Seating:
-    """Admits waiting sequences in order until one does not fit."""
-
-    def __init__(self, planner: StepPlanner) -> None:
-        self.planner = planner
-        self.is_open = planner.seats > 0
-
-    def has(self, sequence: Sequence) -> bool:
-        """True when the sequence runs in this step; a waiting sequence is admitted if it fits."""
-        if sequence.is_running:
-            return not self.planner.is_preempted(sequence)
-        if self.planner.pressure_mode.makes_room and not self.planner.leaves_low_water(sequence):
-            return False
-        queues = self.planner.queues
-        if not self.planner.make_room_in_quota(sequence):
-            return False
-        was_open = self.is_open
-        self.is_open = was_open and self.planner.admit(sequence)
-        if was_open and not self.is_open and queues.shares.are_several:
-            self.planner.preempt_for(sequence)
-        return self.is_open
+def _split(planner: StepPlanner, head: Sequence, later: Iterator[Sequence]) -> None:
+    """Share the rest of the budget between the head and shorter prefills after it."""
+    share = planner.budget // 2
+    planner.schedule_prefill(head, planner.budget - share)
+    shorter = [
+        sequence
+        for sequence in islice(later, LOOKAHEAD)
+        if _is_peer(sequence, head) and planner.remaining(sequence) < planner.remaining(head)
+    ]
+    for sequence in sorted(shorter, key=planner.remaining):
+        if not share or not planner.budget:  # a capped token takes more than one token of the budget
+            break
+        if _runs(planner, sequence):
+            share -= planner.schedule_prefill(sequence, share)
+    planner.schedule_prefill(head, planner.budget)
 
 
-def _eligible(seating: _Seating, released: Iterable[Sequence]) -> Iterator[Sequence]:
+def _runs(planner: StepPlanner, sequence: Sequence) -> bool:
+    """Return True when the sequence runs in this step; a waiting sequence is admitted if it fits."""
+    if sequence.is_running:
+        return not planner.is_preempted(sequence)
+    if planner.pressure_mode.makes_room and not planner.leaves_low_water(sequence):
+        return False
+    if not planner.may_admit or not planner.make_room_in_quota(sequence):
+        return False
+    is_admitted = planner.admit(sequence)
+    if not is_admitted and planner.queues.shares.are_several:
+        planner.preempt_for(sequence)
+    return is_admitted
+
+
+def _eligible(planner: StepPlanner, released: Iterable[Sequence]) -> Iterator[Sequence]:
     """The released sequences that may start, until one has found no seat."""
     for sequence in released:
-        if not seating.is_open:
+        if not planner.may_admit:
             return
-        if not sequence.is_held and not _waits_for_first_choice(sequence, seating.planner.queues):
+        if not sequence.is_held and not _waits_for_first_choice(sequence, planner.queues):
             yield sequence
 
 
@@ -295,3 +251,13 @@ def _lanes(by_rank: Iterable[Sequence]) -> list[Iterator[Sequence]]:
     for sequence in by_rank:
         lanes[sequence.scheduling_key].append(sequence)
     return [iter(lane) for lane in lanes.values()]
+
+
+# Schedules a step; returns the seconds until the queue window opens if a sequence waits for it.
+BatchPolicy: TypeAlias = Callable[[StepPlanner, QueueWindow, float], float | None]
+# setting `policy` -> the policy
+POLICIES: Final[Mapping[str, BatchPolicy]] = {
+    "continuous": plan_continuous,
+    "dynamic": plan_dynamic,
+    "static": plan_static,
+}

@@ -30,7 +30,7 @@ from baton.clock import Clock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.scheduler.page_holds import ExternalPageHolds
-from baton.engine.scheduler.policies import batch_policy
+from baton.engine.scheduler.policies import POLICIES, QueueWindow
 from baton.engine.scheduler.preemption import PreemptionRates, most_tokens
 from baton.engine.scheduler.sequence import (
     Batch,
@@ -73,7 +73,8 @@ class Scheduler:
         self._queues = SequenceQueues(cache.pool.page_size)
         self.holds = ExternalPageHolds(cache, self._queues)
         self._pages = SequencePages(cache)
-        self._policy = batch_policy(config)
+        self._plan_batch = POLICIES[config.policy]
+        self._window = QueueWindow(config.max_queue_delay_ms / 1e3, config.preferred_batch_sizes)
         # The other policies serve comparison only: no key overtakes another there.
         is_continuous = config.policy == "continuous"
         self._cost_cap = CostCap(self._queues.shares, attention_mlp_crossover if is_continuous else inf)
@@ -194,7 +195,7 @@ class Scheduler:
             if sequence is not None and sequence.is_running and key not in queues.in_flight:
                 planner.preempt(sequence, mode)
         planner.enforce_quotas()
-        wait_s = self._policy.fill(planner, self._clock.now_s())
+        wait_s = self._plan_batch(planner, self._window, self._clock.now_s())
         if self.drafter is not None:
             planner.schedule_drafts(self.drafter)
         return planner.finish(self._version, wait_s)

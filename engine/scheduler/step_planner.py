@@ -134,7 +134,7 @@ class StepPlanner:
         self.available = cache.pool.num_available
         self._host_available = cache.host.num_available
         self._tracks_keys = queues.shares.are_several or queues.have_quotas
-        self._may_admit = True
+        self._admits = True  # until a sequence does not fit, or preemption frees pages for another one
         self._decodes: dict[SequenceKey, int] = {}
         self._drafts: dict[SequenceKey, Ordered[int]] = {}
         self._chunks: dict[SequenceKey, int] = {}
@@ -268,12 +268,23 @@ class StepPlanner:
 
     # Waiting sequences.
 
+    @property
+    def may_admit(self) -> bool:
+        """True while a waiting sequence may still get a seat."""
+        return self._admits and self.seats > 0
+
     def admit(self, sequence: Sequence, num_tokens: int = 0) -> bool:
         """Give a seat to a waiting sequence if it fits beside the needs of the running sequences.
 
-        num_tokens: the length that the sequence may grow to; all its present tokens count in any case.
+        Once a sequence does not fit, no other is admitted. num_tokens: the length that the sequence may grow
+        to; all its present tokens count in any case.
         """
-        if not self.seats or not self._may_admit or self.is_preempted(sequence):
+        self._admits = self.may_admit and self._seat(sequence, num_tokens)
+        return self._admits
+
+    def _seat(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give the sequence a seat if it fits, and preempt for it where no sequence runs."""
+        if self.is_preempted(sequence):
             return False
         start, shared = self._prospect(sequence)
         claimed = [page for page in shared if self._is_claimable(page)]
@@ -375,7 +386,7 @@ class StepPlanner:
             mode = PreemptMode.RECOMPUTE
         if mode is PreemptMode.SWAP:
             self._host_available -= num_pages
-            self._may_admit = False  # the swap may evict the host pages that a newcomer would start with
+            self._admits = False  # the swap may evict the host pages that a newcomer would start with
         self._preempted[key] = mode
         if sequence.is_running:
             self._num_leaving += 1
@@ -458,7 +469,7 @@ class StepPlanner:
 
     def _preempt_for_pages(self, victim: Sequence) -> None:
         self.preempt(victim)
-        self._may_admit = False  # no newcomer takes these pages
+        self._admits = False  # no newcomer takes these pages
 
     def _num_missing_before(self, sequence: Sequence) -> int:
         return max(0, self._pool.pages_for(sequence.num_tokens) - len(sequence.page_table))

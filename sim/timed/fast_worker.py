@@ -310,7 +310,7 @@ class FastWorker:
         return chunks, num_new, num_pairs
 
     def _fill(self, budget: float) -> Iterator[tuple[PromptJob, int]]:
-        """Yield the prompts of a step and their tokens, as ContinuousPolicy shares a step's tokens out."""
+        """Yield the prompts of a step and their tokens, as `plan_continuous` shares a step's tokens out."""
         for place, (_, _, job) in enumerate(self._jobs):
             if budget < 1:
                 return
