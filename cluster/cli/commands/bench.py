@@ -3,7 +3,7 @@
 baton bench kv [options]     KV pages between two processes, beside memcpy and raw sockets
 baton bench serve [options]  an OpenAI server over HTTP, beside others; or gateway and router alone
 
-`baton bench SUITE --help` says more. bench/README.md lists the others, which run as `python -m`.
+`baton bench SUITE --help` says more. docs/benchmarks.md lists the others, which run as `python -m`.
 """
 
 import argparse
