@@ -10,8 +10,7 @@ best of four thresholds. `reactive` knows the work of each minute that has passe
 next: the best of several margins, and of times for which it keeps workers. What it misses no policy without a
 forecast can meet. `oracle` knows all arrivals: it orders workers ahead of need, and keeps
 one through a gap that is shorter than its start-up. Traces of files are superposed on themselves so that they
-need about ten workers. `disturbed`: metrics that are lost for ten minutes, an operator who scales, and an
-objective out of reach.
+need about ten workers.
 """
 
 import math
@@ -48,7 +47,6 @@ MARGINS: Final = (1.0, 1.15, 1.3)  # workers over the work that is known
 KEPT_S: Final = (300.0, 1800.0, math.inf)  # for which workers are kept that were needed
 KNOWN_S: Final = 60.0  # the work of each such time is known when it has passed
 POLICIES: Final = ("static", "threshold", "reactive", "planner")  # beside the oracle
-DISTURBED_S: Final = (3600.0, 4200.0)  # without metrics; an operator scales just before
 STABLE_S: Final = 300.0  # the time for which a pod autoscaler keeps the most that it has wanted
 
 
@@ -157,18 +155,6 @@ class Planned:
         self.plans.append(plan)
         target = plan.target.num_prefill, plan.target.num_decode
         return None if target == (figures.ordered.num_prefill, figures.ordered.num_decode) else target
-
-
-class Operated(Planned):
-    """The planner beside an operator, who scales the cluster once."""
-
-    def __init__(self, workload: Workload, at_s: float, layout: tuple[int, int]) -> None:
-        super().__init__(workload)
-        self._at_s, self._layout = at_s, layout
-
-    def __call__(self, now_s: float, fleet: ElasticFleet) -> tuple[int, int] | None:
-        ordered = super().__call__(now_s, fleet)
-        return self._layout if now_s == self._at_s else ordered
 
 
 class Threshold:
@@ -396,7 +382,7 @@ def traced(path: Path, seed: int) -> Workload:
     "planner",
     "the planner on simulated workers",
     option("--trace", [], action="append", type=Path, metavar="FILE"),
-    option("--only", [], "this workload alone, or `disturbed`", action="append", metavar="NAME"),
+    option("--only", [], "this workload alone", action="append", metavar="NAME"),
     option("--policy", [], "beside the oracle (all)", action="append", choices=POLICIES),
     option("--seed", 0),
 )
@@ -410,8 +396,6 @@ def measure(options: Namespace, report: Report) -> None:
         if not options.only or name in options.only:
             report.tell(name)
             report.show(name, workload_rows(make(), options.policy or POLICIES))
-    if not options.only or "disturbed" in options.only:
-        report.show("disturbed", disturbed_rows(options.seed))
 
 
 def workload_rows(workload: Workload, policies: Collection[str] = POLICIES) -> Iterator[Row]:
@@ -445,25 +429,6 @@ def _planner_rows(workload: Workload, planned: Result, best: Result, fixed: Resu
         yield at_most("steady, actions", planned.actions_an_hour, "an hour", 6)
     for tenant in sorted({call.tenant for call in workload.calls} - {""}):
         yield at_least(f"{workload.name}, {tenant}, attainment", planned.by_tenant[tenant], "", GOAL)
-
-
-def disturbed_rows(seed: int) -> Iterator[Row]:
-    """Yield the planner's course without metrics, beside an operator, and with an objective out of reach."""
-    steady, begin, (from_s, until_s) = made("steady", 2, lambda at_s: 5.0, seed), (11, 3), DISTURBED_S
-
-    def unwanted(result: Result, expected: str, name: str) -> Row:
-        plans = [plan for plan in result.plans if from_s <= plan.at_s < until_s]
-        others = [plan for plan in plans if plan.outcome != expected or plan.actions]
-        return at_most(f"{name}: plans that do not {expected}", len(others), f"of {len(plans)}", 0)
-
-    lost = simulate(steady, begin, Planned(steady, lost_s=DISTURBED_S))
-    yield unwanted(lost, "hold", "metrics lost")
-    yield at_least("metrics lost: attainment", lost.attainment, "", GOAL)
-    yield unwanted(
-        simulate(steady, begin, Operated(steady, from_s - INTERVAL_S, (15, 4))), "manual", "manual"
-    )
-    hopeless = steady._replace(objectives=Objectives(ttft_s=0.5, tpot_s=0.05, attainment=GOAL))
-    yield unwanted(simulate(hopeless, begin, Planned(hopeless)), "infeasible", "out of reach")
 
 
 if __name__ == "__main__":
