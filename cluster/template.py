@@ -45,6 +45,7 @@ SET_CHILD_SUBREAPER, GET_CHILD_SUBREAPER = 36, 37  # of prctl
 STDIN: Final = 0
 STDOUT: Final = 1
 THREADS: Final = "OMP_NUM_THREADS"
+WORKER_CODE: Final = "baton.cluster.worker_process"
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +91,12 @@ class Template:
     A template that cannot start, or hangs, fails for good.
     """
 
-    def __init__(self, program: Sequence[str], *, limit: int) -> None:
-        """program: a module and its arguments, see `main`. limit: bytes of a line of a worker's stdout."""
-        self._command = (sys.executable, "-m", "baton.cluster.template", *program)
+    def __init__(self, program: Sequence[str], *, limit: int, preload: str = WORKER_CODE) -> None:
+        """program: a module and its arguments, see `main`. limit: bytes of a line of a worker's stdout.
+
+        preload: the module with the code of workers.
+        """
+        self._command = (sys.executable, "-m", "baton.cluster.template", preload, *program)
         self._limit = limit
         self._process: Process | None = None
         self._socket: socket.socket | None = None
@@ -213,21 +217,20 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 def main() -> NoReturn:
-    """Run the template: `python -m baton.cluster.template MODULE ARGUMENT ...`.
+    """Run the template: `python -m baton.cluster.template PRELOADED MODULE ARGUMENT ...`.
 
-    Each worker runs `main` of the module, which returns the worker's exit status.
+    Each worker runs `main` of the second module, which returns the worker's exit status.
     """
     setproctitle("baton template")
-    name = sys.argv[1]
     with frozen_imports():
-        import_module("baton.cluster.worker_process")
-        module = import_module(name)
+        import_module(sys.argv[1])
+        module = import_module(sys.argv[2])
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("a process with several threads must not fork: locks of other threads stay locked")
     with socket.socket(fileno=STDIN) as runtime:
         runtime.sendall(READY)
         _fork_on_request(runtime)
-    sys.argv = sys.argv[1:]
+    sys.argv = sys.argv[2:]
     status = module.main()
     sys.stdout.flush()
     sys.stderr.flush()

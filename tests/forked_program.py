@@ -5,13 +5,13 @@ import random
 import signal
 import sys
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import msgspec
-import torch
 
 DIES: Final = "die at a fork"
 HANGS: Final = "hang"
+HAS_TORCH: Final = "import torch"
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +31,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts() -> Facts:
+    torch: Any = sys.modules.get("torch")
     folder = os.open("/proc/self/fd", os.O_RDONLY)
     descriptors = sorted(map(int, os.listdir(folder)))
     os.close(folder)
@@ -43,8 +44,8 @@ def facts() -> Facts:
         environment={name: ascii(value) for name, value in os.environ.items()},
         folder=os.getcwd(),
         handlers={each.name: str(signal.getsignal(each)) for each in signal.Signals},
-        num_threads=torch.get_num_threads(),
-        uses_gpu=torch.cuda.is_initialized(),
+        num_threads=torch.get_num_threads() if torch else 0,
+        uses_gpu=torch is not None and torch.cuda.is_initialized(),
         random=random.random(),
     )
 
@@ -56,6 +57,8 @@ def end_at_fork(template: int) -> None:
 
 if DIES in sys.argv:  # in the template, which imports this module
     os.register_at_fork(after_in_parent=partial(end_at_fork, os.getpid()))
+if HAS_TORCH in sys.argv:
+    import torch  # noqa: F401
 if HANGS in sys.argv:
     signal.pause()
 

@@ -1,4 +1,7 @@
-"""Workers that a template forks differ from subprocesses in nothing that they could notice."""
+"""Workers that a template forks differ from subprocesses in nothing that they could notice.
+
+Most templates here have no code of workers, whose import takes seconds of a core.
+"""
 
 import asyncio
 import os
@@ -16,15 +19,16 @@ import pytest
 
 from baton.cluster.template import ForkedProcess, Template
 from baton.config.environment import environment_of_child
-from tests.forked_program import DIES, HANGS, Facts
+from tests.forked_program import DIES, HANGS, HAS_TORCH, Facts
 
-PROGRAM: Final = ("tests.forked_program", "an argument")
+MODULE: Final = "tests.forked_program"
+PROGRAM: Final = (MODULE, "an argument")
 CHILD: Final = environment_of_child(num_threads=1, gpus=("7",), mps_priority=1)
 RUNTIME: Final = """
 import asyncio, sys
 from baton.cluster.template import Template
 
-asyncio.run(Template(sys.argv[1:], limit=1).fork({}))
+asyncio.run(Template(sys.argv[1:], limit=1, preload=sys.argv[1]).fork({}))
 """
 ENVIRONMENT: Final = CHILD | {"OMP_NUM_THREADS": "1", "NO_TEXT": "\udcff\n"}
 
@@ -37,12 +41,15 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def template(runner: asyncio.Runner) -> Iterator[Template]:
-    template = Template(PROGRAM, limit=2**20)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the template has a thread for each core
-        yield template
+    template = small_template(*PROGRAM)
+    yield template
     runner.run(template.close())
     assert templates() == []
+
+
+def small_template(*program: str) -> Template:
+    """Return a template without the code of workers."""
+    return Template(program, limit=2**20, preload=MODULE)
 
 
 def templates() -> list[psutil.Process]:
@@ -68,19 +75,26 @@ async def end(process: Process | ForkedProcess, status: int = 0) -> int:
     return await process.wait()
 
 
-def test_forked_process_is_what_a_subprocess_is(runner: asyncio.Runner, template: Template) -> None:
+def test_forked_process_is_what_a_subprocess_is(
+    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (*PROGRAM, HAS_TORCH)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the template has a thread for each core
+
     async def both() -> tuple[Facts, Facts]:
+        template = Template(program, limit=2**20)
         forked = await fork(template)
         plain = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *PROGRAM), stdin=PIPE, stdout=PIPE, process_group=0, env=ENVIRONMENT
+            *(sys.executable, "-m", *program), stdin=PIPE, stdout=PIPE, process_group=0, env=ENVIRONMENT
         )
         facts = await facts_of(forked), await facts_of(plain)
         assert facts[0].pid == forked.pid
         assert await end(forked) == await end(plain) == 0
+        await template.close()
         return facts
 
     facts, expected = runner.run(both())
-    assert expected.parent == os.getpid() and expected.group == expected.pid
+    assert expected.parent == os.getpid() and expected.group == expected.pid and expected.num_threads == 1
     own = {"pid": facts.pid, "group": facts.pid, "random": facts.random}
     assert facts == msgspec.structs.replace(expected, **own)
 
@@ -126,7 +140,7 @@ def test_killed_template_is_started_again_and_its_processes_live_on(
 
 def test_template_that_dies_in_a_fork_leaves_no_zombie(runner: asyncio.Runner) -> None:
     async def two_deaths() -> list[int]:
-        template = Template((PROGRAM[0], DIES), limit=2**20)
+        template = small_template(MODULE, DIES)
         processes = [await fork(template) for _ in range(2)]
         assert len({(await facts_of(each)).pid for each in processes}) == 2
         statuses = [await end(each, 8) for each in processes]
@@ -139,7 +153,7 @@ def test_template_that_dies_in_a_fork_leaves_no_zombie(runner: asyncio.Runner) -
 
 
 def test_template_that_hangs_in_an_import_ends_with_the_runtime() -> None:
-    runtime = subprocess.Popen([sys.executable, "-c", RUNTIME, PROGRAM[0], HANGS])
+    runtime = subprocess.Popen([sys.executable, "-c", RUNTIME, MODULE, HANGS])
     templates: list[psutil.Process] = []
     while not templates or "end_with_parent.py" in " ".join(templates[0].cmdline()):
         time.sleep(0.01)
@@ -153,7 +167,7 @@ def test_template_that_hangs_is_killed_and_not_started_again(
     runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def while_it_hangs() -> None:
-        template, before = Template(PROGRAM, limit=2**20), templates()
+        template, before = small_template(*PROGRAM), templates()
         await end(await fork(template))
         (hanging,) = [each for each in templates() if each not in before]
         hanging.suspend()
@@ -170,7 +184,7 @@ def test_template_that_cannot_start_is_tried_once_for_all_that_wait(
     runner: asyncio.Runner, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def at_once() -> list[ForkedProcess | None]:
-        template = Template(("no.such.module",), limit=2**20)
+        template = small_template("no.such.module")
         return await asyncio.gather(*(template.fork(ENVIRONMENT) for _ in range(3)))
 
     assert runner.run(at_once()) == [None] * 3
@@ -179,7 +193,7 @@ def test_template_that_cannot_start_is_tried_once_for_all_that_wait(
 
 def test_template_that_is_closed_while_it_starts_does_not_start_again(runner: asyncio.Runner) -> None:
     async def closed_early() -> ForkedProcess | None:
-        template, before = Template(PROGRAM, limit=2**20), template_children()
+        template, before = small_template(*PROGRAM), template_children()
         forking = asyncio.create_task(template.fork(ENVIRONMENT))
         while template_children() == before:
             await asyncio.sleep(0.01)
