@@ -188,9 +188,9 @@ def load_ranks(load: Callable[[], Engine]) -> Ranks:
     import psutil  # the GPU suite runs without it
 
     here = psutil.Process()
-    before = set(here.children())
+    before = set(here.children(recursive=True))
     engine = load()
-    return Ranks(engine, sorted(set(here.children()) - before, key=lambda rank: rank.pid))
+    return Ranks(engine, sorted(set(here.children(recursive=True)) - before, key=lambda rank: rank.pid))
 
 
 class StepRows(NamedTuple):

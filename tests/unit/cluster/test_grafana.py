@@ -31,20 +31,20 @@ from baton.tenants import Refusal
 from tests.metered_cluster import MeteredCluster
 from tests.metric_scrapes import program
 from tests.scripted_service import ScriptedService
-from tests.unit.cluster.test_deploy import read
+from tests.unit.cluster.test_deploy import DEPLOY
 from tests.unit.cluster.test_operations_files import RULES, exported_metrics, rules
 from tests.waiting import wait_for
 from tests.worker_pair import ROUTER, WorkerPair
 from tests.worker_pair_cases import a_request
 
-DASHBOARD: Final = "grafana/baton.json"
+DASHBOARD: Final = (DEPLOY / "grafana/baton.json").read_text()
 ROWS: Final = ["Operator", "Latency", "KV", "Router", "Tenants", "Transfers"]
 NUM_SCRAPES: Final = 8
 STARTS_S: Final = 60.0
 
 
 def panels() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = read(DASHBOARD)["panels"]
+    found: list[dict[str, Any]] = json.loads(DASHBOARD)["panels"]
     return found
 
 
@@ -75,12 +75,12 @@ def through_grafanas_types(document: dict[str, Any]) -> list[str]:
 
 
 def test_grafanas_types_have_every_field_of_the_dashboard() -> None:
-    assert through_grafanas_types(read(DASHBOARD)) == []
+    assert through_grafanas_types(json.loads(DASHBOARD)) == []
 
 
 @pytest.mark.parametrize("part", ["panel", "target", "fieldConfig", "options"])
 def test_a_field_that_grafana_does_not_have_is_found(part: str) -> None:
-    document = read(DASHBOARD)
+    document = json.loads(DASHBOARD)
     panel = document["panels"][1]
     {"panel": panel, "target": panel["targets"][0]}.get(part, panel.get(part))["nonsense"] = 1
     assert len(through_grafanas_types(document)) == 1

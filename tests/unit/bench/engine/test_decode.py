@@ -12,6 +12,8 @@ from baton.bench.engine.replica import TOY_LLAMA
 from baton.kernels import native
 from tests.tiny_models import write_config
 
+pytestmark = pytest.mark.usefixtures("ranks_are_forked")
+
 
 @pytest.fixture(autouse=True)
 def threads_are_as_before() -> Iterator[None]:

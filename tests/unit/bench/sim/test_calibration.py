@@ -12,6 +12,7 @@ from baton.sim.timed.times import StepWork, fit_transfers
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16")
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_steps_have_the_work_of_their_shape(num_stages: int) -> None:
     settings = {
