@@ -156,7 +156,7 @@ def test_plans_are_written_and_applied_if_asked_for(tmp_path: Path, mode: str, i
 def test_workers_of_several_ranks_are_added_whole(tmp_path: Path, ranks: Ranks) -> None:
     routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
     one = planning(tmp_path, routers, workers, clock, "apply", ranks)
-    run_ticks(one, routers, clock, 6, rate=200)
+    run_ticks(one, routers, clock, 5, rate=200)
     target = read_plans(tmp_path / "plans.jsonl", 1)[-1].target
     assert target.num_workers > 2 and workers.scaled[-1] == (target.num_prefill, target.num_decode)
 
