@@ -14,8 +14,9 @@ from baton.messages.workers import Tier, Worker
 from baton.pages import KEY_BYTES
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.redis.client import Names, RedisConnection
-from baton.router.redis.link import Feed, RedisLink, RedisOutbox, last_stream_id
+from baton.router.redis.link import Feed, RedisLink, last_stream_id
 from baton.router.redis.messages import AnyShared, Codec
+from baton.router.redis.outbox import RedisOutbox
 from tests.node_peers import id_of
 from tests.waiting import until
 

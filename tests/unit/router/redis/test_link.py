@@ -6,7 +6,7 @@ from baton.cluster.redis_server import RedisServer, find_program
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
-from baton.router.redis import link
+from baton.router.redis import link, outbox
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
@@ -121,7 +121,7 @@ async def test_later_incarnation_fences_the_earlier_one() -> None:
 async def test_workers_of_a_killed_router_are_forgotten_when_their_leases_expire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link, "LEASE_MS", 300)
+    monkeypatch.setattr(outbox, "LEASE_MS", 300)
     monkeypatch.setattr(link, "RENEW_S", 0.05)
     async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")

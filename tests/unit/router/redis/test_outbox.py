@@ -12,9 +12,9 @@ from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
 from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex
-from baton.router.redis import link
+from baton.router.redis import outbox
 from baton.router.redis.client import Command
-from baton.router.redis.link import (
+from baton.router.redis.outbox import (
     MAX_STREAM_BYTES,
     STREAM_ENTRIES,
     RedisOutbox,
@@ -117,7 +117,7 @@ def test_stale_worker_without_pages_gets_an_empty_snapshot() -> None:
 
 
 def test_too_many_events_are_replaced_by_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "MAX_QUEUED", 50)
+    monkeypatch.setattr(outbox, "MAX_QUEUED", 50)
     case = OutboxCase()
     case.outbox.open()
     case.outbox.joined(W0)
