@@ -9,8 +9,7 @@ Each key of a body is one of four kinds:
    `gateway.strict` refuses every unknown key, and so do bodies that set `refuses_unknown`.
 
 A sampling parameter of the API is a field of `Body` with the name of its field in `SamplingParams`.
-`FormKeys` has the keys that ask for a form of the answer, such as `response_format`. `ReadBody` is a body
-that gateway/api/prompt_reader.py has read.
+`FormKeys` has the keys that ask for a form of the answer, such as `response_format`.
 """
 
 import functools
@@ -23,7 +22,6 @@ from msgspec import Meta
 
 from baton.errors import InvalidRequest, shown
 from baton.gateway.api.errors import ApiError, invalid, misread, unsupported
-from baton.gateway.text.answer_reader import AnswerParsing
 from baton.request import (
     MAX_ALLOWED_TOKENS,
     MAX_EXTRA_ARGS,
@@ -494,7 +492,7 @@ def logit_bias(body: Body) -> dict[int, float]:
         raise invalid("logit_bias", "its keys must be token ids") from None
 
 
-# A body that has been read.
+# Parts of a body that has been read.
 
 
 class AskedResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -516,21 +514,3 @@ class Prompt(msgspec.Struct):
     text: str | None
     token_ids: TokenIds
     num_public_tokens: int = 0  # the first of them, see PublicPrefixes of gateway/api/body_reader.py
-
-
-class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A body that has been read, in a form that is quick to send between processes.
-
-    It has one of `answer`, `chat` and `completion`; the bodies no longer have their prompts.
-    """
-
-    num_unknown: int  # keys of the body
-    answer: bytes | None = None  # JSON, of a body that asks about tokens
-    chat: ChatBody | None = None
-    completion: CompletionBody | None = None
-    prompts: list[Prompt] = []
-    parsing: AnswerParsing = AnswerParsing()  # of a chat's answer
-    asked_form: AskedForm | None = None
-    response: AskedResponse | None = None  # of the body of a response
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    tokenised_s: float = 0.0  # seconds of tokenising the prompts

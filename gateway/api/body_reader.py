@@ -9,8 +9,8 @@ of which the template makes a long text:
    wait for the largest ones alone.
 2. The job waits in the helper's queue: tenants share a helper fairly, by bytes (baton/fair_queue.py).
 3. The gateway writes a frame with a `ReadJob` to the helper's standard input, then the body as it is. The
-   helper answers on its standard output with a frame that holds a `ReadBody` or a `ReadFailed`. A frame is a
-   length and a message in msgpack.
+   helper answers on its standard output with a frame that holds an `AskedCall`, a `TextAnswer` or a
+   `ReadFailed`. A frame is a length and a message in msgpack.
 4. The helper takes the next job when the result is there, also when the caller has been cancelled meanwhile.
 5. A job that takes longer than MAX_JOB_S fails, and so does the job of a helper that ends. The gateway kills
    that helper, and the next job starts another one.
@@ -37,7 +37,8 @@ from baton.adapters import NamedAdapter
 from baton.config.gateway import TextSettings
 from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
-from baton.gateway.api.body import ReadBody, raw_fields
+from baton.gateway.api.body import raw_fields
+from baton.gateway.api.call import AskedCall
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.prompt_reader import (
@@ -45,6 +46,7 @@ from baton.gateway.api.prompt_reader import (
     LongText,
     PromptReader,
     ReadPolicy,
+    TextAnswer,
 )
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
@@ -134,7 +136,7 @@ class ReadFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     retry_after_s: float | None = None
 
 
-ReadResult: TypeAlias = ReadBody | ReadFailed
+ReadResult: TypeAlias = AskedCall | TextAnswer | ReadFailed
 _JOBS: Final = msgspec.msgpack.Decoder(ReadJob)
 _RESULTS: Final[msgspec.msgpack.Decoder[ReadResult]] = msgspec.msgpack.Decoder(ReadResult)
 
@@ -161,23 +163,23 @@ class BodyReader:
 
     async def read(
         self, kind: BodyKind, data: bytes, policy: ReadPolicy, tenant: str = "", history: bytes = b""
-    ) -> ReadBody:
+    ) -> AskedCall | TextAnswer:
         """Read one body. history: the conversation before the body of a response.
 
         Raises InvalidRequest and ApiError for faults of the client, Overloaded when too many bodies wait or a
         helper fails, and ModelError for a fault of the model's files.
         """
         read = await self._read(kind, data, policy, tenant, history)
-        if (asked := read.asked_form) is not None:
+        if isinstance(read, AskedCall) and (form := read.sampling.structured_outputs) is not None:
             try:
-                await self.forms.check(tenant, asked.form)
+                await self.forms.check(tenant, form)
             except InvalidRequest as error:
-                raise invalid(asked.key, str(error)) from None
+                raise invalid(read.form_key, str(error)) from None
         return read
 
     async def _read(
         self, kind: BodyKind, data: bytes, policy: ReadPolicy, tenant: str, history: bytes
-    ) -> ReadBody:
+    ) -> AskedCall | TextAnswer:
         if not self._helpers:
             return self.reader.read(kind, data, policy, history)
         size = len(data) + len(history)
@@ -191,7 +193,7 @@ class BodyReader:
         is_express = size <= EXPRESS_BYTES and express.turns.num_taken <= largest.turns.num_taken
         helper = express if is_express else largest
         result = await helper.do(tenant, size, ReadJob(kind, policy, len(data), history), data)
-        if isinstance(result, ReadBody):
+        if not isinstance(result, ReadFailed):
             return result
         if result.status == 500:
             raise ModelError(f"a text helper failed: {result.message}")
@@ -300,6 +302,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
             max_model_len=self.max_model_len,
             is_strict=is_strict,
             may_store=may_store,
+            defaults=self.defaults,
         )
 
 

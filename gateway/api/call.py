@@ -1,4 +1,4 @@
-"""One call as the gateway serves it: `make_call` makes a `Call` from a `ReadBody`."""
+"""One call: `read_call` makes an `AskedCall` from a body, and a `Call` adds the gateway's side to it."""
 
 import hashlib
 from typing import Any, Final, Literal, TypeAlias
@@ -9,12 +9,12 @@ from baton.adapters import Adapter
 from baton.errors import InvalidRequest
 from baton.gateway.api.body import (
     DEFAULT_COMPLETION_TOKENS,
+    AskedForm,
     AskedResponse,
     Body,
     ChatBody,
     CompletionBody,
     Prompt,
-    ReadBody,
     StreamOptions,
     logit_bias,
 )
@@ -30,17 +30,19 @@ BYTES_PER_LOGPROB: Final = 150  # of one alternative: a tuple, an integer and a 
 Dialect: TypeAlias = Literal["openai", "responses", "messages"]
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One call as the gateway serves it: prompts of token ids, and how to answer each of them."""
+class AskedCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The call that a body asks for, in a form that is quick to send between processes.
 
-    model: str  # the name in the answer
-    served: str = ""  # `ServedModel.key` of the model that answers
-    adapter: Adapter | None = None  # of the model with this name
+    It has prompts of token ids, and how to answer each of them.
+    """
+
+    model: str = ""  # the name in the body; of a Call, the name in the answer
+    num_unknown: int = 0  # keys of the body
     prompts: tuple[Prompt, ...]
-    sampling: SamplingParams  # of each choice; n is 1, the seed is set
+    sampling: SamplingParams  # of each choice; n is 1
+    form_key: str = ""  # of the body, which asks for the form in `sampling`
     num_choices: int  # a prompt
     is_chat: bool = False
-    dialect: Dialect = "openai"  # the wire format of the answer
     response: AskedResponse | None = None  # of the dialect "responses"
     parsing: AnswerParsing = AnswerParsing()  # of reasoning and calls of tools out of the text
     shows_reasoning: bool = True  # False: it is left out
@@ -48,7 +50,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     has_usage: bool = False  # in a last chunk of the stream
     has_running_usage: bool = False  # in every chunk
     is_resumable: bool = False  # the events of the stream have ids
-    resumed: ResumePoint | None = None  # the event after which the stream resumes
     has_echo: bool = False
     num_prompt_logprobs: int | None = None  # likeliest tokens to show at each token of the prompt
     hides_tokens: bool = False  # max_tokens was 0: only the prompt is asked about
@@ -56,11 +57,20 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     names_tokens_by_id: bool = False  # in log probabilities
     cache_salt: str = ""  # of the caller: only calls of one salt share pages
     priority: int = 0
+    tokenised_s: float = 0.0  # seconds of tokenising the prompts
+
+
+class Call(AskedCall, frozen=True, kw_only=True):
+    """One call as the gateway serves it. The seed of `sampling` is set."""
+
+    served: str = ""  # `ServedModel.key` of the model that answers
+    adapter: Adapter | None = None  # of the model with this name
+    dialect: Dialect = "openai"  # the wire format of the answer
+    resumed: ResumePoint | None = None  # the event after which the stream resumes
     sla: Sla = Sla()
     scheduling_key: SchedulingKey = SchedulingKey()
     arrival_s: float = 0.0  # of the last byte of the body, by the gateway's clock
     received_s: float = 0.0  # of the first byte of the head; 0: unknown
-    tokenised_s: float = 0.0  # seconds of tokenising the prompts
     trace: TraceContext | None = None  # that the caller or the gateway has begun
     tenant: Tenant
 
@@ -123,9 +133,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 # Fields that change when and for whom a call is answered, not the answer.
 _NOT_OF_THE_ANSWER: Final = frozenset(
     {"prompts", "priority", "sla", "scheduling_key", "tenant", "resumed", "cache_salt"}
-    | {"arrival_s", "received_s", "tokenised_s", "trace"}
+    | {"arrival_s", "received_s", "tokenised_s", "trace", "num_unknown", "form_key"}
 )
-# `make_call` converts these fields of a body; SamplingParams takes the others unchanged.
+# `read_call` converts these fields of a body; SamplingParams takes the others unchanged.
 _CONVERTED: Final = {
     "n",
     "seed",
@@ -141,42 +151,58 @@ _CONVERTED: Final = {
 SAMPLING_FIELDS: Final = set(Body.__struct_fields__) & set(SamplingParams.__struct_fields__) - _CONVERTED
 
 
-def make_call(read: ReadBody, *, new_seed: int, defaults: SamplingParams, **fields: Any) -> Call:
-    """Return the call that a chat or a completion asks for.
+def read_call(
+    body: ChatBody | CompletionBody,
+    defaults: SamplingParams,
+    *,
+    form: AskedForm | None,
+    bad_words_token_ids: tuple[tuple[int, ...], ...],
+    parsing: AnswerParsing,
+    **fields: Any,
+) -> AskedCall:
+    """Return the call that a chat or a completion asks for; its seed is None unless the body has one.
 
-    new_seed: for a body without a seed; choices differ by their number, not by their seed. defaults: the
-    model's; their max_tokens caps every answer. fields: fields of Call that do not come from the body.
+    defaults: the model's; their max_tokens caps every answer. fields: of AskedCall, the prompts among them.
     Raises InvalidRequest or ApiError, which name the field.
     """
-    body, parsing = read.chat or read.completion, read.parsing
-    assert body is not None
     options, num_choices = body.stream_options or StreamOptions(), 1 if body.n is None else body.n
     if not 1 <= num_choices <= MAX_CHOICES:
         raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}")
+    if body.stream_options is not None and not body.stream:
+        key = "stream_options.resumable" if options.resumable else "stream_options"
+        raise invalid(key, "only a stream has any; set stream as well")
+    is_chat = isinstance(body, ChatBody)
     max_tokens, logprobs = _num_asked(body)
-    is_chat, has_echo = read.chat is not None, isinstance(body, CompletionBody) and bool(body.echo)
-    return Call(
-        prompts=tuple(read.prompts),
-        sampling=_sampling(read, body, defaults, max_tokens, logprobs, new_seed, has_echo),
+    return AskedCall(
+        model=body.model or "",
+        sampling=msgspec.structs.replace(
+            _sampling(body, defaults, max_tokens, logprobs),
+            structured_outputs=None if form is None else form.form,
+            bad_words_token_ids=bad_words_token_ids,
+            skip_special_tokens=body.skip_special_tokens is not False and not parsing.keeps_special_tokens,
+        ),
+        form_key="" if form is None else form.key,
         num_choices=num_choices,
         is_chat=is_chat,
-        response=read.response,
         parsing=parsing,
-        shows_reasoning=read.chat is None or read.chat.include_reasoning is not False,
+        shows_reasoning=not isinstance(body, ChatBody) or body.include_reasoning is not False,
         is_streamed=bool(body.stream),
         has_usage=bool(options.include_usage),
         has_running_usage=bool(options.include_usage and options.continuous_usage_stats),
         is_resumable=bool(options.resumable),
-        has_echo=has_echo,
+        has_echo=_has_echo(body),
         num_prompt_logprobs=body.prompt_logprobs,
         hides_tokens=not is_chat and max_tokens == 0,
         returns_token_ids=bool(body.return_token_ids),
         cache_salt=body.cache_salt or "",
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         priority=body.priority or 0,
-        tokenised_s=read.tokenised_s,
         **fields,
     )
+
+
+def _has_echo(body: ChatBody | CompletionBody) -> bool:
+    return isinstance(body, CompletionBody) and bool(body.echo)
 
 
 def _num_asked(body: ChatBody | CompletionBody) -> tuple[int | None, int | None]:
@@ -190,15 +216,9 @@ def _num_asked(body: ChatBody | CompletionBody) -> tuple[int | None, int | None]
 
 
 def _sampling(
-    read: ReadBody,
-    body: ChatBody | CompletionBody,
-    defaults: SamplingParams,
-    max_tokens: int | None,
-    logprobs: int | None,
-    new_seed: int,
-    has_echo: bool,
+    body: ChatBody | CompletionBody, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """Return the sampling parameters that a body asks for; the arguments as in `make_call`."""
+    """Return the sampling parameters that a body asks for, but for those that need the model's files."""
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise invalid("logprobs", f"at most {MAX_LOGPROBS} alternatives, got {logprobs}")
     if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= MAX_LOGPROBS:
@@ -207,21 +227,18 @@ def _sampling(
         raise invalid("prompt_logprobs", "they come with a whole answer; leave stream out")
     if isinstance(body, CompletionBody):
         max_tokens = max_tokens or 1  # the token is not shown
-    asked = [each for each in (body.prompt_logprobs, logprobs if has_echo else None) if each is not None]
+    of_prompt = (body.prompt_logprobs, logprobs if _has_echo(body) else None)
     caps = [each for each in (max_tokens, defaults.max_tokens) if each is not None]
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     return msgspec.structs.replace(
         defaults,
         max_tokens=min(caps, default=None),
         logprobs=logprobs,
-        prompt_logprobs=max(asked, default=None),
+        prompt_logprobs=max((each for each in of_prompt if each is not None), default=None),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         extra_args=body.vllm_xargs or {},
         logit_bias=logit_bias(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        seed=new_seed if body.seed is None else body.seed & MAX_SEED,  # a negative number is a seed as well
-        structured_outputs=None if read.asked_form is None else read.asked_form.form,
-        bad_words_token_ids=read.bad_words_token_ids,
-        skip_special_tokens=body.skip_special_tokens is not False and not read.parsing.keeps_special_tokens,
+        seed=None if body.seed is None else body.seed & MAX_SEED,  # a negative number is a seed as well
         **given,
     )

@@ -1,7 +1,7 @@
 """The routes of inference: calls are read, admitted, answered and counted.
 
 1. A POST to `/v1/chat/completions` or `/v1/completions`, or a message of the WebSocket `/v1/stream`, is read
-   into a `Call`: `BodyReader` reads the body, the headers are checked, a seed is drawn.
+   into a `Call`: `BodyReader` reads an `AskedCall` from the body, the headers are checked, a seed is drawn.
 2. `Limiter` admits the call, and `Answer` opens its choices.
 3. `AnswerStream` writes the answer as it comes, or `AnswerCollector` keeps the answer until its end.
 
@@ -44,7 +44,7 @@ from baton.gateway.api.answer_stream import (
 )
 from baton.gateway.api.body import Prompt, raw_fields
 from baton.gateway.api.body_reader import PublicPrefixes, ServedModel, ServedModels
-from baton.gateway.api.call import Call, Dialect, make_call
+from baton.gateway.api.call import AskedCall, Call, Dialect
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.response_store import ResponseStore
 from baton.gateway.api.dialects.typed_events import MessageFormat, ResponsesFormat
@@ -58,7 +58,7 @@ from baton.gateway.api.errors import (
     with_param,
 )
 from baton.gateway.api.format import DONE, answer_format
-from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy
+from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy, TextAnswer
 from baton.gateway.http.protocol import (
     BLOCK_BYTES,
     RECEIVED_S,
@@ -187,40 +187,38 @@ class Inference:
         model = self._models.of_body(data)
         policy, adapters = self._read_policy(model, tenant), dict(model.adapters)  # of one moment
         history = await self._history(data, tenant.name) if kind == "response" else b""
-        read = await model.bodies.read(kind, data, policy, tenant.name, history)
+        asked = await model.bodies.read(kind, data, policy, tenant.name, history)
+        assert isinstance(asked, AskedCall)
         del data, history
-        self._metrics.unknown_keys += read.num_unknown
-        if read.response is not None:
-            responses.check_conversation(read.response, self.responses.max_bytes)
+        self._metrics.unknown_keys += asked.num_unknown
+        if asked.response is not None:
+            responses.check_conversation(asked.response, self.responses.max_bytes)
         event_id = header(scope, HEADER) if scope["type"] == "http" else None
         resumed = self._resume_point(event_id, tenant.name) if event_id else None
-        body = read.chat or read.completion
-        assert body is not None
-        options = body.stream_options
-        if body.cache_salt is None:  # a salt of the caller's shares no pages with other tenants
-            await self._count_public(self._public[model.key], read.prompts, tenant)
-        adapter = adapters.get(body.model or "")
-        call = make_call(
-            read,
-            new_seed=self._draw_seed() if resumed is None else resumed.seed,
-            defaults=model.defaults,
-            dialect=DIALECTS.get(kind, "openai"),
-            model=model.name if adapter is None else adapter.name,
-            served=model.key,
-            adapter=None if adapter is None else adapter.adapter,
-            tenant=tenant,
-            sla=sla,
-            scheduling_key=scheduling_key,
-            arrival_s=arrival_s,
-            received_s=received_s,
-            trace=scope["state"].get(TRACE),
-            resumed=resumed,
-        )
+        if not asked.cache_salt:  # a salt of the caller's shares no pages with other tenants
+            await self._count_public(self._public[model.key], asked.prompts, tenant)
+        sampling, adapter = asked.sampling, adapters.get(asked.model)
+        if sampling.seed is None:  # choices differ by their number, not by their seed
+            seed = self._draw_seed() if resumed is None else resumed.seed
+            sampling = msgspec.structs.replace(sampling, seed=seed)
+        of_gateway = {
+            "sampling": sampling,
+            "dialect": DIALECTS.get(kind, "openai"),
+            "model": model.name if adapter is None else adapter.name,
+            "served": model.key,
+            "adapter": None if adapter is None else adapter.adapter,
+            "tenant": tenant,
+            "sla": sla,
+            "scheduling_key": scheduling_key,
+            "arrival_s": arrival_s,
+            "received_s": received_s,
+            "trace": scope["state"].get(TRACE),
+            "resumed": resumed,
+        }
+        call = Call(**msgspec.structs.asdict(asked) | of_gateway)
         if call.is_resumable and scope["type"] == "websocket":
             raise unsupported("stream_options.resumable", "true over a WebSocket")
         self._check(call, policy.longest())
-        if scope["type"] == "http" and options is not None and not call.is_streamed:
-            raise invalid("stream_options", "only a stream has any; set stream as well")
         return call
 
     async def _count_public(self, public: PublicPrefixes, prompts: Sequence[Prompt], tenant: Tenant) -> None:
@@ -364,9 +362,9 @@ class Inference:
                 except (ApiError, InvalidRequest) as error:
                     raise with_param(error) from None
                 del data  # its charge ends here, and the client may take long to read the answer
+            assert isinstance(read, TextAnswer)
             self._metrics.unknown_keys += read.num_unknown
-            body = read.answer
-            assert body is not None
+            body = read.json
             held.add(len(body))  # until the client has read it
             blocks = (body[start : start + BLOCK_BYTES] for start in range(0, len(body), BLOCK_BYTES))
             await respond_in_turns(send, blocks, self._clock, scope["extensions"][RESPONSE_WRITER])

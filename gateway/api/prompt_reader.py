@@ -3,10 +3,11 @@
 `PromptReader` is pure, and may take long for a large body: gateway/api/body_reader.py says where it runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import orjson
@@ -14,7 +15,6 @@ import orjson
 from baton.config.gateway import TextSettings
 from baton.errors import InvalidRequest
 from baton.gateway.api.body import (
-    AnyBody,
     AskedForm,
     Body,
     ChatBody,
@@ -23,7 +23,6 @@ from baton.gateway.api.body import (
     FormKeys,
     GivenPrompt,
     Prompt,
-    ReadBody,
     TokenizeBody,
     check_sampled_ids,
     check_token_ids,
@@ -32,6 +31,7 @@ from baton.gateway.api.body import (
     raw_fields,
     truncated,
 )
+from baton.gateway.api.call import AskedCall, read_call
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.api.tool_choice import Tool, ToolChoice, read_tool_choice
@@ -41,7 +41,7 @@ from baton.gateway.text.answer_reader import AnswerParsing, ReasoningState
 from baton.gateway.text.chat_template import REASONING_EFFORT, ChatTemplate, Message, read_messages
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import has_tagged_arguments
-from baton.request import MAX_BAD_WORD_TOKENS, StructuredOutputs, TokenIds
+from baton.request import MAX_BAD_WORD_TOKENS, SamplingParams, StructuredOutputs, TokenIds
 from baton.tokenizer_file import read_vocab_size
 
 MAX_CHARS_PER_TOKEN: Final = 16  # on average; a longer prompt cannot fit the model and is not tokenised
@@ -52,7 +52,12 @@ BodyKind: TypeAlias = Literal[
     "chat", "completion", "either", "response", "message", "tokenize", "detokenize", "count_tokens"
 ]
 
-WITHOUT_FORM: Final = dict.fromkeys(FormKeys.__struct_fields__)  # the values of a body without a form
+
+class TextAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to a body that asks about tokens."""
+
+    num_unknown: int = 0  # keys of the body
+    json: bytes
 
 
 class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +70,7 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
     is_strict: bool = False  # unknown keys are refused
     max_chars: int | None = None  # of a chat's text; see `LongText`
     may_store: bool = False  # responses are stored
+    defaults: SamplingParams = SamplingParams(max_tokens=None)  # max_tokens caps every answer
 
     def longest(self) -> int:
         """Return the model's context length in tokens. Raises ApiError 503 while it is not known."""
@@ -152,25 +158,35 @@ class PromptReader:
             raise InvalidRequest("the model has no tokenizer: prompts are token ids")
         return self.tokenizer
 
-    def read(self, kind: BodyKind, data: bytes, policy: ReadPolicy, history: bytes = b"") -> ReadBody:
-        """Read a body. kind: "either" is a chat when the body has messages, else a completion.
+    def read(
+        self, kind: BodyKind, data: bytes, policy: ReadPolicy, history: bytes = b""
+    ) -> AskedCall | TextAnswer:
+        """Read a body. kind: "either" is a chat when the body has messages, else a completion; both stream.
 
         history: the conversation before the body of a response. Raises LongText for a chat with a text that
         is longer than the policy's `max_chars`.
         """
+        is_streamed = kind == "either"
         if kind == "either":
             kind = "chat" if "messages" in raw_fields(data) else "completion"
-        if kind == "response":
-            return self._response(data, policy, history)
-        read = {
-            "chat": self._chat,
-            "completion": self._completion,
-            "message": self._message,
-            "count_tokens": self._count_tokens,
-            "tokenize": self._tokenize,
-            "detokenize": self._detokenize,
-        }[kind]
-        return read(data, policy)
+        kinds: dict[BodyKind, tuple[type[Any], Callable[[Any, ReadPolicy], AskedCall | TextAnswer]]] = {
+            "chat": (ChatBody, self._chat),
+            "completion": (CompletionBody, self._completion),
+            "response": (responses.ResponsesBody, partial(self._response, history)),
+            "message": (messages.MessageBody, self._message),
+            "count_tokens": (messages.CountBody, self._count_tokens),
+            "tokenize": (TokenizeBody, self._tokenize),
+            "detokenize": (DetokenizeBody, self._detokenize),
+        }
+        struct, read = kinds[kind]
+        body, unknown = decode_body(data, struct)
+        if unknown and (policy.is_strict or getattr(struct, "refuses_unknown", False)):
+            key = unknown[0][:64]  # `renamed` leaves a message alone that does not begin with the key
+            raise ApiError(400, f"unknown key {key!r}", code="invalid_value", param=key)
+        policy.check_model(body.model)
+        if is_streamed:
+            body = msgspec.structs.replace(body, stream=True)
+        return msgspec.structs.replace(read(body, policy), num_unknown=len(unknown))
 
     def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Text that cannot fit `max_tokens` raises before it is tokenised."""
@@ -216,39 +232,26 @@ class PromptReader:
             raise LongText(len(text))
         return text
 
-    def _chat(self, data: bytes, policy: ReadPolicy) -> ReadBody:
-        body, num_unknown = _decode(data, ChatBody, policy)
-        return self._read_chat(body, num_unknown, policy)
-
-    def _response(self, data: bytes, policy: ReadPolicy, history: bytes) -> ReadBody:
-        body, num_unknown = _decode(data, responses.ResponsesBody, policy)
+    def _response(self, history: bytes, body: responses.ResponsesBody, policy: ReadPolicy) -> AskedCall:
         chat, asked = responses.as_chat(body, history, may_store=policy.may_store)
-        read = self._read_chat(chat, num_unknown, policy)
-        return msgspec.structs.replace(read, response=asked)
+        return msgspec.structs.replace(self._chat(chat, policy), response=asked)
 
-    def _message(self, data: bytes, policy: ReadPolicy) -> ReadBody:
-        body, num_unknown = _decode(data, messages.MessageBody, policy)
-        return self._read_chat(self._of_message(body), num_unknown, policy)
-
-    def _of_message(self, body: messages.PromptBody) -> ChatBody:
-        return messages.as_chat(
+    def _message(self, body: messages.PromptBody, policy: ReadPolicy) -> AskedCall:
+        chat = messages.as_chat(
             body,
             has_thinking_switch=self._chat_template is not None
             and self._chat_template.reads("enable_thinking", has_tools=bool(body.tools)),
             has_reasoning=self._parsers.reasoning_parser is not None,
         )
+        return self._chat(chat, policy)
 
-    def _count_tokens(self, data: bytes, policy: ReadPolicy) -> ReadBody:
-        body, num_unknown = _decode(data, messages.CountBody, policy)
-        read = self._read_chat(self._of_message(body), num_unknown, policy)
-        (prompt,) = read.prompts
-        answer = orjson.dumps({"input_tokens": len(prompt.token_ids)})
-        return ReadBody(num_unknown=num_unknown, answer=answer)
+    def _count_tokens(self, body: messages.CountBody, policy: ReadPolicy) -> TextAnswer:
+        (prompt,) = self._message(body, policy).prompts
+        return TextAnswer(json=orjson.dumps({"input_tokens": len(prompt.token_ids)}))
 
-    def _read_chat(self, body: ChatBody, num_unknown: int, policy: ReadPolicy) -> ReadBody:
+    def _chat(self, body: ChatBody, policy: ReadPolicy) -> AskedCall:
         check_sampled_ids(body, self._vocab_size)
         choice = read_tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
-        policy.check_model(body.model)
         kwargs = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             kwargs[REASONING_EFFORT] = body.reasoning_effort
@@ -261,17 +264,13 @@ class PromptReader:
         token_ids = truncated(token_ids, body, policy.longest())
         policy.check_length(len(token_ids))
         state = self._reasoning_state(text)
-        form = self._framed(self._form(body), choice, state)
-        rest = msgspec.structs.replace(
-            body, messages=[{}], tools=None, tool_choice=None, chat_template_kwargs=None, **WITHOUT_FORM
-        )
-        return ReadBody(
-            num_unknown=num_unknown,
-            chat=rest,
-            prompts=[Prompt(None, TokenIds.of(token_ids))],
-            parsing=self._parsing(body, choice, state),
-            asked_form=form,
+        return read_call(
+            body,
+            policy.defaults,
+            form=self._framed(self._form(body), choice, state),
             bad_words_token_ids=self._bad_words(body),
+            parsing=self._parsing(body, choice, state),
+            prompts=(Prompt(None, TokenIds.of(token_ids)),),
             tokenised_s=tokenised_s,
         )
 
@@ -310,21 +309,18 @@ class PromptReader:
         except (InvalidRequest, msgspec.ValidationError) as error:
             raise invalid(key, str(error)) from None
 
-    def _completion(self, data: bytes, policy: ReadPolicy) -> ReadBody:
-        body, num_unknown = _decode(data, CompletionBody, policy)
+    def _completion(self, body: CompletionBody, policy: ReadPolicy) -> AskedCall:
         check_sampled_ids(body, self._vocab_size)
-        policy.check_model(body.model)
         began_s = perf_counter()
-        prompts = [self._prompt(given, body, policy) for given in list_prompts(body.prompt)]
+        prompts = tuple(self._prompt(given, body, policy) for given in list_prompts(body.prompt))
         tokenised_s = perf_counter() - began_s
-        form = self._form(body)
-        rest = msgspec.structs.replace(body, prompt=None, **WITHOUT_FORM)
-        return ReadBody(
-            num_unknown=num_unknown,
-            completion=rest,
-            prompts=prompts,
-            asked_form=form,
+        return read_call(
+            body,
+            policy.defaults,
+            form=self._form(body),
             bad_words_token_ids=self._bad_words(body),
+            parsing=AnswerParsing(),
+            prompts=prompts,
             tokenised_s=tokenised_s,
         )
 
@@ -363,9 +359,7 @@ class PromptReader:
             return text if body.echo else None
         return self._needed_tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _tokenize(self, data: bytes, policy: ReadPolicy) -> ReadBody:
-        body, num_unknown = _decode(data, TokenizeBody, policy)
-        policy.check_model(body.model)
+    def _tokenize(self, body: TokenizeBody, policy: ReadPolicy) -> TextAnswer:
         longest = policy.longest()
         if (body.messages is None) == (body.prompt is None):
             raise invalid("prompt", "one of prompt and messages is needed")
@@ -386,26 +380,14 @@ class PromptReader:
         answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
         if body.return_token_strs:
             answer["token_strs"] = [self._needed_tokenizer.token(each) for each in token_ids]
-        return ReadBody(num_unknown=num_unknown, answer=_written(answer))
+        return _written(answer)
 
-    def _detokenize(self, data: bytes, policy: ReadPolicy) -> ReadBody:
-        body, num_unknown = _decode(data, DetokenizeBody, policy)
-        policy.check_model(body.model)
+    def _detokenize(self, body: DetokenizeBody, policy: ReadPolicy) -> TextAnswer:
         longest, num_tokens = policy.longest(), len(body.tokens)
         if num_tokens > longest:
             raise invalid("tokens", f"at most {longest}, which the model takes, got {num_tokens}")
         check_token_ids(body.tokens, self._vocab_size, "tokens")
-        answer = _written({"prompt": self._needed_tokenizer.decode(body.tokens)})
-        return ReadBody(num_unknown=num_unknown, answer=answer)
-
-
-def _decode(data: bytes, kind: type[AnyBody], policy: ReadPolicy) -> tuple[AnyBody, int]:
-    """Return the body and how many of its keys are unknown."""
-    body, unknown = decode_body(data, kind)
-    if unknown and (policy.is_strict or getattr(kind, "refuses_unknown", False)):
-        key = unknown[0][:64]  # `renamed` leaves a message alone that does not begin with the key
-        raise ApiError(400, f"unknown key {key!r}", code="invalid_value", param=key)
-    return body, len(unknown)
+        return _written({"prompt": self._needed_tokenizer.decode(body.tokens)})
 
 
 def _check_length(num_chars: int, max_tokens: int) -> None:
@@ -415,8 +397,8 @@ def _check_length(num_chars: int, max_tokens: int) -> None:
         )
 
 
-def _written(answer: Mapping[str, object]) -> bytes:
+def _written(answer: Mapping[str, object]) -> TextAnswer:
     data = orjson.dumps(answer)
     if len(data) > MAX_TEXT_ANSWER_BYTES:
         raise InvalidRequest(f"the answer has {len(data)} bytes; at most {MAX_TEXT_ANSWER_BYTES} are written")
-    return data
+    return TextAnswer(json=data)

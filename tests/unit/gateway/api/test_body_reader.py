@@ -14,7 +14,6 @@ import pytest
 from baton.cluster.model_directory import resolve_model
 from baton.config.gateway import TextSettings
 from baton.errors import InvalidRequest, Overloaded
-from baton.gateway.api.body import ReadBody
 from baton.gateway.api.body_reader import (
     MAX_WAITING,
     SMALL_BYTES,
@@ -24,11 +23,13 @@ from baton.gateway.api.body_reader import (
     ServedModel,
     ServedModels,
 )
+from baton.gateway.api.call import AskedCall
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.prompt_reader import (
     BodyKind,
     PromptReader,
     ReadPolicy,
+    TextAnswer,
 )
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.tokenizer import Tokenizer
@@ -66,8 +67,8 @@ def body(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
 
 
-def untimed(read: ReadBody) -> ReadBody:
-    return msgspec.structs.replace(read, tokenised_s=0.0)
+def untimed(read: AskedCall | TextAnswer) -> AskedCall | TextAnswer:
+    return msgspec.structs.replace(read, tokenised_s=0.0) if isinstance(read, AskedCall) else read
 
 
 READ: list[tuple[BodyKind, bytes]] = [
@@ -96,7 +97,7 @@ async def test_helpers_read_and_refuse_the_same_as_the_event_loop() -> None:
             expected = await here.read(kind, data, POLICY)
             assert untimed(await work.read(kind, data, POLICY)) == untimed(expected), data[:80]
             if kind == "detokenize":
-                assert json.loads(expected.answer or b"") == {"prompt": LONG}
+                assert isinstance(expected, TextAnswer) and json.loads(expected.json) == {"prompt": LONG}
         for data, message, status in REFUSED:
             with pytest.raises(ApiError, match=message) as refused:
                 await work.read("completion", data, POLICY)
@@ -167,7 +168,7 @@ async def test_cancelled_caller_does_not_confuse_the_next() -> None:
         for index in range(3):
             token_ids = [index] * SMALL_BYTES
             read = await work.read("completion", body(prompt=token_ids), POLICY)
-            assert read.prompts[0].token_ids == TokenIds.of(token_ids)
+            assert isinstance(read, AskedCall) and read.prompts[0].token_ids == TokenIds.of(token_ids)
 
 
 @on_loop
@@ -179,7 +180,8 @@ async def test_model_without_a_tokenizer_takes_token_ids() -> None:
         await BodyReader(PromptReader(TOKENIZER, None)).read(
             "chat", body(messages=[{"role": "user", "content": ""}]), POLICY
         )
-    assert (await work.read("completion", body(prompt=[5, 6]), POLICY)).prompts
+    read = await work.read("completion", body(prompt=[5, 6]), POLICY)
+    assert isinstance(read, AskedCall) and read.prompts
 
 
 # Turns.

@@ -22,7 +22,7 @@ from baton.gateway.api.body import (
     list_prompts,
 )
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
-from baton.gateway.api.call import SAMPLING_FIELDS, Call
+from baton.gateway.api.call import SAMPLING_FIELDS, AskedCall, Call
 from baton.gateway.api.errors import ApiError, as_api_error, with_param
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import PromptReader, ReadPolicy
@@ -299,7 +299,7 @@ def test_tags_that_are_special_tokens_stay_in_the_text(is_special: bool) -> None
     reader = PromptReader(Tokenizer(inner), template)
     policy = ReadPolicy(model="tiny", may_use=True, max_model_len=100)
     read_body = reader.read("chat", json.dumps({"messages": MESSAGES}).encode(), policy)
-    assert read_body.parsing.reasoning_parser == "qwen3"
+    assert isinstance(read_body, AskedCall) and read_body.parsing.reasoning_parser == "qwen3"
     assert read_body.parsing.keeps_special_tokens is is_special
 
 
