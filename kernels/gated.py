@@ -38,7 +38,8 @@ def gated(gate_up_T2F: Tensor, activation: Activation = SILU) -> Tensor:
     if runs_triton(gate_up_T2F):
         return gated_triton(gate_up_T2F, activation)
     if native.handles(gate_up_T2F.dtype) and gate_up_T2F.is_contiguous():
-        return _gated_native(gate_up_T2F, activation)
+        out_TF = torch.empty((len(gate_up_T2F), gate_up_T2F.shape[1] // 2), dtype=gate_up_T2F.dtype)
+        return _run_native(gate_up_T2F, out_TF, activation, has_up=True)
     return gated_reference(gate_up_T2F, activation)
 
 
@@ -119,16 +120,11 @@ def gated_reference(gate_up_T2F: Tensor, activation: Activation = SILU) -> Tenso
     return (gate_TF * torch.sigmoid(alpha * gate_TF) * (up_TF + 1)).to(gate_up_T2F.dtype)
 
 
-def _gated_native(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
-    out_TF = torch.empty((len(gate_up_T2F), gate_up_T2F.shape[1] // 2), dtype=gate_up_T2F.dtype)
-    _run_native(gate_up_T2F, out_TF, activation, has_up=True)
-    return out_TF
-
-
-def _run_native(x: Tensor, out_TF: Tensor, activation: Activation, *, has_up: bool) -> None:
+def _run_native(x: Tensor, out_TF: Tensor, activation: Activation, *, has_up: bool) -> Tensor:
     native.function("baton_gated", "ppnniiffi")(
         x.data_ptr(), out_TF.data_ptr(), *out_TF.shape, has_up, *activation, native.DTYPE_CODES[x.dtype]
     )
+    return out_TF
 
 
 # Without up, and without a gate. The native ops are there because torch computes the last elements of a
@@ -139,9 +135,7 @@ def gelu_tanh(x_TF: Tensor) -> Tensor:
     """GELU by its approximation with tanh; x_TF: contiguous."""
     if x_TF.is_cuda or not native.handles(x_TF.dtype):
         return F.gelu(x_TF, approximate="tanh")
-    out_TF = torch.empty_like(x_TF)
-    _run_native(x_TF, out_TF, GELU_TANH, has_up=False)
-    return out_TF
+    return _run_native(x_TF, torch.empty_like(x_TF), GELU_TANH, has_up=False)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

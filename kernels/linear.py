@@ -612,7 +612,7 @@ def embedding(token_ids_T: Tensor, table_VE: Tensor) -> Tensor:
             f"got {token_ids_T.dtype} {list(token_ids_T.shape)} and {list(table_VE.shape)}"
         )
     if table_VE.is_cuda or native.library() is None or not _are_contiguous(token_ids_T, table_VE):
-        return embedding_reference(token_ids_T, table_VE)
+        return functional.embedding(token_ids_T, table_VE)
     num_tokens, width = len(token_ids_T), table_VE.shape[1]
     out_TE = torch.empty((num_tokens, width), dtype=table_VE.dtype)
     native.function("baton_embedding", "pppnn")(
@@ -623,11 +623,6 @@ def embedding(token_ids_T: Tensor, table_VE: Tensor) -> Tensor:
         width * table_VE.element_size(),
     )
     return out_TE
-
-
-def embedding_reference(token_ids_T: Tensor, table_VE: Tensor) -> Tensor:
-    """`embedding` in plain torch."""
-    return functional.embedding(token_ids_T, table_VE)
 
 
 def _are_contiguous(*tensors: Tensor) -> bool:

@@ -139,7 +139,18 @@ def ragged_attention(
     several = _as_several_heads(kv_pages, num_heads)
     if native_handles(query_THD.dtype, num_heads // several.shape[2], head_dim):
         return _ragged_attention_native(query_THD, several, batch, *options)
-    return _ragged_attention_reference(query_THD, kv_pages, batch, *options)
+    return prefill_attention_reference(  # decodes are chunks of one token
+        query_THD,
+        kv_pages,
+        batch.page_table_BP,
+        batch.cu_seqlens_B1,
+        batch.context_lens_B,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
+        value_dim=value_dim,
+    )
 
 
 def _as_several_heads(kv_pages: Tensor, num_heads: int) -> Tensor:
@@ -265,28 +276,3 @@ def _ragged_attention_triton(
             out_THV=out_THV[num_decodes:],
         )
     return out_THV
-
-
-def _ragged_attention_reference(
-    query_THD: Tensor,
-    kv_pages: Tensor,
-    batch: RaggedBatch,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-    value_dim: int,
-) -> Tensor:
-    """Decodes are chunks of one token."""
-    return prefill_attention_reference(
-        query_THD,
-        kv_pages,
-        batch.page_table_BP,
-        batch.cu_seqlens_B1,
-        batch.context_lens_B,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks_H=sinks_H,
-        value_dim=value_dim,
-    )

@@ -23,12 +23,8 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | N
     """
     if runs_triton(x_TE):
         return rms_norm_triton(x_TE, weight_E, eps, residual_TE)
-    if not _native_handles(x_TE, weight_E):
-        return rms_norm_reference(x_TE, weight_E, eps, residual_TE)
-    if residual_TE is None:
-        return _rms_norm_native(x_TE, weight_E, eps)
-    if x_TE.is_contiguous() and residual_TE.is_contiguous():
-        return _add_rms_norm_native(x_TE, residual_TE, weight_E, eps)
+    if _native_handles(x_TE, weight_E, residual_TE):
+        return _rms_norm_native(x_TE, weight_E, eps, residual_TE)
     return rms_norm_reference(x_TE, weight_E, eps, residual_TE)
 
 
@@ -139,47 +135,35 @@ def rms_norm_reference(
     return normed_TE.to(x_TE.dtype) * weight_E
 
 
-def _native_handles(x_TE: Tensor, weight_E: Tensor) -> bool:
+def _native_handles(x_TE: Tensor, weight_E: Tensor, residual_TE: Tensor | None) -> bool:
     return (
         native.handles(x_TE.dtype)
         and weight_E.dtype in (x_TE.dtype, torch.float32)
         and x_TE.shape[-1:] == weight_E.shape
         and x_TE.stride(-1) == 1
         and x_TE.dim() in (2, 3)
+        and (residual_TE is None or (x_TE.is_contiguous() and residual_TE.is_contiguous()))
     )
 
 
-def _rms_norm_native(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
-    token_stride, head_stride = _row_strides(x_TE)
-    native.function("baton_rms_norm", "pnnppnnnnnfii")(
-        x_TE.data_ptr(),
-        token_stride * x_TE.element_size(),
-        head_stride * x_TE.element_size(),
-        weight_E.data_ptr(),
-        out_TE.data_ptr(),
-        out_TE.stride(0) * x_TE.element_size(),
-        out_TE.stride(1) * x_TE.element_size(),
-        x_TE.shape[0],
-        x_TE.shape[1] if x_TE.dim() == 3 else 1,
-        x_TE.shape[-1],
-        eps,
-        native.DTYPE_CODES[x_TE.dtype],
-        native.DTYPE_CODES[weight_E.dtype],
-    )
-    return out_TE
-
-
-def _add_rms_norm_native(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    if residual_TE.shape != x_TE.shape or residual_TE.dtype != x_TE.dtype:
+def _rms_norm_native(x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None) -> Tensor:
+    rows_TE = x_TE if residual_TE is None else residual_TE
+    if rows_TE.shape != x_TE.shape or rows_TE.dtype != x_TE.dtype:
         raise ValueError(f"residual must be {x_TE.dtype} {tuple(x_TE.shape)} like x")
     out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
-    native.function("baton_add_rms_norm", "ppppnnfii")(
-        x_TE.data_ptr(),
-        residual_TE.data_ptr(),
+    strides = (*_row_strides(rows_TE), *_row_strides(out_TE))
+    outer, inner, out_outer, out_inner = (stride * x_TE.element_size() for stride in strides)
+    native.function("baton_rms_norm", "ppnnppnnnnnfii")(
+        None if residual_TE is None else x_TE.data_ptr(),
+        rows_TE.data_ptr(),
+        outer,
+        inner,
         weight_E.data_ptr(),
         out_TE.data_ptr(),
-        x_TE.numel() // x_TE.shape[-1],
+        out_outer,
+        out_inner,
+        x_TE.shape[0],
+        x_TE.shape[1] if x_TE.dim() == 3 else 1,
         x_TE.shape[-1],
         eps,
         native.DTYPE_CODES[x_TE.dtype],

@@ -80,6 +80,12 @@ static void multiply(const struct decoder *d, const struct weight *w, const char
     multiply_weight(w, x, w->num_inputs * size, y, w->num_columns * size, num_rows, splits, d->dtype, d->dtype);
 }
 
+// residual += x, unless x is null; then y = norm(residual).
+static void norm(const struct decoder *d, const char *x, char *residual, const char *weight, char *y, int64_t num_rows) {
+    int64_t row_bytes = d->hidden * element_bytes(d);
+    baton_rms_norm(x, residual, row_bytes, 0, weight, y, row_bytes, 0, num_rows, 1, d->hidden, d->eps, d->dtype, d->dtype);
+}
+
 // x -> attended; the layer's keys and values go to their pages.
 static void attend(
     const struct decoder *d, const struct layer *l, const struct step *s, const struct buffers *b, int64_t index, double *since) {
@@ -88,9 +94,9 @@ static void attend(
     multiply(d, &l->qkv, b->x, b->qkv, s->num_tokens, 1);
     lap(s, LINEAR, since);
     if (l->query_norm) {
-        baton_rms_norm(query, stride, head_bytes, l->query_norm, query, stride, head_bytes, s->num_tokens, d->num_heads,
+        baton_rms_norm(0, query, stride, head_bytes, l->query_norm, query, stride, head_bytes, s->num_tokens, d->num_heads,
                        d->head_dim, d->eps, d->dtype, d->dtype);
-        baton_rms_norm(key, stride, head_bytes, l->key_norm, key, stride, head_bytes, s->num_tokens, d->num_kv_heads,
+        baton_rms_norm(0, key, stride, head_bytes, l->key_norm, key, stride, head_bytes, s->num_tokens, d->num_kv_heads,
                        d->head_dim, d->eps, d->dtype, d->dtype);
     }
     baton_rope(query, stride, head_bytes, d->num_heads, d->cos_sin, s->positions, s->num_tokens, d->head_dim, d->dtype);
@@ -152,11 +158,11 @@ EXPORT void baton_struct_sizes(int64_t *sizes) {
 
 EXPORT void baton_decoder(const struct decoder *d, const struct step *s) {
     struct buffers b = lay_out(d, s->scratch, s->num_tokens);
-    int64_t row_bytes = d->hidden * element_bytes(d), num_rows = s->num_tokens;
+    int64_t num_rows = s->num_tokens;
     double since = 0;
     lap(s, OTHER, &since);
     if (s->first_layer == 0)  // else b.x is as the call before has left it
-        baton_rms_norm(s->residual, row_bytes, 0, d->layers[0].input_norm, b.x, row_bytes, 0, num_rows, 1, d->hidden, d->eps, d->dtype, d->dtype);
+        norm(d, 0, s->residual, d->layers[0].input_norm, b.x, num_rows);
     for (int64_t index = s->first_layer; index < s->stop_layer; index++) {
         const struct layer *l = d->layers + index;
         int is_last = index + 1 == d->num_layers;
@@ -169,11 +175,10 @@ EXPORT void baton_decoder(const struct decoder *d, const struct step *s) {
         lap(s, OTHER, &since);
         multiply(d, &l->out, b.attended, b.x, num_rows, d->splits);
         lap(s, LINEAR, &since);
-        baton_add_rms_norm(b.x, s->residual, l->post_norm, b.x, num_rows, d->hidden, d->eps, d->dtype, d->dtype);
+        norm(d, b.x, s->residual, l->post_norm, b.x, num_rows);
         lap(s, OTHER, &since);
         feed_forward(d, l, s, &b, num_rows, &since);
-        baton_add_rms_norm(b.x, s->residual, is_last ? d->final_norm : l[1].input_norm, is_last ? s->output : b.x,
-                           num_rows, d->hidden, d->eps, d->dtype, d->dtype);
+        norm(d, b.x, s->residual, is_last ? d->final_norm : l[1].input_norm, is_last ? s->output : b.x, num_rows);
         lap(s, OTHER, &since);
     }
 }

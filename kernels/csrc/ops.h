@@ -56,11 +56,8 @@ void multiply_codes(
     const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
     int dtype, int y_dtype);
 void baton_rms_norm(
-    char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer, ptrdiff_t y_inner,
-    int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype, int weight_dtype);
-void baton_add_rms_norm(
-    const char *x, char *residual, const char *weight, char *y, int64_t num_rows, int64_t width, float eps, int dtype,
-    int weight_dtype);
+    const char *x, char *rows, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer,
+    ptrdiff_t y_inner, int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype, int weight_dtype);
 void baton_rope(
     char *x, ptrdiff_t stride, ptrdiff_t head_stride, int64_t num_heads, const float *cos_sin, const int64_t *positions,
     int64_t num_tokens, int64_t head_dim, int dtype);

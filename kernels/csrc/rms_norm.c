@@ -45,7 +45,7 @@ INLINE void add_row(char *residual, const char *x, int64_t width, const int is_b
 #define PART_WORK 32768  // elements worth a part of their own
 
 struct norm {
-    const char *x;  // added to the residual, or null
+    const char *x;  // added to the rows, or null
     char *rows, *y;
     const char *weight;
     struct rows strides, y_strides;
@@ -71,23 +71,13 @@ static void norm_rows(const void *context, int64_t begin, int64_t end, int threa
     }
 }
 
-// x, y: [num_outer, num_inner, width], last axis contiguous, strides in bytes; y may be x.
+// rows += x, unless x is null; then y = norm(rows). rows, y: [num_outer, num_inner, width], last axis contiguous, strides in
+// bytes. x is contiguous. y may be rows or x.
 EXPORT void baton_rms_norm(
-    char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer, ptrdiff_t y_inner,
-    int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype, int weight_dtype) {
+    const char *x, char *rows, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer,
+    ptrdiff_t y_inner, int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype, int weight_dtype) {
     struct norm n = {
-        .rows = x, .y = y, .weight = weight, .strides = {outer, inner}, .y_strides = {y_outer, y_inner},
+        .x = x, .rows = rows, .y = y, .weight = weight, .strides = {outer, inner}, .y_strides = {y_outer, y_inner},
         .num_inner = num_inner, .width = width, .eps = eps, .dtype = dtype, .weight_dtype = weight_dtype};
     parallel_for(num_outer * num_inner, grain_of(width, PART_WORK), norm_rows, &n);
-}
-
-// residual += x, then y = norm(residual); all [num_rows, width], contiguous; y may be x.
-EXPORT void baton_add_rms_norm(
-    const char *x, char *residual, const char *weight, char *y, int64_t num_rows, int64_t width, float eps, int dtype,
-    int weight_dtype) {
-    int64_t row_bytes = width * (dtype == BF16 ? 2 : 4);
-    struct norm n = {
-        .x = x, .rows = residual, .y = y, .weight = weight, .strides = {row_bytes, 0}, .y_strides = {row_bytes, 0},
-        .num_inner = 1, .width = width, .eps = eps, .dtype = dtype, .weight_dtype = weight_dtype};
-    parallel_for(num_rows, grain_of(width, PART_WORK), norm_rows, &n);
 }
