@@ -36,13 +36,23 @@ def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Te
 
     query_THD, key_TKD: any strides over tokens and heads, so views of one fused projection will do.
     cos_sin_MD: fp32 [M, D]; cosines in the first half of a row, sines in the second.
-    positions_T: integers in [0, M); the caller guarantees that. The rotation is fp32, rounded once.
+    positions_T: int64 in [0, M); the caller guarantees that. The rotation is fp32, rounded once.
     """
     if runs_triton(query_THD):
         raise ValueError("rope takes tensors of a CPU; rope_and_store takes those of a GPU")
     if _native_handles(query_THD) and _native_handles(key_TKD):
+        _check_rope(query_THD, key_TKD, cos_sin_MD, positions_T)
         for heads in (query_THD, key_TKD):
-            _rotate_native(heads, cos_sin_MD, positions_T)
+            native.function("baton_rope", "pnnnppnni")(
+                heads.data_ptr(),
+                heads.stride(0) * heads.element_size(),
+                heads.stride(1) * heads.element_size(),
+                heads.shape[1],
+                cos_sin_MD.data_ptr(),
+                positions_T.data_ptr(),
+                *heads.shape[::2],
+                native.DTYPE_CODES[heads.dtype],
+            )
     else:
         rope_reference(query_THD, key_TKD, cos_sin_MD, positions_T)
 
@@ -65,8 +75,8 @@ def rotated(
     return rotated_first_HD.to(dtype), rotated_second_HD.to(dtype)
 
 
-def check_rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
-    """Raise ValueError for shapes, strides, dtypes or devices that the GPU kernel does not take."""
+def _check_rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
+    """Raise ValueError for shapes, strides, dtypes or devices that the kernels do not take."""
     if query_THD.dim() != 3 or query_THD.shape[2] % 2 or query_THD.stride(2) != 1:
         raise ValueError(f"query must be [T, H, D], D even and adjacent, got {tuple(query_THD.shape)}")
     num_tokens, _, head_dim = query_THD.shape
@@ -74,14 +84,19 @@ def check_rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions
         raise ValueError(f"key must be [{num_tokens}, K, {head_dim}], got {tuple(key_TKD.shape)}")
     if key_TKD.stride(2) != 1 or key_TKD.dtype != query_THD.dtype:
         raise ValueError(f"key must have adjacent D and dtype {query_THD.dtype}, got {key_TKD.dtype}")
-    if cos_sin_MD.dtype != torch.float32 or not cos_sin_MD.is_contiguous():
-        raise ValueError(f"cos_sin must be contiguous float32, got {cos_sin_MD.dtype}")
-    if cos_sin_MD.dim() != 2 or cos_sin_MD.shape[1] != head_dim:
-        raise ValueError(f"cos_sin must be [M, {head_dim}], got {tuple(cos_sin_MD.shape)}")
-    if positions_T.shape != (num_tokens,) or not positions_T.is_contiguous():
-        raise ValueError(f"positions must be contiguous [{num_tokens}], got {tuple(positions_T.shape)}")
+    has_table_shape = cos_sin_MD.dim() == 2 and cos_sin_MD.shape[1] == head_dim
+    if cos_sin_MD.dtype != torch.float32 or not has_table_shape or not cos_sin_MD.is_contiguous():
+        found = f"{cos_sin_MD.dtype} {tuple(cos_sin_MD.shape)}"
+        raise ValueError(f"cos_sin must be contiguous float32 [M, {head_dim}], got {found}")
+    _check_indices("positions", positions_T, num_tokens)
     if not query_THD.device == key_TKD.device == cos_sin_MD.device == positions_T.device:
         raise ValueError(f"cos_sin on {cos_sin_MD.device} and the rest must be on {query_THD.device}")
+
+
+def _check_indices(name: str, indices_T: Tensor, num_tokens: int) -> None:
+    if indices_T.dtype != torch.int64 or indices_T.shape != (num_tokens,) or not indices_T.is_contiguous():
+        found = f"{indices_T.dtype} {tuple(indices_T.shape)}"
+        raise ValueError(f"{name} must be contiguous int64 [{num_tokens}], got {found}")
 
 
 def rope_reference(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
@@ -96,30 +111,6 @@ def rope_reference(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, posit
 
 def _native_handles(heads_THD: Tensor) -> bool:
     return native.handles(heads_THD.dtype) and heads_THD.stride(2) == 1
-
-
-def _rotate_native(heads_THD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
-    num_tokens, num_heads, head_dim = heads_THD.shape
-    if cos_sin_MD.dtype != torch.float32 or cos_sin_MD.shape[1] != head_dim or not cos_sin_MD.is_contiguous():
-        raise ValueError(f"cos_sin must be contiguous float32 [M, {head_dim}], got {tuple(cos_sin_MD.shape)}")
-    if (
-        positions_T.dtype != torch.int64
-        or positions_T.shape != (num_tokens,)
-        or not positions_T.is_contiguous()
-    ):
-        found = f"{positions_T.dtype} {tuple(positions_T.shape)}"
-        raise ValueError(f"positions must be contiguous int64 [{num_tokens}], got {found}")
-    native.function("baton_rope", "pnnnppnni")(
-        heads_THD.data_ptr(),
-        heads_THD.stride(0) * heads_THD.element_size(),
-        heads_THD.stride(1) * heads_THD.element_size(),
-        num_heads,
-        cos_sin_MD.data_ptr(),
-        positions_T.data_ptr(),
-        num_tokens,
-        head_dim,
-        native.DTYPE_CODES[heads_THD.dtype],
-    )
 
 
 def store_kv(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
@@ -275,7 +266,7 @@ def rope_and_store_triton(
     slots_T: Tensor,
 ) -> None:
     """`rope_and_store` on a GPU."""
-    check_rope(query_THD, key_TKD, cos_sin_MD, positions_T)
+    _check_rope(query_THD, key_TKD, cos_sin_MD, positions_T)
     _check(key_TKD, value_TKV, kv_pages, slots_T)
     num_tokens, num_query_heads, head_dim = query_THD.shape
     num_kv_heads, value_dim = value_TKV.shape[1:]
@@ -332,8 +323,7 @@ def _check(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor, slots_T: Tensor
         raise ValueError(f"kv_pages must be [P, L, K, S, R] with adjacent R, got {tuple(kv_pages.shape)}")
     if kv_pages.shape[1] not in (1, 2) or kv_pages.shape[2] != num_kv_heads:
         raise ValueError(f"kv_pages must be [P, L, {num_kv_heads}, S, R], got {tuple(kv_pages.shape)}")
-    if slots_T.shape != (num_tokens,) or slots_T.dtype != torch.int64 or not slots_T.is_contiguous():
-        raise ValueError(f"slots must be contiguous int64 [{num_tokens}], got {tuple(slots_T.shape)}")
+    _check_indices("slots", slots_T, num_tokens)
     if key_TKD.dtype != value_TKV.dtype:
         raise ValueError(f"key and value must share a dtype, got {key_TKD.dtype}, {value_TKV.dtype}")
     if not key_TKD.device == value_TKV.device == kv_pages.device == slots_T.device:
@@ -433,9 +423,7 @@ def _store_kv_native(key_TKD: Tensor, value_TKV: Tensor, kv_pages: Tensor, slots
         raise ValueError(f"kv_pages {tuple(kv_pages.shape)} do not take keys {tuple(key_TKD.shape)}")
     format_of_rows = _format_of_rows(key_TKD, value_TKV, kv_pages)
     keys, values = _planes(kv_pages, value_TKV.shape[2])
-    if slots_T.dtype != torch.int64 or slots_T.shape != (num_tokens,) or not slots_T.is_contiguous():
-        found = f"{slots_T.dtype} {tuple(slots_T.shape)}"
-        raise ValueError(f"slots must be contiguous int64 [{num_tokens}], got {found}")
+    _check_indices("slots", slots_T, num_tokens)
     head_bytes, page_bytes = key_TKD.element_size(), kv_pages.element_size()
     native.function("baton_store_kv", "pnpnpnnnnpnnnnnni")(
         key_TKD.data_ptr(),

@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "gated": (lambda: gated_triton(f(2, 7)), r"\[T, 2 \* F\].* got \(2, 7\)"),
     "rope_odd": (lambda: rotate(query=f(3, 4, 7), key=f(3, 2, 7), table=f(9, 7)), "D even"),
     "rope_key": (lambda: rotate(key=f(2, 2, 8)), r"key must be \[3, K, 8\]"),
-    "rope_table": (lambda: rotate(table=f(9, 4)), r"cos_sin must be \[M, 8\]"),
+    "rope_table": (lambda: rotate(table=f(9, 4)), r"cos_sin must be contiguous float32 \[M, 8\]"),
     "rope_positions": (lambda: rotate(positions=i64(2)), r"positions must be"),
     "store_slots": (lambda: rotate(slots=i32(3)), "slots must be"),
     "store_heads": (lambda: rotate(key=f(3, 1, 8), value=f(3, 1, 8)), r"\[P, L, 1, S, R\]"),
