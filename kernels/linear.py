@@ -135,7 +135,7 @@ def linear(
         x_TK = x_TK.contiguous()
     num_tokens = x_TK.shape[0]
     out_TN = torch.empty((num_tokens, weight.num_outputs), dtype=out_dtype)
-    addresses_and_sizes = (
+    native.function("baton_linear", "pnpppnnnnniiii")(
         x_TK.data_ptr(),
         x_TK.stride(0) * x_TK.element_size(),
         weight.data.data_ptr(),
@@ -145,13 +145,12 @@ def linear(
         num_tokens,
         weight.num_outputs,
         weight.num_inputs,
+        weight.group,
+        weight.format,
+        num_splits,
+        native.DTYPE_CODES[x_TK.dtype],
+        native.DTYPE_CODES[out_dtype],
     )
-    codes = native.DTYPE_CODES[x_TK.dtype], native.DTYPE_CODES[out_dtype]
-    if weight.group:
-        multiply = native.function("baton_linear_quantised", "pnpppnnnnniiii")
-        multiply(*addresses_and_sizes, weight.group, weight.format, num_splits, *codes)
-    else:
-        native.function("baton_linear", "pnpppnnnniii")(*addresses_and_sizes, num_splits, *codes)
     return out_TN
 
 

@@ -168,20 +168,20 @@ static int multiply_widened(const struct linear *p, int64_t num_inputs) {
     return 1;
 }
 
-// x and packed share the element type `dtype`; y is of type `y_dtype`. num_inputs is even for bf16.
-EXPORT void baton_linear(
-    const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
-    int64_t num_rows, int64_t num_columns, int64_t num_inputs, int splits, int dtype, int y_dtype) {
+// x and the weight share the element type `dtype`. The number of inputs is even for bf16.
+void multiply_plain(
+    const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
+    int dtype, int y_dtype) {
     struct linear p = {
-        .x = x, .x_stride = x_stride, .packed = packed, .out = {y, y_stride, bias, num_columns, y_dtype == BF16},
-        .num_rows = num_rows, .num_units = dtype == BF16 ? num_inputs / 2 : num_inputs, .splits = splits};
-    if (dtype != BF16) multiply_rows(&p, num_inputs, multiply_floats);
-    else if (num_rows < WIDE_ROWS || !cpu_products.widen || !multiply_widened(&p, num_inputs))
-        multiply_rows(&p, num_inputs, multiply_pairs);
+        .x = x, .x_stride = x_stride, .packed = w->packed, .out = {y, y_stride, w->bias, w->num_columns, y_dtype == BF16},
+        .num_rows = num_rows, .num_units = dtype == BF16 ? w->num_inputs / 2 : w->num_inputs, .splits = splits};
+    if (dtype != BF16) multiply_rows(&p, w->num_inputs, multiply_floats);
+    else if (num_rows < WIDE_ROWS || !cpu_products.widen || !multiply_widened(&p, w->num_inputs))
+        multiply_rows(&p, w->num_inputs, multiply_pairs);
 }
 
-// As baton_linear, with a weight in any format.
-EXPORT void baton_linear_quantised(
+// A product of a weight in any format: as multiply_weight.
+EXPORT void baton_linear(
     const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
     int64_t num_rows, int64_t num_columns, int64_t num_inputs, int64_t group, int format, int splits, int dtype, int y_dtype) {
     struct weight w = {packed, bias, num_columns, num_inputs, group, format};

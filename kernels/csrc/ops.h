@@ -46,15 +46,6 @@ void baton_linear_experts(
     const char *x, ptrdiff_t x_stride, const struct expert_weights *w, const int64_t *starts, int64_t num_experts, char *y,
     ptrdiff_t y_stride, int dtype, int y_dtype);
 void baton_embedding(const int64_t *token_ids, const char *table, char *out, int64_t num_tokens, int64_t row_bytes);
-void baton_linear(
-    const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
-    int64_t num_rows, int64_t num_columns, int64_t num_inputs, int splits, int dtype, int y_dtype);
-void multiply_rounded(
-    const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
-    int dtype, int y_dtype);
-void multiply_codes(
-    const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
-    int dtype, int y_dtype);
 void baton_rms_norm(
     const char *x, char *rows, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer,
     ptrdiff_t y_inner, int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype, int weight_dtype);
@@ -78,14 +69,16 @@ void baton_gated(
     const char *gate_up, char *y, int64_t num_rows, int64_t width, int has_up, int kind, float alpha, float limit, int dtype);
 
 // y = x @ weight^T + bias. x is of the element type `dtype`, y of `y_dtype`; strides are bytes.
+typedef void multiply_fn(
+    const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
+    int dtype, int y_dtype);
+multiply_fn multiply_plain, multiply_codes, multiply_rounded;  // of the formats
+
 INLINE void multiply_weight(
     const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
     int dtype, int y_dtype) {
-    if (w->format >= INT8_ROUNDED) multiply_rounded(w, x, x_stride, y, y_stride, num_rows, splits, dtype, y_dtype);
-    else if (w->format) multiply_codes(w, x, x_stride, y, y_stride, num_rows, splits, dtype, y_dtype);
-    else
-        baton_linear(x, x_stride, w->packed, w->bias, y, y_stride, num_rows, w->num_columns, w->num_inputs, splits, dtype,
-                     y_dtype);
+    multiply_fn *multiply = w->format >= INT8_ROUNDED ? multiply_rounded : w->format ? multiply_codes : multiply_plain;
+    multiply(w, x, x_stride, y, y_stride, num_rows, splits, dtype, y_dtype);
 }
 
 // A mixture of experts. This rank has the experts [first, first + num_here). y is of the element type `y_dtype`, all else of
