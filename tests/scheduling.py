@@ -271,8 +271,7 @@ class Harness:
         if sequence.page_table:
             return []
         is_swapped = sequence.status is SequenceStatus.SWAPPED
-        match = self.cache.match_swapped(sequence) if is_swapped else self.cache.match(sequence)
-        return match.device_pages
+        return self.cache.match_swapped(sequence) if is_swapped else self.cache.match(sequence)[0]
 
     def _num_committed(self, sequence: Sequence) -> int:
         chunks = [] if self.in_flight is None else self.in_flight[0].chunks

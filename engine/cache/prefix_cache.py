@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Ordered
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
 from baton.engine.cache.disk_tier import DiskTier, Loaded
 from baton.engine.cache.page_pool import PagePool, PageState
@@ -308,17 +308,6 @@ class HostTier:
 _NO_PAGE: Final = -1
 
 
-class PrefixMatch(NamedTuple):
-    """A chain of known pages."""
-
-    device_pages: list[int]
-    host_keys: list[bytes]  # continue the chain of device_pages
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.device_pages) + len(self.host_keys)
-
-
 class PrefixCache:
     """`page_keys` None turns the cache off: no page is hashed, matched or kept."""
 
@@ -348,10 +337,12 @@ class PrefixCache:
         if self._page_keys is not None and num_pages > len(sequence.page_keys):
             self._page_keys.extend(sequence.page_keys, sequence.token_ids, num_pages, sequence.cache_salt)
 
-    def match(self, sequence: Sequence) -> PrefixMatch:
-        """The longest known prefix of the sequence, as far as its keys reach. Pure."""
+    def match(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
+        """The longest known prefix of the sequence, as far as its keys reach: the device pages, and the keys
+        of the host pages after them. Pure.
+        """
         if sequence.needs_prompt_logprobs:
-            return PrefixMatch([], [])
+            return [], []
         keys = sequence.page_keys[: (sequence.num_tokens - 1) // self.pool.page_size]
         device_pages = self._known_pages(keys)
         host_keys: list[bytes] = []
@@ -360,12 +351,11 @@ class PrefixCache:
                 if key not in self.host:
                     break
                 host_keys.append(key)
-        return PrefixMatch(device_pages, host_keys)
+        return device_pages, host_keys
 
-    def match_swapped(self, sequence: Sequence) -> PrefixMatch:
+    def match_swapped(self, sequence: Sequence) -> list[int]:
         """The leading full pages of a swapped-out sequence that the device still knows."""
-        keys = sequence.page_keys[: sequence.num_computed_tokens // self.pool.page_size]
-        return PrefixMatch(self._known_pages(keys), [])
+        return self._known_pages(sequence.page_keys[: sequence.num_computed_tokens // self.pool.page_size])
 
     def find(self, token_ids: Ordered[int], salt: bytes) -> list[int]:
         """The device pages of the longest known prefix that leaves a token to compute. Pure."""

@@ -307,7 +307,7 @@ class Scheduler:
                 sequence.computed_s += computed_s
                 sequence.used_s += token_s
                 sequence.token_ids[-1] = token_id
-            outputs = self._queues.decodes.columns.outputs(batch.ends, sampled)
+            outputs = self._queues.decodes.outputs(batch.ends, sampled)
         else:
             outputs = self._commit_each(batch, sampled, step_s, computed_s)
         if batch.drafts:
@@ -476,14 +476,14 @@ class SequencePages:
         if sequence.page_table:
             return []
         if sequence.status is SequenceStatus.SWAPPED:
-            match = self._cache.match_swapped(sequence)
+            device_pages, host_keys = self._cache.match_swapped(sequence), list[bytes]()
         else:
-            match = self._cache.match(sequence)
-        self._pool.share(match.device_pages, sequence.key)
-        sequence.page_table += match.device_pages
-        for key in match.host_keys:
+            device_pages, host_keys = self._cache.match(sequence)
+        self._pool.share(device_pages, sequence.key)
+        sequence.page_table += device_pages
+        for key in host_keys:
             self._host.pin(key)
-        return match.host_keys
+        return host_keys
 
     def restore(self, sequence: Sequence, host_keys: list[bytes]) -> None:
         """Copy host pages back and set `num_computed_tokens`."""
@@ -520,7 +520,7 @@ class SequencePages:
     def _swap_in(self, sequence: Sequence) -> None:
         """Share the full pages that the device still knows, copy the others back and register them."""
         table = sequence.page_table
-        for page in self._cache.match_swapped(sequence).device_pages[len(table) :]:
+        for page in self._cache.match_swapped(sequence)[len(table) :]:
             self._pool.share((page,), sequence.key)
             table.append(page)
         sequence.num_known_pages = len(table)

@@ -375,26 +375,6 @@ class Drafter(Protocol):
 # The queues.
 
 
-class DecodeColumns:
-    """The parts of sequences that their next steps need, gathered once while all of them decode."""
-
-    def __init__(self, sequences: list[Sequence]) -> None:
-        # With this many tokens more, the first sequence has its greatest length.
-        self.num_tokens_left = min((s.max_num_tokens - s.num_tokens for s in sequences), default=0)
-        self._request_ids = [sequence.request_id for sequence in sequences]
-        self._choices = [sequence.choice for sequence in sequences]
-        self._num_prompt_tokens = np.array([each.num_prompt_tokens for each in sequences], np.int64)
-        self._num_cached_tokens = [sequence.num_cached_tokens for sequence in sequences]
-        # A sequence may end with one of these; None: it has no token.
-        self.stop_ids: frozenset[int | None] = frozenset([None]).union(*(s.stop_ids for s in sequences))
-
-    def outputs(self, positions: Int64s, token_ids: Ordered[int]) -> list[StepOutput]:
-        """The outputs of one token for each sequence, at these positions."""
-        indices = (positions - self._num_prompt_tokens).tolist()
-        reasons, num_cached = repeat(None), self._num_cached_tokens
-        return [*map(StepOutput, self._request_ids, self._choices, indices, token_ids, reasons, num_cached)]
-
-
 class Decodes:
     """The decoding sequences, in order, as the next step computes them."""
 
@@ -405,10 +385,29 @@ class Decodes:
         self.lengths = dict.fromkeys(decoding, 1)
         self.page_starts: list[int] = np.flatnonzero(self.starts & (page_size - 1) == 0).tolist()
 
+    # Gathered on first use, while all of the sequences decode: a step with prompts needs none.
+
     @cached_property
-    def columns(self) -> DecodeColumns:
-        """Created on first use: a step with prompts needs none."""
-        return DecodeColumns(self.sequences)
+    def num_tokens_left(self) -> int:
+        """With this many tokens more, the first sequence has its greatest length."""
+        return min((each.max_num_tokens - each.num_tokens for each in self.sequences), default=0)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int | None]:
+        """A sequence may end with one of these; None: it has no token."""
+        return frozenset([None]).union(*(each.stop_ids for each in self.sequences))
+
+    @cached_property
+    def _columns(self) -> tuple[list[str], list[int], Int64s, list[int]]:
+        request_ids, choices = [s.request_id for s in self.sequences], [s.choice for s in self.sequences]
+        num_prompt_tokens = np.array([each.num_prompt_tokens for each in self.sequences], np.int64)
+        return request_ids, choices, num_prompt_tokens, [each.num_cached_tokens for each in self.sequences]
+
+    def outputs(self, positions: Int64s, token_ids: Ordered[int]) -> list[StepOutput]:
+        """The outputs of one token for each sequence, at these positions."""
+        request_ids, choices, num_prompt_tokens, num_cached = self._columns
+        indices = (positions - num_prompt_tokens).tolist()
+        return [*map(StepOutput, request_ids, choices, indices, token_ids, repeat(None), num_cached)]
 
 
 def rank_of(sequence: Sequence) -> SequenceRank:
@@ -467,11 +466,11 @@ class SequenceQueues:
 
     def are_decodes_with_room(self, batch: Batch) -> bool:
         """True when the chunks are the decodes, and none reaches its greatest length with its next token."""
-        return self.are_decodes(batch) and self.decodes.columns.num_tokens_left > 1
+        return self.are_decodes(batch) and self.decodes.num_tokens_left > 1
 
     def continue_decodes(self, token_ids: Ordered[int | None], batch: Batch) -> TypeGuard[Ordered[int]]:
         """True when the chunks are the decodes, and each goes on after its token."""
-        return self.are_decodes(batch) and self.decodes.columns.stop_ids.isdisjoint(token_ids)
+        return self.are_decodes(batch) and self.decodes.stop_ids.isdisjoint(token_ids)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the decodes are as their sequences are."""
@@ -561,7 +560,7 @@ class SequenceQueues:
         """Note that the sequences of the batch have its tokens. Prefills that have caught up decode."""
         if self.are_decodes(batch):
             self.decodes.starts, self.decodes.page_starts = batch.ends, batch.page_ends
-            self.decodes.columns.num_tokens_left -= 1
+            self.decodes.num_tokens_left -= 1
         else:
             self._decodes = None
         for sequence in [s for s in self.prefilling.values() if s.num_uncomputed_tokens == 1]:

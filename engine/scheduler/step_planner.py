@@ -427,9 +427,9 @@ class StepPlanner:
         if sequence.page_table:
             return sequence.num_computed_tokens, []
         if sequence.status is SequenceStatus.SWAPPED:
-            return sequence.num_computed_tokens, self._cache.match_swapped(sequence).device_pages
-        match = self._cache.match(sequence)
-        return match.num_pages * self._pool.page_size, match.device_pages
+            return sequence.num_computed_tokens, self._cache.match_swapped(sequence)
+        device_pages, host_keys = self._cache.match(sequence)
+        return (len(device_pages) + len(host_keys)) * self._pool.page_size, device_pages
 
     def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that the sequence lacks for `num_tokens` tokens after this plan."""

@@ -51,7 +51,8 @@ def finish(cache: PrefixCache, sequence: Sequence) -> None:
 
 def matched(cache: PrefixCache, sequence: Sequence) -> int:
     cache.extend_keys(sequence, sequence.num_tokens // PAGE_SIZE)
-    return cache.match(sequence).num_pages
+    device_pages, host_keys = cache.match(sequence)
+    return len(device_pages) + len(host_keys)
 
 
 def test_disabled_cache_hashes_and_keeps_nothing() -> None:
@@ -67,7 +68,7 @@ def test_eviction_takes_the_oldest_leaf_so_that_the_rest_stays_reachable() -> No
     cache = make(num_pages=8)
     for name, token_ids in (("a", range(16)), ("b", [0, 1, 2, 3, 90, 91, 92, 93])):
         sequence = sequence_of(name, token_ids)
-        cache.pool.share(cache.match(sequence).device_pages, sequence.key)
+        cache.pool.share(cache.match(sequence)[0], sequence.key)
         compute(cache, sequence)
         finish(cache, sequence)
     sizes = []
