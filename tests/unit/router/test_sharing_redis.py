@@ -34,7 +34,10 @@ from tests.node_peers import TestPeer, a_worker, id_of, name_of
 from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, running
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+pytestmark = [
+    pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH"),
+    pytest.mark.usefixtures("patient_links"),
+]
 
 WORKERS = {
     name: a_worker(name, num_pages=16_384, max_num_seqs=256, max_model_len=65_536)

@@ -21,7 +21,10 @@ from tests.unit.router.redis_routers import (
 )
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+pytestmark = [
+    pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH"),
+    pytest.mark.usefixtures("patient_links"),
+]
 
 W0, W1 = a_worker("w0", num_pages=5000), a_worker("w1", num_pages=5000)
 
