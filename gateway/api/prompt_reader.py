@@ -34,8 +34,8 @@ from baton.gateway.api.body import (
 from baton.gateway.api.call import AskedCall, read_call
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.errors import ApiError, invalid
-from baton.gateway.api.tool_choice import Tool, ToolChoice, read_tool_choice
-from baton.gateway.text.answer_grammar import Tags
+from baton.gateway.api.tool_choice import Tool, read_tool_choice
+from baton.gateway.text.answer_grammar import AskedCalls, Tags
 from baton.gateway.text.answer_parsing import REASONING_PARSERS, ModelParsers, frame_of
 from baton.gateway.text.answer_reader import AnswerParsing, ReasoningState
 from baton.gateway.text.chat_template import REASONING_EFFORT, ChatTemplate, Message, read_messages
@@ -251,12 +251,12 @@ class PromptReader:
 
     def _chat(self, body: ChatBody, policy: ReadPolicy) -> AskedCall:
         check_sampled_ids(body, self._vocab_size)
-        choice = read_tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
+        calls = read_tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
         kwargs = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             kwargs[REASONING_EFFORT] = body.reasoning_effort
         text = self._chat_text(
-            body, max_tokens=policy.longest(), max_chars=policy.max_chars, tools=choice.tools, kwargs=kwargs
+            body, max_tokens=policy.longest(), max_chars=policy.max_chars, tools=_shown(calls), kwargs=kwargs
         )
         began_s = perf_counter()
         token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
@@ -267,9 +267,9 @@ class PromptReader:
         return read_call(
             body,
             policy.defaults,
-            form=self._framed(self._form(body), choice, state),
+            form=self._framed(self._form(body), calls, state),
             bad_words_token_ids=self._bad_words(body),
-            parsing=self._parsing(body, choice, state),
+            parsing=self._parsing(body, calls, state),
             prompts=(Prompt(None, TokenIds.of(token_ids)),),
             tokenised_s=tokenised_s,
         )
@@ -278,25 +278,26 @@ class PromptReader:
         parser = REASONING_PARSERS.get(self._parsers.reasoning_parser or "")
         return ReasoningState.AFTER if parser is None else parser.state(prompt)
 
-    def _parsing(self, body: ChatBody, choice: ToolChoice, state: ReasoningState) -> AnswerParsing:
-        calls = self._parsers.tool_call_parser if choice.tools else None
+    def _parsing(self, body: ChatBody, calls: AskedCalls | None, state: ReasoningState) -> AnswerParsing:
+        parser = None if calls is None else self._parsers.tool_call_parser
         reasoning = None if body.separate_reasoning is False else self._parsers.reasoning_parser
         tags = self._tags.split("" if reasoning is None else REASONING_PARSERS[reasoning].tags)
         return AnswerParsing(
-            tool_call_parser=calls,
+            tool_call_parser=parser,
             reasoning_parser=reasoning,
             reasoning_state=state,
-            is_parallel=choice.is_parallel,
-            is_named=choice.is_named,
+            is_parallel=calls is None or calls.is_parallel,
+            is_named=calls is not None and calls.is_named,
             # The tags of calls are special tokens in some vocabularies.
-            keeps_special_tokens=calls is not None or not self._special_tokens.isdisjoint(tags),
-            text_arguments=choice.text_arguments() if has_tagged_arguments(calls) else {},
+            keeps_special_tokens=parser is not None or not self._special_tokens.isdisjoint(tags),
+            text_arguments=calls.text_arguments if calls and has_tagged_arguments(parser) else {},
         )
 
-    def _framed(self, asked: AskedForm | None, choice: ToolChoice, state: ReasoningState) -> AskedForm | None:
+    def _framed(
+        self, asked: AskedForm | None, calls: AskedCalls | None, state: ReasoningState
+    ) -> AskedForm | None:
         """Return the form of the whole answer: reasoning, calls of tools, and the form that was asked for."""
-        calls = choice.calls()
-        key = "tool_choice" if choice.is_required else "tools"
+        key = "tool_choice" if calls is not None and calls.is_required else "tools"
         if asked is not None and calls is not None and calls.is_required:
             raise invalid(asked.key, f"{key} asks for calls, and an answer of calls has no other form")
         try:
@@ -368,7 +369,7 @@ class PromptReader:
                 body.prompt, max_tokens=longest, add_special_tokens=body.add_special_tokens is not False
             )
         else:
-            tools = read_tool_choice(body.tools).tools
+            tools = _shown(read_tool_choice(body.tools))
             text = self._chat_text(
                 body,
                 max_tokens=longest,
@@ -388,6 +389,10 @@ class PromptReader:
             raise invalid("tokens", f"at most {longest}, which the model takes, got {num_tokens}")
         check_token_ids(body.tokens, self._vocab_size, "tokens")
         return _written({"prompt": self._needed_tokenizer.decode(body.tokens)})
+
+
+def _shown(calls: AskedCalls | None) -> list[Tool]:
+    return [] if calls is None else calls.shown
 
 
 def _check_length(num_chars: int, max_tokens: int) -> None:

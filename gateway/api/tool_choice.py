@@ -51,83 +51,55 @@ class _Allowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_tools: _AllowedTools
 
 
-class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools of a body and which of them an answer may, or must, call."""
-
-    tools: list[Tool]  # for the chat template; none: the prompt describes no tools
-    functions: list[Function] = []
-    names: frozenset[str] | None = None  # of the functions that may be called; None: all of them
-    is_required: bool = False  # the answer calls one at least
-    is_named: bool = False  # the answer calls the one function that the body names
-    is_parallel: bool = True
-
-    def calls(self) -> AskedCalls | None:
-        """Return the calls that the answer may or must have; None without tools.
-
-        Raises ApiError that names the tool of which the parameters are no schema of an object.
-        """
-        if not self.functions:
-            return None
-        asked = []
-        for index, function in enumerate(self.functions):
-            if self.names is not None and function.name not in self.names:
-                continue
-            key = f"tools[{index}].function.parameters"
-            is_kept = self.is_required or function.strict
-            try:
-                schema = arguments_schema(function.parameters) if is_kept else None
-            except InvalidRequest as error:
-                raise invalid(key, str(error)) from None
-            asked.append(CallableTool(name=function.name, schema=schema, key=key))
-            if self.is_named:
-                break
-        return AskedCalls(
-            tools=asked,
-            is_required=self.is_required,
-            is_parallel=self.is_parallel,
-            is_limited=len(asked) < len(self.functions),
-        )
-
-    def text_arguments(self) -> dict[str, list[str]]:
-        """Return, by tool, the arguments that are text."""
-        found = {each.name: sorted(text_arguments(each.parameters)) for each in self.functions}
-        return {name: keys for name, keys in found.items() if keys}
-
-
-NO_TOOLS: Final = ToolChoice(tools=[])
-
-
 def read_tool_choice(
     tools: Sequence[Tool] | None, tool_choice: object = None, parallel_tool_calls: bool | None = None
-) -> ToolChoice:
-    """Return the choice of tools of a body. Raises ApiError that names the wrong field."""
+) -> AskedCalls | None:
+    """Return the calls that a body asks for or allows; None for no calls and no tools in the prompt.
+
+    With allowed tools the prompt still describes all tools, so that it stays in the prefix cache. Raises
+    ApiError that names the wrong field.
+    """
     if not tools:
         if tool_choice not in (None, "none") and (tools is None or tool_choice != "auto"):
             raise invalid("tool_choice", "there are no tools to choose from")
-        return NO_TOOLS
+        return None
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"at most {MAX_TOOLS}, got {len(tools)}")
     functions = [_read(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if tool_choice == "none":
-        return NO_TOOLS
+        return None
     names, is_required, is_named = _chosen(tool_choice)
     if unknown := sorted((names or set()) - {function.name for function in functions}):
         raise invalid("tool_choice", f"{unknown[0][:64]!r} is not among the tools")
-    return ToolChoice(
-        tools=[*tools],
-        functions=functions,
-        names=names,
+    called = [
+        _callable(function, f"tools[{index}].function.parameters", is_required=is_required)
+        for index, function in enumerate(functions)
+        if names is None or function.name in names
+    ]
+    text = {each.name: sorted(text_arguments(each.parameters)) for each in functions}
+    return AskedCalls(
+        tools=called[:1] if is_named else called,  # a name may be repeated
+        shown=[*tools],
         is_required=is_required,
         is_named=is_named,
         is_parallel=parallel_tool_calls is not False and not is_named,
+        is_limited=len(called) < len(functions),
+        text_arguments={name: keys for name, keys in text.items() if keys},
     )
 
 
-def _chosen(tool_choice: object) -> tuple[frozenset[str] | None, bool, bool]:
-    """Return the names of a choice, None for all tools; whether it requires a call; whether it names a tool.
+def _callable(function: Function, key: str, *, is_required: bool) -> CallableTool:
+    """Return a tool that may be called. Raises ApiError that names `key`, the key of its parameters."""
+    is_kept = is_required or function.strict
+    try:
+        schema = arguments_schema(function.parameters) if is_kept else None
+    except InvalidRequest as error:
+        raise invalid(key, str(error)) from None
+    return CallableTool(name=function.name, schema=schema, key=key)
 
-    With allowed tools the prompt still describes all tools, so that it stays in the prefix cache.
-    """
+
+def _chosen(tool_choice: object) -> tuple[frozenset[str] | None, bool, bool]:
+    """Return the names of a choice, None for all; whether it requires a call; whether it names a tool."""
     if tool_choice in (None, "auto", "required"):
         return None, tool_choice == "required", False
     kind = tool_choice.get("type") if isinstance(tool_choice, Mapping) else None

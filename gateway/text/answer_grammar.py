@@ -62,12 +62,15 @@ class CallableTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedCalls(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls that a request asks for or allows."""
+    """The tools of a request, and the calls that it asks for or allows."""
 
     tools: list[CallableTool]
-    is_required: bool
-    is_parallel: bool
+    shown: list[dict[str, Any]] = []  # all tools of the body, which the prompt describes
+    is_required: bool = False  # the answer calls one at least
+    is_named: bool = False  # the answer calls the one tool that the body names
+    is_parallel: bool = True
     is_limited: bool = False  # the prompt describes further tools, which may not be called
+    text_arguments: dict[str, list[str]] = {}  # by tool, the arguments that are text
 
     @property
     def is_constrained(self) -> bool:

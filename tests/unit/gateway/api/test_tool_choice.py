@@ -9,7 +9,6 @@ from baton.gateway.api.tool_choice import (
     MAX_TOOL_BYTES,
     MAX_TOOL_DEPTH,
     MAX_TOOLS,
-    NO_TOOLS,
     read_tool_choice,
 )
 
@@ -34,12 +33,13 @@ def test_tools_reach_the_template_unchanged(choice: object) -> None:
         tool("a.b-c_1", parameters=nested(MAX_TOOL_DEPTH - 2)),
         *[tool()] * (MAX_TOOLS - 2),
     ]
-    assert read_tool_choice(given, choice).tools == given
+    calls = read_tool_choice(given, choice)
+    assert calls is not None and calls.shown == given
 
 
 @pytest.mark.parametrize(("tools", "choice"), [(None, None), ([], "auto"), ([tool()], "none")])
 def test_chat_without_read_tool_choice(tools: Any, choice: object) -> None:
-    assert read_tool_choice(tools, choice) == NO_TOOLS
+    assert read_tool_choice(tools, choice) is None
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_wrong_choice_is_named(choice: object, message: str) -> None:
 )
 def test_calls_that_are_asked_for(choice: object, strict: object, parallel: Any, expected: object) -> None:
     tools = [tool(strict=strict, parameters={"description": "of a city"}), tool("time")]
-    calls = read_tool_choice(tools, choice, parallel).calls()
+    calls = read_tool_choice(tools, choice, parallel)
     assert calls is not None
     names, schemas = [each.name for each in calls.tools], [each.schema for each in calls.tools]
     assert (names, schemas, calls.is_required, calls.is_parallel) == expected
@@ -122,17 +122,15 @@ def test_calls_that_are_asked_for(choice: object, strict: object, parallel: Any,
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_some_of_the_tools_may_be_called(mode: str) -> None:
     tools = [tool(), tool("time")]
-    choice = read_tool_choice(tools, allowed(mode, "time"))
-    calls = choice.calls()
-    assert choice.tools == tools and calls is not None
+    calls = read_tool_choice(tools, allowed(mode, "time"))
+    assert calls is not None and calls.shown == tools
     assert [each.name for each in calls.tools] == ["time"]
     assert (calls.is_required, calls.is_limited, calls.is_constrained) == (mode == "required", True, True)
-    calls = read_tool_choice(tools, allowed("auto", "time", "weather")).calls()
+    calls = read_tool_choice(tools, allowed("auto", "time", "weather"))
     assert calls is not None and not calls.is_constrained
 
 
 def test_parameters_that_are_no_object_are_named() -> None:
-    choice = read_tool_choice([tool(), tool("time", parameters={"type": "array"})], "required")
     with pytest.raises(ApiError, match="expected the schema of an object") as refused:
-        choice.calls()
+        read_tool_choice([tool(), tool("time", parameters={"type": "array"})], "required")
     assert refused.value.param == "tools[1].function.parameters"
