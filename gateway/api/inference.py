@@ -80,7 +80,6 @@ from baton.gateway.streams.resume import (
     PARAM,
     DeliveredChoice,
     EventIds,
-    RefusedEventId,
     ResumePoint,
 )
 from baton.gateway.tenants.limiter import Charge, Limiter
@@ -194,7 +193,7 @@ class Inference:
         if asked.response is not None:
             responses.check_conversation(asked.response, self.responses.max_bytes)
         event_id = header(scope, HEADER) if scope["type"] == "http" else None
-        resumed = self._resume_point(event_id, tenant.name) if event_id else None
+        resumed = self._event_ids.open(event_id, tenant.name, self._calendar_s()) if event_id else None
         if not asked.cache_salt:  # a salt of the caller's shares no pages with other tenants
             await self._count_public(self._public[model.key], asked.prompts, tenant)
         sampling, adapter = asked.sampling, adapters.get(asked.model)
@@ -278,12 +277,6 @@ class Inference:
         """Return a charge for the tenant's input bytes, for a `with`."""
         tenant = scope["state"]["tenant"]
         return self._limiter.inputs.charge(tenant.name, tenant.policy.quotas)
-
-    def _resume_point(self, event_id: str, tenant: str) -> ResumePoint:
-        try:
-            return self._event_ids.open(event_id, tenant, self._calendar_s())
-        except RefusedEventId as error:
-            raise ApiError(400, str(error), code=error.code, param=PARAM) from error
 
     @asynccontextmanager
     async def _answering(self, call: Call) -> AsyncIterator[Answer]:

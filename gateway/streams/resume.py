@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from baton.errors import InvalidRequest
+from baton.gateway.api.errors import ApiError
 from baton.messages.bounds import Kind
 from baton.rpc.auth import EVENT_IDS, ClusterKeys, KeyRing
 
@@ -34,14 +34,6 @@ HEADER: Final = b"last-event-id"
 PARAM: Final = "Last-Event-ID"
 
 _CONTEXT: Final = b"baton event id 1"
-
-
-class RefusedEventId(InvalidRequest):
-    """An event id after which no stream is resumed. `code`: the reason, for clients' programs."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(f"{PARAM}: {message}")
-        self.code = code
 
 
 class DeliveredChoice(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -95,15 +87,15 @@ class EventIds:
     def open(self, text: str, tenant: str, now_s: float) -> ResumePoint:
         """Return the point that was sealed for this tenant. now_s: seconds since 1970.
 
-        Raises RefusedEventId. The error does not tell an id of another tenant from a forged one.
+        Raises ApiError 400. The error does not tell an id of another tenant from a forged one.
         """
         point = self._point(text, tenant)
         if point is None:
-            message = "the id is not one of this service; send no id to begin anew"
-            raise RefusedEventId(message, "unknown_event_id")
+            message = f"{PARAM}: the id is not one of this service; send no id to begin anew"
+            raise ApiError(400, message, code="unknown_event_id", param=PARAM)
         if now_s >= point.expires_s:
-            message = "the id has expired; send the request without it to begin anew"
-            raise RefusedEventId(message, "expired_event_id")
+            message = f"{PARAM}: the id has expired; send the request without it to begin anew"
+            raise ApiError(400, message, code="expired_event_id", param=PARAM)
         return point
 
     def _use_keys(self) -> None:

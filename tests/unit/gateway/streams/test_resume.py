@@ -5,12 +5,12 @@ from random import Random
 import pytest
 
 from baton.errors import ConfigError
+from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.resume import (
     MAX_ID_CHARS,
     MAX_RESUMABLE_CHOICES,
     DeliveredChoice,
     EventIds,
-    RefusedEventId,
     ResumePoint,
 )
 from baton.messages.bounds import Kind
@@ -30,9 +30,10 @@ POINT = ResumePoint(
 
 
 def refusal(ids: EventIds, text: str, tenant: str = "acme", now_s: float = NOW_S) -> tuple[str, str]:
-    with pytest.raises(RefusedEventId, match="^Last-Event-ID: ") as raised:
+    with pytest.raises(ApiError, match="^Last-Event-ID: ") as raised:
         ids.open(text, tenant, now_s)
-    return raised.value.code, str(raised.value)
+    assert (raised.value.status, raised.value.param) == (400, "Last-Event-ID")
+    return raised.value.code or "", str(raised.value)
 
 
 def test_gateway_with_the_same_key_opens_an_id() -> None:
