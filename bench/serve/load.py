@@ -21,14 +21,14 @@ from baton.sim.timed.workload import TraceRequest
 FIRST_TOKEN: Final = 4  # below are the special ones
 
 
-class Lengths(NamedTuple):
+class LengthBounds(NamedTuple):
     """Bounds of a length, both included."""
 
     low: int
     high: int
 
     @classmethod
-    def parse(cls, text: str) -> "Lengths":
+    def parse(cls, text: str) -> "LengthBounds":
         """Read an option, "16-256" or "64". ArgumentTypeError: the text is anything else."""
         low, _, high = text.partition("-")
         try:
@@ -40,8 +40,8 @@ class Lengths(NamedTuple):
         return lengths
 
 
-INPUT: Final = Lengths(16, 256)
-OUTPUT: Final = Lengths(16, 128)
+INPUT: Final = LengthBounds(16, 256)
+OUTPUT: Final = LengthBounds(16, 128)
 
 
 class Job(NamedTuple):
@@ -75,8 +75,8 @@ def random_jobs(
     seed: int,
     *,
     vocab_size: int,
-    num_input: Lengths = INPUT,
-    num_output: Lengths = OUTPUT,
+    num_input: LengthBounds = INPUT,
+    num_output: LengthBounds = OUTPUT,
 ) -> list[Job]:
     """Return random prompts; one seed gives one list."""
     source = random.Random(seed)

@@ -73,7 +73,7 @@ class Watched:
         return self.now
 
     def after(self, seconds: float, *keys: bytes) -> Keys:
-        """What is used after the file has had `keys` for so long."""
+        """Return the keys in use after the file has had `keys` for so long."""
         if keys:
             self.now = keys
             self.watch.look()

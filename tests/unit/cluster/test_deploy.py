@@ -1,4 +1,4 @@
-"""What deploy/ holds, as far as it can be checked without Docker, Kubernetes or other machines."""
+"""The contents of deploy/, as far as they can be checked without Docker, Kubernetes or other machines."""
 
 import contextlib
 import copy

@@ -188,7 +188,7 @@ def test_host_pages_are_pinned_while_steps_are_in_flight(make: Make, model: Path
 
 
 def test_agent_listens_on_its_node_with_the_keys_of_its_host(make: Make, model: Path) -> None:
-    """Its keys are replaced by way of the host: rank 0 sends none."""
+    """The host replaces the keys of the agent: rank 0 sends none."""
     config, host_ring = spread(model), KeyRing.of(KEY, Kind.WORKER)
     nodes = make(config, RING, host_ring)
     with closing(nodes.load(config)) as engine:

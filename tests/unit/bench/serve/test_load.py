@@ -16,7 +16,7 @@ from baton.bench.serve.figures import Slo
 from baton.bench.serve.load import (
     Hammer,
     Job,
-    Lengths,
+    LengthBounds,
     Load,
     Model,
     Point,
@@ -222,7 +222,7 @@ def test_default_prompts_are_those_of_the_rivals() -> None:
 
 
 def test_lengths_are_within_their_bounds_and_reach_them() -> None:
-    jobs = random_jobs(200, 0, vocab_size=50, num_input=Lengths(1, 3), num_output=Lengths(5, 5))
+    jobs = random_jobs(200, 0, vocab_size=50, num_input=LengthBounds(1, 3), num_output=LengthBounds(5, 5))
     assert {len(job.prompt) for job in jobs} == {1, 2, 3}
     assert {job.num_tokens for job in jobs} == {5}
     assert all(4 <= token < 50 for job in jobs for token in job.prompt)
@@ -230,13 +230,13 @@ def test_lengths_are_within_their_bounds_and_reach_them() -> None:
 
 @pytest.mark.parametrize(("text", "expected"), [("16-256", (16, 256)), ("64", (64, 64))])
 def test_lengths_are_read(text: str, expected: tuple[int, int]) -> None:
-    assert Lengths.parse(text) == expected
+    assert LengthBounds.parse(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "a", "5-3", "0-4", "-3", "1-2-3"])
 def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="LOW-HIGH"):
-        Lengths.parse(text)
+        LengthBounds.parse(text)
 
 
 def test_arrivals_are_poisson() -> None:

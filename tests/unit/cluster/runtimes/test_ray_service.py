@@ -23,7 +23,7 @@ class Answers:
 
 @contextmanager
 def gateway(answers: Answers) -> Iterator[int]:
-    """Its port."""
+    """Answer as a gateway does; yields the port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
