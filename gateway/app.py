@@ -3,7 +3,7 @@
 Frequent requests go to plain ASGI applications; FastAPI serves the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -13,20 +13,18 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
+from starlette.websockets import WebSocket
 
 import baton
 from baton.config.gateway import GatewayConfig
 from baton.errors import BatonError
-from baton.gateway.api.adapters import ServedAdapters, add_adapter_routes
-from baton.gateway.api.admin import Canary, add_admin_routes
+from baton.gateway.api.admin import Canary, Find, add_admin_routes
 from baton.gateway.api.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_error
 from baton.gateway.api.dialects.response_store import ResponseStore, list_items
 from baton.gateway.api.dialects.responses import ResponsesBody
 from baton.gateway.api.errors import ApiError, as_api_error, unsupported
-from baton.gateway.api.inference import Inference
-from baton.gateway.api.sleep import add_sleep_routes
 from baton.gateway.http.api_page import HEADERS as API_PAGE_HEADERS
 from baton.gateway.http.api_page import api_page
 from baton.gateway.http.auth import AuthMiddleware
@@ -84,17 +82,21 @@ def make_app(
     models: ServedModels,
     tenants: Tenants,
     *,
-    inference: Inference,
-    adapters: ServedAdapters,
+    posts: Mapping[str, ASGIApp],
+    websocket: Callable[[WebSocket], Awaitable[None]],
     canaries: Sequence[Canary],
     exporter: Exporter,
     feed: LiveFeed,
     config: GatewayConfig,
+    responses: ResponseStore,
+    find: Find,
     tracer: Tracer | None,
+    routes: Iterable[Callable[[FastAPI], None]],
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
 
-    canaries: one for each model, in order.
+    canaries: one for each model, in order. posts: by path. websocket: answers `/v1/stream`. find: of the
+    requests of this gateway. routes: each adds routes of one part.
     """
     app = FastAPI(
         title="Baton",
@@ -104,24 +106,24 @@ def make_app(
         redoc_url=None,
     )
     # The middleware sends a POST to its application directly; these routes refuse other methods.
-    app.router.routes += [Route(path, _never, methods=["POST"]) for path in inference.posts]
-    app.router.routes.append(WebSocketRoute("/v1/stream", inference.websocket))
+    app.router.routes += [Route(path, _never, methods=["POST"]) for path in posts]
+    app.router.routes.append(WebSocketRoute("/v1/stream", websocket))
     service = models.first.service
     _add_health(app, models, canaries)
     _add_operator_pages(app, exporter)
     add_dashboard_routes(app, feed, service)
     _add_models(app, models)
-    _add_responses(app, inference.responses)
-    add_admin_routes(app, service, inference.requests.find)
-    add_sleep_routes(app, models)
-    add_adapter_routes(app, adapters)
+    _add_responses(app, responses)
+    add_admin_routes(app, service, find)
+    for add_routes in routes:
+        add_routes(app)
     _answer_errors(app)
     _add_api_page(app)
     describe_routes(app.openapi())  # made once and kept until another route is added
     guarded = AuthMiddleware(
         app,
         tenants,
-        posts=inference.posts,
+        posts=posts,
         answered=exporter.metrics.answered,
         operator_port=config.operator_port,
         allowed_origins=config.allowed_origins,

@@ -6,11 +6,13 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from fastapi import FastAPI
 
 from baton.adapters import Adapter, NamedAdapter, named_paths, read_adapter
 from baton.clock import Clock, SystemClock
@@ -18,11 +20,11 @@ from baton.config.environment import node_name
 from baton.config.gateway import GatewayConfig, GatewayModel, TextSettings, text_settings
 from baton.config.generation_config import read_sampling_defaults
 from baton.errors import Overloaded
-from baton.gateway.api.adapters import ServedAdapters
+from baton.gateway.api.adapters import ServedAdapters, add_adapter_routes
 from baton.gateway.api.admin import Canary
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
-from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.inference import Inference
+from baton.gateway.api.sleep import add_sleep_routes
 from baton.gateway.app import make_app
 from baton.gateway.http.server import HttpServer
 from baton.gateway.metrics.dashboard import LiveFeed
@@ -97,15 +99,22 @@ class GatewayProcess:
         app = make_app(
             models,
             tenants,
-            inference=self._inference,
-            adapters=self._adapters,
+            posts=self._inference.posts,
+            websocket=self._inference.websocket,
             canaries=[self._canary(model, service, clock) for model in models],
             exporter=exporter,
             feed=self.feed,
             config=config,
+            responses=self._inference.responses,
+            find=self.find,
             tracer=self._tracer,
+            routes=self._routes(),
         )
         self._server = HttpServer(app, config, self._refused)
+
+    def _routes(self) -> Iterator[Callable[[FastAPI], None]]:
+        yield partial(add_sleep_routes, models=self._models)
+        yield partial(add_adapter_routes, adapters=self._adapters)
 
     async def prepare(self) -> None:
         """Start the text helpers, so that no request waits for them; optional before `start`."""
@@ -224,31 +233,26 @@ async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
 
 
 def _served_models(config: GatewayConfig, service: Service) -> ServedModels:
-    first: dict[str, GatewayConfig | GatewayModel] = {
-        config.served_model_name or Path(config.model).name: config
-    }
-    forms = FormChecker()
-    return ServedModels(
-        [
-            _served_model(name, settings, service, forms, is_one_of_several=bool(config.other_models))
-            for name, settings in (first | dict(config.other_models)).items()
-        ]
-    )
+    name = config.served_model_name or Path(config.model).name
+    first = _served_model(name, config, service, is_one_of_several=bool(config.other_models))
+    others = [
+        _served_model(name, settings, service, is_one_of_several=True)
+        for name, settings in config.other_models.items()
+    ]
+    forms = first.bodies.forms
+    for other in others:  # one count over all models
+        other.bodies.forms.outcomes, other.bodies.forms.times = forms.outcomes, forms.times
+    return ServedModels([first, *others])
 
 
 def _served_model(
-    name: str,
-    config: GatewayConfig | GatewayModel,
-    service: Service,
-    forms: FormChecker,
-    *,
-    is_one_of_several: bool,
+    name: str, config: GatewayConfig | GatewayModel, service: Service, *, is_one_of_several: bool
 ) -> ServedModel:
     directory, created_s = Path(config.model), int(time.time())
     return ServedModel(
         name=name,
         key=name if is_one_of_several else "",
-        bodies=BodyReader.from_directory(directory, TextSettings(**text_settings(config)), forms),
+        bodies=BodyReader.from_directory(directory, TextSettings(**text_settings(config))),
         service=service,
         created_s=created_s,
         defaults=read_sampling_defaults(

@@ -144,25 +144,18 @@ _RESULTS: Final[msgspec.msgpack.Decoder[ReadResult]] = msgspec.msgpack.Decoder(R
 class BodyReader:
     """Reads the bodies of one gateway, on one event loop; `close` ends its helpers."""
 
-    def __init__(
-        self, reader: PromptReader, helper_arguments: Sequence[str] = (), forms: FormChecker | None = None
-    ) -> None:
-        """helper_arguments: of a helper's program; none: every body is read on the event loop.
-
-        forms: shared with the readers of other models; closed with any of them.
-        """
+    def __init__(self, reader: PromptReader, helper_arguments: Sequence[str] = ()) -> None:
+        """helper_arguments: of a helper's program; none: every body is read on the event loop."""
         self.reader = reader
-        self.forms = forms or FormChecker()
+        self.forms = FormChecker()
         self._helpers = (_Helper(helper_arguments), _Helper(helper_arguments)) if helper_arguments else ()
 
     @classmethod
-    def from_directory(
-        cls, directory: Path, settings: TextSettings | None = None, forms: FormChecker | None = None
-    ) -> "BodyReader":
+    def from_directory(cls, directory: Path, settings: TextSettings | None = None) -> "BodyReader":
         """Return the reader for the model of `PromptReader.from_directory`, with helpers."""
         settings = settings or TextSettings()
         reader = PromptReader.from_directory(directory, settings)
-        return cls(reader, [str(directory), msgspec.json.encode(settings).decode()], forms)
+        return cls(reader, [str(directory), msgspec.json.encode(settings).decode()])
 
     async def start(self) -> None:
         """Start the helpers, so that no request waits for their start."""
