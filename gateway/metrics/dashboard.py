@@ -53,22 +53,17 @@ class LiveFeed:
         self._model = model
         self._points: deque[Point] = deque(maxlen=MAX_POINTS)
         self._readings: deque[Reading] = deque()  # of the last WINDOW_S, and one before
-        self._num_viewers = 0
+        self.num_viewers = 0  # that are connected
         self._is_closed = False
         self._latest = b""  # the last snapshot as an event
         self._next = asyncio.Event()  # the next one is there; another Event follows
         self._wanted = asyncio.Event()  # a viewer has come
 
-    @property
-    def num_viewers(self) -> int:
-        """The number of connected viewers."""
-        return self._num_viewers
-
     async def keep_reading(self) -> None:
         """Take readings until cancelled."""
         while True:
             await self.take()
-            pause_s = EVERY_S if self._num_viewers else IDLE_EVERY_S
+            pause_s = EVERY_S if self.num_viewers else IDLE_EVERY_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._wanted.wait()
@@ -85,7 +80,7 @@ class LiveFeed:
         window = ReadingWindow(self._readings[0], reading, status)
         point = window.point()
         self._keep(point)
-        if self._num_viewers:
+        if self.num_viewers:
             self._tell(_event("snapshot", window.snapshot(self._model, point)))
 
     def _keep(self, point: Point) -> None:
@@ -99,22 +94,22 @@ class LiveFeed:
 
     def admit(self) -> AsyncIterator[bytes]:
         """Return the events of a new viewer. Raises ApiError 503 when there are too many."""
-        if self._num_viewers >= MAX_VIEWERS or self._is_closed:
+        if self.num_viewers >= MAX_VIEWERS or self._is_closed:
             message = "draining" if self._is_closed else f"{MAX_VIEWERS} viewers watch this gateway already"
             raise ApiError(503, message, code="too_many_viewers", retry_after_s=IDLE_EVERY_S)
         return self._events()
 
     async def _events(self) -> AsyncIterator[bytes]:
-        self._num_viewers += 1
+        self.num_viewers += 1
         try:
-            if self._num_viewers == 1:
+            if self.num_viewers == 1:
                 self._wanted.set()
             yield _event("history", list(self._points))
             while not self._is_closed:
                 await self._next.wait()
                 yield self._latest
         finally:
-            self._num_viewers -= 1
+            self.num_viewers -= 1
 
     async def close(self) -> None:
         """End the streams of all viewers. May be called twice."""
