@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -29,7 +29,7 @@ from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.request_stream import RequestMarks, Service
 from baton.gateway.streams.resume import NAME_BYTES, DeliveredChoice
 from baton.gateway.text.answer_parsing import choice_reader
-from baton.gateway.text.answer_reader import Parts, ToolCallDelta
+from baton.gateway.text.answer_reader import Delta, ToolCallDelta
 from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from baton.tenants import with_public
@@ -38,42 +38,6 @@ OPENING_S: Final = 0.001  # opening choices may hold the event loop for this lon
 _NOTHING: Final = DeliveredChoice()  # of an answer that is not resumed
 
 logger = logging.getLogger(__name__)
-
-
-class Delta(msgspec.Struct, frozen=True):
-    """The part of a choice that one batch of tokens adds."""
-
-    text: str = ""
-    token_ids: list[int] = []
-    logprobs: Sequence[TokenLogprobs] = []
-    tool_calls: list[ToolCallDelta] = []
-    reasoning: str = ""
-
-    @classmethod
-    def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
-        """Return deltas that follow each other as one."""
-        if len(deltas) == 1:
-            return deltas[0]
-        return cls(
-            "".join([delta.text for delta in deltas]),
-            [token_id for delta in deltas for token_id in delta.token_ids],
-            [entry for delta in deltas for entry in delta.logprobs],
-            joined_calls(part for delta in deltas for part in delta.tool_calls),
-            "".join([delta.reasoning for delta in deltas]),
-        )
-
-
-def joined_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
-    """Return parts of calls with the pieces of each call's arguments joined."""
-    joined: list[ToolCallDelta] = []
-    for is_first, run in itertools.groupby(parts, key=lambda part: part.is_first):
-        if is_first:
-            joined += run
-        else:
-            begun, *others = run
-            arguments = "".join([begun.arguments, *(piece.arguments for piece in others)])
-            joined.append(ToolCallDelta(begun.index, arguments=arguments))
-    return joined
 
 
 class Usage(NamedTuple):
@@ -370,21 +334,19 @@ class AnswerChoice:
         """
         reader = self._reader
         assert reader is not None
-        parts: list[Parts] = []
+        deltas: list[Delta] = []
         for number, piece in enumerate(pieces):
             was_reasoning = reader.is_reasoning
-            parts.append(reader.push(piece))
+            deltas.append(reader.push(piece))
             is_reasoning = was_reasoning or reader.is_reasoning
             self.num_reasoning_tokens += is_reasoning and number < len(token_ids)
         if self._text.finish_reason is not None:
-            parts.append(reader.finish())
-        return Delta(
-            "".join([part.text for part in parts]),
-            token_ids,
-            logprobs,
-            joined_calls(each for part in parts for each in part.calls),
-            "".join([part.reasoning for part in parts]) if self._answer.call.shows_reasoning else "",
-        )
+            deltas.append(reader.finish())
+        read = Delta.joined(deltas)
+        read.token_ids, read.logprobs = token_ids, logprobs
+        if not self._answer.call.shows_reasoning:
+            read.reasoning = ""
+        return read
 
 
 def _tool_call_digests(answer: bytes, choice: int) -> Iterator[str]:

@@ -28,13 +28,13 @@ from typing import Final, NamedTuple, overload
 import msgspec
 
 from baton.errors import BatonError, IntegrityError
-from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta, joined_calls
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat
 from baton.gateway.api.call import BYTES_PER_LOGPROB
 from baton.gateway.api.errors import ClientGone, as_api_error
 from baton.gateway.http.protocol import ResponseWriter
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Charge
-from baton.gateway.text.answer_reader import ToolCallDelta
+from baton.gateway.text.answer_reader import Delta, ToolCallDelta, joined_calls
 from baton.request import TOKEN_ID_BYTES, TokenIds, TokenLogprobs
 
 MAX_HELD_BYTES: Final = 64 * 2**10  # a stream

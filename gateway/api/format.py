@@ -16,9 +16,9 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat
 from baton.gateway.api.errors import ApiError
-from baton.gateway.text.answer_reader import ToolCallDelta
+from baton.gateway.text.answer_reader import Delta, ToolCallDelta
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, TokenLogprobs
 

@@ -1,6 +1,6 @@
 """Splits the text of one choice, as it comes, into shown text, reasoning and calls of tools.
 
-`AnswerReader.push` takes text and returns the `Parts` that have become certain; `finish` returns the rest.
+`AnswerReader.push` takes text and returns the `Delta` that have become certain; `finish` returns the rest.
 Cutting the text into other parts changes nothing: each reader is a generator that waits, where it needs more
 text to decide, and looks at no boundary between parts.
 
@@ -9,13 +9,16 @@ arguments are passed on as they come, also when the model breaks off or breaks t
 to be no call is shown.
 """
 
+import itertools
 import re
 import secrets
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, TypeAlias, TypeVar
 
 import msgspec
+
+from baton.request import TokenLogprobs
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]  # waits for more text at each yield
@@ -43,12 +46,40 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
         return bool(self.id)
 
 
-class Parts(msgspec.Struct):
-    """The parts of an answer that some text adds."""
+class Delta(msgspec.Struct):
+    """The part of a choice that one batch of tokens adds. A reader knows only text, and leaves tokens out."""
 
     text: str = ""
+    token_ids: list[int] = []
+    logprobs: Sequence[TokenLogprobs] = []
+    tool_calls: list[ToolCallDelta] = []
     reasoning: str = ""
-    calls: list[ToolCallDelta] = []
+
+    @classmethod
+    def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
+        """Return deltas that follow each other as one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        return cls(
+            "".join([delta.text for delta in deltas]),
+            [token_id for delta in deltas for token_id in delta.token_ids],
+            [entry for delta in deltas for entry in delta.logprobs],
+            joined_calls(part for delta in deltas for part in delta.tool_calls),
+            "".join([delta.reasoning for delta in deltas]),
+        )
+
+
+def joined_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Return parts of calls with the pieces of each call's arguments joined."""
+    joined: list[ToolCallDelta] = []
+    for is_first, run in itertools.groupby(parts, key=lambda part: part.is_first):
+        if is_first:
+            joined += run
+        else:
+            begun, *others = run
+            arguments = "".join([begun.arguments, *(piece.arguments for piece in others)])
+            joined.append(ToolCallDelta(begun.index, arguments=arguments))
+    return joined
 
 
 class ReasoningState(StrEnum):
@@ -108,7 +139,7 @@ class AnswerReader:
         self.num_calls = 0
         tags = self.options.reasoning
         self.is_reasoning = tags is not None and tags.has_begun  # the text so far ends within reasoning
-        self._parts = Parts()
+        self._delta = Delta()
         self._text = ""
         self._at = 0
         self._kept: int | None = None  # None: nothing is read again
@@ -116,17 +147,17 @@ class AnswerReader:
         self._is_muted = False  # the running call is dropped
         self._steps = self._run()
 
-    def push(self, text: str) -> Parts:
+    def push(self, text: str) -> Delta:
         """Return the parts that have become certain."""
         drop = self._at if self._kept is None else self._kept
         self._text = self._text[drop:] + text
         self._at -= drop
         self._kept = None if self._kept is None else 0
         next(self._steps, None)
-        parts, self._parts = self._parts, Parts()
-        return parts
+        delta, self._delta = self._delta, Delta()
+        return delta
 
-    def finish(self) -> Parts:
+    def finish(self) -> Delta:
         """Return the rest: the text has ended."""
         self._has_ended = True
         return self.push("")
@@ -171,21 +202,21 @@ class AnswerReader:
     # Parts.
 
     def _show(self, text: str) -> None:
-        self._parts.text += text
+        self._delta.text += text
 
     def _reason(self, text: str) -> None:
-        self._parts.reasoning += text
+        self._delta.reasoning += text
 
     def _begin_call(self, name: str) -> None:
         self._is_muted = self.num_calls > 0 and not self.options.is_parallel
         if not self._is_muted:
-            self._parts.calls.append(ToolCallDelta(self.num_calls, self.options.new_id(), name))
+            self._delta.tool_calls.append(ToolCallDelta(self.num_calls, self.options.new_id(), name))
             self.num_calls += 1
 
     def _add_arguments(self, piece: str) -> None:
         if self._is_muted or not piece:
             return
-        calls, index = self._parts.calls, self.num_calls - 1
+        calls, index = self._delta.tool_calls, self.num_calls - 1
         if calls and not calls[-1].is_first:  # a part of the same call
             piece = calls.pop().arguments + piece
         calls.append(ToolCallDelta(index, arguments=piece))

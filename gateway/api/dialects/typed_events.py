@@ -19,11 +19,11 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import orjson
 
-from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice
 from baton.gateway.api.dialects.messages import error_body
 from baton.gateway.api.dialects.response_store import ID_PREFIX, ResponseStore, StoredResponse
 from baton.gateway.api.errors import ApiError
-from baton.gateway.text.answer_reader import ToolCallDelta
+from baton.gateway.text.answer_reader import Delta, ToolCallDelta
 from baton.request import FinishReason
 
 Json: TypeAlias = dict[str, Any]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
-from baton.gateway.api.answer import OPENING_S, Answer, AnswerChoice, Delta
-from baton.gateway.text.answer_reader import ToolCallDelta
+from baton.gateway.api.answer import OPENING_S, Answer, AnswerChoice
+from baton.gateway.text.answer_reader import Delta, ToolCallDelta
 from baton.request import FinishReason
 from tests.event_loop import on_loop
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events

@@ -1,9 +1,10 @@
 import json
 from typing import Any
 
-from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat
 from baton.gateway.api.body import Prompt
 from baton.gateway.api.format import LogprobsFormat, answer_format
+from baton.gateway.text.answer_reader import Delta
 from baton.request import FinishReason, TokenEvent, TokenIds, TokenLogprobs
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway import calls

@@ -21,7 +21,7 @@ def read(parsing: AnswerParsing, *parts: str) -> tuple[str, str, list[str]]:
         return "".join(parts), "", []
     found = [*(reader.push(part) for part in parts), reader.finish()]
     text, reasoning = ("".join(getattr(each, name) for each in found) for name in ("text", "reasoning"))
-    return text, reasoning, [call.name for each in found for call in each.calls if call.is_first]
+    return text, reasoning, [call.name for each in found for call in each.tool_calls if call.is_first]
 
 
 def parsing(name: str, state: ReasoningState, tool_call_parser: str | None = None) -> AnswerParsing:

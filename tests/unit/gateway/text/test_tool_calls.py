@@ -59,7 +59,7 @@ def read(
     reader = TOOL_CALL_PARSERS[parser].reader(options)
     read = [*(reader.push(part) for part in parts), reader.finish()]
     calls: list[list[str]] = []
-    for part in [each for one in read for each in one.calls]:
+    for part in [each for one in read for each in one.tool_calls]:
         if part.is_first:
             assert (part.index, part.id, part.arguments) == (len(calls), f"call_{len(calls)}", "")
             calls.append([part.name, ""])

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat
 from baton.gateway.api.body import AskedResponse
 from baton.gateway.api.call import Dialect
 from baton.gateway.api.dialects.response_store import ResponseQuery, ResponseStore
 from baton.gateway.api.dialects.typed_events import MessageFormat, ResponsesFormat
 from baton.gateway.api.errors import ApiError
-from baton.gateway.text.answer_reader import ToolCallDelta
+from baton.gateway.text.answer_reader import Delta, ToolCallDelta
 from baton.request import FinishReason
 from tests.scripted_service import ScriptedService, events
 from tests.unit.gateway import calls
