@@ -38,9 +38,11 @@ class PartKind(StrEnum):
 
 
 ITEM_PREFIX: Final = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
-EMPTY_BLOCK: Final = {
-    PartKind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
-    PartKind.TEXT: {"type": "text", "text": ""},
+# The names of OpenAI's events of a part.
+EVENTS: Final = {
+    PartKind.REASONING: "response.reasoning_text",
+    PartKind.TEXT: "response.output_text",
+    PartKind.CALL: "response.function_call_arguments",
 }
 
 
@@ -222,23 +224,17 @@ class ResponsesFormat(TypedFormat):
             yield {"type": "response.content_part.added", **self._place(part), "part": _content(part)}
 
     def _part_grown(self, part: ContentPart, text: str) -> Iterator[Json]:
-        if part.kind is PartKind.TEXT:
-            yield {"type": "response.output_text.delta", **self._place(part), "delta": text, "logprobs": []}
-        elif part.kind is PartKind.REASONING:
-            yield {"type": "response.reasoning_text.delta", **self._place(part), "delta": text}
-        else:
-            place = self._place(part)
-            yield {"type": "response.function_call_arguments.delta", **place, "delta": text}
+        logprobs: Json = {"logprobs": []} if part.kind is PartKind.TEXT else {}
+        yield {"type": f"{EVENTS[part.kind]}.delta", **self._place(part), "delta": text, **logprobs}
 
     def _part_ended(self, part: ContentPart, *, is_cut_off: bool) -> Iterator[Json]:
-        place, text = self._place(part), part.text
+        place = self._place(part)
+        done: Json = {"text": part.text}
         if part.kind is PartKind.TEXT:
-            yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
-        elif part.kind is PartKind.REASONING:
-            yield {"type": "response.reasoning_text.done", **place, "text": text}
-        else:
-            done = {"name": part.name, "arguments": text}
-            yield {"type": "response.function_call_arguments.done", **place, **done}
+            done["logprobs"] = []
+        elif part.kind is PartKind.CALL:
+            done = {"name": part.name, "arguments": part.text}
+        yield {"type": f"{EVENTS[part.kind]}.done", **place, **done}
         if part.kind is not PartKind.CALL:
             yield {"type": "response.content_part.done", **place, "part": _content(part)}
         item = self._item(part, "incomplete" if is_cut_off else "completed")
@@ -258,7 +254,7 @@ class ResponsesFormat(TypedFormat):
         }
 
     def _whole(self, choice: AnswerChoice) -> Json:
-        is_cut_off = choice.finish_reason is FinishReason.LENGTH
+        is_cut_off = _is_cut_off(choice)
         output = [self._item(part, "completed") for part in self._parts]
         if is_cut_off and output:
             output[-1]["status"] = "incomplete"
@@ -344,8 +340,7 @@ class MessageFormat(TypedFormat):
         yield {"type": "message_start", "message": message | {"usage": self._usage(num_output=0)}}
 
     def _part_begun(self, part: ContentPart) -> Iterator[Json]:
-        block: Json = EMPTY_BLOCK.get(part.kind) or _tool_use(part, {})
-        yield {"type": "content_block_start", "index": part.index, "content_block": block}
+        yield {"type": "content_block_start", "index": part.index, "content_block": _block(part)}
 
     def _part_grown(self, part: ContentPart, text: str) -> Iterator[Json]:
         delta = {
@@ -386,7 +381,7 @@ class MessageFormat(TypedFormat):
         return {"stop_reason": self._stop_reason(choice), "stop_sequence": _stop_sequence(choice)}
 
     def _stop_reason(self, choice: AnswerChoice) -> str:
-        if choice.finish_reason is FinishReason.LENGTH:
+        if _is_cut_off(choice):
             most = self._call.sampling.max_tokens
             is_full = most is not None and choice.num_tokens < most
             return "model_context_window_exceeded" if is_full else "max_tokens"
@@ -414,11 +409,7 @@ def _block(part: ContentPart) -> Json:
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     if part.kind is PartKind.TEXT:
         return {"type": "text", "text": part.text}
-    return _tool_use(part, _read(part.text))
-
-
-def _tool_use(part: ContentPart, arguments: object) -> Json:
-    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _read(part.text)}
 
 
 def _read(arguments: str) -> object:
