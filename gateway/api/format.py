@@ -9,9 +9,9 @@ Logprobs may be long: they are written in slices that take about a millisecond.
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import orjson
@@ -23,6 +23,7 @@ from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, TokenLogprobs
 
 SLICE_ENTRIES: Final = 1024  # alternatives count
+EntryT = TypeVar("EntryT", TokenLogprobs, TokenLogprobs | None)
 COLUMNS: Final = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 DONE: Final = b"[DONE]"  # the end of a stream
 LEAST: Final = -9999.0  # OpenAI's value for an impossible token: JSON has no infinity
@@ -66,6 +67,13 @@ def joined(slices: Iterable[bytes]) -> Iterator[bytes]:
         yield each
 
 
+def _sliced(entries: Sequence[EntryT], show: Callable[[Sequence[EntryT]], object]) -> Iterator[bytes]:
+    """Yield the list that `show` makes of the entries as slices: JSON without the brackets."""
+    num_tokens = slice_tokens(entries)
+    for first in range(0, len(entries), num_tokens):
+        yield orjson.dumps(show(entries[first : first + num_tokens]))[1:-1]
+
+
 class LogprobsFormat:
     """Logprobs as chats and completions show them."""
 
@@ -83,17 +91,13 @@ class LogprobsFormat:
 
     def chat_slices(self, logprobs: Sequence[TokenLogprobs]) -> Iterator[bytes]:
         """Return the result of `chat` as slices: JSON without the brackets."""
-        num_tokens = slice_tokens(logprobs)
-        for first in range(0, len(logprobs), num_tokens):
-            yield orjson.dumps(self.chat(logprobs[first : first + num_tokens]))[1:-1]
+        return _sliced(logprobs, self.chat)
 
     def prompt_slices(self, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> Iterator[bytes]:
         """Return vLLM's `prompt_logprobs` as slices: for each token the likeliest ones and itself, by id."""
-        num_tokens = slice_tokens(logprobs)
-        for first in range(0, len(logprobs), num_tokens):
-            now = logprobs[first : first + num_tokens]
-            shown = [None if each is None else self._by_id(each, num_top) for each in now]
-            yield orjson.dumps(shown)[1:-1]
+        return _sliced(
+            logprobs, lambda now: [None if each is None else self._by_id(each, num_top) for each in now]
+        )
 
     def completion(
         self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
@@ -209,9 +213,9 @@ class _Format:
     def end(self) -> bytes:
         return DONE
 
-    def _chunk(self, choice: Json, *, has_tokens: bool = True) -> bytes:
+    def _chunk(self, choice: Json, *, has_tokens: bool = True, **particulars: object) -> bytes:
         """has_tokens: False for a chunk before the first token of its choice."""
-        chunk = {**self._head, "choices": [choice]}
+        chunk: Json = {**self._head, "choices": [choice]} | particulars
         if self._call.has_running_usage:
             chunk["usage"] = self._usage()
             if not has_tokens and len(self._answer.choices) == 1:
@@ -277,10 +281,8 @@ class ChatFormat(_Format):
             "logprobs": None,
             "finish_reason": None,
         }
-        if not self._call.returns_token_ids:
-            return self._chunk(body, has_tokens=False)
-        chunk = orjson.loads(self._chunk(body, has_tokens=False))
-        return orjson.dumps({**chunk, "prompt_token_ids": tuple(choice.prompt.token_ids)})
+        ids = {"prompt_token_ids": tuple(choice.prompt.token_ids)} if self._call.returns_token_ids else {}
+        return self._chunk(body, has_tokens=False, **ids)
 
     def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
         if self._has_plain_deltas and not (delta.text and delta.reasoning):
