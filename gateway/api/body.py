@@ -369,6 +369,15 @@ def raw_fields(data: bytes) -> dict[str, msgspec.Raw]:
         return {}
 
 
+def raw_text(data: bytes, key: str) -> str | None:
+    """Return the text of a key of a JSON object; None for any other data, which the reader refuses."""
+    value = raw_fields(data).get(key)
+    try:
+        return None if value is None else msgspec.json.decode(value, type=str)
+    except (msgspec.MsgspecError, ValueError):
+        return None
+
+
 def _check_supported(keys: dict[str, msgspec.Raw], asked: set[str], kind: type[msgspec.Struct]) -> None:
     for key in asked:
         value = bytes(keys[key])

@@ -37,7 +37,7 @@ from baton.adapters import NamedAdapter
 from baton.config.gateway import TextSettings
 from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
-from baton.gateway.api.body import raw_fields
+from baton.gateway.api.body import raw_text
 from baton.gateway.api.call import AskedCall
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
 from baton.gateway.api.form_checker import FormChecker
@@ -331,12 +331,7 @@ class ServedModels:
 
     def of_body(self, data: bytes) -> ServedModel:
         """Return the model that reads a body."""
-        if len(self._models) == 1:
-            return self.first
-        named = raw_fields(data).get("model")
-        with contextlib.suppress(msgspec.MsgspecError):
-            return self.of(None if named is None else msgspec.json.decode(named, type=str))
-        return self.first  # which refuses the body
+        return self.first if len(self._models) == 1 else self.of(raw_text(data, "model"))
 
 
 class HelperQueue:

@@ -43,6 +43,7 @@ class AskedCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     form_key: str = ""  # of the body, which asks for the form in `sampling`
     num_choices: int  # a prompt
     is_chat: bool = False
+    dialect: Dialect = "openai"  # the wire format of the answer
     response: AskedResponse | None = None  # of the dialect "responses"
     parsing: AnswerParsing = AnswerParsing()  # of reasoning and calls of tools out of the text
     shows_reasoning: bool = True  # False: it is left out
@@ -65,7 +66,6 @@ class Call(AskedCall, frozen=True, kw_only=True):
 
     served: str = ""  # `ServedModel.key` of the model that answers
     adapter: Adapter | None = None  # of the model with this name
-    dialect: Dialect = "openai"  # the wire format of the answer
     resumed: ResumePoint | None = None  # the event after which the stream resumes
     sla: Sla = Sla()
     scheduling_key: SchedulingKey = SchedulingKey()

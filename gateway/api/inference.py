@@ -42,9 +42,9 @@ from baton.gateway.api.answer_stream import (
     Framing,
     StreamProgress,
 )
-from baton.gateway.api.body import Prompt, raw_fields
+from baton.gateway.api.body import Prompt, raw_fields, raw_text
 from baton.gateway.api.body_reader import PublicPrefixes, ServedModel, ServedModels
-from baton.gateway.api.call import AskedCall, Call, Dialect
+from baton.gateway.api.call import AskedCall, Call
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.response_store import ResponseStore
 from baton.gateway.api.dialects.typed_events import MessageFormat, ResponsesFormat
@@ -96,7 +96,6 @@ EVENT_STREAM: Final = [
     (b"x-accel-buffering", b"no"),
 ]
 KEYS: Final[dict[BodyKind, Mapping[str, str]]] = {"response": responses.KEYS, "message": messages.KEYS}
-DIALECTS: Final[dict[BodyKind, Dialect]] = {"response": "responses", "message": "messages"}
 # WebSocket
 LINES: Final = Framing(b"", b"\n", b"")  # a line is a message; the connection has pings of its own
 MAX_UNSENT: Final = 8  # messages; with more, the client lags
@@ -202,7 +201,6 @@ class Inference:
             sampling = msgspec.structs.replace(sampling, seed=seed)
         of_gateway = {
             "sampling": sampling,
-            "dialect": DIALECTS.get(kind, "openai"),
             "model": model.name if adapter is None else adapter.name,
             "served": model.key,
             "adapter": None if adapter is None else adapter.adapter,
@@ -233,7 +231,7 @@ class Inference:
 
     async def _history(self, data: bytes, tenant: str) -> bytes:
         """Return the conversation that the body of a response continues. Raises ApiError 404."""
-        previous = decode_text(raw_fields(data).get("previous_response_id"))
+        previous = raw_text(data, "previous_response_id")
         if previous is None:
             return b""
         found = await self.responses.find(tenant, previous, param="previous_response_id")
@@ -561,13 +559,6 @@ class WebSocketWriter:
                     return
             if has_lagged and self.on_writable is not None:
                 self.on_writable()
-
-
-def decode_text(value: msgspec.Raw | None) -> str | None:
-    """Return a text of JSON; None for anything else, which the reader of the body refuses."""
-    with suppress(msgspec.MsgspecError, ValueError):
-        return None if value is None else msgspec.json.decode(value, type=str)
-    return None
 
 
 async def _receive(websocket: WebSocket) -> bytes:

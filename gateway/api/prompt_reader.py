@@ -234,7 +234,7 @@ class PromptReader:
 
     def _response(self, history: bytes, body: responses.ResponsesBody, policy: ReadPolicy) -> AskedCall:
         chat, asked = responses.as_chat(body, history, may_store=policy.may_store)
-        return msgspec.structs.replace(self._chat(chat, policy), response=asked)
+        return msgspec.structs.replace(self._chat(chat, policy), dialect="responses", response=asked)
 
     def _message(self, body: messages.PromptBody, policy: ReadPolicy) -> AskedCall:
         chat = messages.as_chat(
@@ -243,7 +243,7 @@ class PromptReader:
             and self._chat_template.reads("enable_thinking", has_tools=bool(body.tools)),
             has_reasoning=self._parsers.reasoning_parser is not None,
         )
-        return self._chat(chat, policy)
+        return msgspec.structs.replace(self._chat(chat, policy), dialect="messages")
 
     def _count_tokens(self, body: messages.CountBody, policy: ReadPolicy) -> TextAnswer:
         (prompt,) = self._message(body, policy).prompts
