@@ -481,11 +481,17 @@ def sample_triton(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     return out_B
 
 
-def warm_up_triton(logits_BV: Tensor) -> None:
-    """Compile every kernel that `sample` may launch for logits of this width.
+def warm_up(logits_BV: Tensor) -> None:
+    """Compile every kernel that `sample` may launch for logits of this width; on a CPU there is none.
 
     Takes seconds where Triton's cache is empty. Otherwise the first request with top_p would wait for them.
     """
+    if logits_BV.is_cuda:
+        warm_up_triton(logits_BV)
+
+
+def warm_up_triton(logits_BV: Tensor) -> None:
+    """`warm_up` on a GPU."""
     one_B = torch.ones(len(logits_BV), device=logits_BV.device)
     sampling = SamplingTensors(*(one_B.to(dtype) for dtype in _DTYPES.values()), has_random=False)
     sample_triton(logits_BV, sampling)

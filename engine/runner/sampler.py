@@ -29,7 +29,7 @@ from baton.kernels.sample import (
     SamplingTensors,
     sample,
     sample_rows,
-    warm_up_triton,
+    warm_up,
 )
 from baton.request import SamplingParams, StepOutput, TokenLogprobs
 
@@ -218,9 +218,8 @@ class Sampler:
 
     @torch.inference_mode()
     def warm_up(self, vocab_size: int) -> None:
-        """Compile what a GPU needs for any later `sample`; a CPU needs nothing."""
-        if self._device.type == "cuda":
-            warm_up_triton(torch.zeros((1, vocab_size), device=self._device))
+        """Compile what a GPU needs for any later `sample`."""
+        warm_up(torch.zeros((1, vocab_size), device=self._device))
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits_RV: Tensor) -> Draws:
