@@ -109,19 +109,16 @@ struct part {
     char *to;
     int64_t begin;  // the part's place in the tensor, bytes
     int64_t size, row_bytes;
-    int dtype;
 };
-
-typedef void (*read_fn)(const void *part, int64_t begin, int64_t end, int thread);
 
 static void copy(const void *part, int64_t begin, int64_t end, int thread) {
     const struct part *p = part;
-    memcpy(p->to + begin, p->from[0] + begin, end - begin);
+    memcpy(p->to + p->begin + begin, p->from[0] + begin, end - begin);
 }
 
 // Run `read` on every part of x: num_bytes of each rank. Ranks below num_writers give their tensors.
 static void exchange(
-    struct group *g, const char *x, int64_t num_bytes, int64_t num_writers, read_fn read, struct part *p) {
+    struct group *g, const char *x, int64_t num_bytes, int64_t num_writers, range_fn read, struct part *p) {
     int64_t begin = 0;
     g->outcome = atomic_load(&barrier_of(g)->is_aborted) ? PEER_LOST : DONE;
     if (g->outcome != DONE) return;
@@ -180,13 +177,8 @@ EXPORT void baton_all_gather(struct group *g, const char *x, char *out, int64_t 
     exchange(g, x, num_rows * row_bytes, g->size, gather, &p);
 }
 
-static void take(const void *part, int64_t begin, int64_t end, int thread) {
-    const struct part *p = part;
-    memcpy(p->to + p->begin + begin, p->from[0] + begin, end - begin);
-}
-
 // x [num_bytes] becomes that of rank 0.
 EXPORT void baton_broadcast(struct group *g, char *x, int64_t num_bytes) {
     struct part p = {.to = x};
-    exchange(g, x, num_bytes, 1, g->rank ? take : NULL, &p);
+    exchange(g, x, num_bytes, 1, g->rank ? copy : NULL, &p);
 }

@@ -164,18 +164,6 @@ static void find_terms(const struct combining *c, int64_t token, struct terms *t
     }
 }
 
-INLINE f32s load_some(const char *x, int64_t index, int64_t num_lanes, const int is_bf16) {
-    if (num_lanes == LANES) return load_lanes(x, index, is_bf16);
-    float lanes[LANES] = {0};
-    for (int64_t i = 0; i < num_lanes; i++) lanes[i] = load_one(x, index + i, is_bf16);
-    return load_f32(lanes);
-}
-
-INLINE void store_some(char *y, int64_t index, f32s v, int64_t num_lanes, int is_bf16) {
-    if (num_lanes == LANES) store_lanes(y, index, v, is_bf16);
-    else for (int64_t i = 0; i < num_lanes; i++) store_one(y, index + i, v[i], is_bf16);
-}
-
 // The sum of the terms [begin, end) of one split, a vector of columns.
 INLINE f32s sum_terms(const struct combining *c, const struct terms *terms, int64_t begin, int64_t end, int split, int64_t i, int64_t num_lanes) {
     int64_t width = c->experts->down[0].num_columns;

@@ -42,19 +42,12 @@ INLINE i8s low_bytes(i32s lanes) {
 #endif
 }
 
-INLINE f32s row_lanes(const char *x, int64_t d, int64_t head_dim, int is_bf16) {
-    f32s lanes = {0};
-    if (d + LANES <= head_dim) return load_lanes(x, d, is_bf16);
-    for (int64_t i = 0; d + i < head_dim; i++) lanes[i] = load_one(x, d + i, is_bf16);
-    return lanes;
-}
-
 // The largest element gets the largest code, so a row that was decoded in bf16 or fp32 is not rounded any further. A row
 // whose scale would be below SMALLEST_SCALE decodes to zeros, and one with an element that is not finite to NaN.
 INLINE bf16 scale_of(const char *x, int64_t head_dim, int is_bf16, enum row_format format) {
     i32s largest = {0};
     for (int64_t d = 0; d < head_dim; d += LANES) {
-        i32s bits = (i32s)row_lanes(x, d, head_dim, is_bf16) & 0x7fffffff;  // ordered as the values, NaN last
+        i32s bits = (i32s)load_some(x, d, MIN(LANES, head_dim - d), is_bf16) & 0x7fffffff;  // ordered as the values, NaN last
         i32s is_larger = bits > largest;
         largest = (is_larger & bits) | (~is_larger & largest);
     }
@@ -78,7 +71,7 @@ INLINE void encode_row(const char *x, int64_t head_dim, int is_bf16, enum row_fo
         return;
     }
     for (int64_t d = 0; d < head_dim; d += LANES) {
-        f32s values = row_lanes(x, d, head_dim, is_bf16) / splat(scale);
+        f32s values = load_some(x, d, MIN(LANES, head_dim - d), is_bf16) / splat(scale);
         i8s codes = low_bytes(format == INT8_ROWS ? to_int8(values) : to_fp8(values));
         memcpy(row + d, &codes, MIN(LANES, head_dim - d));
     }

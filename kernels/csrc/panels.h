@@ -59,6 +59,5 @@ INLINE void store_sums(const struct output *out, int64_t row, int64_t column, f3
         memcpy(bias, out->bias + column, width * sizeof(float));
         sum = sum + load_f32(bias);
     }
-    if (width == LANES) store_lanes(y, column, sum, out->is_bf16);
-    else for (int64_t i = 0; i < width; i++) store_one(y, column + i, sum[i], out->is_bf16);
+    store_some(y, column, sum, width, out->is_bf16);
 }

@@ -126,6 +126,19 @@ INLINE void store_one(void *p, ptrdiff_t index, float value, int is_bf16) {
     else ((float *)p)[index] = value;
 }
 
+// As load_lanes, of the first num_lanes; the others are zeros.
+INLINE f32s load_some(const char *x, int64_t index, int64_t num_lanes, int is_bf16) {
+    if (num_lanes == LANES) return load_lanes(x, index, is_bf16);
+    float lanes[LANES] = {0};
+    for (int64_t i = 0; i < num_lanes; i++) lanes[i] = load_one(x, index + i, is_bf16);
+    return load_f32(lanes);
+}
+
+INLINE void store_some(char *y, int64_t index, f32s v, int64_t num_lanes, int is_bf16) {
+    if (num_lanes == LANES) store_lanes(y, index, v, is_bf16);
+    else for (int64_t i = 0; i < num_lanes; i++) store_one(y, index + i, v[i], is_bf16);
+}
+
 // Codes of E4M3 -> their values, 256 times smaller.
 INLINE f32s load_fp8(const char *codes) {
     // The exponent is one of half precision, less 8; conversion from half precision takes denormals at full speed.
