@@ -19,7 +19,7 @@ from typing import Final
 from baton.config.router import RouterConfig
 from baton.messages.bounds import Kind
 from baton.messages.control import Ended, Hello, Reachable, Rejected, Started, Submit
-from baton.messages.workers import PrefillTimes, WorkerRole
+from baton.messages.workers import WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import AttemptKey, Request, SamplingParams, TokenIds
 from baton.router.router import Router
@@ -78,8 +78,7 @@ class FastCluster:
         self.workers: dict[str, FastWorker] = {}
         self.parts: defaultdict[str, float] = defaultdict(float)  # seconds of all requests, as in timelines
         self.holders: dict[str, FastWorker] = {}  # request id -> its decode worker
-        # Request id -> the worker that has computed the prompt, the prompt's times, the moment of its end.
-        self.under_way: dict[str, tuple[FastWorker, PrefillTimes, float]] = {}
+        self.under_way: dict[str, PromptJob] = {}  # hand-offs, by request id, for the light router
         self._random = Random(seed)
         self._numbers = count()
         self._open: dict[str, CallOutcome] = {}
@@ -166,14 +165,6 @@ class FastCluster:
             return
         started = Started(attempts=((request.request_id, request.attempt),))
         self.router.received(self._gateway, started)
-
-    def handed_over(self, request: Request) -> None:
-        """Note that the pages of a prompt are at its decode worker, for the light router."""
-        found = self.under_way.pop(request.request_id, None)
-        if found is not None:
-            worker, times, since_s = found
-            decode = self.holders[request.request_id].worker.id
-            worker.measurements.handed_over(decode, times, self.events.now_s - since_s)
 
     def joined(self, request: Request) -> None:
         """Note that a request decodes from now on."""

@@ -5,7 +5,7 @@
 2. Steps in which nothing changes are one run: its seconds are summed in closed form. A prompt or a sequence
    that comes meanwhile cuts the run at the end of its present step.
 3. A worker handles events between two steps, in a turn of its loop. A hand-off takes several turns: of the
-   prefill worker, when the grant has come and when the last page has left; of the decode worker, when the
+   prefill worker, when a late grant has come and when the last page has left; of the decode worker, when the
    writer has stopped and when the pages are verified.
 """
 
@@ -51,13 +51,15 @@ class PromptJob:
         self, worker: "FastWorker", request: Request, decode: str, source: PullSource | None
     ) -> None:
         cluster, store = worker.cluster, worker.store
-        self.request, self.decode = request, decode
+        self.worker, self.request, self.decode = worker, request, decode
         self.given_s = self.pulled_s = cluster.events.now_s
         self.begun_s = -1.0
         self.num_tokens = self.request.num_tokens
         self.num_held = self.num_done = self.num_last = 0  # num_last: tokens of the latest chunk
         self.own_s = 0.0  # its part of the time of its steps
         self.granted_s = self.given_s  # when the grant of the decode worker comes
+        self.sent_s = self.given_s  # when its last pages begin to leave
+        self.times: PrefillTimes | None = None  # once it is computed
         self.pulled_bytes = self._num_pulled_tokens = 0
         if source is not None:
             keys, page_size = cluster.keys_of(self.request), worker.worker.page_size
@@ -80,8 +82,9 @@ class PromptJob:
         """Tokens of the prompt that are computed, not held or pulled."""
         return self.num_tokens - self.num_held
 
-    def find_held(self, worker: "FastWorker") -> None:
+    def find_held(self) -> None:
         """Count the leading tokens that need no computation; at least one token is computed."""
+        worker = self.worker
         held = worker.store.num_held(worker.cluster.keys_of(self.request)) * worker.worker.page_size
         self.num_held = self.num_done = min(max(held, self._num_pulled_tokens), self.num_tokens - 1)
 
@@ -139,13 +142,11 @@ class FastWorker:
         self._run: Run | None = None
         self._is_between = False  # the end of a run is handled; what comes of it is in the next one
         self._num_steps = 0  # in all
-        self._begun_s = 0.0  # the beginning of the last one
         self._ends: list[tuple[int, int, Request]] = []  # a heap: last step of each sequence
         self._num_context = 0  # tokens that all sequences attend to
         self._waiting: deque[Request] = deque()  # sequences without room
         # Hand-offs, by the turn of the loop that handles them next.
-        self._granted: list[PromptJob] = []  # computed before the grant came; opened in the next turn
-        self._opened: list[PromptJob] = []  # their pages leave in the next turn
+        self._granted: list[PromptJob] = []  # computed before their grant, which has come since
         self._sent: list[PromptJob] = []  # their pages have left
         self._arrived: list[Request] = []  # their pages have come; the writer has stopped in the next turn
         self._stopped: list[Request] = []  # their pages are verified in the next turn
@@ -210,7 +211,8 @@ class FastWorker:
 
     def join(self, request: Request) -> None:
         """Decode a request that has its first token, from the next step on in which its pages have room."""
-        self.cluster.handed_over(request)
+        if (job := self.cluster.under_way.pop(request.request_id, None)) is not None:
+            job.worker.handed_over(job)
         self._keep(request)
         if self.cluster.num_output_tokens(request) <= 1:
             self.cluster.joined(request)
@@ -254,7 +256,7 @@ class FastWorker:
             self._queue(job)
 
     def _queue(self, job: PromptJob) -> None:
-        job.find_held(self)
+        job.find_held()
         share, tenant = self._share, job.request.tenant
         share.join(tenant, job.request.scheduling_key.weight)
         share.correct(tenant, job.num_tokens)
@@ -283,7 +285,7 @@ class FastWorker:
             return
         cluster, num_seqs, num_steps = self.cluster, len(self._ends), 1
         chunks, num_new, num_pairs = self._chunks(num_seqs) if self._jobs else ([], 0, 0.0)
-        if not (chunks or self._arrived or self._stopped or self._verified or self._opened):
+        if not (chunks or self._arrived or self._stopped or self._verified):
             num_steps = max(1, min(self._ends[0][0] - self._num_steps, self._most_steps))
         scale = cluster.scale
         context = round((self._num_context + num_seqs * (num_steps - 1) / 2) * scale)
@@ -315,7 +317,7 @@ class FastWorker:
             if budget < 1:
                 return
             if job.begun_s < 0:
-                job.find_held(self)  # prompts before it may have computed more of it
+                job.find_held()  # prompts before it may have computed more of it
             if job.num_left > budget:
                 yield from self._split(int(budget), place)
                 return
@@ -340,7 +342,7 @@ class FastWorker:
     def _stepped(self, run: Run, num_steps: int) -> None:
         if run is not self._run or num_steps != run.num_steps:
             return  # the run was cut
-        self._run, self._is_between, self._begun_s = None, True, run.begin_s + run.step_s * (num_steps - 1)
+        self._run, self._is_between = None, True
         self.cluster.num_busy -= 1
         self.busy_s += run.step_s * num_steps
         self._num_steps += num_steps
@@ -381,16 +383,16 @@ class FastWorker:
         sent, self._sent = self._sent, []
         for job in sent:
             self._hand_over(job)
+        granted, self._granted = self._granted, []
+        for job in granted:
+            self._send(job)
         while True:
-            opened, self._opened, self._granted = self._opened, self._granted, []
-            for job in opened:
-                self._send(job, self._handoff_s(job))
             verified, self._verified = self._verified, self._stopped
             self._stopped, self._arrived = self._arrived, []
             for request in verified:
                 self.join(request)
             has_step = self._ends or self._jobs or self._waiting  # else the next turn is at once
-            if has_step or not (self._opened or self._stopped or self._verified):
+            if has_step or not (self._stopped or self._verified):
                 return
 
     def _pages_left(self, job: PromptJob) -> None:
@@ -415,21 +417,33 @@ class FastWorker:
         """Hand a computed prompt to its decode worker."""
         cluster, request = self.cluster, job.request
         is_remote = job.decode != self.worker.id
-        exposed_s = self._handoff_s(job) if is_remote else 0.0
         self._keep(request)
-        self._report(job, exposed_s, is_remote)
+        self._report(job, is_remote)
         cluster.first_token(job)
         if not is_remote:
             self.join(request)
-        elif job.granted_s > self._begun_s:
+        elif job.granted_s > cluster.events.now_s:
+            cluster.at(job.granted_s, partial(self._grant_came, job))
+        else:
+            self._send(job)
+
+    def _grant_came(self, job: PromptJob) -> None:
+        """Send the pages of a prompt that was computed before."""
+        if self.is_stepping:
             self._granted.append(job)
         else:
-            self._send(job, exposed_s)
+            self._send(job)
 
-    def _send(self, job: PromptJob, exposed_s: float) -> None:
-        """Have the last pages of a computed prompt leave, within these seconds."""
+    def _send(self, job: PromptJob) -> None:
+        """Have the last pages of a computed prompt leave."""
+        handoff_s, job.sent_s = self._handoff_s(job), self.cluster.events.now_s
         self._num_transfers += 1
-        self.cluster.at(self.cluster.events.now_s + exposed_s, partial(self._pages_left, job))
+        self.cluster.at(job.sent_s + handoff_s, partial(self._pages_left, job))
+
+    def handed_over(self, job: PromptJob) -> None:
+        """Note that the decode worker has verified the pages. The next turn hears of it."""
+        assert job.times is not None, "it is computed"
+        self.measurements.handed_over(job.decode, job.times, self.next_turn_s - job.sent_s)
 
     def _handoff_s(self, job: PromptJob) -> float:
         return self.times.handoff_s(round(job.num_last * self.cluster.scale), self._num_transfers + 1)
@@ -452,14 +466,14 @@ class FastWorker:
             self._num_changes += len(changes)
             self.cluster.router.received(self, events)
 
-    def _report(self, job: PromptJob, exposed_s: float, is_remote: bool) -> None:
+    def _report(self, job: PromptJob, is_remote: bool) -> None:
         """Note what a prompt took, in the tokens that the router sees.
 
-        The light router hears of it once the pages are at the decode worker, as the production router does.
+        The light router hears of it after the hand-off, as from production workers.
         """
         token_bytes = self.times.kv_token_bytes * self.cluster.scale
         is_light, now_s = self.cluster.light is not None, self.cluster.events.now_s
-        times = PrefillTimes(
+        job.times = PrefillTimes(
             job.request.request_id,
             job.request.attempt,
             job.begun_s - job.given_s,
@@ -469,10 +483,10 @@ class FastWorker:
             pulled_bytes=job.pulled_bytes,
             pulled_s=job.pulled_s - job.given_s,
             moved_bytes=round(job.num_tokens * token_bytes) if is_remote else 0,
-            exposed_s=exposed_s,
+            exposed_s=self._handoff_s(job) if is_remote else 0.0,
             own_s=job.own_s if is_light else 0.0,
         )
         if is_light and is_remote:
-            self.cluster.under_way[job.request.request_id] = self, times, now_s
+            self.cluster.under_way[job.request.request_id] = job
         else:
-            self.measurements.prefills.append(times)
+            self.measurements.prefills.append(job.times)

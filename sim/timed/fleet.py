@@ -153,7 +153,7 @@ class Measurements:
             self.add_step(work, step_s)
 
     def handed_over(self, decode: str, times: PrefillTimes, exposed_s: float) -> None:
-        """Keep the times of a prompt after its hand-off. exposed_s: from its first token until then."""
+        """Keep the times of a prompt after its hand-off. exposed_s: see `PrefillTimes`."""
         times = msgspec.structs.replace(times, exposed_s=exposed_s)
         self.prefills.append(times)
         self.handoffs.append((decode, times))
