@@ -78,7 +78,6 @@ class FastCluster:
         self.workers: dict[str, FastWorker] = {}
         self.parts: defaultdict[str, float] = defaultdict(float)  # seconds of all requests, as in timelines
         self.holders: dict[str, FastWorker] = {}  # request id -> its decode worker
-        self.under_way: dict[str, PromptJob] = {}  # hand-offs, by request id, for the light router
         self._random = Random(seed)
         self._numbers = count()
         self._open: dict[str, CallOutcome] = {}
@@ -180,10 +179,10 @@ class FastCluster:
             self.parts[name] += seconds
         self._keys.pop(request.request_id, None)
         self._known_keys.pop((key, self._family), None)
-        self.holders.pop(request.request_id).attempts.pop(key, None)
         if self.light is not None:
             self.light.ended(request.request_id)
             return
+        self.holders.pop(request.request_id).attempts.pop(key, None)
         self.router.received(self._gateway, Ended(attempts=(key,), num_tokens=(num_answered,)))
 
     # The clients, the gateway and the light router.

@@ -4,19 +4,21 @@
    chunks of prompts, in the order of their tenants' shares.
 2. Steps in which nothing changes are one run: its seconds are summed in closed form. A prompt or a sequence
    that comes meanwhile cuts the run at the end of its present step.
-3. A worker handles events between two steps, in a turn of its loop. A hand-off takes several turns: of the
-   prefill worker, when a late grant has come and when the last page has left; of the decode worker, when the
-   writer has stopped and when the pages are verified.
+3. A worker handles events between two steps, in a turn of its loop. A transfer, which hands a prompt over or
+   pulls a prefix, takes several turns: of the source, when it is asked for the pages and when the last page
+   has left; of the other worker, when the writer has stopped and when the pages are verified.
 """
 
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from baton.fair_queue import FairShare
 from baton.messages.codec import AnyMessage
@@ -32,8 +34,9 @@ from baton.messages.control import (
 from baton.messages.workers import Load, PrefillTimes
 from baton.request import AttemptKey, Request
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
+from baton.sim.process import Call
 from baton.sim.timed.fleet import Measurements, PageStore
-from baton.sim.timed.light_router import LightRouter, LightWorker
+from baton.sim.timed.light_router import LightRouter
 from baton.sim.timed.times import StepWork, WorkTimes
 
 if TYPE_CHECKING:
@@ -44,22 +47,33 @@ MOST_RUN_S: Final = 0.05  # of a run where other workers slow it down, or cease 
 LOOKAHEAD: Final = 64  # see engine/scheduler/policies.py
 
 
+class Transfer:
+    """Pages that go from one worker to another."""
+
+    __slots__ = ("begun_s", "seconds", "taker", "then")
+
+    def __init__(self, taker: "FastWorker", seconds: Callable[[int], float], then: Call) -> None:
+        """seconds: by the number of the source's transfers under way. then: called by a turn of the taker,
+        when the pages are verified.
+        """
+        self.taker, self.seconds, self.then = taker, seconds, then
+        self.begun_s = 0.0
+
+
 class PromptJob:
-    """A prompt at the worker that computes it, with the pages that it pulls under way."""
+    """A prompt at the worker that computes it, and the prefix that it pulls."""
 
     def __init__(
         self, worker: "FastWorker", request: Request, decode: str, source: PullSource | None
     ) -> None:
         cluster, store = worker.cluster, worker.store
         self.worker, self.request, self.decode = worker, request, decode
-        self.given_s = self.pulled_s = cluster.events.now_s
+        self.given_s = self.pulled_s = cluster.events.now_s  # pulled_s: the end of the pull
         self.begun_s = -1.0
         self.num_tokens = self.request.num_tokens
         self.num_held = self.num_done = self.num_last = 0  # num_last: tokens of the latest chunk
         self.own_s = 0.0  # its part of the time of its steps
         self.granted_s = self.given_s  # when the grant of the decode worker comes
-        self.sent_s = self.given_s  # when its last pages begin to leave
-        self.times: PrefillTimes | None = None  # once it is computed
         self.pulled_bytes = self._num_pulled_tokens = 0
         if source is not None:
             keys, page_size = cluster.keys_of(self.request), worker.worker.page_size
@@ -70,7 +84,6 @@ class PromptJob:
             if num_missing > 0:
                 num_tokens = round(num_missing * page_size * cluster.scale)
                 self.pulled_bytes = num_tokens * worker.times.kv_token_bytes
-                self.pulled_s += worker.times.transfer_s(self.pulled_bytes)
 
     @property
     def num_left(self) -> int:
@@ -145,12 +158,12 @@ class FastWorker:
         self._ends: list[tuple[int, int, Request]] = []  # a heap: last step of each sequence
         self._num_context = 0  # tokens that all sequences attend to
         self._waiting: deque[Request] = deque()  # sequences without room
-        # Hand-offs, by the turn of the loop that handles them next.
-        self._granted: list[PromptJob] = []  # computed before their grant, which has come since
-        self._sent: list[PromptJob] = []  # their pages have left
-        self._arrived: list[Request] = []  # their pages have come; the writer has stopped in the next turn
-        self._stopped: list[Request] = []  # their pages are verified in the next turn
-        self._verified: list[Request] = []  # they decode from the next turn on
+        # Transfers, by the turn of the loop that handles them next.
+        self._asked: list[Transfer] = []  # from here
+        self._sent: list[Transfer] = []  # their pages have left
+        self._arrived: list[Transfer] = []  # their pages have come; the writer has stopped in the next turn
+        self._stopped: list[Transfer] = []  # their pages are verified in the next turn
+        self._verified: list[Transfer] = []
         self._used_pages = 0
         self._most_steps = 2**20 if not cluster.contention.neighbours else 1
         self._num_changes = 0
@@ -181,9 +194,9 @@ class FastWorker:
             self.attempts[request.key] = None
             self.cluster.holders[request.request_id] = self
             if not message.prefill:
-                self._take(request, self.worker.id, message.source)
+                self.take(request, self.worker.id, message.source)
         elif isinstance(message, Prefill):
-            self._take(message.request, message.decode, message.source)
+            self.take(message.request, message.decode, message.source)
 
     def close(self) -> None:
         raise AssertionError("the router gave up a worker that is well")
@@ -201,18 +214,8 @@ class FastWorker:
 
     # Prompts and sequences.
 
-    def receive(self, request: Request) -> None:
-        """Take a request with its pages: verify them, then decode."""
-        if not self.is_stepping:
-            self.join(request)
-        else:
-            self._cut()
-            self._arrived.append(request)
-
     def join(self, request: Request) -> None:
         """Decode a request that has its first token, from the next step on in which its pages have room."""
-        if (job := self.cluster.under_way.pop(request.request_id, None)) is not None:
-            job.worker.handed_over(job)
         self._keep(request)
         if self.cluster.num_output_tokens(request) <= 1:
             self.cluster.joined(request)
@@ -240,20 +243,20 @@ class FastWorker:
             heappush(self._ends, (self._num_steps + num_left, next(self._numbers), request))
             self._num_context += request.num_tokens + 1
 
-    def take(self, request: Request, decode: LightWorker) -> None:
-        assert isinstance(decode, FastWorker)
-        self.cluster.holders[request.request_id] = decode
-        self._take(request, decode.worker.id)
-
-    def _take(self, request: Request, decode: str, source: PullSource | None = None) -> None:
+    def take(self, request: Request, decode: str, source: PullSource | None) -> None:
         """Begin to pull what the router says, and queue the prompt."""
         self.given_tokens += request.num_tokens
         job = PromptJob(self, request, decode, source)
         job.granted_s = self.cluster.workers[decode].next_turn_s
-        if job.pulled_s > self.cluster.events.now_s:
-            self.cluster.at(job.pulled_s, partial(self._queue, job))
+        if source is not None and job.pulled_bytes:
+            seconds = partial(self.times.transfer_s, job.pulled_bytes)
+            self.cluster.workers[source.worker].ask(Transfer(self, seconds, partial(self._pulled, job)))
         else:
             self._queue(job)
+
+    def _pulled(self, job: PromptJob) -> None:
+        job.pulled_s = self.cluster.events.now_s
+        self._queue(job)
 
     def _queue(self, job: PromptJob) -> None:
         job.find_held()
@@ -373,37 +376,56 @@ class FastWorker:
 
     def _tell(self, light: LightRouter) -> None:
         """Tell the light router what was measured, as often as workers do."""
-        measurements = self.measurements
-        if (measured := measurements.take_due(self.cluster.events.now_s)) is not None:
-            light.measured(self.bit, measured, measurements.handoffs)
-            measurements.handoffs = []
+        if (measured := self.measurements.take_due(self.cluster.events.now_s)) is not None:
+            light.measured(self.bit, measured)
 
     def _notice(self) -> None:
         """One turn of the worker's loop: handle the events that came during a step."""
         sent, self._sent = self._sent, []
-        for job in sent:
-            self._hand_over(job)
-        granted, self._granted = self._granted, []
-        for job in granted:
-            self._send(job)
+        for transfer in sent:
+            transfer.taker.receive(transfer)
+        asked, self._asked = self._asked, []
+        for transfer in asked:
+            self._send(transfer)
         while True:
             verified, self._verified = self._verified, self._stopped
             self._stopped, self._arrived = self._arrived, []
-            for request in verified:
-                self.join(request)
+            for transfer in verified:
+                transfer.then()
             has_step = self._ends or self._jobs or self._waiting  # else the next turn is at once
             if has_step or not (self._stopped or self._verified):
                 return
 
-    def _pages_left(self, job: PromptJob) -> None:
-        self._num_transfers -= 1
-        if not self.is_stepping:
-            self._hand_over(job)
-        else:
-            self._sent.append(job)
+    # Transfers.
 
-    def _hand_over(self, job: PromptJob) -> None:
-        self.cluster.workers[job.decode].receive(job.request)
+    def ask(self, transfer: Transfer) -> None:
+        """Have pages leave in the next turn."""
+        if self.is_stepping:
+            self._cut()
+            self._asked.append(transfer)
+        else:
+            self._send(transfer)
+
+    def receive(self, transfer: Transfer) -> None:
+        """Take pages that have come: verify them, then go on."""
+        if self.is_stepping:
+            self._cut()
+            self._arrived.append(transfer)
+        else:
+            transfer.then()
+
+    def _send(self, transfer: Transfer) -> None:
+        transfer.begun_s = now_s = self.cluster.events.now_s
+        self._num_transfers += 1
+        self.cluster.at(now_s + transfer.seconds(self._num_transfers), partial(self._pages_left, transfer))
+
+    def _pages_left(self, transfer: Transfer) -> None:
+        self._num_transfers -= 1
+        if self.is_stepping:
+            self._cut()
+            self._sent.append(transfer)
+        else:
+            transfer.taker.receive(transfer)
 
     def _end_sequences(self) -> None:
         while self._ends and self._ends[0][0] <= self._num_steps:
@@ -414,39 +436,28 @@ class FastWorker:
             self.cluster.ended(request)
 
     def _computed(self, job: PromptJob) -> None:
-        """Hand a computed prompt to its decode worker."""
+        """Decode a computed prompt, or hand it to its decode worker."""
         cluster, request = self.cluster, job.request
-        is_remote = job.decode != self.worker.id
         self._keep(request)
-        self._report(job, is_remote)
+        times = self._times(job)
         cluster.first_token(job)
-        if not is_remote:
+        if job.decode == self.worker.id:
+            self.measurements.prefills.append(times)
             self.join(request)
-        elif job.granted_s > cluster.events.now_s:
-            cluster.at(job.granted_s, partial(self._grant_came, job))
+            return
+        taker, num_tokens = cluster.workers[job.decode], round(job.num_last * cluster.scale)
+        transfer = Transfer(taker, partial(self.times.handoff_s, num_tokens), lambda: None)
+        transfer.then = partial(self._handed_over, request, times, transfer)
+        if job.granted_s > cluster.events.now_s:
+            cluster.at(job.granted_s, partial(self.ask, transfer))
         else:
-            self._send(job)
+            self._send(transfer)
 
-    def _grant_came(self, job: PromptJob) -> None:
-        """Send the pages of a prompt that was computed before."""
-        if self.is_stepping:
-            self._granted.append(job)
-        else:
-            self._send(job)
-
-    def _send(self, job: PromptJob) -> None:
-        """Have the last pages of a computed prompt leave."""
-        handoff_s, job.sent_s = self._handoff_s(job), self.cluster.events.now_s
-        self._num_transfers += 1
-        self.cluster.at(job.sent_s + handoff_s, partial(self._pages_left, job))
-
-    def handed_over(self, job: PromptJob) -> None:
-        """Note that the decode worker has verified the pages. The next turn hears of it."""
-        assert job.times is not None, "it is computed"
-        self.measurements.handed_over(job.decode, job.times, self.next_turn_s - job.sent_s)
-
-    def _handoff_s(self, job: PromptJob) -> float:
-        return self.times.handoff_s(round(job.num_last * self.cluster.scale), self._num_transfers + 1)
+    def _handed_over(self, request: Request, times: PrefillTimes, transfer: Transfer) -> None:
+        """Note the times of a prompt, and have its decode worker go on. The next turn here hears of it."""
+        exposed_s = self.next_turn_s - transfer.begun_s
+        self.measurements.prefills.append(msgspec.structs.replace(times, exposed_s=exposed_s))
+        transfer.taker.join(request)
 
     def _keep(self, request: Request) -> None:
         """Keep the request's pages and tell the router."""
@@ -466,27 +477,18 @@ class FastWorker:
             self._num_changes += len(changes)
             self.cluster.router.received(self, events)
 
-    def _report(self, job: PromptJob, is_remote: bool) -> None:
-        """Note what a prompt took, in the tokens that the router sees.
-
-        The light router hears of it after the hand-off, as from production workers.
-        """
-        token_bytes = self.times.kv_token_bytes * self.cluster.scale
-        is_light, now_s = self.cluster.light is not None, self.cluster.events.now_s
-        job.times = PrefillTimes(
+    def _times(self, job: PromptJob) -> PrefillTimes:
+        """Return what a computed prompt took, in the tokens that the router sees."""
+        token_bytes, is_remote = self.times.kv_token_bytes * self.cluster.scale, job.decode != self.worker.id
+        return PrefillTimes(
             job.request.request_id,
             job.request.attempt,
             job.begun_s - job.given_s,
-            now_s - job.begun_s,
+            self.cluster.events.now_s - job.begun_s,
             job.num_new,
             job.num_tokens,
             pulled_bytes=job.pulled_bytes,
             pulled_s=job.pulled_s - job.given_s,
             moved_bytes=round(job.num_tokens * token_bytes) if is_remote else 0,
-            exposed_s=self._handoff_s(job) if is_remote else 0.0,
-            own_s=job.own_s if is_light else 0.0,
+            own_s=job.own_s,
         )
-        if is_light and is_remote:
-            self.cluster.under_way[job.request.request_id] = job
-        else:
-            self.measurements.prefills.append(job.times)

@@ -137,7 +137,6 @@ class Measurements:
     def __init__(self) -> None:
         self.prefills: list[PrefillTimes] = []
         self.steps: list[StepTimes] = []
-        self.handoffs: list[tuple[str, PrefillTimes]] = []  # prompts that were handed over, with their takers
         self._next_sample_s = self._next_taken_s = 0.0
 
     def add_step(self, work: StepWork, step_s: float) -> None:
@@ -151,12 +150,6 @@ class Measurements:
         if now_s >= self._next_sample_s:
             self._next_sample_s = now_s + LIGHT_SAMPLE_S
             self.add_step(work, step_s)
-
-    def handed_over(self, decode: str, times: PrefillTimes, exposed_s: float) -> None:
-        """Keep the times of a prompt after its hand-off. exposed_s: see `PrefillTimes`."""
-        times = msgspec.structs.replace(times, exposed_s=exposed_s)
-        self.prefills.append(times)
-        self.handoffs.append((decode, times))
 
     def take(self) -> Measured | None:
         """Return what was measured since the last call; None: nothing."""

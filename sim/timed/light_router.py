@@ -5,19 +5,20 @@ applying them takes most of the time of a rehearsal. This router is told both by
 rules: requests wait at the router, in their order, until a decode worker has room and a worker has a slot for
 the prompt (router/queue/admission.py); then the pair with the least cost in seconds is chosen
 (router/policies/cost_model.py), by times that the production cost model learns from the workers' measured
-steps and prompts. There are no tenants' shares, no refusals and no pulls from peers.
+steps and prompts. There are no tenants' shares and no refusals.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf
 from operator import attrgetter
 from random import Random
 from typing import Final, NamedTuple, Protocol
 
 from baton.clock import Clock
-from baton.messages.control import Measured
-from baton.messages.workers import PrefillTimes, Worker, WorkerRole
+from baton.messages.control import Measured, PullSource
+from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, WorkerInFlight
 from baton.router.policies.cost import (
@@ -25,6 +26,7 @@ from baton.router.policies.cost import (
     MAX_COMBINED,
     MAX_COMPARED,
     MAX_HOLDERS,
+    MAX_SOURCES,
     NUM_DRAWN,
     NUM_KEPT,
     Arrivals,
@@ -33,11 +35,13 @@ from baton.router.policies.cost import (
 from baton.router.policies.cost_model import (
     HANDOFF_PRIOR,
     PREFILL_PRIOR,
+    PULL_PRIOR,
     STEP_PRIOR,
     DecodeCandidate,
     Fit,
     PairCandidate,
     PrefillCandidate,
+    PullCandidate,
     Speeds,
     StepFit,
     cheapest,
@@ -55,8 +59,8 @@ class LightWorker(Protocol):
 
     worker: Worker
 
-    def take(self, request: Request, decode: "LightWorker") -> None:
-        """Compute a prompt, and hand it over unless `decode` is this worker."""
+    def take(self, request: Request, decode: str, source: PullSource | None) -> None:
+        """Compute a prompt, and hand it to `decode` unless that is this worker. source: of a prefix."""
         ...
 
 
@@ -65,7 +69,7 @@ class Account(WorkerInFlight):
 
     __slots__ = (
         *("bit", "computing_tokens", "given", "handoffs", "id", "num_decoding", "num_output_tokens"),
-        *("peer", "slots", "speeds", "worker"),
+        *("peer", "pulls", "slots", "speeds", "worker"),
     )
 
     def __init__(self, peer: LightWorker, bit: int, now_s: float, step: StepFit) -> None:
@@ -74,6 +78,7 @@ class Account(WorkerInFlight):
         self.peer, self.bit, self.worker, self.id = peer, bit, peer.worker, peer.worker.id
         self.speeds = Speeds(Fit(PREFILL_PRIOR), step)
         self.handoffs: dict[str, Fit] = {}  # by decode worker
+        self.pulls: dict[str, Fit] = {}  # by the worker that pulls from this one
         self.given = DecayedSum(BALANCE_S, now_s)  # tokens of prompts
         self.slots = max(1, self.worker.num_pages * self.worker.page_size)
         self.computing_tokens = self.num_decoding = self.num_output_tokens = 0
@@ -100,22 +105,16 @@ class Account(WorkerInFlight):
 
     def handoff_s(self, decode: str, num_bytes: float) -> float:
         """Seconds of a hand-off to a decode worker."""
-        fit = self.handoffs.get(decode)
-        fixed_s, byte_s = HANDOFF_PRIOR if fit is None else fit.coefficients
-        return fixed_s + byte_s * num_bytes
+        return _seconds(self.handoffs.get(decode), HANDOFF_PRIOR, num_bytes)
 
-    def learn(self, measured: Measured, handoffs: Sequence[tuple[str, PrefillTimes]]) -> None:
-        """Learn from the worker's measurements. handoffs: of its prompts, with the decode workers."""
-        for prefill in measured.prefills:
-            self.speeds.learn_prefill(prefill)
-        for step in measured.steps:
-            self.speeds.learn_step(step)
-        for decode, times in handoffs:
-            if decode not in self.handoffs:
-                self.handoffs[decode] = Fit(HANDOFF_PRIOR)
-            self.handoffs[decode].learn(times.exposed_s, 1.0, times.moved_bytes)
-        for fit in (self.speeds.prefill, *self.handoffs.values()):
-            fit.settle()
+    def pull_s(self, worker: str, num_bytes: float) -> float:
+        """Seconds in which a worker pulls pages from this one."""
+        return _seconds(self.pulls.get(worker), PULL_PRIOR, num_bytes)
+
+
+def _seconds(fit: Fit | None, prior: tuple[float, ...], num_bytes: float) -> float:
+    fixed_s, byte_s = prior if fit is None else fit.coefficients
+    return fixed_s + byte_s * num_bytes
 
 
 class _Entry(NamedTuple):
@@ -123,8 +122,7 @@ class _Entry(NamedTuple):
     decode: Account
     num_tokens: int
     num_output: int
-    num_new: int
-    compute_s: float
+    chosen: PairCandidate
 
 
 class LightRouter:
@@ -151,6 +149,7 @@ class LightRouter:
         self._decodes: list[Account] = []
         self._queue: deque[Request] = deque()
         self._entries: dict[str, _Entry] = {}
+        self._chosen: dict[str, PairCandidate] = {}  # until the prompt's times are known
         self._accounts: dict[str, Account] = {}
         self._by_bit: dict[int, Account] = {}
 
@@ -171,9 +170,23 @@ class LightRouter:
         self._queue.append(request)
         self._dispatch()
 
-    def measured(self, bit: int, measured: Measured, handoffs: Sequence[tuple[str, PrefillTimes]]) -> None:
-        """Learn from a worker's measurements. handoffs: of its prompts, with the decode workers."""
-        self._by_bit[bit].learn(measured, handoffs)
+    def measured(self, bit: int, measured: Measured) -> None:
+        """Learn from a worker's measurements."""
+        account = self._by_bit[bit]
+        for step in measured.steps:
+            account.speeds.learn_step(step)
+        for prefill in measured.prefills:
+            account.speeds.learn_prefill(prefill)
+            chosen = self._chosen.pop(prefill.request_id)
+            if chosen.prefill:
+                fit = account.handoffs.setdefault(chosen.decode, Fit(HANDOFF_PRIOR))
+                fit.learn(prefill.exposed_s, 1.0, prefill.moved_bytes)
+            if prefill.pulled_bytes:
+                fit = self._accounts[chosen.source].pulls.setdefault(account.id, Fit(PULL_PRIOR))
+                fit.learn(prefill.pulled_s, 1.0, prefill.pulled_bytes)
+                fit.settle()
+        for fit in (account.speeds.prefill, *account.handoffs.values()):
+            fit.settle()
 
     def kept(self, changes: Sequence[tuple[bytes, int]], bit: int) -> None:
         """Note pages that a worker keeps, or no longer: see `PageStore.keep`."""
@@ -190,8 +203,9 @@ class LightRouter:
         account, decode = entry.computed_by, entry.decode
         account.num_computing -= 1
         account.since_s = self._clock.now_s()
-        account.work_s = max(0.0, account.work_s - entry.compute_s) if account.num_computing else 0.0
-        account.computing_tokens -= entry.num_new
+        compute_s = entry.chosen.prompt_cost.compute_s
+        account.work_s = max(0.0, account.work_s - compute_s) if account.num_computing else 0.0
+        account.computing_tokens -= entry.chosen.num_new_tokens
         if account is not decode:
             account.num_attempts -= 1
         decode.num_decoding += 1
@@ -222,11 +236,11 @@ class LightRouter:
                 return
             self._queue.popleft()
             self._enter(request, entry, now_s)
-            entry.computed_by.peer.take(request, entry.decode.peer)
+            entry.computed_by.peer.take(request, entry.decode.id, self._source(entry.chosen))
 
     def _enter(self, request: Request, entry: _Entry, now_s: float) -> None:
-        account, decode = entry.computed_by, entry.decode
-        self._entries[request.request_id] = entry
+        account, decode, compute_s = entry.computed_by, entry.decode, entry.chosen.prompt_cost.compute_s
+        self._entries[request.request_id], self._chosen[request.request_id] = entry, entry.chosen
         decode.num_attempts += 1
         decode.num_tokens += entry.num_tokens
         if account is not decode:
@@ -234,10 +248,10 @@ class LightRouter:
         if not account.num_computing:
             account.since_s = now_s
         account.num_computing += 1
-        account.work_s += entry.compute_s
-        account.computing_tokens += entry.num_new
+        account.work_s += compute_s
+        account.computing_tokens += entry.chosen.num_new_tokens
         account.given.add(request.num_tokens, now_s)
-        self._arrivals.add(account.id, entry.compute_s, now_s)
+        self._arrivals.add(account.id, compute_s, now_s)
 
     def _choose(self, request: Request, now_s: float, *, needs_slot: bool) -> _Entry | None:
         """Return the cheapest pair; None where no decode worker has room, or the best has no slot.
@@ -259,8 +273,7 @@ class LightRouter:
         computed_by = self._accounts[chosen.computed_by]
         if needs_slot and not computed_by.has_slot(now_s):
             return None
-        decode, compute_s = self._accounts[chosen.decode], chosen.prompt_cost.compute_s
-        return _Entry(computed_by, decode, num_kv, num_output, chosen.num_new_tokens, compute_s)
+        return _Entry(computed_by, self._accounts[chosen.decode], num_kv, num_output, chosen)
 
     def _candidates(
         self,
@@ -270,10 +283,11 @@ class LightRouter:
         now_s: float,
     ) -> list[PairCandidate]:
         """See CostPolicy."""
-        rate = self._arrivals.rate(now_s)
-        local_costs = prompt_costs([each.as_prefill for each in decodes], num_tokens, arrival_rate=rate)
+        rate, locals_ = self._arrivals.rate(now_s), [each.as_prefill for each in decodes]
+        sources = self._sources([*locals_, *prefills])
+        local_costs = prompt_costs(locals_, num_tokens, sources, rate)
         candidates = sorted(map(local_pair, local_costs, decodes), key=_TOTAL_S)[:MAX_COMBINED]
-        best = sorted(prompt_costs(prefills, num_tokens, arrival_rate=rate), key=_TOTAL_S)[:MAX_COMBINED]
+        best = sorted(prompt_costs(prefills, num_tokens, sources, rate), key=_TOTAL_S)[:MAX_COMBINED]
         for decode in sorted(decodes, key=_TOTAL_S)[:MAX_COMBINED] if best else ():
             num_bytes = max(0, num_tokens - decode.as_prefill.num_held_tokens) * self._token_bytes
             for cost in best:
@@ -281,6 +295,27 @@ class LightRouter:
                 handoff_s = account.handoff_s(decode.as_prefill.worker, num_bytes)
                 candidates.append(remote_pair(cost, decode, handoff_s))
         return candidates
+
+    def _sources(self, prefills: Sequence[PrefillCandidate]) -> list[PullCandidate]:
+        """See `PromptScorer.sources`."""
+        held = [each.num_held_tokens for each in prefills]
+        least = min(held)
+        if max(held) == least:
+            return []
+        most = sorted((num, each.worker) for num, each in zip(held, prefills, strict=True) if num > least)
+        return [
+            PullCandidate(worker, num, partial(self._pull_s, worker))
+            for num, worker in most[-MAX_SOURCES:][::-1]
+        ]
+
+    def _pull_s(self, source: str, worker: str, num_tokens: int) -> float:
+        return self._accounts[source].pull_s(worker, num_tokens * self._token_bytes)
+
+    def _source(self, chosen: PairCandidate) -> PullSource | None:
+        """Return where a worker pulls a prefix from."""
+        if not chosen.source:
+            return None
+        return PullSource.by_keys(self._accounts[chosen.source].worker, chosen.num_held_tokens)
 
     def _num_held(self, keys: Sequence[bytes]) -> dict[int, int]:
         """Return the leading tokens that workers hold, by the bits of those that hold any."""
