@@ -5,6 +5,7 @@ metric objects of prometheus-client. Labels have few values, and no client choos
 """
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -58,6 +59,11 @@ class UnaccountedTimes(Histogram):
     """Seconds of a request that no part of its timeline explains."""
 
     BOUNDS = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
+
+
+def counted_name(tenant: str, known: Collection[str]) -> str:
+    """Return the name under which a tenant is counted: beyond MAX_TENANTS known ones, OTHERS."""
+    return tenant if tenant in known or len(known) < MAX_TENANTS else OTHERS
 
 
 class TenantCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -121,12 +127,7 @@ class Metrics(ModelCounts, kw_only=True):
 
     def tenant(self, name: str) -> TenantCounts:
         """Return the counts of a tenant; beyond MAX_TENANTS tenants share theirs."""
-        counts = self.tenants.get(name)
-        if counts is None:
-            counts = self.tenants.setdefault(
-                name if len(self.tenants) < MAX_TENANTS else OTHERS, TenantCounts()
-            )
-        return counts
+        return self.tenants.setdefault(counted_name(name, self.tenants), TenantCounts())
 
     def of_call(self, model: str) -> list[ModelCounts]:
         """Return the counts that a call is counted in. model: as in Request.model."""

@@ -15,7 +15,7 @@ from typing import Final
 
 from baton.clock import Clock, PauseDetector
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
-from baton.gateway.metrics.metrics import MAX_TENANTS, OTHERS
+from baton.gateway.metrics.metrics import counted_name
 from baton.gateway.streams.migrations import Migrations
 from baton.gateway.streams.request_stream import (
     CANCELLED,
@@ -310,8 +310,7 @@ class Frontend:
             self._note_phases(*cancelled, peer, event.times)
 
     def _note_phases(self, attempt: AttemptMarks, tenant: str, peer: Peer, times: WorkerTimes) -> None:
-        is_counted = tenant in self.worker_us or len(self.worker_us) < MAX_TENANTS
-        self.worker_us[tenant if is_counted else OTHERS] += round(1e6 * times.used_s)
+        self.worker_us[counted_name(tenant, self.worker_us)] += round(1e6 * times.used_s)
         attempt.workers.append(WorkerMarks(self._peer_registry.name(peer.hello.id), times, peer.clock_offset))
 
     def _deliver(self, stream: RequestStream, due: Sequence[TokenEvent]) -> None:
