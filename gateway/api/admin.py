@@ -18,7 +18,8 @@ from msgspec import Meta
 
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, WorkerLost
-from baton.gateway.api.errors import ApiError, read_query
+from baton.gateway.api.body import read_query
+from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.request_stream import Service
 from baton.messages.bounds import MAX_NAME_CHARS
 from baton.messages.control import Decision

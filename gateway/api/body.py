@@ -1,4 +1,4 @@
-"""The bodies that clients send, as structs, and the checks that need no model.
+"""The bodies and queries that clients send, as structs, and the checks that need no model.
 
 Each key of a body is one of four kinds:
 
@@ -359,6 +359,14 @@ def _decoded(data: bytes, kind: type[AnyBody]) -> AnyBody:
         body = msgspec.convert(fields, kind)
     assert isinstance(body, kind)
     return body
+
+
+def read_query(params: Mapping[str, str], kind: type[AnyBody]) -> AnyBody:
+    """Return the parameters of a query as a struct. Raises ApiError 400 that names a wrong parameter."""
+    try:
+        return msgspec.convert(dict(params), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise misread(error) from None
 
 
 def raw_fields(data: bytes) -> dict[str, msgspec.Raw]:

@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 import orjson
@@ -36,7 +36,6 @@ FIELD: Final = re.compile(r"(?:missing required|contains unknown) field `(.+)`")
 MAX_KEY_CHARS: Final = 80
 EXPECTED: Final = frozenset({503, 504})  # server errors that are no bugs: logged without a traceback
 Headers = list[tuple[bytes, bytes]]
-StructT = TypeVar("StructT", bound=msgspec.Struct)
 logger = logging.getLogger(__name__)
 
 
@@ -110,14 +109,6 @@ def misread(error: msgspec.ValidationError, within: str = "") -> BatonError:
     found = FIELD.search(problem)
     key = f"{within}{path.rstrip('`')}".lstrip(".") or (found[1] if found else "")
     return invalid(key[:MAX_KEY_CHARS], problem) if key else InvalidRequest(problem)
-
-
-def read_query(params: Mapping[str, str], kind: type[StructT]) -> StructT:
-    """Return the parameters of a query. Raises ApiError 400 that names a wrong parameter."""
-    try:
-        return msgspec.convert(dict(params), kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise misread(error) from None
 
 
 def with_param(error: BatonError) -> BatonError:

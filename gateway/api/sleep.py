@@ -16,8 +16,9 @@ from typing import Final, Literal
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from baton.gateway.api.body import read_query
 from baton.gateway.api.body_reader import OpenOrder, ServedModel, ServedModels
-from baton.gateway.api.errors import ApiError, invalid, read_query
+from baton.gateway.api.errors import ApiError, invalid
 from baton.messages.orders import Sleep, Wake, has_followed, is_superseded, latest_order, numbered
 
 ASK_EVERY_S: Final = 1.0

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from baton.gateway.api.errors import ApiError, invalid, read_query
+from baton.gateway.api.body import read_query
+from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.peer_gateways import PeerGateways
 
 ID_PREFIX: Final = "resp_"
