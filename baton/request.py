@@ -142,13 +142,14 @@ def _hint(unknown: str, known: tuple[str, ...]) -> str:
     return f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
 
 
+_ExtraInteger: TypeAlias = Annotated[int, Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 # A value that a logits processor from outside the tree gets with a request.
 ExtraArg: TypeAlias = (
     bool
-    | int
+    | _ExtraInteger
     | float
     | Annotated[str, Meta(max_length=1024)]
-    | Annotated[tuple[int, ...], Meta(max_length=1024)]
+    | Annotated[tuple[_ExtraInteger, ...], Meta(max_length=1024)]
 )
 FormText: TypeAlias = Annotated[str, Meta(max_length=MAX_FORM_CHARS)]
 

@@ -86,6 +86,8 @@ REFUSED = [
     (body(prompt=[10**8, *[7] * SMALL_BYTES]), "token id 100000000 is outside the vocabulary of", 400),
     (b'{"prompt": "' + b"a" * SMALL_BYTES, "not valid JSON", 400),
     (body(prompt="a" * 2_000_000), "can't fit", 400),
+    (body(prompt=[7] * SMALL_BYTES, vllm_xargs={"a": 10**30}), "vllm_xargs", 400),  # no message carries it
+    (body(prompt=[7] * SMALL_BYTES, vllm_xargs={"a": [10**30]}), "vllm_xargs", 400),
 ]
 
 
