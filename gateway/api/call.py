@@ -224,7 +224,7 @@ def _sampling(
     if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= MAX_LOGPROBS:
         raise invalid("prompt_logprobs", f"at most {MAX_LOGPROBS} alternatives, got {body.prompt_logprobs}")
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs", "they come with a whole answer; leave stream out")
+        raise invalid("prompt_logprobs", "they come with a whole answer, not with a stream")
     if isinstance(body, CompletionBody):
         max_tokens = max_tokens or 1  # the token is not shown
     of_prompt = (body.prompt_logprobs, logprobs if _has_echo(body) else None)

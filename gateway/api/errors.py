@@ -111,14 +111,6 @@ def misread(error: msgspec.ValidationError, within: str = "") -> BatonError:
     return invalid(key[:MAX_KEY_CHARS], problem) if key else InvalidRequest(problem)
 
 
-def with_param(error: BatonError) -> BatonError:
-    """Return an error about a wrong request with the key at the beginning of its message as its `param`."""
-    answer, key = as_api_error(error), KEY.match(str(error))
-    if answer.status != 400 or answer.param is not None or key is None:
-        return error
-    return ApiError(400, str(answer), code=answer.code, param=key[1])
-
-
 def renamed(error: BatonError, names: Mapping[str, str]) -> BatonError:
     """Return an error about a wrong request with its key in the words of another API.
 
@@ -140,7 +132,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        return ApiError(400, _encodable(str(error)), code="invalid_value")
+        key = KEY.match(str(error))
+        return ApiError(400, _encodable(str(error)), code="invalid_value", param=key and key[1])
     if isinstance(error, Refused):
         return _refused(error)
     if isinstance(error, Overloaded):

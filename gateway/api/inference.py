@@ -55,7 +55,6 @@ from baton.gateway.api.errors import (
     invalid,
     renamed,
     unsupported,
-    with_param,
 )
 from baton.gateway.api.format import DONE, answer_format
 from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy, TextAnswer
@@ -323,7 +322,7 @@ class Inference:
             try:
                 call = await self.read_call(kind, data, scope)
             except (ApiError, InvalidRequest) as error:
-                raise renamed(with_param(error), KEYS.get(kind, {})) from None
+                raise renamed(error, KEYS.get(kind, {})) from None
             del data
             charge.set(call.held_bytes)
             writer: ResponseWriter = scope["extensions"][RESPONSE_WRITER]
@@ -348,10 +347,7 @@ class Inference:
                 data = await read_body(scope, receive, charge.set)
                 model = self._models.of_body(data)
                 policy = self._read_policy(model, tenant)
-                try:
-                    read = await model.bodies.read(kind, data, policy, tenant.name)
-                except (ApiError, InvalidRequest) as error:
-                    raise with_param(error) from None
+                read = await model.bodies.read(kind, data, policy, tenant.name)
                 del data  # its charge ends here, and the client may take long to read the answer
             assert isinstance(read, TextAnswer)
             self._metrics.unknown_keys += read.num_unknown

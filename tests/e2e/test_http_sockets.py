@@ -44,6 +44,13 @@ def test_wrong_body_is_an_error_event() -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+def test_error_event_names_the_wrong_key() -> None:
+    wrong = {"n": 0}, {"top_p": 5}, {"prompt_logprobs": 1}  # the last: every answer here is a stream
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as served:
+        errors = conversation(served, *({"prompt": "a", **fields} for fields in wrong))
+    assert [each["error"]["param"] for each in errors] == ["n", "top_p", "prompt_logprobs"]
+
+
 def test_bug_ends_one_answer_and_not_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     def break_down(service: ScriptedService, request: Request) -> None:
         service.play = answer_at_once(SENTENCE)

@@ -23,7 +23,7 @@ from baton.gateway.api.body import (
 )
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.call import SAMPLING_FIELDS, AskedCall, Call
-from baton.gateway.api.errors import ApiError, as_api_error, with_param
+from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import PromptReader, ReadPolicy
 from baton.gateway.metrics.metrics import ROUTES, Metrics
@@ -130,7 +130,7 @@ def test_number_of_choices_is_bounded() -> None:
     for wrong in (0, -1, 129):
         with pytest.raises(InvalidRequest, match="n must be between 1 and 128") as refused:
             chat(n=wrong)
-        answer = as_api_error(with_param(refused.value))
+        answer = as_api_error(refused.value)
         assert (answer.status, answer.param) == (400, "n")
 
 
@@ -432,7 +432,7 @@ def test_wrong_prompts_are_refused(prompt: object) -> None:
 def test_keys_about_tools_and_reasoning_are_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises((ApiError, InvalidRequest)) as refused:
         chat(tools=[TOOL], **fields)
-    answer = as_api_error(with_param(refused.value))
+    answer = as_api_error(refused.value)
     assert (answer.status, answer.param) == (400, param)
 
 
