@@ -259,7 +259,7 @@ def _worker_complaints(life: SimWorker) -> Iterator[str]:
     if worker.attempts or not worker.is_idle:
         yield f"{name} still works on {worker.attempts}, {life.endpoint.num_open} transfers are open"
     if engine.has_work():
-        yield f"{name}'s engine has {len(engine.scheduler.keys())} sequences"
+        yield f"{name}'s engine has {len(engine.scheduler.sequences())} sequences"
     if engine.scheduler.holds.kept:
         yield f"{name} keeps pages of {list(engine.scheduler.holds.kept)}"
     engine.scheduler.check_integrity()

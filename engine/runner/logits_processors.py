@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Ordered
 from importlib import import_module
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -36,11 +36,17 @@ class LogitsProcessor(Protocol):
 
 
 @runtime_checkable
-class BatchLogitsProcessor(LogitsProcessor, Protocol):
+class BatchLogitsProcessor(Protocol):
     """A processor that changes many rows at once: on a GPU a loop over rows waits for copies of each row."""
 
+    def applies(self, sampling: SamplingParams) -> bool:
+        """As `LogitsProcessor.applies`."""
+
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
-        """Do what `process` does, for each of these rows: index -> row."""
+        """Do what `LogitsProcessor.process` does, for each of these rows: index -> row."""
+
+
+AnyLogitsProcessor: TypeAlias = LogitsProcessor | BatchLogitsProcessor
 
 
 @runtime_checkable
@@ -60,7 +66,7 @@ class TokenFilter(BatchLogitsProcessor, Protocol):
         """Return the masks of the rows, for `mask_logits`; the logits of a row that failed become NaN."""
 
 
-def process_rows(processor: LogitsProcessor, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
+def process_rows(processor: AnyLogitsProcessor, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
     """Let the processor change the rows that it applies to (index -> row), in place."""
     if isinstance(processor, BatchLogitsProcessor):
         processor.process_rows(logits_RV, rows)
@@ -105,9 +111,6 @@ class BadWords:
     def applies(self, sampling: SamplingParams) -> bool:
         return bool(sampling.bad_words_token_ids)
 
-    def process(self, logits_V: Tensor, row: Row) -> None:
-        self.process_rows(logits_V[None], {0: row})
-
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
         banned = {index: ends for index, row in rows.items() if (ends := self._ends_after(row))}
         if banned:
@@ -131,9 +134,6 @@ class LogitBias:
     def applies(self, sampling: SamplingParams) -> bool:
         return bool(sampling.logit_bias)
 
-    def process(self, logits_V: Tensor, row: Row) -> None:
-        self.process_rows(logits_V[None], {0: row})
-
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
         biases = {index: row.sequence.sampling.logit_bias for index, row in rows.items()}
         values = np.array([value for bias in biases.values() for value in bias.values()], np.float32)
@@ -146,9 +146,6 @@ class MinTokens:
 
     def applies(self, sampling: SamplingParams) -> bool:
         return bool(sampling.min_tokens)
-
-    def process(self, logits_V: Tensor, row: Row) -> None:
-        self.process_rows(logits_V[None], {0: row})
 
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
         banned = {
@@ -167,14 +164,14 @@ def _places(token_ids: Mapping[int, Collection[int]], device: torch.device) -> t
     return upload(np.array((rows, tokens), np.int64), device).unbind()
 
 
-def load_logits_processor(name: str) -> LogitsProcessor:
+def load_logits_processor(name: str) -> AnyLogitsProcessor:
     """Import `package.module:Class` and make one; ConfigError when that fails."""
     module, _, attribute = name.partition(":")
     try:
         processor = getattr(import_module(module), attribute)()
     except Exception as error:
         raise ConfigError(f"logits_processors: {name!r} cannot be loaded: {error!r}") from error
-    if not isinstance(processor, LogitsProcessor):
+    if not isinstance(processor, AnyLogitsProcessor):
         raise ConfigError(f"logits_processors: {name!r} has no methods `applies` and `process`")
     return processor
 
@@ -228,9 +225,6 @@ class Penalties:
     def applies(self, sampling: SamplingParams) -> bool:
         return sampling.has_penalties
 
-    def process(self, logits_V: Tensor, row: Row) -> None:
-        self.process_rows(logits_V[None], {0: row})
-
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
         counted = [self._counted(row) for row in rows.values()]
         sizes = [len(tokens) for tokens, _ in counted]
@@ -272,7 +266,7 @@ def _penalties(sequence: Sequence) -> tuple[float, float, float]:
 
 
 # name -> processor; they run in this order, which is vLLM's
-LOGITS_PROCESSORS: Final[dict[str, LogitsProcessor]] = {
+LOGITS_PROCESSORS: Final[dict[str, AnyLogitsProcessor]] = {
     "allowed_token_ids": AllowedTokens(),
     "bad_words": BadWords(),
     "logit_bias": LogitBias(),

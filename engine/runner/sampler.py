@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baton.engine.runner.logits_processors import (
     LOGITS_PROCESSORS,
-    LogitsProcessor,
+    AnyLogitsProcessor,
     TokenFilter,
     process_rows,
     upload,
@@ -200,7 +200,7 @@ class Sampler:
     """Draws tokens. Keeps the sampling parameters as tensors as long as the same sequences sample."""
 
     def __init__(
-        self, device: torch.device, processors: Iterable[LogitsProcessor] = LOGITS_PROCESSORS.values()
+        self, device: torch.device, processors: Iterable[AnyLogitsProcessor] = LOGITS_PROCESSORS.values()
     ) -> None:
         """processors: they run in this order."""
         self._device = device
@@ -209,7 +209,7 @@ class Sampler:
         self._sequences: list[Sequence] | None = None
         self._rows: list[Row] = []
         self._tensors: SamplingTensors | None = None
-        self._processed: list[tuple[LogitsProcessor, dict[int, Row]]] = []  # each with its rows
+        self._processed: list[tuple[AnyLogitsProcessor, dict[int, Row]]] = []  # each with its rows
         self._filtered: Filtered | None = None
         self._asking: list[Row] = []  # want log probabilities
         self._asking_rows_A = torch.empty(0, dtype=torch.int64)  # on the device
@@ -366,8 +366,8 @@ def _asking(row: Row) -> AskingRow:
 
 
 def _processed_rows(
-    processors: Iterable[LogitsProcessor], rows: Ordered[Row]
-) -> list[tuple[LogitsProcessor, dict[int, Row]]]:
+    processors: Iterable[AnyLogitsProcessor], rows: Ordered[Row]
+) -> list[tuple[AnyLogitsProcessor, dict[int, Row]]]:
     """Each processor that applies to any row, with its rows."""
     applying = [
         (
@@ -379,7 +379,7 @@ def _processed_rows(
     return [(processor, its_rows) for processor, its_rows in applying if its_rows]
 
 
-def _take_filtered(processed: list[tuple[LogitsProcessor, dict[int, Row]]]) -> Filtered | None:
+def _take_filtered(processed: list[tuple[AnyLogitsProcessor, dict[int, Row]]]) -> Filtered | None:
     """Take the last processor off the list if it is a filter: the draw applies it.
 
     Scores of tokens depend on the largest logit alone. So a draw from all tokens is the draw from those that

@@ -106,9 +106,6 @@ class StructuredOutputMask:
             sequence.is_held = not self._of(sequence).compiled.done()
         self.held = [each for each in self.held if each.is_held and each.finish_reason is None]
 
-    def process(self, logits_V: Tensor, row: Row) -> None:
-        self.process_rows(logits_V[None], {0: row})
-
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
         rows_N = upload(np.array(list(rows), np.int64), logits_RV.device)
         mask_logits(logits_RV, rows_N, self.masks(logits_RV, rows))

@@ -161,9 +161,6 @@ class Scheduler:
         """Every sequence that has not ended, in order of arrival."""
         return tuple(self._queues.by_key.values())
 
-    def keys(self) -> tuple[SequenceKey, ...]:
-        return tuple(self._queues.by_key)
-
     def preempt(self, key: SequenceKey, mode: PreemptMode) -> None:
         """Make the next plan preempt this running sequence, with or without need.
 

@@ -34,7 +34,7 @@ def adjusted(sequence: Sequence, logits_V: Tensor) -> Tensor:
     result = logits_V.clone()
     for processor in LOGITS_PROCESSORS.values():
         if processor.applies(sequence.sampling):
-            processor.process(result, Row(sequence))
+            process_rows(processor, result[None], {0: Row(sequence)})
     return result
 
 

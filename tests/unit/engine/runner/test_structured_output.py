@@ -146,7 +146,7 @@ class MasksFirst:
     """The filter as a processor that masks each row before the draw."""
 
     def __init__(self, token_filter: StructuredOutputMask) -> None:
-        self.applies, self.process = token_filter.applies, token_filter.process
+        self.applies, self.process_rows = token_filter.applies, token_filter.process_rows
 
 
 SAMPLINGS: Final[tuple[dict[str, Any], ...]] = (
@@ -204,7 +204,7 @@ def test_a_token_that_is_not_banned_is_in_the_mask(tokenizer: Tokenizer) -> None
         generator = torch.Generator().manual_seed(2)
         while sequence.token_ids[-1] != END_ID or len(sequence.token_ids) == 1:
             logits = torch.rand((1, VOCAB_SIZE), generator=generator)
-            mask.process(logits[0], row)
+            mask.process_rows(logits, {0: row})
             in_mask = set(logits[0].isfinite().nonzero().flatten().tolist())
             rows = dict.fromkeys(range(VOCAB_SIZE), row)
             allowed = rows.keys() - mask.banned(rows, [{token} for token in range(VOCAB_SIZE)]).keys()
