@@ -194,51 +194,39 @@ def _row_entries(num_pages: int) -> int:
     return _aligned(4 * num_pages) // 4
 
 
-class _HostBuffer:
-    """Memory that is copied to the device; pinned if that is a GPU."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self._words = torch.empty(num_bytes // 8, dtype=torch.int64, pin_memory=is_cuda)
-        self._copied = torch.cuda.Event() if is_cuda else None
-        self.array: NDArray[np.uint8] = self._words.numpy().view(np.uint8)
-
-    def wait(self) -> None:
-        """Return once no copy reads the memory, as a rule at once."""
-        if self._copied is not None and not self._copied.query():
-            self._copied.synchronize()
-
-    def copy_to(self, words: Tensor, num_bytes: int) -> None:
-        """Copy the first `num_bytes`, asynchronously to a GPU. words: int64."""
-        num_words = num_bytes // 8
-        words[:num_words].copy_(self._words[:num_words], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-
 class _UploadBuffers:
     """One buffer on the device, and the host buffers that take turns to fill it.
 
-    Numbers of bytes are multiples of `ALIGNMENT`.
+    Host buffers are pinned if the device is a GPU. Numbers of bytes are multiples of `ALIGNMENT`.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
+        is_cuda, num_words = device.type == "cuda", num_bytes // 8
         self.num_bytes = num_bytes
         # In words: on a CPU torch starts threads for copies of more than 32,768 elements.
-        self._device_words = torch.zeros(num_bytes // 8, dtype=torch.int64, device=device)
+        self._device_words = torch.zeros(num_words, dtype=torch.int64, device=device)
         self.device_bytes = self._device_words.view(torch.uint8)
-        self.hosts = [_HostBuffer(num_bytes, device) for _ in range(NUM_HOST_BUFFERS)]
+        self._host_words = [
+            torch.empty(num_words, dtype=torch.int64, pin_memory=is_cuda) for _ in range(NUM_HOST_BUFFERS)
+        ]
+        self.hosts: list[NDArray[np.uint8]] = [words.numpy().view(np.uint8) for words in self._host_words]
+        self._copied = [torch.cuda.Event() if is_cuda else None for _ in self.hosts]
         self._turn = 0
 
     def take(self) -> int:
-        """The index of a host buffer that may be written now."""
+        """The index of a host buffer that may be written now: no copy reads it, as a rule at once."""
         self._turn = (self._turn + 1) % len(self.hosts)
-        self.hosts[self._turn].wait()
+        copied = self._copied[self._turn]
+        if copied is not None and not copied.query():
+            copied.synchronize()
         return self._turn
 
     def send(self, turn: int, num_bytes: int) -> None:
-        """Copy the start of a host buffer to the start of the device buffer."""
-        self.hosts[turn].copy_to(self._device_words, num_bytes)
+        """Copy the start of a host buffer to the start of the device buffer, asynchronously to a GPU."""
+        num_words, copied = num_bytes // 8, self._copied[turn]
+        self._device_words[:num_words].copy_(self._host_words[turn][:num_words], non_blocking=True)
+        if copied is not None:
+            copied.record()
 
 
 class StepUploads:
@@ -260,7 +248,7 @@ class StepUploads:
         if end > self._buffers.num_bytes:
             self._buffers = _UploadBuffers(2 * end, self._device)
         turn = self._buffers.take()
-        host, device = self._buffers.hosts[turn].array, self._buffers.device_bytes
+        host, device = self._buffers.hosts[turn], self._buffers.device_bytes
         for array, start in zip(arrays.flat, starts, strict=True):
             host[start : start + array.nbytes].view(array.dtype)[:] = array
         host[table_start:end].view(np.int32).reshape(num_seqs, row_entries)[:, :width] = arrays.page_table
@@ -329,7 +317,7 @@ class GraphInputs:
         sizes = (wide, wide, wide, 8 * self.max_logits, 4 * (most + 1), 4 * most)
         self._starts = list(accumulate(map(_aligned, sizes), initial=0))  # the last one: the page table
         self._buffers = _UploadBuffers(self._starts[-1] + 4 * most * _row_entries(max_pages), device)
-        self._host_rows = [self._rows_of(host.array) for host in self._buffers.hosts]
+        self._host_rows = [self._rows_of(host) for host in self._buffers.hosts]
         self._page_table_BP = torch.zeros((most, max_pages), dtype=torch.int32, device=device)
         self._arange_B1 = torch.arange(most + 1, device=device)
         self._arange_int32_B1 = torch.arange(most + 1, dtype=torch.int32, device=device)
@@ -377,7 +365,7 @@ class GraphInputs:
         num_rows = num_decodes if num_seqs == num_decodes else first_prompt + num_seqs - num_decodes
         row_entries, start = _row_entries(width), self._starts[-1]
         end = start + 4 * num_rows * row_entries
-        table = self._buffers.hosts[turn].array[start:end].view(np.int32).reshape(num_rows, row_entries)
+        table = self._buffers.hosts[turn][start:end].view(np.int32).reshape(num_rows, row_entries)
         table[:num_decodes, :width] = arrays.page_table[:num_decodes]
         table[first_prompt:, :width] = arrays.page_table[num_decodes:]
         self._buffers.send(turn, end)
