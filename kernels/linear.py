@@ -545,7 +545,8 @@ def kernel_inputs(
 
 def part_sizes(split_inputs: int, multiple_of: int) -> tuple[int, int]:
     """(inputs of a part, parts): the inputs of a split are summed in so many parts."""
-    part_inputs = _round_up(max(LEAST_PART, -(-split_inputs // MAX_PARTS)), multiple_of)
+    least = max(LEAST_PART, -(-split_inputs // MAX_PARTS))
+    part_inputs = -(-least // multiple_of) * multiple_of
     return part_inputs, -(-split_inputs // part_inputs)
 
 
@@ -588,10 +589,6 @@ def new_arrivals(device: torch.device) -> Tensor:
     return torch.zeros(NUM_MULTIPROCESSORS, dtype=torch.int32, device=device)
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 # Rows of a table by token id.
 #
 # torch's own lookup wakes its thread pool, which then spins beside ours for the rest of the step. With two
@@ -610,7 +607,8 @@ def embedding(token_ids_T: Tensor, table_VE: Tensor) -> Tensor:
             f"embedding takes int64 ids [T] and a table [V, E], "
             f"got {token_ids_T.dtype} {list(token_ids_T.shape)} and {list(table_VE.shape)}"
         )
-    if table_VE.is_cuda or native.library() is None or not _are_contiguous(token_ids_T, table_VE):
+    are_contiguous = token_ids_T.is_contiguous() and table_VE.is_contiguous()
+    if table_VE.is_cuda or native.library() is None or not are_contiguous:
         return functional.embedding(token_ids_T, table_VE)
     num_tokens, width = len(token_ids_T), table_VE.shape[1]
     out_TE = torch.empty((num_tokens, width), dtype=table_VE.dtype)
@@ -622,7 +620,3 @@ def embedding(token_ids_T: Tensor, table_VE: Tensor) -> Tensor:
         width * table_VE.element_size(),
     )
     return out_TE
-
-
-def _are_contiguous(*tensors: Tensor) -> bool:
-    return all(tensor.is_contiguous() for tensor in tensors)

@@ -316,7 +316,8 @@ def read_model_config(directory: Path) -> ModelConfig:
     num_layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
     vocab_size = keys.count("vocab_size")
     num_heads, num_kv_heads, head_dim = _latent_heads(keys) if spelling.is_latent else _heads(keys, spelling)
-    tokens = _generation_config(directory).merged(keys)
+    generation = directory / "generation_config.json"
+    tokens = read_json(generation).merged(keys) if generation.exists() else keys
     return ModelConfig(
         architecture=architecture,
         hidden_size=keys.count("hidden_size"),
@@ -397,11 +398,6 @@ def _dtype(keys: JsonObject) -> str:
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"{keys.source}: 'dtype' should be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     return dtype
-
-
-def _generation_config(directory: Path) -> JsonObject:
-    path = directory / "generation_config.json"
-    return read_json(path) if path.exists() else JsonObject({}, str(path))
 
 
 def _eos_token_ids(tokens: JsonObject, vocab_size: int) -> tuple[int, ...]:

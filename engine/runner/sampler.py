@@ -45,30 +45,30 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", non_blocking=True)
 
 
-class LogprobRows:
-    """The log probability and rank of each row's token, and the `num_top` likeliest tokens.
-
-    The logits are those of the model, before temperature and logits processors.
-    """
-
-    def __init__(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> None:
-        """Compute on the device of the logits and copy to the host; wait for nothing. token_ids_R: int64."""
-        pairs = zip(logits_RV.split(ROWS_AT_ONCE), token_ids_R.split(ROWS_AT_ONCE), strict=True)
-        self._parts = [tuple(map(to_host, _logprobs(*pair, num_top))) for pair in pairs]
-
-    def read(self) -> list[TokenLogprobs]:
-        """Return the rows, once the copies have ended."""
-        results: list[TokenLogprobs] = []
-        for part in self._parts:
-            for token_id, logprob, rank, ids, values in zip(*(each.tolist() for each in part), strict=True):
-                top = tuple(zip(ids, values, strict=True))
-                results.append(TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank, top=top))
-        return results
-
-
 RowKey: TypeAlias = tuple[str, int, int]  # (request_id, choice, index of the token in the answer)
 AskingRow: TypeAlias = tuple[RowKey, int]  # a row that wants log probabilities, and how many alternatives
-PromptPart: TypeAlias = tuple[int, LogprobRows]  # the position of the first row's logits, and the rows
+LogprobCopies: TypeAlias = list[tuple[Tensor, ...]]  # of ROWS_AT_ONCE rows each, see `_logprobs`
+PromptPart: TypeAlias = tuple[int, LogprobCopies]  # the position of the first row's logits, and the rows
+
+
+def copy_logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> LogprobCopies:
+    """The log probability and rank of each row's token, and the `num_top` likeliest tokens.
+
+    The logits are those of the model, before temperature and logits processors. All is computed on their
+    device and copied to the host; nothing is waited for. token_ids_R: int64.
+    """
+    pairs = zip(logits_RV.split(ROWS_AT_ONCE), token_ids_R.split(ROWS_AT_ONCE), strict=True)
+    return [tuple(map(to_host, _logprobs(*pair, num_top))) for pair in pairs]
+
+
+def read_logprobs(copies: LogprobCopies) -> list[TokenLogprobs]:
+    """The rows, once the copies have ended."""
+    results: list[TokenLogprobs] = []
+    for part in copies:
+        for token_id, logprob, rank, ids, values in zip(*(each.tolist() for each in part), strict=True):
+            top = tuple(zip(ids, values, strict=True))
+            results.append(TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank, top=top))
+    return results
 
 
 def _logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, ...]:
@@ -115,7 +115,7 @@ class Draws:
         token_ids_R: Tensor,
         rows: list[Row],
         is_sampled: list[bool] | None,
-        asked: tuple[list[AskingRow], LogprobRows] | None,
+        asked: tuple[list[AskingRow], LogprobCopies] | None,
         prompts: dict[SequenceKey, list[PromptPart]],
         *,
         has_drafts: bool,
@@ -179,20 +179,20 @@ def _accept(rows: list[Row], drawn: list[int]) -> list[list[int]]:
     return runs
 
 
-def _by_key(asking: list[AskingRow], rows: LogprobRows) -> dict[RowKey, TokenLogprobs]:
+def _by_key(asking: list[AskingRow], copies: LogprobCopies) -> dict[RowKey, TokenLogprobs]:
     """Each row with its own number of alternatives, without those that failed."""
     return {
         key: msgspec.structs.replace(row, top=row.top[:num_top])
-        for (key, num_top), row in zip(asking, rows.read(), strict=True)
+        for (key, num_top), row in zip(asking, read_logprobs(copies), strict=True)
         if row.token_id != NOT_A_TOKEN
     }
 
 
 def _join(parts: list[PromptPart]) -> PromptLogprobs:
     known: list[TokenLogprobs | None] = [None]  # the first token has no logprobs
-    for start, rows in parts:
+    for start, copies in parts:
         del known[start + 1 :]  # computed again after a preemption
-        known += rows.read()
+        known += read_logprobs(copies)
     return tuple(known)
 
 
@@ -239,7 +239,8 @@ class Sampler:
         asked = None
         if raw_AV is not None:
             num_top = max(row.sequence.sampling.logprobs or 0 for row in self._asking)
-            asked = [*map(_asking, self._asking)], LogprobRows(raw_AV, drawn_R[self._asking_rows_A], num_top)
+            copies = copy_logprobs(raw_AV, drawn_R[self._asking_rows_A], num_top)
+            asked = [*map(_asking, self._asking)], copies
         prompts = {
             each.key: self._prompts.pop(each.key, [])
             for each in self._asking_prompt
@@ -317,8 +318,8 @@ class Sampler:
         sequence, start = chunk.sequence, chunk.start
         following = sequence.token_ids[start + 1 : start + chunk.num_tokens + 1]
         num_top = sequence.sampling.prompt_logprobs or 0
-        rows = LogprobRows(logits_TV[: len(following)], self._upload(following), num_top)
-        self._prompts.setdefault(sequence.key, []).append((start, rows))
+        copies = copy_logprobs(logits_TV[: len(following)], self._upload(following), num_top)
+        self._prompts.setdefault(sequence.key, []).append((start, copies))
 
     def _upload(self, values: list[int]) -> Tensor:
         return upload(np.array(values, np.int64), self._device)

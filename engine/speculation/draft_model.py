@@ -148,7 +148,8 @@ class ModelDrafter:
     def propose(self, decodes: Ordered[Sequence], num_tokens: int) -> Mapping[SequenceKey, Ordered[int]]:
         """As `Drafter.propose`."""
         started_s = perf_counter()
-        self._bound_sequences()
+        while len(self._drafted) > self._max_sequences:
+            self.finish(next(iter(self._drafted)))
         proposals = {each: self._forced_tokens(each)[: self._most] for each in decodes}
         rates: list[float] = []
         most: list[int] = []
@@ -258,11 +259,8 @@ class ModelDrafter:
                 if mirror.num_tokens < lengths[mirror] and mirror.token_ids[-1] not in mirror.stop_ids
             ]
         if num_drafts and not computes_prompts:
-            self._observe_cost((perf_counter() - started_s) / num_drafts)
-
-    def _observe_cost(self, token_s: float) -> None:
-        """Learn the seconds of a draft token."""
-        self._token_s += WEIGHT * (token_s - self._token_s) if self._token_s else token_s
+            token_s = (perf_counter() - started_s) / num_drafts
+            self._token_s += WEIGHT * (token_s - self._token_s) if self._token_s else token_s
 
     def _run(self, sampler: Sampler, chunks: list[tuple[Sequence, int]], *, goes_on: bool) -> list[Sequence]:
         """Compute so many tokens of each mirror; return those that have sampled another one.
@@ -308,7 +306,3 @@ class ModelDrafter:
         self._pool.release(mirror.page_table, mirror.key)
         mirror.page_table, mirror.num_computed_tokens = [], 0
         mirror.table_version = next(self._serials) << 32
-
-    def _bound_sequences(self) -> None:
-        while len(self._drafted) > self._max_sequences:
-            self.finish(next(iter(self._drafted)))

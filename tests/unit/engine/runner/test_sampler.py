@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.engine.runner import sampler as sampler_module
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, process_rows
-from baton.engine.runner.sampler import LogprobRows, Sampler
+from baton.engine.runner.sampler import Sampler, copy_logprobs, read_logprobs
 from baton.engine.scheduler.sequence import Row, ScheduledChunk, Sequence
 from baton.errors import ConfigError, InvalidRequest
 from baton.request import Request, SamplingParams, TokenIds
@@ -362,7 +362,7 @@ def test_logprob_rank_and_alternatives_agree_with_log_softmax(
     logits = torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(num_rows)) * 3
     logits = logits.round() if tied else logits
     token_ids = [row * 7 % vocab_size for row in range(num_rows)]
-    rows = LogprobRows(logits, torch.tensor(token_ids, dtype=torch.int64), num_top).read()
+    rows = read_logprobs(copy_logprobs(logits, torch.tensor(token_ids, dtype=torch.int64), num_top))
     assert [row.token_id for row in rows] == token_ids
     for row, logprobs_V in zip(rows, logits.double().log_softmax(-1).tolist(), strict=True):
         chosen = logprobs_V[row.token_id]
@@ -377,7 +377,7 @@ def test_logprob_rank_and_alternatives_agree_with_log_softmax(
 def test_many_rows_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn((20, 11), generator=torch.Generator().manual_seed(0))
     token_ids = torch.arange(20) % 11
-    at_once = LogprobRows(logits, token_ids, 3).read()
+    at_once = read_logprobs(copy_logprobs(logits, token_ids, 3))
     for rows_at_once in (1, 7, 19, 20):
         monkeypatch.setattr(sampler_module, "ROWS_AT_ONCE", rows_at_once)
-        assert LogprobRows(logits, token_ids, 3).read() == at_once
+        assert read_logprobs(copy_logprobs(logits, token_ids, 3)) == at_once
