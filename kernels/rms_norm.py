@@ -139,7 +139,7 @@ def _native_handles(x_TE: Tensor, weight_E: Tensor, residual_TE: Tensor | None) 
     return (
         native.handles(x_TE.dtype)
         and weight_E.dtype in (x_TE.dtype, torch.float32)
-        and x_TE.shape[-1:] == weight_E.shape
+        and x_TE.shape[-1] == weight_E.shape[0]
         and x_TE.stride(-1) == 1
         and x_TE.dim() in (2, 3)
         and (residual_TE is None or (x_TE.is_contiguous() and residual_TE.is_contiguous()))
@@ -147,24 +147,25 @@ def _native_handles(x_TE: Tensor, weight_E: Tensor, residual_TE: Tensor | None) 
 
 
 def _rms_norm_native(x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None) -> Tensor:
-    rows_TE = x_TE if residual_TE is None else residual_TE
-    if rows_TE.shape != x_TE.shape or rows_TE.dtype != x_TE.dtype:
-        raise ValueError(f"residual must be {x_TE.dtype} {tuple(x_TE.shape)} like x")
-    out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
-    strides = (*_row_strides(rows_TE), *_row_strides(out_TE))
-    outer, inner, out_outer, out_inner = (stride * x_TE.element_size() for stride in strides)
+    rows_TE, shape, element_bytes = x_TE, x_TE.shape, x_TE.element_size()
+    if residual_TE is not None:  # contiguous as x: it has the strides of x
+        if residual_TE.shape != shape or residual_TE.dtype != x_TE.dtype:
+            raise ValueError(f"residual must be {x_TE.dtype} {tuple(shape)} like x")
+        rows_TE = residual_TE
+    num_heads, row_bytes = shape[1] if len(shape) == 3 else 1, shape[-1] * element_bytes
+    out_TE = torch.empty(shape, dtype=x_TE.dtype)
     native.function("baton_rms_norm", "ppnnppnnnnnfii")(
         None if residual_TE is None else x_TE.data_ptr(),
         rows_TE.data_ptr(),
-        outer,
-        inner,
+        x_TE.stride(0) * element_bytes,
+        x_TE.stride(1) * element_bytes,
         weight_E.data_ptr(),
         out_TE.data_ptr(),
-        out_outer,
-        out_inner,
-        x_TE.shape[0],
-        x_TE.shape[1] if x_TE.dim() == 3 else 1,
-        x_TE.shape[-1],
+        num_heads * row_bytes,
+        row_bytes,
+        shape[0],
+        num_heads,
+        shape[-1],
         eps,
         native.DTYPE_CODES[x_TE.dtype],
         native.DTYPE_CODES[weight_E.dtype],
