@@ -185,9 +185,9 @@ def _runs(planner: StepPlanner, sequence: Sequence) -> bool:
         return not planner.is_preempted(sequence)
     if planner.pressure_mode.makes_room and not planner.leaves_low_water(sequence):
         return False
-    if not planner.may_admit or not planner.make_room_in_quota(sequence):
+    if not planner.make_room_in_quota(sequence):
         return False
-    is_admitted = planner.admit(sequence)
+    is_admitted = planner.admit(sequence)  # also without a free seat: the first that finds none is the last
     if not is_admitted and planner.queues.shares.are_several:
         planner.preempt_for(sequence)
     return is_admitted

@@ -44,6 +44,25 @@ def test_sequence_without_room_in_its_quota_delays_no_other_key() -> None:
     harness.run()
 
 
+def test_seat_that_a_quota_frees_goes_to_no_later_sequence() -> None:
+    harness = AccountHarness.of(200, prefix_caching=False, max_num_seqs=3, max_num_batched_tokens=17)
+    tight = scheduling_key(max_kv_pages=11, rank=1)
+    harness.add(
+        "wide", range(5), LONG, tenant="tight", scheduling_key=scheduling_key(max_kv_pages=60, rank=1)
+    )
+    (last,) = harness.add("last", range(36), LONG, tenant="tight", scheduling_key=tight)
+    harness.step()
+    harness.add("first", range(36), LONG, tenant="tight", scheduling_key=tight, priority=-1)
+    for _ in range(2):
+        harness.step()
+    harness.abort("wide")  # from here on, both together may have 11 pages
+    for name, rank in (("seated", 0), ("next", 0), ("later", 2)):
+        harness.add(name, range(2), LONG, tenant=name, scheduling_key=scheduling_key(rank=rank))
+    plan, _, _ = harness.step()
+    assert set(plan.preempted) == {last.key}  # its seat is free after "next" has found none
+    assert plan.admitted == (("seated", 0),)
+
+
 def test_pages_that_two_sequences_share_count_once() -> None:
     harness = make_harness(prefix_caching=True)
     short = SamplingParams(max_tokens=2)
