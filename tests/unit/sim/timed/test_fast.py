@@ -50,3 +50,29 @@ def test_handoffs_at_once_take_longer() -> None:
     outcomes = cluster.run(iter(calls))
     taken_s = [each.joined_s - each.first_token_s for each in outcomes]
     assert taken_s == pytest.approx([1.0, 2.0, 1.0], abs=0.1)
+
+
+def test_pages_leave_at_the_end_of_the_step_in_which_their_grant_comes() -> None:
+    cluster = FastCluster(
+        RouterConfig(policy="round-robin"),
+        Fleet(num_prefill=1, num_decode=1),
+        Machine(prefill_s=1.0, step_base_s=0.4),
+    )
+    calls = [ClientCall(at_s=0.0, token_ids=(1,) * 64, num_answered=200)]  # so the grants wait for its steps
+    calls += [ClientCall(at_s=5.0 + 0.1 * at, token_ids=(at + 2,) * 64, num_answered=8) for at in (0, 1, 2)]
+    late = cluster.run(iter(calls))[1]
+    # The next prompt's step of the prefill worker, and at most three of the decode worker.
+    assert 1.8 < late.joined_s - late.first_token_s < 2.3
+
+
+def test_prefix_is_pulled_when_its_holder_is_full() -> None:
+    cluster = FastCluster(
+        RouterConfig(),
+        Fleet(num_prefill=0, num_decode=2, num_decode_seqs=1, decode_keeps=True),
+        Machine(kv_token_bytes=1024),
+        is_light=True,
+    )
+    calls = (ClientCall(at_s=4.0 * at, token_ids=(7,) * 4096, num_answered=1000) for at in range(2))
+    first, second = cluster.run(calls)
+    assert (first.num_held, second.num_held) == (0, 4096 - 16)  # all full pages but the last
+    assert second.ttft_s < 0.1 * first.ttft_s
