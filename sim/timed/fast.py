@@ -24,8 +24,8 @@ from baton.pages import KEY_BYTES
 from baton.request import AttemptKey, Request, SamplingParams, TokenIds
 from baton.router.router import Router
 from baton.router.sliced_work import Family, PromptKeys, family_of
+from baton.rpc.liveness import BEAT_S
 from baton.rpc.peers import TICK_S, Peer
-from baton.rpc.worker_node import MEASURED_S
 from baton.sim.process import Events, OffsetClock
 from baton.sim.timed.fast_worker import FastWorker, PromptJob
 from baton.sim.timed.fleet import CallOutcome, ClientCall, FastGateway, Fleet, retry_s
@@ -240,7 +240,7 @@ class FastCluster:
         """Tick the workers and the router, now and every TICK_S from now on."""
         if self.light is not None:
             return
-        has_beat = not number % round(MEASURED_S / TICK_S)
+        has_beat = not number % round(BEAT_S / TICK_S)
         for worker in self.workers.values():
             worker.tick()
             if has_beat:

@@ -34,15 +34,15 @@ from baton.messages.control import (
 from baton.messages.workers import Load, PrefillTimes
 from baton.request import AttemptKey, Request
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
+from baton.rpc.worker_node import SAMPLE_S
 from baton.sim.process import Call
 from baton.sim.timed.fleet import Measurements, PageStore
-from baton.sim.timed.light_router import LightRouter
 from baton.sim.timed.times import StepWork, WorkTimes
 
 if TYPE_CHECKING:
     from baton.sim.timed.fast import FastCluster
 
-STEPS_A_REPORT: Final = 64
+LIGHT_SAMPLE_S: Final = 0.2  # between two samples of steps for the light router
 MOST_RUN_S: Final = 0.05  # of a run where other workers slow it down, or cease to
 LOOKAHEAD: Final = 64  # see engine/scheduler/policies.py
 
@@ -167,7 +167,7 @@ class FastWorker:
         self._used_pages = 0
         self._most_steps = 2**20 if not cluster.contention.neighbours else 1
         self._num_changes = 0
-        self.measurements = Measurements()
+        self.measurements = Measurements(SAMPLE_S if cluster.light is None else LIGHT_SAMPLE_S)
 
     @property
     def is_stepping(self) -> bool:
@@ -206,11 +206,8 @@ class FastWorker:
         self._share.age()
 
     def beat(self) -> None:
-        """Send a heartbeat and what was measured since the last one."""
-        router = self.cluster.router
-        router.received(self, Heartbeat(load=Load(), attempts=tuple(self.attempts)))
-        if (measured := self.measurements.take()) is not None:
-            router.received(self, measured)
+        """Send a heartbeat."""
+        self.cluster.router.received(self, Heartbeat(load=Load(), attempts=tuple(self.attempts)))
 
     # Prompts and sequences.
 
@@ -350,7 +347,7 @@ class FastWorker:
         self.busy_s += run.step_s * num_steps
         self._num_steps += num_steps
         self._num_context += num_steps * len(self._ends)
-        self._measure(run, num_steps)
+        self._measure(run)
         self._end_sequences()
         done = [job for job in run.chunks if not job.num_left]
         if done:
@@ -359,25 +356,24 @@ class FastWorker:
                 self._computed(job)
         self._notice()
         self._is_between = False
-        if self.cluster.light is not None:
-            self._tell(self.cluster.light)
+        self._tell()
         self._step()
 
-    def _measure(self, run: Run, num_steps: int) -> None:
+    def _measure(self, run: Run) -> None:
         """Note the time of a step, and the part of it that each prompt has."""
         if run.chunks:
             token_s = run.step_s / sum([job.num_last for job in run.chunks])
             for job in run.chunks:
                 job.own_s += token_s * job.num_last
-        if self.cluster.light is not None:
-            self.measurements.sample_step(run.work, run.step_s, self.cluster.events.now_s)
-        elif run.chunks or self._num_steps % STEPS_A_REPORT < num_steps:
-            self.measurements.add_step(run.work, run.step_s)
+        self.measurements.sample_step(run.work, run.step_s, self.cluster.events.now_s)
 
-    def _tell(self, light: LightRouter) -> None:
-        """Tell the light router what was measured, as often as workers do."""
-        if (measured := self.measurements.take_due(self.cluster.events.now_s)) is not None:
-            light.measured(self.bit, measured)
+    def _tell(self) -> None:
+        """Tell the router what was measured, as often as workers do."""
+        measured = self.measurements.take_due(self.cluster.events.now_s)
+        if measured is not None and self.cluster.light is not None:
+            self.cluster.light.measured(self.bit, measured)
+        elif measured is not None:
+            self.cluster.router.received(self, measured)
 
     def _notice(self) -> None:
         """One turn of the worker's loop: handle the events that came during a step."""

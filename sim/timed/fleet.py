@@ -21,8 +21,6 @@ from baton.sim.timed.times import StepWork
 from baton.tenants import SchedulingKey, Sla
 
 BODY_S: Final = 5e-5  # a message on its way
-MAX_REPORTED: Final = 32  # steps in one message, as workers send samples
-LIGHT_SAMPLE_S: Final = 0.2  # between two samples of steps for the light router
 MAX_HONOURED_S: Final = 120.0  # a longer retry-after is not believed
 BACK_OFF_S: Final = 0.5
 MAX_BACK_OFF_S: Final = 8.0
@@ -132,39 +130,32 @@ class PageStore:
 
 
 class Measurements:
-    """The times that a worker measures, until it tells them to its router."""
+    """The times that a worker measures, until it tells them to its router: see `WorkerReports`."""
 
-    def __init__(self) -> None:
+    def __init__(self, sample_s: float) -> None:
+        """sample_s: between two samples of steps."""
         self.prefills: list[PrefillTimes] = []
-        self.steps: list[StepTimes] = []
+        self._steps: list[StepTimes] = []
+        self._sample_s = sample_s
         self._next_sample_s = self._next_taken_s = 0.0
 
-    def add_step(self, work: StepWork, step_s: float) -> None:
-        """Keep the time of a step, up to MAX_REPORTED of them."""
-        if len(self.steps) < MAX_REPORTED:
-            context = work.num_context + work.num_new
-            self.steps.append(StepTimes(work.num_sequences, work.num_new, context, step_s))
-
     def sample_step(self, work: StepWork, step_s: float, now_s: float) -> None:
-        """Keep the time of a step, if the last one is LIGHT_SAMPLE_S ago."""
+        """Keep the time of a step, if a sample is due."""
         if now_s >= self._next_sample_s:
-            self._next_sample_s = now_s + LIGHT_SAMPLE_S
-            self.add_step(work, step_s)
-
-    def take(self) -> Measured | None:
-        """Return what was measured since the last call; None: nothing."""
-        if not (self.prefills or self.steps):
-            return None
-        measured = Measured(prefills=tuple(self.prefills), steps=tuple(self.steps))
-        self.prefills, self.steps = [], []
-        return measured
+            self._next_sample_s = now_s + self._sample_s
+            context = work.num_context + work.num_new
+            self._steps.append(StepTimes(work.num_sequences, work.num_new, context, step_s))
 
     def take_due(self, now_s: float) -> Measured | None:
-        """As `take`, once every MEASURED_S; None in between."""
+        """Return what was measured, once every MEASURED_S; None in between, or without a measurement."""
         if now_s < self._next_taken_s:
             return None
         self._next_taken_s = now_s + MEASURED_S
-        return self.take()
+        if not (self.prefills or self._steps):
+            return None
+        measured = Measured(prefills=tuple(self.prefills), steps=tuple(self._steps))
+        self.prefills, self._steps = [], []
+        return measured
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
