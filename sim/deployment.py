@@ -20,7 +20,7 @@ from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import NODE_ENDS_S, ReplayLimits
 from baton.kvtransfer.links import KvLinks, Link
 from baton.messages.bounds import Kind
-from baton.messages.control import Alive, Hello, KvEventBatch
+from baton.messages.control import Alive, Hello
 from baton.messages.operations import Migrate, Migrated
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
@@ -35,6 +35,7 @@ from baton.sim.endpoint import SimEndpoint
 from baton.sim.engine import KV_DTYPE, MODEL, SimEngine, fingerprint_of
 from baton.sim.network import MAX_DEATH_DELAY_S, End, Host, Network, Recorder
 from baton.sim.process import Events, OffsetClock, SimProcess
+from baton.sim.replay import UnsharedLink
 
 CODEC: Final = Codec(bytes(32))
 LOSS_CHANCES: Final = (0.0, 0.05, 1.0)  # of messages through Redis; one of these in each simulation
@@ -87,21 +88,12 @@ class SharedStream:
                 self._network.deliver(end, lambda hear=hear: hear(CODEC.decode_shared(body)), 0.0)  # type: ignore[misc]
 
 
-class SharedLink:
+class SharedLink(UnsharedLink):
     """One router's link to the stream: see RedisLink. Workers tell each router of their pages themselves."""
 
     def __init__(self, stream: SharedStream, process: SimProcess) -> None:
         self._stream = stream
         self._process = process
-
-    def joined(self, worker: Worker) -> None:
-        """See RedisLink."""
-
-    def left(self, worker_id: str) -> None:
-        """See RedisLink."""
-
-    def pages(self, worker_id: str, events: KvEventBatch) -> None:
-        """See RedisLink."""
 
     def share(self, message: AnyShared) -> None:
         body = CODEC.encode_shared(message)

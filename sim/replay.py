@@ -128,8 +128,8 @@ class _Peer:
         """See Peer; the recording says when the connection ended."""
 
 
-class _Link:
-    """A link that shares nothing: the messages of other routers are in the recording."""
+class UnsharedLink:
+    """A link that shares nothing; a recording has the messages of other routers."""
 
     def joined(self, worker: Worker) -> None:
         """See SharingLink."""
@@ -294,7 +294,7 @@ class _Host:
             pages_per_slice=checkpoint.pages_per_slice,
         )
         peers = {f"peer {number}": peer for number, peer in self._peers.items()}
-        outside = router.outside | {"sharing": _Link(), "log": _discard} | peers
+        outside = router.outside | {"sharing": UnsharedLink(), "log": _discard} | peers
         module, colon, _ = checkpoint.config.policy.partition(":")
         router.__setstate__(load(checkpoint.state, outside, module if colon else ""))
         router.cluster_state.on_outcome = self._decided
@@ -333,7 +333,7 @@ class _Host:
             case WorkTurn():
                 self._turns.popleft()()
             case Linked():
-                router.link(_Link())
+                router.link(UnsharedLink())
             case Logs():
                 router.log_to(_discard)
             case SharedDispatch() | SharedStarted() | SharedEnded():
