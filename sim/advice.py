@@ -16,7 +16,7 @@ import msgspec
 from baton.errors import ConfigError
 from baton.sim.rehearsal import Layout, Rehearsal, RehearsalSettings, rehearse
 from baton.sim.timed.times import TimeModel
-from baton.sim.timed.workload import TraceRequest
+from baton.sim.timed.workload import TraceRequest, at_speed
 from baton.tenants import Sla
 
 NUM_FINALISTS: Final = 3
@@ -181,8 +181,8 @@ def _headroom(given: tuple[Search, Layout]) -> float:
     search, layout = given
     reached = 1.0
     for speed in SPEEDS[1:]:
-        trace = [msgspec.structs.replace(each, arrival_s=each.arrival_s / speed) for each in search.trace]
-        if not meets(_rehearse_fast((search._replace(trace=trace), layout)), search.attainment):
+        faster = search._replace(trace=at_speed(search.trace, speed))
+        if not meets(_rehearse_fast((faster, layout)), search.attainment):
             break
         reached = speed
     return reached

@@ -28,7 +28,7 @@ from baton.config.cluster import ServeConfig
 from baton.sim.advice import SPEEDS, Advice, Search, advise
 from baton.sim.rehearsal import Layout, RehearsalSettings, rehearse, rehearse_each
 from baton.sim.timed.times import TimeModel
-from baton.sim.timed.workload import Lengths, TraceRequest, read_trace, synthetic
+from baton.sim.timed.workload import Lengths, TraceRequest, at_speed, read_trace, synthetic
 from baton.tenants import Sla
 
 LENGTHS: Final = {
@@ -97,11 +97,6 @@ def at_rate(requests: Sequence[TraceRequest], rate: float, seconds: float) -> li
     begin_s = chosen[0].arrival_s
     speed = rate * (chosen[-1].arrival_s - begin_s) / len(chosen)
     return [msgspec.structs.replace(each, arrival_s=(each.arrival_s - begin_s) / speed) for each in chosen]
-
-
-def at_speed(requests: Sequence[TraceRequest], speed: float) -> list[TraceRequest]:
-    """Return the same requests in a shorter time. speed: 2.0 halves the time."""
-    return [msgspec.structs.replace(each, arrival_s=each.arrival_s / speed) for each in requests]
 
 
 def all_at_once(requests: Sequence[TraceRequest]) -> list[TraceRequest]:

@@ -7,7 +7,7 @@ on each other.
 """
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from math import exp, log, sqrt
 from pathlib import Path
@@ -120,6 +120,11 @@ def _azure_rows(path: Path) -> Iterator[TraceRequest]:
                 raise ConfigError(f"{path}, line {number}: {error!r}") from error
             first_s = moment_s if first_s is None else first_s
             yield TraceRequest(arrival_s=moment_s - first_s, input_tokens=tokens[0], output_tokens=tokens[1])
+
+
+def at_speed(requests: Sequence[TraceRequest], speed: float) -> list[TraceRequest]:
+    """Return the same requests in a shorter time. speed: 2.0 halves the time."""
+    return [msgspec.structs.replace(each, arrival_s=each.arrival_s / speed) for each in requests]
 
 
 def tokens_of(traced: TraceRequest, number: int) -> tuple[int, ...]:
