@@ -172,7 +172,7 @@ def load_logits_processor(name: str) -> AnyLogitsProcessor:
     except Exception as error:
         raise ConfigError(f"logits_processors: {name!r} cannot be loaded: {error!r}") from error
     if not isinstance(processor, AnyLogitsProcessor):
-        raise ConfigError(f"logits_processors: {name!r} has no methods `applies` and `process`")
+        raise ConfigError(f"logits_processors: {name!r} lacks `applies`, or `process` and `process_rows`")
     return processor
 
 
