@@ -104,7 +104,7 @@ def _chosen(tool_choice: object) -> tuple[frozenset[str] | None, bool, bool]:
         return None, tool_choice == "required", False
     kind = tool_choice.get("type") if isinstance(tool_choice, Mapping) else None
     if kind == "custom":
-        raise unsupported("tool_choice", "one of type custom")
+        raise unsupported("tool_choice", '{"type": "custom"}')
     try:
         if kind == "allowed_tools":
             allowed = msgspec.convert(tool_choice, _Allowed).allowed_tools
