@@ -43,6 +43,8 @@ def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Te
     if _native_handles(query_THD) and _native_handles(key_TKD):
         _check_table(query_THD, cos_sin_MD, positions_T)
         rotate, (num_tokens, _, head_dim) = native.function("baton_rope", "pnnnppnni"), query_THD.shape
+        if len(key_TKD) != num_tokens or key_TKD.shape[2] != head_dim:
+            raise ValueError(f"key must be [{num_tokens}, K, {head_dim}], got {tuple(key_TKD.shape)}")
         table, positions = cos_sin_MD.data_ptr(), positions_T.data_ptr()
         for heads in (query_THD, key_TKD):
             strides = heads.stride(0) * heads.element_size(), heads.stride(1) * heads.element_size()

@@ -89,4 +89,11 @@ def test_table_or_positions_that_do_not_fit_are_refused() -> None:
             rope(query, key, table(8), wrong)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 1, 4)])
+def test_key_of_fewer_tokens_or_elements_is_refused(shape: tuple[int, ...]) -> None:
+    positions = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"key must be \[2, K, 8\]"):
+        rope(torch.zeros(2, 1, 8), torch.zeros(shape), table(8), positions)
+
+
 # The table.
