@@ -103,16 +103,8 @@ class Account(WorkerInFlight):
         excess = max(share, (self.num_attempts + 1) / max(1, self.worker.max_num_seqs)) - 1.0
         return excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
 
-    def handoff_s(self, decode: str, num_bytes: float) -> float:
-        """Seconds of a hand-off to a decode worker."""
-        return _seconds(self.handoffs.get(decode), HANDOFF_PRIOR, num_bytes)
 
-    def pull_s(self, worker: str, num_bytes: float) -> float:
-        """Seconds in which a worker pulls pages from this one."""
-        return _seconds(self.pulls.get(worker), PULL_PRIOR, num_bytes)
-
-
-def _seconds(fit: Fit | None, prior: tuple[float, ...], num_bytes: float) -> float:
+def _transfer_s(fit: Fit | None, prior: tuple[float, ...], num_bytes: float) -> float:
     fixed_s, byte_s = prior if fit is None else fit.coefficients
     return fixed_s + byte_s * num_bytes
 
@@ -291,25 +283,24 @@ class LightRouter:
         for decode in sorted(decodes, key=_TOTAL_S)[:MAX_COMBINED] if best else ():
             num_bytes = max(0, num_tokens - decode.as_prefill.num_held_tokens) * self._token_bytes
             for cost in best:
-                account = self._accounts[cost.candidate.worker]
-                handoff_s = account.handoff_s(decode.as_prefill.worker, num_bytes)
+                fit = self._accounts[cost.candidate.worker].handoffs.get(decode.as_prefill.worker)
+                handoff_s = _transfer_s(fit, HANDOFF_PRIOR, num_bytes)
                 candidates.append(remote_pair(cost, decode, handoff_s))
         return candidates
 
     def _sources(self, prefills: Sequence[PrefillCandidate]) -> list[PullCandidate]:
         """See `PromptScorer.sources`."""
-        held = [each.num_held_tokens for each in prefills]
-        least = min(held)
-        if max(held) == least:
-            return []
-        most = sorted((num, each.worker) for num, each in zip(held, prefills, strict=True) if num > least)
+        least = min([each.num_held_tokens for each in prefills])
+        able = [each for each in prefills if each.num_held_tokens > least]
+        able.sort(key=lambda each: (each.num_held_tokens, each.worker), reverse=True)
         return [
-            PullCandidate(worker, num, partial(self._pull_s, worker))
-            for num, worker in most[-MAX_SOURCES:][::-1]
+            PullCandidate(each.worker, each.num_held_tokens, partial(self._pull_s, each.worker))
+            for each in able[:MAX_SOURCES]
         ]
 
     def _pull_s(self, source: str, worker: str, num_tokens: int) -> float:
-        return self._accounts[source].pull_s(worker, num_tokens * self._token_bytes)
+        fit = self._accounts[source].pulls.get(worker)
+        return _transfer_s(fit, PULL_PRIOR, num_tokens * self._token_bytes)
 
     def _source(self, chosen: PairCandidate) -> PullSource | None:
         """Return where a worker pulls a prefix from."""
