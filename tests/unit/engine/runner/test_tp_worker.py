@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +41,7 @@ def children() -> list[psutil.Process]:
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which the ranks meet; empty again once they have ended."""
+    util.get_temp_dir()  # of multiprocessing, made once: in this folder its sockets' paths would be too long
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
