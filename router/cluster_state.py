@@ -33,7 +33,7 @@ from baton.router.decisions import (
 from baton.router.in_flight import OTHERS, InFlightAttempt
 from baton.router.index.prefix_index import EXPECTED_FOR_S, first_halves, with_zeros
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice, RoutingPolicy
-from baton.router.policies.cost_model import PairCandidate
+from baton.router.policies.candidates import PairCandidate
 from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
 from baton.router.sliced_work import Family, family_of
 from baton.rpc.peers import Peer

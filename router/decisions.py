@@ -31,7 +31,7 @@ from baton.pages import KEY_BYTES
 from baton.request import AttemptKey
 from baton.router.checkpoint import attributes_of
 from baton.router.index.prefix_index import SHORT_KEY_BYTES, first_halves
-from baton.router.policies.cost_model import PairCandidate
+from baton.router.policies.candidates import PairCandidate
 
 MAX_DECISIONS: Final = 4096
 MAX_ATTEMPTS: Final = 64  # of one request, in an answer

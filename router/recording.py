@@ -54,7 +54,7 @@ from baton.request import AttemptKey
 from baton.router.checkpoint import KEPT_REQUEST, KEPT_SAMPLING, kept, request_from, save
 from baton.router.index.prefix_index import IndexChange, first_halves
 from baton.router.policies.base import RoutingChoice
-from baton.router.policies.cost_model import PairCandidate
+from baton.router.policies.candidates import PairCandidate
 from baton.router.redis.messages import SharedDispatch, SharedEnded, SharedStarted
 from baton.router.sliced_work import Family
 from baton.rpc.peers import Peer

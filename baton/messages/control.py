@@ -78,7 +78,7 @@ class PullSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The expected cost of an attempt at a pair of workers, by the terms of router/policies/cost_model.py."""
+    """The expected cost of an attempt at a pair of workers, by the terms of router/policies/candidates.py."""
 
     decode: Id
     prefill: Annotated[str, Meta(max_length=32)] = ""  # "": the decode worker computes the prompt

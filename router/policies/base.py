@@ -18,7 +18,8 @@ from baton.request import Request
 from baton.router.in_flight import InFlight, LagOf
 from baton.router.index.prefix_index import Holdings, PrefixIndex
 from baton.router.membership import Member
-from baton.router.policies.cost_model import CostModel, PageFormat, PairCandidate
+from baton.router.policies.candidates import PageFormat, PairCandidate
+from baton.router.policies.cost_model import CostModel
 from baton.router.sliced_work import Family, PromptKeys, family_of
 
 

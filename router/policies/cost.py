@@ -32,20 +32,20 @@ from baton.router.policies.base import (
     WorkerPool,
     WorkerView,
 )
-from baton.router.policies.cost_model import (
+from baton.router.policies.candidates import (
     DecodeCandidate,
     PairCandidate,
     PrefillCandidate,
     PromptCost,
     PullCandidate,
     Select,
-    Speeds,
     cheapest,
     local_pair,
     longest,
     prompt_costs,
     remote_pair,
 )
+from baton.router.policies.cost_model import Speeds
 from baton.router.sliced_work import Family
 
 MAX_SOURCES: Final = 2
@@ -225,7 +225,7 @@ class PromptScorer:
 
 
 class CostPolicy:
-    """Chooses the pair with the lowest predicted cost in seconds (router/policies/cost_model.py)."""
+    """Chooses the pair with the lowest predicted cost in seconds (router/policies/candidates.py)."""
 
     uses_prefix_index: ClassVar[bool] = True
     weighs_local_prefill: ClassVar[bool] = True

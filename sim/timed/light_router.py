@@ -4,7 +4,7 @@ The production router learns what workers hold, and when prompts start and end, 
 applying them takes most of the time of a rehearsal. This router is told both by the simulation. It keeps the
 rules: requests wait at the router, in their order, until a decode worker has room and a worker has a slot for
 the prompt (router/queue/admission.py); then the pair with the least cost in seconds is chosen
-(router/policies/cost_model.py), by times that the production cost model learns from the workers' measured
+(router/policies/candidates.py), by times that the production cost model learns from the workers' measured
 steps and prompts. There are no tenants' shares and no refusals.
 """
 
@@ -21,6 +21,16 @@ from baton.messages.control import Measured, PullSource
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, WorkerInFlight
+from baton.router.policies.candidates import (
+    DecodeCandidate,
+    PairCandidate,
+    PrefillCandidate,
+    PullCandidate,
+    cheapest,
+    local_pair,
+    prompt_costs,
+    remote_pair,
+)
 from baton.router.policies.cost import (
     BALANCE_S,
     MAX_COMBINED,
@@ -37,17 +47,9 @@ from baton.router.policies.cost_model import (
     PREFILL_PRIOR,
     PULL_PRIOR,
     STEP_PRIOR,
-    DecodeCandidate,
     Fit,
-    PairCandidate,
-    PrefillCandidate,
-    PullCandidate,
     Speeds,
     StepFit,
-    cheapest,
-    local_pair,
-    prompt_costs,
-    remote_pair,
 )
 from baton.router.queue.admission import AHEAD_S, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS
 

@@ -11,8 +11,8 @@ from baton.request import Request
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, NewPrompt, num_kv_tokens, scheduling_class_of
 from baton.router.membership import Member
 from baton.router.policies.base import PolicyContext
+from baton.router.policies.candidates import TIE, CostTerms
 from baton.router.policies.cost import MAX_COMBINED, MAX_SOURCES
-from baton.router.policies.cost_model import TIE, CostTerms
 from baton.router.sliced_work import family_of
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.policies.cost_model import (
+from baton.router.policies.candidates import (
     DecodeCandidate,
     PairCandidate,
     PrefillCandidate,

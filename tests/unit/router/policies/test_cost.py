@@ -16,8 +16,9 @@ from baton.router.in_flight import InFlight, InFlightAttempt, LagOf, SchedulingC
 from baton.router.index.prefix_index import Holdings, PrefixIndex
 from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool
+from baton.router.policies.candidates import PairCandidate, Select, cheapest
 from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer, RecentWork
-from baton.router.policies.cost_model import CostModel, PairCandidate, Select, cheapest
+from baton.router.policies.cost_model import CostModel
 from baton.router.sliced_work import PromptKeys, family_of
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
