@@ -98,7 +98,7 @@ class Tenants:
     def find(self, key: str) -> Tenant | None:
         """Return the tenant of a client's key; None for an unknown key.
 
-        The time of the look-up says nothing about a key: the table has digests, by hashes that are keyed.
+        The look-up leaks no timing: the table holds digests, and Python hashes bytes with a random key.
         """
         return self._of_key.get(key_digest(key)) if self.need_keys else self._anyone
 
