@@ -41,10 +41,8 @@ def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Te
     if runs_triton(query_THD):
         raise ValueError("rope takes tensors of a CPU; rope_and_store takes those of a GPU")
     if _native_handles(query_THD) and _native_handles(key_TKD):
-        _check_table(query_THD, cos_sin_MD, positions_T)
+        _check_shapes(query_THD, key_TKD, cos_sin_MD, positions_T)
         rotate, (num_tokens, _, head_dim) = native.function("baton_rope", "pnnnppnni"), query_THD.shape
-        if len(key_TKD) != num_tokens or key_TKD.shape[2] != head_dim:
-            raise ValueError(f"key must be [{num_tokens}, K, {head_dim}], got {tuple(key_TKD.shape)}")
         table, positions = cos_sin_MD.data_ptr(), positions_T.data_ptr()
         for heads in (query_THD, key_TKD):
             strides = heads.stride(0) * heads.element_size(), heads.stride(1) * heads.element_size()
@@ -76,23 +74,22 @@ def _check_rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, position
     """Raise ValueError for shapes, strides, dtypes or devices that the GPU kernel does not take."""
     if query_THD.dim() != 3 or query_THD.shape[2] % 2 or query_THD.stride(2) != 1:
         raise ValueError(f"query must be [T, H, D], D even and adjacent, got {tuple(query_THD.shape)}")
-    num_tokens, _, head_dim = query_THD.shape
-    if key_TKD.dim() != 3 or (key_TKD.shape[0], key_TKD.shape[2]) != (num_tokens, head_dim):
-        raise ValueError(f"key must be [{num_tokens}, K, {head_dim}], got {tuple(key_TKD.shape)}")
+    _check_shapes(query_THD, key_TKD, cos_sin_MD, positions_T)
     if key_TKD.stride(2) != 1 or key_TKD.dtype != query_THD.dtype:
         raise ValueError(f"key must have adjacent D and dtype {query_THD.dtype}, got {key_TKD.dtype}")
-    _check_table(query_THD, cos_sin_MD, positions_T)
     if not query_THD.device == key_TKD.device == cos_sin_MD.device == positions_T.device:
         raise ValueError(f"cos_sin on {cos_sin_MD.device} and the rest must be on {query_THD.device}")
 
 
-def _check_table(query_THD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
-    head_dim = query_THD.shape[2]
+def _check_shapes(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
+    num_tokens, _, head_dim = query_THD.shape
+    if key_TKD.dim() != 3 or (key_TKD.shape[0], key_TKD.shape[2]) != (num_tokens, head_dim):
+        raise ValueError(f"key must be [{num_tokens}, K, {head_dim}], got {tuple(key_TKD.shape)}")
     has_shape = cos_sin_MD.dim() == 2 and cos_sin_MD.shape[1] == head_dim
     if cos_sin_MD.dtype != torch.float32 or not has_shape or not cos_sin_MD.is_contiguous():
         found = f"{cos_sin_MD.dtype} {tuple(cos_sin_MD.shape)}"
         raise ValueError(f"cos_sin must be contiguous float32 [M, {head_dim}], got {found}")
-    _check_indices("positions", positions_T, len(query_THD))
+    _check_indices("positions", positions_T, num_tokens)
 
 
 def _check_indices(name: str, indices_T: Tensor, num_tokens: int) -> None:
