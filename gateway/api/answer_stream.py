@@ -278,7 +278,7 @@ class AnswerStream:
     def _write_due(self) -> None:
         try:
             self._write_all()
-        except Exception:
+        except Exception:  # a bug: without the end of this stream its client would wait
             logger.exception("a stream could not be written")
             self.gone()
 
