@@ -1,4 +1,4 @@
-"""What tests of routers that share through Redis have in common."""
+"""Fixtures for tests of routers that share through Redis."""
 
 import pytest
 
