@@ -21,7 +21,7 @@ FILES: Final = frozenset(
         "nginx",
     ]
 )
-# One process loads transformers, which takes seconds of a core, and saves each model once.
+TRANSFORMERS: Final = "transformers"  # a group: one process loads it, for seconds, and saves each model once
 WITH_TRANSFORMERS: Final = ("tests/parity/", "tests/unit/engine/models/", "tests/unit/bench/test_tiny")
 
 
@@ -29,7 +29,7 @@ def group_of(nodeid: str) -> str:
     """Return the group of a test: its file, or the group of several files."""
     file = nodeid.partition("::")[0]
     if file.startswith(WITH_TRANSFORMERS):
-        return "transformers"
+        return TRANSFORMERS
     return "shared clusters" if file in FILES else file
 
 

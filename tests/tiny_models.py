@@ -1,6 +1,7 @@
 """Model directories that hold a config and nothing else: `load_format="dummy"` makes the weights."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from baton.request import Request, SamplingParams, StepOutput, TokenIds
 
 VOCAB_SIZE: Final = 131  # odd: the ranks' parts of the vocabulary differ
 MAX_MODEL_LEN: Final = 96
+MAX_WAIT_S: Final = 0.002
 _KEYS: Final = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": VOCAB_SIZE,
@@ -78,11 +80,18 @@ def add(engine: Engine, request_id: str, prompt: list[int], **sampling: Any) -> 
     engine.add(Request(request_id=request_id, token_ids=TokenIds.of(prompt), sampling=params))
 
 
+def pause(engine: Engine) -> None:
+    """Wait, as workers do, when a step computed nothing: another thread may need the interpreter to go on."""
+    if engine.wait_s is not None:
+        time.sleep(min(engine.wait_s, MAX_WAIT_S))
+
+
 def run_to_end(engine: Engine) -> list[StepOutput]:
     """Step until the engine has no work; return every output."""
     outputs: list[StepOutput] = []
     while engine.has_work():
         outputs += engine.step()
+        pause(engine)
     return outputs
 
 

@@ -19,6 +19,7 @@ from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceStatu
 from baton.pages import PageLayout
 from baton.request import Request, SamplingParams, StepOutput, TokenIds
 from tests.parity.models import VOCAB_SIZE
+from tests.tiny_models import pause
 
 NUM_NEW_TOKENS: Final = 64
 PROMPT_LENGTHS: Final = (1, 5, 16, 33, 70)
@@ -90,6 +91,7 @@ def run(
             before_step(made)
         for output in made.step():
             outputs[output.request_id].append(output)
+        pause(made)
     return list(outputs.values())
 
 

@@ -2,7 +2,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import msgspec
@@ -241,8 +241,12 @@ MODULE: Final = (sys.executable, "-m", "tests.process_peer")
 
 def templates() -> list[int]:
     """Return the ids of the templates that the present process has started."""
-    children = psutil.Process().children()
-    return [each.pid for each in children if each.cmdline()[:1] == ["baton template"]]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has ended, and may not have been waited for
+            if child.cmdline()[:1] == ["baton template"]:
+                found.append(child.pid)
+    return found
 
 
 @on_loop

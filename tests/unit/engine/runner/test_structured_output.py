@@ -25,7 +25,7 @@ from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, StructuredOutputs, TokenIds
 from tests.batches import make_batch, make_sequence, rest_of
 from tests.parity.runs import PreemptInTurn
-from tests.tiny_models import run_to_end, tiny_engine, token_ids, write_config
+from tests.tiny_models import pause, run_to_end, tiny_engine, token_ids, write_config
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 
@@ -104,6 +104,7 @@ def answers(made: Engine, asked: list[Request], before_step: Any = None) -> dict
             before_step(made)
         for output in made.step():
             outputs[output.request_id].append(output)
+        pause(made)
     return outputs
 
 

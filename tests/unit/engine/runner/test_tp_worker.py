@@ -207,7 +207,7 @@ def test_copy_that_fails_leaves_the_ranks_apart_too(
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("exit 1", "rank 1 ended with status 1 before it was ready"),
+        ("exit 1", "rank [12] ended with status 1 before it was ready"),
         ("exec sleep 600", "not ready within 0.5 s, and ended: rank 1, 2"),
         (
             """read line; case $line in *'"rank":2,'*) exit 1; esac; exec sleep 600""",
