@@ -24,7 +24,7 @@
 # make help    print this
 #
 # SERVE_OPTIONS='--decode 2'   options of baton serve for make serve
-# TEST_PROCESSES=6             pytest processes of make test: three for each core, since many tests wait
+# TEST_PROCESSES=4             pytest processes of make test, beside that of interpreted kernels: many tests wait
 # SOAK_MINUTES=30 SOAK_SEED=1  length and seed of make soak
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python,$(shell command -v $(name))))
@@ -34,7 +34,7 @@ HAS_NVIDIA := $(shell { command -v nvidia-smi || ls -d /proc/driver/nvidia; } 2>
 # With an NVIDIA driver, the machine's torch is used, because it fits the driver. Without one, a CPU build is pinned.
 CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
-TEST_PROCESSES ?= 6
+TEST_PROCESSES ?= 4
 SOAK_MINUTES ?= 30
 SOAK_SEED ?= 1
 # A second Triton in a folder of its own; PYTHONPATH puts it before the one of the virtual environment.
@@ -71,11 +71,14 @@ redis:
 serve: setup
 	@exec $(BIN)/baton serve tiny $(SERVE_OPTIONS)
 
-# One torch thread in each process: more would compete for cores with the other tests.
+# One torch thread in each process: more would compete for cores with the other tests. Interpreted kernels need a
+# process of their own, which runs meanwhile; its output follows.
+test: export OMP_NUM_THREADS = 1
 test: setup redis
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
-		--no-loadscope-reorder --ignore=tests/kernels/interpreted
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) tests/kernels/interpreted
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted >$(VENV)/interpreted.log 2>&1 & interpreted=$$!; \
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+		--ignore=tests/kernels/interpreted; others=$$?; \
+	wait $$interpreted; interpreted=$$?; cat $(VENV)/interpreted.log; exit $$((others | interpreted))
 	@$(MAKE) --no-print-directory -o setup $(TRITON_36)/.installed || \
 		echo "note: Triton 3.6.0 cannot be installed; its part of the tests is skipped"
 	@! test -e $(TRITON_36)/.installed || $(KERNELS_36) \

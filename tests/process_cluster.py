@@ -8,7 +8,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Final, Self, TypeVar
+
+import psutil
 
 from baton.cluster.operator_node import Operator, connected
 from baton.cluster.runtimes.local import COMMAND, LocalProcess, LocalRuntime
@@ -99,6 +102,21 @@ class ProcessCluster:
 
     def _wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_S)
+
+
+def children(is_wanted: Callable[[list[str]], bool]) -> list[psutil.Process]:
+    """Return the children of this process with such command lines."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has ended, and may not have been waited for
+            if is_wanted(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def templates() -> list[psutil.Process]:
+    """Return the templates that this process's clusters fork workers from."""
+    return children(lambda command: command[:1] == ["baton template"])
 
 
 def _is_at_rest(pages: dict[str, int]) -> bool:

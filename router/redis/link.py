@@ -15,7 +15,8 @@ This process tries to connect every few seconds.
 1. `learn`: read the live workers, and the snapshot of each worker that is not connected to this router.
 2. `read`: read the stream from the oldest of these snapshots on. Events that a snapshot includes are skipped
    by their numbers.
-3. After a gap, the worker's snapshot is read again until one is new enough.
+3. After a gap, or events of an unknown worker, the worker's description and its snapshot are read again until
+   the snapshot is new enough.
 """
 
 import asyncio
@@ -283,7 +284,7 @@ class Feed:
         self._change_index = change_index
         self._on_shared = on_shared
         self._foreign: set[str] = set()  # workers that are not connected to this router
-        self._doubtful: set[str] = set()  # foreign workers with a gap
+        self._doubtful: set[str] = set()  # foreign workers with a gap, and unknown ones with events
 
     async def learn(self, redis: RedisConnection) -> str:
         """Read workers and snapshots. Returns the id of the stream entry to read from."""
@@ -294,8 +295,7 @@ class Feed:
             worker = self._checked(self._codec.decode_worker, body)
             if worker is None or worker.id in self._outbox.workers:
                 continue
-            self._change_index(IndexJoined(worker=worker))
-            self._foreign.add(worker.id)
+            self._joined(worker)
             seen = await self._restore(redis, worker.id)
             read_from = min(read_from, seen, key=_order)
         return read_from
@@ -310,13 +310,24 @@ class Feed:
         return after
 
     async def settle_doubts(self, redis: RedisConnection) -> None:
-        """Read the snapshots of workers with a gap again."""
+        """Read the snapshots of workers with a gap again, and the descriptions of those that are not known.
+
+        Nobody announces the workers of a router that reaches an emptied Redis after this one.
+        """
         for worker_id in tuple(self._doubtful):
+            if worker_id not in self._foreign:
+                body = await redis.call("HGET", self._names.workers, worker_id)
+                worker = None if body is None else self._checked(self._codec.decode_worker, body)
+                if worker is None or worker.id in self._outbox.workers:
+                    self._doubtful.discard(worker_id)
+                    continue
+                self._joined(worker)
             await self._restore(redis, worker_id)
 
     def forget(self, worker_id: str) -> None:
-        """Drop a dead worker, unless it is connected to this router."""
+        """Drop a worker that has left or died; add one that is connected to this router to Redis again."""
         if worker_id in self._outbox.workers:
+            self._outbox.mark_stale(worker_id)
             return
         self._foreign.discard(worker_id)
         self._doubtful.discard(worker_id)
@@ -339,7 +350,10 @@ class Feed:
         if worker_id in self._outbox.workers:
             return
         events = self._checked(partial(self._codec.decode_pages, worker_id), fields.get(b"p", b""))
-        if events is not None and not self._change_index(IndexEvents(worker=worker_id, events=events)):
+        if events is None:
+            return
+        is_complete = self._change_index(IndexEvents(worker=worker_id, events=events))
+        if not is_complete or worker_id not in self._foreign:
             self._doubtful.add(worker_id)
 
     def _hear(self, message: AnyShared) -> None:
@@ -347,10 +361,13 @@ class Feed:
             self.forget(message.worker)
         elif isinstance(message, SharedJoined):
             if message.worker.id not in self._outbox.workers:
-                self._change_index(IndexJoined(worker=message.worker))
-                self._foreign.add(message.worker.id)
+                self._joined(message.worker)
         else:
             self._on_shared(message)
+
+    def _joined(self, worker: Worker) -> None:
+        self._change_index(IndexJoined(worker=worker))
+        self._foreign.add(worker.id)
 
     async def _restore(self, redis: RedisConnection, worker_id: str) -> str:
         """Restore a snapshot. Returns the id of the stream entry from which on the worker's events are

@@ -121,6 +121,13 @@ class RedisOutbox:
         self._snapshots.clear()
         self._stale = dict.fromkeys(self.workers)
 
+    def mark_stale(self, worker_id: str) -> None:
+        """Have the worker's snapshot written next; it includes the events that wait here."""
+        if worker_id in self.workers:
+            self._stale[worker_id] = None
+            others = (each for each in self._queue if (each.script, each.worker_id) != ("publish", worker_id))
+            self._queue = deque(others)
+
     def take_batch(self) -> list[Command]:
         """The commands to send next, when no worker is stale."""
         return [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
@@ -128,14 +135,14 @@ class RedisOutbox:
     def answered(self, command: Command, reply: Reply) -> None:
         """Take the reply to a command of `take_batch` or `snapshot`."""
         if isinstance(reply, Exception):
-            self._mark_stale(command.worker_id)
+            self.mark_stale(command.worker_id)
         elif command.script == "join" and reply == -2:
             self.counters["redis_fenced"] += 1
             self._drop(command.worker_id)
             self._put(Command("", ("DEL", self.names.snapshot(command.worker_id)), command.worker_id))
         elif command.script == "publish" and reply < 0:
             self.counters["redis_gaps"] += 1
-            self._mark_stale(command.worker_id)
+            self.mark_stale(command.worker_id)
 
     def rejoined(self, worker: Worker, next_number: int) -> None:
         """After a new connection, Redis knows the worker up to this number."""
@@ -143,7 +150,7 @@ class RedisOutbox:
         if next_number == -2:
             self.answered(self.join(worker), next_number)
         elif self.index.is_known(worker.id) and self.index.next_number(worker.id) != next_number:
-            self._mark_stale(worker.id)
+            self.mark_stale(worker.id)
 
     def join(self, worker: Worker) -> Command:
         """The command that adds a worker."""
@@ -213,13 +220,6 @@ class RedisOutbox:
         self.workers.pop(worker_id, None)
         self._stale.pop(worker_id, None)
         self._snapshots.pop(worker_id, None)
-
-    def _mark_stale(self, worker_id: str) -> None:
-        """Have the worker's snapshot written next; it includes the events that wait here."""
-        if worker_id in self.workers:
-            self._stale[worker_id] = None
-            others = (each for each in self._queue if (each.script, each.worker_id) != ("publish", worker_id))
-            self._queue = deque(others)
 
     def _publish(self, worker_id: str, events: KvEventBatch, *, is_restart: bool) -> Command:
         body = self.codec.encode_pages(worker_id, events)

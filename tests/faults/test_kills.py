@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-import psutil
 import pytest
 from _pytest.mark import ParameterSet
 
@@ -26,7 +25,7 @@ from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, StructuredOutputs, TokenEvent, TokenIds
 from tests.answer import Answer
 from tests.cluster_threads import wait_for
-from tests.process_cluster import ProcessCluster
+from tests.process_cluster import ProcessCluster, templates
 from tests.served import is_alive
 
 VOCAB_SIZE: Final = 1024
@@ -155,12 +154,6 @@ class Running:
         assert [answer.token_ids for answer in self.answers] == golden
 
 
-def template_pid() -> int:
-    """Return the id of the process from which this process's cluster forks workers."""
-    (found,) = (each for each in psutil.Process().children() if each.cmdline()[:1] == ["baton template"])
-    return found.pid
-
-
 def num_replays(cluster: ProcessCluster) -> int:
     counters = cluster.frontend.counters
     return sum(number for name, number in counters.items() if name.startswith("replays"))
@@ -203,12 +196,14 @@ def test_killed_decode_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, n
 def test_killed_template_harms_no_worker_and_later_ones_start(cluster: ProcessCluster, llm: LLM) -> None:
     running, before = Running(cluster, llm, 250, max_tokens=60), num_replays(cluster)
     running.wait_for_tokens(2)
-    os.kill(template_pid(), signal.SIGKILL)
+    (killed,) = templates()
+    killed.kill()
     running.check()
     assert num_replays(cluster) == before
     cluster.kill("prefill-0")
     cluster.wait_until_whole()
-    assert is_alive(template_pid())
+    (template,) = templates()
+    assert template.is_running()
 
 
 def test_killed_router_interrupts_no_stream_and_loses_no_request(cluster: ProcessCluster, llm: LLM) -> None:

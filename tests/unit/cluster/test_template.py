@@ -20,6 +20,7 @@ import pytest
 from baton.cluster.template import ForkedProcess, Template
 from baton.config.environment import environment_of_child
 from tests.forked_program import DIES, HANGS, HAS_TORCH, Facts
+from tests.process_cluster import children, templates
 
 MODULE: Final = "tests.forked_program"
 PROGRAM: Final = (MODULE, "an argument")
@@ -50,11 +51,6 @@ def template(runner: asyncio.Runner) -> Iterator[Template]:
 def small_template(*program: str) -> Template:
     """Return a template without the code of workers."""
     return Template(program, limit=2**20, preload=MODULE)
-
-
-def templates() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [each for each in children if each.cmdline()[:1] == ["baton template"]]
 
 
 async def facts_of(process: Process | ForkedProcess) -> Facts:
@@ -206,8 +202,7 @@ def test_template_that_is_closed_while_it_starts_does_not_start_again(runner: as
 
 def template_children() -> list[psutil.Process]:
     """Return the children that are, or will be, templates."""
-    children = psutil.Process().children()
-    return [each for each in children if "baton.cluster.template" in each.cmdline()] + templates()
+    return children(lambda command: "baton.cluster.template" in command) + templates()
 
 
 def test_process_that_another_part_of_the_program_has_waited_for_has_ended(

@@ -2,11 +2,10 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Final
 
 import msgspec
-import psutil
 import pytest
 
 from baton.cluster.runtimes.base import Loading, ProcessFailed, share_out, share_out_threads
@@ -15,6 +14,7 @@ from baton.errors import ConfigError, WorkerLost
 from baton.messages.workers import Address
 from baton.rpc.auth import derive
 from tests.event_loop import on_loop
+from tests.process_cluster import templates
 from tests.process_peer import PEER, spec
 
 KEY: Final = b"k" * 20
@@ -237,16 +237,6 @@ async def test_an_interrupt_in_the_terminal_is_for_the_parent_alone() -> None:
 
 
 MODULE: Final = (sys.executable, "-m", "tests.process_peer")
-
-
-def templates() -> list[int]:
-    """Return the ids of the templates that the present process has started."""
-    found = []
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it has ended, and may not have been waited for
-            if child.cmdline()[:1] == ["baton template"]:
-                found.append(child.pid)
-    return found
 
 
 @on_loop

@@ -106,6 +106,31 @@ async def test_events_that_two_routers_report_count_once_and_the_worker_stays_fo
 
 
 @on_loop
+async def test_worker_that_leaves_one_router_is_added_for_an_idle_one_again() -> None:
+    async with linked(2) as (redis, (first, second)):
+        for router in (first, second):
+            router.join(W0)
+            router.report(W0, CHAIN)
+        await until_known(redis, {W0.id: 40})
+        await until(lambda: not first.link.num_unsent and not second.link.num_unsent)
+        first.leave(W0)
+        await until(lambda: not first.link.num_unsent)
+        await until_known(redis, {W0.id: 40})
+
+
+@on_loop
+async def test_workers_of_a_router_that_reaches_redis_last_are_known_without_an_announcement() -> None:
+    async with linked(1) as (redis, (early,)):
+        late = RouterStandIn(redis.url, "late")
+        late.join(W0)
+        late.report(W0, CHAIN)
+        async with running(late):
+            await until(lambda: early.held(W0) == 40)
+            late.leave(W0)
+            await until(lambda: early.held(W0) == 0)
+
+
+@on_loop
 async def test_later_incarnation_fences_the_earlier_one() -> None:
     later = a_worker("w0", id=id_of("later"), num_pages=5000)
     async with linked(2) as (redis, (first, second)):
