@@ -15,8 +15,8 @@ This process tries to connect every few seconds.
 1. `learn`: read the live workers, and the snapshot of each worker that is not connected to this router.
 2. `read`: read the stream from the oldest of these snapshots on. Events that a snapshot includes are skipped
    by their numbers.
-3. After a gap, or events of an unknown worker, the worker's description and its snapshot are read again until
-   the snapshot is new enough.
+3. After a gap, or events of an unknown worker, the worker's description and its snapshot are read again, and
+   the stream from there on.
 """
 
 import asyncio
@@ -207,11 +207,14 @@ class RedisLink:
             return  # leases may be due
 
     async def _renew(self, writer: RedisConnection) -> None:
-        (dead,) = await writer.run_all([self._outbox.renew()])
-        self._check(dead)
-        for worker_id in dead:
-            self._feed.forget(worker_id.decode(errors="replace"))
-            self._outbox.expired(worker_id.decode(errors="replace"))
+        (reply,) = await writer.run_all([self._outbox.renew()])
+        self._check(reply)
+        dead, missing = ([each.decode(errors="replace") for each in ids] for ids in reply)
+        for worker_id in set(dead) - self._outbox.workers.keys():
+            self._feed.forget(worker_id)
+            self._outbox.expired(worker_id)
+        for worker_id in missing:  # it left another router, or Redis lost its data
+            self._outbox.mark_stale(worker_id)
 
     async def _write_snapshot(self, writer: RedisConnection) -> None:
         worker_id = self._outbox.next_to_snapshot()
@@ -226,7 +229,7 @@ class RedisLink:
             after = await self._feed.read(reader, after)
             if loop.time() >= settle_at_s:
                 settle_at_s = loop.time() + SETTLE_S
-                await self._feed.settle_doubts(reader)
+                after = await self._feed.settle_doubts(reader, after)
 
 
 async def _until_one_fails(*endless: Coroutine[Any, Any, None]) -> None:
@@ -309,10 +312,12 @@ class Feed:
             self._read(fields)
         return after
 
-    async def settle_doubts(self, redis: RedisConnection) -> None:
+    async def settle_doubts(self, redis: RedisConnection, after: str) -> str:
         """Read the snapshots of workers with a gap again, and the descriptions of those that are not known.
 
-        Nobody announces the workers of a router that reaches an emptied Redis after this one.
+        Nobody announces the workers of a router that reaches an emptied Redis after this one. after: the
+        entry that was read last. Returns the one to read on from, an earlier one where a snapshot lacks
+        events that were read already.
         """
         for worker_id in tuple(self._doubtful):
             if worker_id not in self._foreign:
@@ -322,12 +327,17 @@ class Feed:
                     self._doubtful.discard(worker_id)
                     continue
                 self._joined(worker)
-            await self._restore(redis, worker_id)
+            if self._index.next_number(worker_id) is not None:
+                self._doubtful.discard(worker_id)  # the worker has reported all its pages since
+                continue
+            seen = await self._restore(redis, worker_id)
+            if worker_id not in self._doubtful:
+                after = min(after, seen, key=_order)
+        return after
 
     def forget(self, worker_id: str) -> None:
-        """Drop a worker that has left or died; add one that is connected to this router to Redis again."""
+        """Drop a worker that has left or died, unless it is connected to this router."""
         if worker_id in self._outbox.workers:
-            self._outbox.mark_stale(worker_id)
             return
         self._foreign.discard(worker_id)
         self._doubtful.discard(worker_id)

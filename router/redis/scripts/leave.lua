@@ -1,7 +1,4 @@
 -- ARGV: id
-local name
-local said = redis.call('HGETALL', names)
-for i = 1, #said, 2 do if said[i + 1] == ARGV[1] then name = said[i] end end
-if name then redis.call('HDEL', names, name) end
+-- The name stays, so that the worker's next life fences this one.
 remove_worker(ARGV[1])
 return 0

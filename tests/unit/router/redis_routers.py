@@ -121,9 +121,10 @@ async def known_from(url: str, keys: bytes = CHAIN) -> dict[str, int]:
     feed = Feed(outbox, index.change, lambda message: None)
     async with connected(url) as connection:
         after = await feed.learn(connection)
-        while after != await last_stream_id(connection, NAMES):
-            after = await feed.read(connection, after)
-        await feed.settle_doubts(connection)
+        for _ in range(2):  # to settle a doubt, entries are read again
+            while after != await last_stream_id(connection, NAMES):
+                after = await feed.read(connection, after)
+            after = await feed.settle_doubts(connection, after)
         workers: list[bytes] = await connection.call("HKEYS", NAMES.workers)
     held = {worker.decode(): num_held(index, worker.decode(), keys) for worker in workers}
     return {worker_id: num_pages for worker_id, num_pages in held.items() if num_pages}

@@ -6,8 +6,17 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
-from baton.messages.control import Ended, Heartbeat, KvEventBatch, Reachable, Routed, Started, Submit
-from baton.messages.workers import Load, Worker
+from baton.messages.control import (
+    Ended,
+    Heartbeat,
+    KvEventBatch,
+    Measured,
+    Reachable,
+    Routed,
+    Started,
+    Submit,
+)
+from baton.messages.workers import Load, PrefillTimes, Worker
 from baton.router import cluster_state
 from baton.router.in_flight import SILENCE_S
 from baton.router.redis.messages import AnyShared, SharedDispatch
@@ -84,6 +93,19 @@ def test_dispatched_attempt_counts_at_both_routers_until_its_end() -> None:
     assert other.num_computing() == one.num_computing() and sum(other.num_computing().values()) == 1
     one.gateway.say(Ended(attempts=keys_of("rst")))
     assert len(one.router.in_flight) == len(other.router.in_flight) == 0
+    other.router.in_flight.check_integrity()
+
+
+def test_computed_prompt_of_another_router_has_its_first_token_although_its_message_is_lost() -> None:
+    _, one, other = two_routers()
+    routed = one.submit("r")
+    computed_by = next(name for name in WORKERS if id_of(name) == (routed.prefill or routed.decode))
+    times = PrefillTimes(id_of("r"), 0, 0.0, 0.1, 1, 1)
+    assert other.num_computing()[computed_by] == 1
+    for each in (one, other):
+        each.workers[computed_by].say(Measured(prefills=(times,)))
+    assert other.num_computing()[computed_by] == 0
+    assert one.num_computing()[computed_by] == 1, "the gateway tells its own router"
     other.router.in_flight.check_integrity()
 
 

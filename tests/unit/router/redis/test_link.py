@@ -1,21 +1,28 @@
 """Links between two routers over a real redis-server."""
 
+from collections import Counter
+
 import pytest
 
+from baton.clock import SystemClock
 from baton.cluster.redis_server import RedisServer, find_program
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
+from baton.router.index.prefix_index import PrefixIndex
 from baton.router.redis import link, outbox
+from baton.router.redis.outbox import RedisOutbox
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
+    CODEC,
     NAMES,
     RNG,
     RouterStandIn,
     connected,
     linked,
+    num_held,
     running,
     until_known,
 )
@@ -116,6 +123,53 @@ async def test_worker_that_leaves_one_router_is_added_for_an_idle_one_again() ->
         first.leave(W0)
         await until(lambda: not first.link.num_unsent)
         await until_known(redis, {W0.id: 40})
+
+
+@on_loop
+async def test_idle_worker_is_added_to_a_redis_that_lost_its_data_without_a_disconnect() -> None:
+    async with linked(1) as (redis, (router,)), connected(redis.url) as connection:
+        router.join(W0)
+        router.report(W0, CHAIN)
+        await until_known(redis, {W0.id: 40})
+        await until(lambda: not router.link.num_unsent)
+        await connection.call("FLUSHALL")
+        await until_known(redis, {W0.id: 40})
+
+
+@on_loop
+async def test_events_after_the_snapshot_that_settles_a_doubt_are_read_again() -> None:
+    index, known = (PrefixIndex(SystemClock(), 1000) for _ in range(2))
+    writer, reader = (
+        RedisOutbox(NAMES, CODEC, id_of(name), each, Counter())
+        for name, each in (("writer", index), ("reader", known))
+    )
+    feed = link.Feed(reader, known.change, lambda message: None)
+    index.join(W0)
+    writer.joined(W0)  # nobody hears of it: the link is down
+    writer.open()
+    async with RedisServer() as redis, connected(redis.url) as connection:
+        await connection.load()
+        after = await feed.learn(connection)
+        for first, last in ((0, 30), (30, 40)):
+            pages = range(first, last)
+            events = KvEventBatch(
+                first=first,
+                keys=CHAIN[first * KEY_BYTES : last * KEY_BYTES],
+                pages=tuple(pages),
+                generations=tuple(pages),
+            )
+            index.apply(W0.id, events)
+            if first == 0:
+                writer.mark_stale(W0.id)
+                await connection.run_all(writer.snapshot(W0.id, "0-0"))
+            else:
+                writer.pages(W0.id, events)
+                await connection.run_all(writer.take_batch())
+        for _ in range(2):
+            while after != await link.last_stream_id(connection, NAMES):
+                after = await feed.read(connection, after)
+            after = await feed.settle_doubts(connection, after)
+    assert num_held(known, W0.id) == 40
 
 
 @on_loop

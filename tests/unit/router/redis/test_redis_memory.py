@@ -95,6 +95,15 @@ async def test_full_redis_is_relieved_and_gets_all_pages_again(
 
 
 @on_loop
+async def test_worker_that_left_is_fenced_by_its_next_life() -> None:
+    async with RedisServer() as redis, connected(redis.url) as connection:
+        former, newer = (Command("join", (id_of(name), "w0", b"", 1000)) for name in ("former", "newer"))
+        leave = Command("leave", (id_of("former"),))
+        await connection.load()
+        assert await connection.run_all([former, leave, newer, former, newer]) == [-1, 0, -1, -2, -1]
+
+
+@on_loop
 async def test_fenced_workers_stay_fenced_when_everything_else_is_dropped() -> None:
     async with RedisServer() as redis:
         former, newer = id_of("former"), id_of("newer")
