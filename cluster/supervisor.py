@@ -217,6 +217,7 @@ class Supervised:
                 return
             try:
                 await self.start()
+                self._restarts_after_drain = False  # `undrain` may have come twice
                 return
             except BatonError as error:
                 why = f"did not start: {error}"

@@ -220,6 +220,7 @@ class DecodeWorker(WorkerNode):
         """Receive pages, start attempts, run one step of the engine, and emit its tokens."""
         for attempt, ended in self._incoming.poll():
             self._transfer_ended(attempt, ended)
+        self._reports.heartbeat(self)
         self._admit()
         for attempt, failed in self._running.step():
             self._end(attempt, failed)

@@ -251,6 +251,7 @@ class PrefillWorker(WorkerNode):
         for ended in all_ended:
             self._pulled(ended)
             self._transfer_ended(ended)
+        self._reports.heartbeat(self)
         if self._engine.has_work():
             self._reports.step_begins()
             outputs = self._engine.step(self._layerwise_send)

@@ -176,6 +176,11 @@ class Membership:
         member.is_asked_to_drain = True
         self.version += 1
 
+    def resume(self, member: Member) -> None:
+        """Give a member new work again, unless it reports that it drains."""
+        member.is_asked_to_drain = False
+        self.version += 1
+
     def remove_dead(self) -> list[Removed]:
         """Remove the members that are silent or hung, and return them with the reasons. Call in every tick.
 

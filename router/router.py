@@ -1,8 +1,8 @@
 """The router as a node: it tracks which workers are alive and loaded, and gives every attempt its workers.
 
 The router persists nothing. A new router learns the workers from their Hello and Heartbeat, and the gateways'
-connections from Reachable, within SETTLE_S. Running attempts go on meanwhile. Gateways submit attempts again
-when the earlier router has not answered.
+connections from Reachable, within SETTLE_S, and so does a router that was cut off from all of them. Running
+attempts go on meanwhile. Gateways submit attempts again when the earlier router has not answered.
 
 `serve_router` runs a router in a process: an RPC server, the router and, if configured, a link to Redis, on
 one event loop.
@@ -10,6 +10,7 @@ one event loop.
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import time
@@ -105,7 +106,7 @@ from baton.rpc.server import RpcServer
 if TYPE_CHECKING:
     from baton.router.redis.link import RedisLink
 
-SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every live worker has connected to a new router
+SETTLE_S: Final = BEAT_TIMEOUT_S  # after the first worker joins: by then every live one has connected
 MIN_INDEX_PAGES: Final = 1024  # bound of the prefix index when the policy does not use the index
 LEARN_S: Final = 0.5  # bounds the wait for Redis at a router's start
 SLACK_BYTES: Final = 128  # more than the counts of the left-out entries take
@@ -177,8 +178,8 @@ class Router:
             sliced_work=dispatches,
             decoders_compute=policy.weighs_local_prefill,
         )
-        self._start_s = clock.now_s()
-        self._announced_s = self._start_s - TICK_S
+        self._first_joined_s = math.inf  # when the first of the present workers joined
+        self._announced_s = clock.now_s() - TICK_S
         self._announced: Members | None = None
 
     def record(self, recording: Recording) -> None:
@@ -280,6 +281,8 @@ class Router:
         if member is not None and member.peer is peer:
             self.members.remove(member)
             self._gone(member, "its connection ended")
+            if not self.members.all():  # this process may be the one that was cut off
+                self._first_joined_s = math.inf
             self._announce()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
@@ -308,7 +311,7 @@ class Router:
         elif isinstance(message, SupervisorReport) and peer in self._watchers:
             self._watchers[peer] = message
         elif isinstance(message, (Undrain, RestartWorker, Scale)):
-            for watcher in self._watchers:
+            for watcher in self._watchers if not self._serves_already(message) else ():
                 watcher.send(message)
             peer.send(self.status())
         else:
@@ -441,6 +444,7 @@ class Router:
         if worker is None or worker.id != peer.hello.id:
             raise ProtocolError("a worker's Hello must describe it")
         former = self.members.join(worker, peer)
+        self._first_joined_s = min(self._first_joined_s, self._clock.now_s())
         logger.info("%s joined", worker.name, extra={"worker": worker.id, "role": worker.role})
         if former is not None:
             self._gone(former, f"{worker.id} has replaced it")
@@ -512,16 +516,26 @@ class Router:
             self._give(member, order)
         self._announce()
 
+    def _serves_already(self, order: Undrain | RestartWorker | Scale) -> bool:
+        """Return whether the worker that is to be called back has not left: its next drain is for good."""
+        member = self.members.find(order.worker) if isinstance(order, Undrain) else None
+        return member is not None and not member.is_draining
+
     def _give(self, member: Member, order: Sleep | Wake) -> None:
-        """Pass an order on to a worker, which gets no new work if it is to sleep."""
+        """Pass an order on to a worker, which gets no new work if it is to sleep.
+
+        One that got Wake first, from another router, ignores an earlier Sleep.
+        """
         if isinstance(order, Sleep):
             self.members.drain(member)
+        else:
+            self.members.resume(member)
         member.peer.send(order)
 
     # Members.
 
     def _list_members(self) -> Members:
-        is_complete = self._clock.now_s() - self._start_s >= SETTLE_S
+        is_complete = self._clock.now_s() - self._first_joined_s >= SETTLE_S
         workers = tuple(member.worker for member in self.members.all())
         draining = tuple(member.id for member in self.members.all() if member.is_draining)
         return Members(workers=workers, is_complete=is_complete, draining=draining)

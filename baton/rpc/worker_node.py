@@ -199,9 +199,16 @@ class WorkerReports:
         self._next_beat_s = self._next_events_s = self._next_measured_s = self._next_sample_s = now_s
 
     def heartbeat(self, worker: ReportedWorker, *, at_once: bool = False) -> None:
-        """Send a heartbeat when one is due, or at once. Call at least every BEAT_S."""
-        routers, now_s = self._peer_registry.routers, self.clock.now_s()
-        if not routers or (now_s < self._next_beat_s and not at_once):
+        """Send a heartbeat when one is due, or at once. Call at least every BEAT_S.
+
+        After a long step call it once the messages that came meanwhile are handled: an attempt that the
+        heartbeat does not name counts as lost.
+        """
+        now_s = self.clock.now_s()
+        if now_s < self._next_beat_s and not at_once:
+            return
+        routers = self._peer_registry.routers
+        if not routers:
             return
         self._next_beat_s = now_s + BEAT_S
         attempts = worker.attempts[:MAX_EVENTS]
@@ -411,7 +418,6 @@ class WorkerNode(ABC):
     def _keep_up(self) -> None:
         self._links.keep_up(self._peer_registry.with_pages())
         self._peer_registry.report(self._reachable())
-        self._reports.heartbeat(self)
 
     def _set_pressure(self) -> None:
         """Apply the highest overload level of any router."""

@@ -411,7 +411,7 @@ class Frontend:
             cancel = Cancel(request_id=routed.request_id, attempt=routed.attempt)
             self._peer_registry.tell(routed.decode, cancel)
             return
-        asked_s, now_s = stream.heard_s, self._clock.now_s()
+        asked_s, now_s = stream.assigned_s, self._clock.now_s()  # a token may have come before
         stream.routed(routed.decode, routed.prefill, now_s)
         attempt = stream.marks.attempts[-1]
         attempt.routed, attempt.router_clock = routed, peer.clock_offset

@@ -124,8 +124,8 @@ async def _repeat_order(operator: Operator, asked: Sleep | Wake, wait_s: float) 
             for each in of_model
             if has_followed(each.worker, order, is_draining=each.is_draining)
         }
-        if not left and status.num_ready == len(status.workers):
-            return
+        if names and not left and status.num_ready == len(status.workers):
+            return  # a router keeps no order for workers that it has never seen
         if asyncio.get_running_loop().time() >= deadline_s:
             missing = ", ".join(sorted(left)) or "the connections of all workers"
             raise WorkerLost(

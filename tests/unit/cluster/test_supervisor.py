@@ -164,6 +164,23 @@ async def test_process_that_still_drains_is_started_again_after_undrain() -> Non
 
 
 @on_loop
+async def test_process_that_is_called_back_twice_stays_away_after_its_next_drain() -> None:
+    async with supervised(spec("drains-later")) as (process, runtime):
+        await process.start()
+        keeping = asyncio.create_task(process.keep())
+        os.kill(runtime.spawned[0].pid, signal.SIGUSR1)
+        await asyncio.wait_for(keeping, 10)
+        assert process.is_drained
+        keeping = asyncio.create_task(process.undrain())
+        await until(lambda: not process.is_drained)
+        await process.undrain()  # while it starts
+        await until_replaced(process, runtime)
+        os.kill(runtime.spawned[1].pid, signal.SIGUSR1)
+        await asyncio.wait_for(keeping, 10)
+        assert process.is_drained and len(runtime.spawned) == 2
+
+
+@on_loop
 async def test_restart_lets_a_process_end_in_order_and_starts_it_again() -> None:
     async with kept(spec("serves")) as (process, runtime):
         await process.restart(5.0)

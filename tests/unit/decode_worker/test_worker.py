@@ -54,6 +54,21 @@ def test_first_token_may_come_before_the_dispatch(make_pair: MakePair, alone: En
     assert not pair.decode_worker.counters["recomputed_prefills"]
 
 
+def test_heartbeat_names_an_attempt_that_came_during_a_long_step(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.rpc.worker_node.BEAT_S", 0.0)
+    pair, request = make_pair(), a_request()
+    pair.turn()
+    pair.said[ROUTER.id].clear()
+    pair.decode_worker.tick()  # ticks and messages have waited for the step in the order in which they came
+    pair.dispatch(request)
+    pair.turn()
+    beats = [each for each in pair.said[ROUTER.id] if isinstance(each, Heartbeat)]
+    (named,) = [each.attempts for each in beats if each.attempts]  # the prefill worker gets its order later
+    assert named == ((request.request_id, request.attempt),) and len(beats) == 2
+
+
 def test_late_dispatch_whose_prompt_was_cancelled_is_computed_here(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, alone: Engine
 ) -> None:

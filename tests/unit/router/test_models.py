@@ -216,6 +216,16 @@ def test_order_with_the_highest_number_holds_whichever_gateway_gave_it(c: Cluste
     assert c["d-b"].take(Sleep)[-1].number == 7
 
 
+def test_workers_that_ignored_an_order_to_sleep_get_work_again_after_the_wake(c: Cluster) -> None:
+    """They had heard of the wake first, from another router."""
+    c["g"].say(Sleep(model="b", number=5))
+    assert isinstance(submit(c, "r0", "b"), Rejected)
+    c["g"].say(Wake(model="b", number=6))
+    assert isinstance(submit(c, "r1", "b"), Routed)
+    c["d-b"].say(Heartbeat(load=Load(), is_draining=True))
+    assert isinstance(submit(c, "r2", "b"), Rejected)
+
+
 def test_worker_that_starts_while_its_model_sleeps_is_put_to_sleep_and_gets_no_work(c: Cluster) -> None:
     c["g"].say(Sleep(model="b", level=2, number=5))
     for name in ("p-b", "d-b"):

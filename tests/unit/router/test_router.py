@@ -71,6 +71,30 @@ def test_list_is_complete_once_every_worker_had_time_to_join() -> None:
     assert c["g"].take(Members) == []
 
 
+def test_list_of_a_router_that_was_cut_off_is_complete_once_every_worker_had_time_to_join_again() -> None:
+    c = cluster("d0", "d1")
+    while c.clock.now_s() < 100 + 2 * SETTLE_S:
+        for name in ("d0", "d1"):
+            c.beat(name)
+        c.tick()
+    for name in ("g", "d0", "d1"):
+        c[name].leave()
+    gateway = TestPeer.gateway(c.router, "g")
+    c.tick()
+    c.add("d0")
+    c.tick()
+    heard = gateway.take(Members)
+    assert len(heard[0].workers) == 0 and len(heard[-1].workers) == 1
+    assert not any(each.is_complete for each in heard)
+    c.tick(SETTLE_S / 2)
+    c.add("d1")
+    c.tick()
+    assert not any(each.is_complete for each in gateway.take(Members))
+    c.beat("d0", "d1")
+    c.tick(SETTLE_S / 2)
+    assert gateway.take(Members)[-1].is_complete
+
+
 def test_silent_worker_is_dead_after_three_seconds() -> None:
     c = cluster("d0", "d1")
     for _ in range(12):
@@ -112,6 +136,19 @@ def test_watching_operators_hear_which_worker_to_restart(order: Undrain | Restar
     asking.say(order)
     assert asking.only(Status).num_watchers == 1
     assert watching.only(type(order)) == order
+
+
+def test_worker_that_serves_is_not_called_back() -> None:
+    """Its supervisor would start it again after its next drain."""
+    c = cluster("d0")
+    asking = TestPeer.operator(c.router)
+    watching = TestPeer(c.router, Hello(process=Kind.OPERATOR, id="b" * 32))
+    watching.say(WatchWorkers())
+    asking.say(Undrain(worker="d0"))
+    assert watching.take(Undrain) == []
+    c["d0"].say(Heartbeat(load=Load(), is_draining=True))
+    asking.say(Undrain(worker="d0"))
+    assert watching.only(Undrain)
 
 
 def test_status_tells_how_long_the_head_of_ray_is_away() -> None:

@@ -83,6 +83,20 @@ def test_worker_whose_connection_broke_before_routed_must_answer_soon() -> None:
     assert sink.error is None
 
 
+def test_token_that_comes_before_routed_hides_no_broken_connection() -> None:
+    g = gateway("p0", "d0", "d1")
+    g.open()
+    submit = g.submitted()
+    g["p0"].leave()
+    g.join("p0")
+    g.tick(0.1)
+    g.say("d0", event(1))
+    g.route("d0", "p0", request=submit.request)
+    for _ in range(5):
+        g.tick(1.0)
+    assert g.submitted().request.attempt == 1
+
+
 @pytest.mark.parametrize("reporter", ["gateway", "router"])
 def test_worker_that_was_silent_before_it_had_the_request_did_not_die_of_it(reporter: str) -> None:
     """A node freezes: its workers are given up one after the other, and the request had both."""

@@ -94,6 +94,22 @@ def test_order_is_repeated_when_the_router_is_back(
 
 
 @on_loop
+async def test_order_for_workers_that_are_away_waits_for_them(tmp_path: Path) -> None:
+    served = ServedRouter("a")
+    served.worker.leave()
+    command = run(tmp_path, await served.listen(), "sleep")
+    await asyncio.sleep(2 * workers.REPEAT_S)
+    assert not command.done()
+    back = TestPeer.worker(served.router, a_worker("d0", id=id_of("back")))
+    await until(lambda: any(isinstance(each, Sleep) for each in back.received))
+    (given, *_) = back.take(Sleep)
+    back.leave()
+    TestPeer.worker(served.router, a_worker("d0", id=id_of("s"), is_asleep=True, order_number=given.number))
+    assert await command == 0
+    await served.close()
+
+
+@on_loop
 async def order_without_a_router_that_comes_back(tmp_path: Path) -> None:
     only = ServedRouter("a")
     command = run(tmp_path, await only.listen(), "sleep")
