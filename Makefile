@@ -24,7 +24,7 @@
 # make help    print this
 #
 # SERVE_OPTIONS='--decode 2'   options of baton serve for make serve
-# TEST_PROCESSES=5             pytest processes of make test, beside that of interpreted kernels: many tests wait
+# TEST_PROCESSES=5             pytest processes of make test, plus one for interpreted kernels: many tests wait
 # SOAK_MINUTES=30 SOAK_SEED=1  length and seed of make soak
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python,$(shell command -v $(name))))
@@ -75,7 +75,8 @@ serve: setup
 # process of their own, which runs meanwhile; its output follows.
 test: export OMP_NUM_THREADS = 1
 test: setup redis
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted >$(VENV)/interpreted.log 2>&1 & interpreted=$$!; \
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -p no:cacheprovider tests/kernels/interpreted \
+		>$(VENV)/interpreted.log 2>&1 & interpreted=$$!; trap 'kill $$interpreted 2>/dev/null' EXIT INT TERM; \
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 		--ignore=tests/kernels/interpreted; others=$$?; \
 	wait $$interpreted; interpreted=$$?; cat $(VENV)/interpreted.log; exit $$((others | interpreted))

@@ -86,6 +86,7 @@ class Supervised:
         self._ready_s = self._clock.now_s()
         self.startups_s = [*self.startups_s[-MAX_STARTUPS + 1 :], self._ready_s - self._started_s]
         self.is_ready = True
+        self._restarts_after_drain = False  # `undrain` may have come while it started
 
     async def describe(self) -> str:
         """Return the process's name, and its progress while it loads weights."""
@@ -208,7 +209,6 @@ class Supervised:
 
     async def _start_again(self, why: str) -> None:
         """Start the process, as often as necessary, until it serves or `stop` was called."""
-        self._restarts_after_drain = False
         while True:
             pause_s = self._back_off.after(self._clock.now_s() - self._started_s)
             logger.warning("%s %s; it is started again in %.1f s", self.name, why, pause_s)
@@ -217,7 +217,6 @@ class Supervised:
                 return
             try:
                 await self.start()
-                self._restarts_after_drain = False  # `undrain` may have come twice
                 return
             except BatonError as error:
                 why = f"did not start: {error}"

@@ -473,15 +473,12 @@ class Dispatchers:
     def computed(self, prompts: Sequence[PrefillTimes]) -> None:
         """These prompts were computed: their tenants are charged the computed tokens.
 
-        An attempt of another router has its first token then, although the message of that may be lost.
+        An attempt of another router has its first token then, although its Started message may be lost.
         """
         for each in self:
             each.admission_queue.computed(prompts)
         keys = [(each.request_id, each.attempt) for each in prompts]
-        others = [key for key in keys if self._in_flight.is_anothers(key)]
-        for key in others:
-            self._in_flight.started(key)
-        if others:
+        if any([self._in_flight.started(key) for key in keys if self._in_flight.is_anothers(key)]):
             self.dispatch_queued()
 
     def gateway_left(self, gateway_id: str) -> None:

@@ -234,13 +234,14 @@ class InFlight:
         account.work_s += entry.compute_s
         account.prompts.add(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
 
-    def started(self, key: AttemptKey) -> None:
+    def started(self, key: AttemptKey) -> bool:
         """Move an attempt with its first token from the prefill to the decode load.
 
-        Unknown keys are ignored, here and below: the attempt may be another router's.
+        Returns whether it moved: once. Unknown keys are ignored, here and below: the attempt may be another
+        router's.
         """
         if key not in self._waiting:
-            return
+            return False
         self._waiting.remove(key)
         entry = self._entries[key]
         decode = self._accounts[entry.decode]
@@ -253,6 +254,7 @@ class InFlight:
         account.prompts.remove(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
         if entry.prefill:
             self._accounts[entry.prefill].num_attempts -= 1
+        return True
 
     def ended(self, key: AttemptKey) -> None:
         """Remove an attempt."""

@@ -44,6 +44,7 @@ class Member:
         self.reached: frozenset[str] = frozenset()
         self.sent_level = OverloadLevel.CALM  # the overload level that the worker knows
         self.is_asked_to_drain = False
+        self.may_resume = False  # once it reports that it does not drain
         self.reports_draining = False
 
     @property
@@ -159,6 +160,8 @@ class Membership:
         member.beat_s = self._clock.now_s()
         member.load = beat.load
         member.reports_draining = beat.is_draining
+        if member.may_resume and not beat.is_draining:
+            member.is_asked_to_drain = member.may_resume = False
         self.version += member.is_draining != was_draining
 
     def hear(self, member: Member, alive: Alive) -> None:
@@ -173,13 +176,12 @@ class Membership:
 
     def drain(self, member: Member) -> None:
         """Give a member no new work."""
-        member.is_asked_to_drain = True
+        member.is_asked_to_drain, member.may_resume = True, False
         self.version += 1
 
     def resume(self, member: Member) -> None:
-        """Give a member new work again, unless it reports that it drains."""
-        member.is_asked_to_drain = False
-        self.version += 1
+        """Give a member new work again once it reports that it does not drain."""
+        member.may_resume = True
 
     def remove_dead(self) -> list[Removed]:
         """Remove the members that are silent or hung, and return them with the reasons. Call in every tick.

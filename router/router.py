@@ -281,7 +281,7 @@ class Router:
         if member is not None and member.peer is peer:
             self.members.remove(member)
             self._gone(member, "its connection ended")
-            if not self.members.all():  # this process may be the one that was cut off
+            if not len(self.members) and not member.is_draining:  # perhaps this process was cut off
                 self._first_joined_s = math.inf
             self._announce()
 
@@ -311,8 +311,9 @@ class Router:
         elif isinstance(message, SupervisorReport) and peer in self._watchers:
             self._watchers[peer] = message
         elif isinstance(message, (Undrain, RestartWorker, Scale)):
-            for watcher in self._watchers if not self._serves_already(message) else ():
-                watcher.send(message)
+            if not self._serves_already(message):
+                for watcher in self._watchers:
+                    watcher.send(message)
             peer.send(self.status())
         else:
             raise ProtocolError(f"a {type(message).__name__} from a {process}")
@@ -517,14 +518,17 @@ class Router:
         self._announce()
 
     def _serves_already(self, order: Undrain | RestartWorker | Scale) -> bool:
-        """Return whether the worker that is to be called back has not left: its next drain is for good."""
+        """Return whether this is Undrain of a worker that does not drain.
+
+        Its supervisor would start it again after its next drain.
+        """
         member = self.members.find(order.worker) if isinstance(order, Undrain) else None
         return member is not None and not member.is_draining
 
     def _give(self, member: Member, order: Sleep | Wake) -> None:
         """Pass an order on to a worker, which gets no new work if it is to sleep.
 
-        One that got Wake first, from another router, ignores an earlier Sleep.
+        A worker that got Wake first, from another router, ignores an earlier Sleep.
         """
         if isinstance(order, Sleep):
             self.members.drain(member)

@@ -48,7 +48,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the group that takes longest at the end, where GroupScheduling begins with it."""
+    """Put the group that takes longest at the end of the list: GroupScheduling starts it first."""
     items.sort(key=lambda item: group_of(item.nodeid) == TRANSFORMERS)
 
 
@@ -103,15 +103,15 @@ def _torch_gets_no_threads() -> Iterator[None]:
 class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no annotations
     """`--dist loadfile`, with files that share clusters or models on one process.
 
-    One process of three takes files from the end of the list, where tests compute. Those of e2e and faults,
-    at its start, mostly wait. So the cores have work at all times.
+    The third process takes files from the end of the list, where tests compute. The files of tests/e2e and
+    tests/faults, at its start, mostly wait. So the cores have work at all times.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if self.nodes.index(node) % 3 == 2:
+        if self.nodes.index(node) % 3 == 2 or len(self.nodes) < 3:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
 

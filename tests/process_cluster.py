@@ -105,7 +105,7 @@ class ProcessCluster:
 
 
 def children(is_wanted: Callable[[list[str]], bool]) -> list[psutil.Process]:
-    """Return the children of this process with such command lines."""
+    """Return the children of this process whose command line is wanted."""
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it has ended, and may not have been waited for

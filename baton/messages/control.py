@@ -143,8 +143,9 @@ class Hello(Message, frozen=True):
 class Members(Message, frozen=True):
     """Router to all: the workers that are alive. A worker that leaves the list counts as dead.
 
-    A router that has just started does not know all workers: until its list is complete, a worker that is not
-    listed may live, and only the end of its connection shows that it is gone.
+    A router that has just started, or has lost all its connections, does not know all workers: until its list
+    is complete, a worker that is not listed may live, and only the end of its connection shows that it is
+    gone.
     """
 
     workers: Annotated[tuple[Worker, ...], Meta(max_length=MAX_WORKERS)]

@@ -420,7 +420,7 @@ class Frontend:
         for worker in (routed.decode, routed.prefill):
             has_left = self._connections.left_s(worker) >= asked_s  # since the router was asked
             is_here = self._connections.has(worker)
-            if worker and has_left and is_here:
+            if has_left and is_here and stream.needs(worker):
                 # The worker may have dropped the attempt with the connection.
                 stream.unconfirmed_since_s = now_s
             if worker and not is_here and stream.needs(worker):

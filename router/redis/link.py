@@ -15,8 +15,8 @@ This process tries to connect every few seconds.
 1. `learn`: read the live workers, and the snapshot of each worker that is not connected to this router.
 2. `read`: read the stream from the oldest of these snapshots on. Events that a snapshot includes are skipped
    by their numbers.
-3. After a gap, or events of an unknown worker, the worker's description and its snapshot are read again, and
-   the stream from there on.
+3. After a gap, the worker's snapshot is read again, and the stream from there on; of an unknown worker with
+   events, the description is read first.
 """
 
 import asyncio
@@ -315,9 +315,9 @@ class Feed:
     async def settle_doubts(self, redis: RedisConnection, after: str) -> str:
         """Read the snapshots of workers with a gap again, and the descriptions of those that are not known.
 
-        Nobody announces the workers of a router that reaches an emptied Redis after this one. after: the
-        entry that was read last. Returns the one to read on from, an earlier one where a snapshot lacks
-        events that were read already.
+        A router that connects after this one to an emptied Redis adds its workers without an announcement.
+        after: the entry that was read last. Returns the one to read on from, an earlier one where a snapshot
+        lacks events that were read already.
         """
         for worker_id in tuple(self._doubtful):
             if worker_id not in self._foreign:

@@ -123,7 +123,7 @@ def test_streams_that_move_under_faults_lose_nothing(seeds: range, least: int) -
     assert num_moved > least
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(1_000, 1_500), marks=SLOW_1200_S)])
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(1_000, 1_500), marks=SLOW_1200_S)])
 def test_workers_of_a_lost_node_count_as_one_death(seeds: range) -> None:
     """A request may wait too long while no decode worker is left, and fails for no other reason."""
     fates = run_all(seeds, Trouble.LOST_NODE)

@@ -108,13 +108,14 @@ async def collect(routers: Routers, keys: Keys, last_s: float) -> Bundle:
 
 
 async def _reported_status(operator: Operator) -> Status:
-    """Return the status of a router, to which a gateway that has just connected reports within a second."""
+    """Return the status of a router, to which a gateway that has just started soon tells its address."""
     until_s = time.monotonic() + REPORTS_S
-    status = await operator.status()
-    while len(status.gateways) < max(1, status.num_gateways) and time.monotonic() < until_s:
-        await asyncio.sleep(0.25)
+    while True:
         status = await operator.status()
-    return status
+        listening = [each for each in status.gateways if each.address is not None]
+        if len(listening) >= max(1, status.num_gateways) or time.monotonic() >= until_s:
+            return status
+        await asyncio.sleep(0.25)
 
 
 async def _scrape(bundle: Bundle, statuses: Sequence[Status]) -> None:

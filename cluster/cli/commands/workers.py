@@ -124,9 +124,12 @@ async def _repeat_order(operator: Operator, asked: Sleep | Wake, wait_s: float) 
             for each in of_model
             if has_followed(each.worker, order, is_draining=each.is_draining)
         }
+        # A router keeps no order for workers that it has never seen.
         if names and not left and status.num_ready == len(status.workers):
-            return  # a router keeps no order for workers that it has never seen
+            return
         if asyncio.get_running_loop().time() >= deadline_s:
+            if not names:
+                raise WorkerLost(f"no worker of {model} has joined in {wait_s:g} s")
             missing = ", ".join(sorted(left)) or "the connections of all workers"
             raise WorkerLost(
                 f"after {wait_s:g} s these workers have not followed the order: {missing};"

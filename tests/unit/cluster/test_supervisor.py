@@ -181,6 +181,17 @@ async def test_process_that_is_called_back_twice_stays_away_after_its_next_drain
 
 
 @on_loop
+async def test_process_that_is_called_back_as_it_starts_stays_away_after_its_drain() -> None:
+    async with supervised(spec("drains")) as (process, runtime):
+        starting = asyncio.create_task(process.start())
+        await asyncio.sleep(0)
+        await process.undrain()
+        await starting
+        await asyncio.wait_for(process.keep(), 10)
+        assert process.is_drained and len(runtime.spawned) == 1
+
+
+@on_loop
 async def test_restart_lets_a_process_end_in_order_and_starts_it_again() -> None:
     async with kept(spec("serves")) as (process, runtime):
         await process.restart(5.0)

@@ -221,9 +221,10 @@ def test_workers_that_ignored_an_order_to_sleep_get_work_again_after_the_wake(c:
     c["g"].say(Sleep(model="b", number=5))
     assert isinstance(submit(c, "r0", "b"), Rejected)
     c["g"].say(Wake(model="b", number=6))
-    assert isinstance(submit(c, "r1", "b"), Routed)
-    c["d-b"].say(Heartbeat(load=Load(), is_draining=True))
-    assert isinstance(submit(c, "r2", "b"), Rejected)
+    c.beat("p-b", "d-b", is_draining=True)
+    assert isinstance(submit(c, "r1", "b"), Rejected), "perhaps they still follow the order to sleep"
+    c.beat("p-b", "d-b")
+    assert isinstance(submit(c, "r2", "b"), Routed)
 
 
 def test_worker_that_starts_while_its_model_sleeps_is_put_to_sleep_and_gets_no_work(c: Cluster) -> None:

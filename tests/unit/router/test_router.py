@@ -95,6 +95,18 @@ def test_list_of_a_router_that_was_cut_off_is_complete_once_every_worker_had_tim
     assert gateway.take(Members)[-1].is_complete
 
 
+def test_list_stays_complete_when_the_last_worker_leaves_in_order() -> None:
+    c = cluster("d0")
+    while c.clock.now_s() < 100 + 2 * SETTLE_S:
+        c.beat("d0")
+        c.tick()
+    c.beat("d0", is_draining=True)
+    c["d0"].leave()
+    c.tick()
+    last = c["g"].take(Members)[-1]
+    assert last.is_complete and not last.workers
+
+
 def test_silent_worker_is_dead_after_three_seconds() -> None:
     c = cluster("d0", "d1")
     for _ in range(12):
