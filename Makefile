@@ -76,10 +76,10 @@ serve: setup
 test: export OMP_NUM_THREADS = 1
 test: setup redis
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -p no:cacheprovider tests/kernels/interpreted \
-		>$(VENV)/interpreted.log 2>&1 & interpreted=$$!; trap 'kill $$interpreted 2>/dev/null' EXIT INT TERM; \
+		>$(VENV)/interpreted.log 2>&1 & pid=$$!; trap "kill $$pid 2>/dev/null" INT TERM; \
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 		--ignore=tests/kernels/interpreted; others=$$?; \
-	wait $$interpreted; interpreted=$$?; cat $(VENV)/interpreted.log; exit $$((others | interpreted))
+	wait $$pid; interpreted=$$?; cat $(VENV)/interpreted.log; exit $$((others | interpreted))
 	@$(MAKE) --no-print-directory -o setup $(TRITON_36)/.installed || \
 		echo "note: Triton 3.6.0 cannot be installed; its part of the tests is skipped"
 	@! test -e $(TRITON_36)/.installed || $(KERNELS_36) \

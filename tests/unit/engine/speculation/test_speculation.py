@@ -277,11 +277,15 @@ def test_time_of_a_step_is_that_of_one_token_of_each_sequence(tiny_model: Path) 
     engine = tiny_engine(tiny_model, speculative={"model": str(tiny_model), "num_speculative_tokens": 4})
     add(engine, "r", [5, 6, 7], max_tokens=30)
     engine.step()
-    started_s = perf_counter()
-    assert len(engine.step()) == 3
-    whole_s, step = perf_counter() - started_s, engine.last_step()
-    assert step is not None and 0.1 * whole_s < 3 * step.step_s < whole_s
-    run_to_end(engine)
+    shares = []  # of a step's time: the largest is of one that no other process has delayed
+    while engine.has_work():
+        started_s = perf_counter()
+        num_tokens = len(engine.step())
+        whole_s, step = perf_counter() - started_s, engine.last_step()
+        if num_tokens > 1:
+            assert step is not None
+            shares.append(num_tokens * step.step_s / whole_s)
+    assert len(shares) > 3 and 0.1 < max(shares) < 1
 
 
 def test_small_gain_is_compared_with_a_plain_step_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
