@@ -311,7 +311,7 @@ class Router:
         elif isinstance(message, SupervisorReport) and peer in self._watchers:
             self._watchers[peer] = message
         elif isinstance(message, (Undrain, RestartWorker, Scale)):
-            if not self._serves_already(message):
+            if not isinstance(message, Undrain) or self._has_left(message.worker):
                 for watcher in self._watchers:
                     watcher.send(message)
             peer.send(self.status())
@@ -517,13 +517,12 @@ class Router:
             self._give(member, order)
         self._announce()
 
-    def _serves_already(self, order: Undrain | RestartWorker | Scale) -> bool:
-        """Return whether this is Undrain of a worker that does not drain.
-
-        Its supervisor would start it again after its next drain.
+    def _has_left(self, worker: str) -> bool:
+        """Return whether a worker drains or is gone. The supervisor of one that serves would take Undrain for
+        its next drain.
         """
-        member = self.members.find(order.worker) if isinstance(order, Undrain) else None
-        return member is not None and not member.is_draining
+        member = self.members.find(worker)
+        return member is None or member.is_draining
 
     def _give(self, member: Member, order: Sleep | Wake) -> None:
         """Pass an order on to a worker, which gets no new work if it is to sleep.
