@@ -74,7 +74,7 @@ class Verdicts:
     1. A router removes a worker that is silent or hangs in a step, and moves its requests to other workers.
     2. The worker is replaced when no connected router lists it. A router that a partition separates from the
        workers removes all of them while the other routers keep them. Replacement waits until every connected
-       router has a complete list.
+       router has had a complete list.
     3. A silent worker has SILENCE_GRACE_S more. If a router lists it again meanwhile, it is kept.
     """
 
@@ -106,7 +106,10 @@ class Verdicts:
                 self._order(message)
 
     def _listed(self, router: str, members: Members) -> None:
-        self._lists[router] = members
+        was_complete = self._lists.get(router, EMPTY_LIST).is_complete
+        self._lists[router] = msgspec.structs.replace(
+            members, is_complete=members.is_complete or was_complete
+        )
         for worker in members.workers:
             _, by, _ = self._pending.get(worker.id, (None, "", 0.0))
             if by == router:

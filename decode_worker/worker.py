@@ -11,7 +11,8 @@
   refuses to send the pages, the prompt is computed here at once.
 - A prefill worker that routers list, with a link that is silent for `prefill_patience_s`, is behind a broken
   link: its prompts are computed here.
-- The loss of a prefill worker ends its attempts that are incomplete; the gateway retries elsewhere.
+- The loss of a prefill worker, or of the link to it, ends its attempts that are incomplete, as that worker
+  drops them too; the gateway retries elsewhere.
 - The loss of a gateway ends its attempts.
 - An attempt that migrates here runs on at its former worker until the gateway has this one take over. It
   fails when its pages do not come, so that the former attempt just runs on.
@@ -266,11 +267,8 @@ class DecodeWorker(WorkerNode):
 
     def _lost_workers(self, ids: list[str]) -> None:
         for attempt in list(self._attempts.values()):
-            if (
-                attempt.stage is AttemptStage.PREFILLING
-                and attempt.prefill in ids
-                and not attempt.is_complete
-            ):
+            is_waiting = attempt.stage in (AttemptStage.WAITING, AttemptStage.PREFILLING)
+            if is_waiting and attempt.prefill in ids and not attempt.is_complete:
                 self._fail(attempt, Failure.LOST, "its prefill worker is gone", worker=attempt.prefill)
 
     def _give_up_silent_links(self) -> None:

@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AsyncExitStack, closing, suppress
 from copy import deepcopy
 from functools import partial
@@ -281,8 +281,7 @@ class Router:
         if member is not None and member.peer is peer:
             self.members.remove(member)
             self._gone(member, "its connection ended")
-            if not len(self.members) and not member.is_draining:  # perhaps this process was cut off
-                self._first_joined_s = math.inf
+            self._begin_list_if_cut_off([Removed(member, "its connection ended")])
             self._announce()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
@@ -328,8 +327,10 @@ class Router:
     def tick(self) -> None:
         """Do the periodic work; call every TICK_S."""
         self._begin(Tick())
-        for removed in self.members.remove_dead():
+        all_removed = self.members.remove_dead()
+        for removed in all_removed:
             self._remove(removed)
+        self._begin_list_if_cut_off(all_removed)
         gone = [worker_id for worker_id in self.in_flight.workers() if self.members.get(worker_id) is None]
         if gone:
             self.in_flight.forget(gone)
@@ -451,9 +452,10 @@ class Router:
             self._gone(former, f"{worker.id} has replaced it")
             former.peer.close()
         self.cluster_state.joined(worker, peer)
-        member, order = self.members.get(worker.id), self.members.missed_order(worker)
-        if member is not None and order is not None:
-            self._give(member, order)
+        for member in self.members.all():  # the worker may have told of an order that others have missed
+            order = self.members.missed_order(member.worker)
+            if order is not None:
+                self._give(member, order)
         self.dispatchers.send_overload_levels()
         # The new worker needs the list even if the list has not changed.
         self._announced = None
@@ -536,6 +538,14 @@ class Router:
         member.peer.send(order)
 
     # Members.
+
+    def _begin_list_if_cut_off(self, removed: Collection[Removed]) -> None:
+        """Take the list as incomplete when the last members went without a word: perhaps this process was cut
+        off from all of them.
+        """
+        was_told = any(each.is_hung or each.member.is_draining for each in removed)
+        if removed and not was_told and not len(self.members):
+            self._first_joined_s = math.inf
 
     def _list_members(self) -> Members:
         is_complete = self._clock.now_s() - self._first_joined_s >= SETTLE_S

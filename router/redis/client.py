@@ -2,7 +2,7 @@
 
 The keys of one namespace, all under one prefix:
 
-workers  id -> description of the worker           names   name -> id of its newest life, gone or not
+workers  id -> description of the worker           names   name -> incarnation and id of its newest life
 numbers  id -> number of the worker's next event   leases  id -> milliseconds at which the worker is dead
 fenced   ids that may not return                   events  the stream that routers follow
 workers:ID  the snapshot of a worker's pages

@@ -12,11 +12,10 @@ This process tries to connect every few seconds.
 
 `Feed` reads other routers' workers, their pages, and the dispatches of those routers:
 
-1. `learn`: read the live workers, and the snapshot of each worker that is not connected to this router.
+1. `settle`, every second: compare the known workers with those in Redis, and read the snapshot of each new
+   worker that is not connected to this router, and of each worker with a gap in its events.
 2. `read`: read the stream from the oldest of these snapshots on. Events that a snapshot includes are skipped
    by their numbers.
-3. After a gap, the worker's snapshot is read again, and the stream from there on; of an unknown worker with
-   events, the description is read first.
 """
 
 import asyncio
@@ -45,7 +44,7 @@ from baton.router.redis.client import (
     Reply,
     is_full,
 )
-from baton.router.redis.messages import AnyShared, Codec, SharedJoined, SharedLeft, Snapshot
+from baton.router.redis.messages import AnyShared, Codec, Snapshot
 from baton.router.redis.outbox import RedisOutbox, stream_budget
 
 RENEW_S: Final = 2.0
@@ -144,7 +143,7 @@ class RedisLink:
             self._outbox.budget_bytes = stream_budget(await writer.max_memory_bytes())
             await self._relieve(writer)
             await self._rejoin(writer)
-            after = await self._feed.learn(reader)
+            after = await self._feed.settle(reader, await last_stream_id(reader, self._names))
             self.is_up = True
             self.has_learned.set()
             logger.info("the link to Redis is up")
@@ -171,7 +170,7 @@ class RedisLink:
         while True:
             if self._outbox.has_stale:
                 await self._write_snapshot(writer)
-            elif batch := self._outbox.take_batch():
+            if batch := self._outbox.take_batch():
                 await self._send(writer, batch)
                 if not len(self._outbox):
                     await asyncio.sleep(PAUSE_S)
@@ -209,12 +208,8 @@ class RedisLink:
     async def _renew(self, writer: RedisConnection) -> None:
         (reply,) = await writer.run_all([self._outbox.renew()])
         self._check(reply)
-        dead, missing = ([each.decode(errors="replace") for each in ids] for ids in reply)
-        for worker_id in set(dead) - self._outbox.workers.keys():
-            self._feed.forget(worker_id)
-            self._outbox.expired(worker_id)
-        for worker_id in missing:  # it left another router, or Redis lost its data
-            self._outbox.mark_stale(worker_id)
+        for worker_id in reply:  # it left another router, or Redis lost its data
+            self._outbox.mark_stale(worker_id.decode(errors="replace"))
 
     async def _write_snapshot(self, writer: RedisConnection) -> None:
         worker_id = self._outbox.next_to_snapshot()
@@ -229,7 +224,7 @@ class RedisLink:
             after = await self._feed.read(reader, after)
             if loop.time() >= settle_at_s:
                 settle_at_s = loop.time() + SETTLE_S
-                after = await self._feed.settle_doubts(reader, after)
+                after = await self._feed.settle(reader, after)
 
 
 async def _until_one_fails(*endless: Coroutine[Any, Any, None]) -> None:
@@ -287,21 +282,10 @@ class Feed:
         self._change_index = change_index
         self._on_shared = on_shared
         self._foreign: set[str] = set()  # workers that are not connected to this router
-        self._doubtful: set[str] = set()  # foreign workers with a gap, and unknown ones with events
-
-    async def learn(self, redis: RedisConnection) -> str:
-        """Read workers and snapshots. Returns the id of the stream entry to read from."""
-        read_from = await last_stream_id(redis, self._names)
-        alive: dict[bytes, bytes] = await redis.call("HGETALL", self._names.workers)
-        self._forget_all_but({worker_id.decode(errors="replace") for worker_id in alive})
-        for body in alive.values():
-            worker = self._checked(self._codec.decode_worker, body)
-            if worker is None or worker.id in self._outbox.workers:
-                continue
-            self._joined(worker)
-            seen = await self._restore(redis, worker.id)
-            read_from = min(read_from, seen, key=_order)
-        return read_from
+        self._doubtful: set[str] = (
+            set()
+        )  # foreign workers without their pages: new ones, and those with a gap
+        self._unreadable: set[str] = set()  # ids in Redis without a description of this cluster
 
     async def read(self, redis: RedisConnection, after: str) -> str:
         """Apply the next entries. Returns the id of the last one; `after` if none has come for BLOCK_MS."""
@@ -312,21 +296,20 @@ class Feed:
             self._read(fields)
         return after
 
-    async def settle_doubts(self, redis: RedisConnection, after: str) -> str:
-        """Read the snapshots of workers with a gap again, and the descriptions of those that are not known.
+    async def settle(self, redis: RedisConnection, after: str) -> str:
+        """Compare the foreign workers with those in Redis, and read the snapshots of doubtful ones.
 
-        A router that connects after this one to an emptied Redis adds its workers without an announcement.
         after: the entry that was read last. Returns the one to read on from, an earlier one where a snapshot
         lacks events that were read already.
         """
+        ids: list[bytes] = await redis.call("HKEYS", self._names.workers)
+        alive = {worker_id.decode(errors="replace") for worker_id in ids}
+        for worker_id in self._foreign - alive:
+            self.adopted(worker_id)
+            self._change_index(IndexForgotten(worker=worker_id))
+        self._unreadable &= alive
+        await self._meet(redis, alive - self._foreign - self._unreadable)
         for worker_id in tuple(self._doubtful):
-            if worker_id not in self._foreign:
-                body = await redis.call("HGET", self._names.workers, worker_id)
-                worker = None if body is None else self._checked(self._codec.decode_worker, body)
-                if worker is None or worker.id in self._outbox.workers:
-                    self._doubtful.discard(worker_id)
-                    continue
-                self._joined(worker)
             if self._index.next_number(worker_id) is not None:
                 self._doubtful.discard(worker_id)  # the worker has reported all its pages since
                 continue
@@ -335,16 +318,22 @@ class Feed:
                 after = min(after, seen, key=_order)
         return after
 
-    def forget(self, worker_id: str) -> None:
-        """Drop a worker that has left or died, unless it is connected to this router."""
-        if worker_id in self._outbox.workers:
+    async def _meet(self, redis: RedisConnection, ids: set[str]) -> None:
+        """Read the descriptions of workers that are not known yet."""
+        if not (unknown := sorted(ids - self._outbox.workers.keys())):
             return
-        self._foreign.discard(worker_id)
-        self._doubtful.discard(worker_id)
-        self._change_index(IndexForgotten(worker=worker_id))
+        bodies: list[bytes | None] = await redis.call("HMGET", self._names.workers, *unknown)
+        for worker_id, body in zip(unknown, bodies, strict=True):
+            worker = None if body is None else self._checked(self._codec.decode_worker, body)
+            if worker is None or worker.id != worker_id:
+                self._unreadable.add(worker_id)
+            elif worker_id not in self._outbox.workers:
+                self._change_index(IndexJoined(worker=worker))
+                self._foreign.add(worker_id)
+                self._doubtful.add(worker_id)
 
     def adopted(self, worker_id: str) -> None:
-        """A worker has joined this router, and reports its pages itself."""
+        """A worker is foreign no more: it has joined this router, and reports its pages itself."""
         self._foreign.discard(worker_id)
         self._doubtful.discard(worker_id)
 
@@ -354,30 +343,16 @@ class Feed:
         if b"m" in fields:
             message = self._checked(self._codec.decode_shared, fields[b"m"])
             if message is not None:
-                self._hear(message)
+                self._on_shared(message)
             return
         worker_id = fields.get(b"w", b"").decode(errors="replace")
-        if worker_id in self._outbox.workers:
-            return
+        if worker_id not in self._foreign:
+            return  # `settle` reads these events again once it has met the worker
         events = self._checked(partial(self._codec.decode_pages, worker_id), fields.get(b"p", b""))
         if events is None:
             return
-        is_complete = self._change_index(IndexEvents(worker=worker_id, events=events))
-        if not is_complete or worker_id not in self._foreign:
+        if not self._change_index(IndexEvents(worker=worker_id, events=events)):
             self._doubtful.add(worker_id)
-
-    def _hear(self, message: AnyShared) -> None:
-        if isinstance(message, SharedLeft):
-            self.forget(message.worker)
-        elif isinstance(message, SharedJoined):
-            if message.worker.id not in self._outbox.workers:
-                self._joined(message.worker)
-        else:
-            self._on_shared(message)
-
-    def _joined(self, worker: Worker) -> None:
-        self._change_index(IndexJoined(worker=worker))
-        self._foreign.add(worker.id)
 
     async def _restore(self, redis: RedisConnection, worker_id: str) -> str:
         """Restore a snapshot. Returns the id of the stream entry from which on the worker's events are
@@ -397,10 +372,6 @@ class Feed:
     def _is_news(self, worker_id: str, snapshot: Snapshot) -> bool:
         known = self._index.next_number(worker_id)
         return known is None or known < snapshot.next_number
-
-    def _forget_all_but(self, alive: set[str]) -> None:
-        for worker_id in self._foreign - alive:
-            self.forget(worker_id)
 
     def _checked(self, decoder: Callable[[bytes], _T], body: bytes) -> _T | None:
         try:

@@ -50,19 +50,7 @@ class SharedEnded(SharedMessage, frozen=True):
     attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
 
 
-class SharedJoined(SharedMessage, frozen=True):
-    """A worker has joined this router."""
-
-    worker: Worker
-
-
-class SharedLeft(SharedMessage, frozen=True):
-    """A worker has left, or its lease has expired."""
-
-    worker: Id
-
-
-AnyShared: TypeAlias = SharedDispatch | SharedStarted | SharedEnded | SharedJoined | SharedLeft
+AnyShared: TypeAlias = SharedDispatch | SharedStarted | SharedEnded
 
 
 class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,7 +4,7 @@
 
 1. While the link is up, commands queue here. While the link is down, or when too many have queued, commands
    are dropped, and their workers are stale: Redis may lack some of their events.
-2. A stale worker's events are dropped until its snapshot is written, before anything else. The snapshot has
+2. A stale worker's events are dropped until its snapshot is written, one before each batch. The snapshot has
    the dropped events too: the router applies events to its index before it calls `pages`. Other routers find
    a gap in the worker's numbers and read the snapshot.
 3. Leases are renewed every few seconds. Workers with changed pages get new snapshots in turn.
@@ -19,7 +19,7 @@ from baton.messages.control import KvEventBatch
 from baton.messages.workers import Worker
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.redis.client import KEEP_MS, Argument, Command, Names, Reply
-from baton.router.redis.messages import AnyShared, Codec, SharedJoined, SharedLeft, Snapshot
+from baton.router.redis.messages import AnyShared, Codec, Snapshot
 
 STREAM_ENTRIES: Final = 16_384
 MAX_STREAM_BYTES: Final = 2**26
@@ -83,7 +83,6 @@ class RedisOutbox:
         """A worker has connected to this router."""
         self.workers[worker.id] = worker
         self._put(self.join(worker))
-        self.share(SharedJoined(worker=worker))
 
     def left(self, worker_id: str) -> None:
         """A worker has left this router."""
@@ -91,12 +90,6 @@ class RedisOutbox:
             return
         self._drop(worker_id)
         self._put(Command("leave", (worker_id,), worker_id))
-        self.expired(worker_id)
-
-    def expired(self, worker_id: str) -> None:
-        """Redis has removed the worker, perhaps another router's: drop its snapshot, tell others."""
-        self._put(Command("", ("DEL", self.names.snapshot(worker_id)), worker_id))
-        self.share(SharedLeft(worker=worker_id))
 
     def pages(self, worker_id: str, events: KvEventBatch) -> None:
         """Send events that have been applied to the index."""
@@ -129,7 +122,7 @@ class RedisOutbox:
             self._queue = deque(others)
 
     def take_batch(self) -> list[Command]:
-        """The commands to send next, when no worker is stale."""
+        """The commands to send next."""
         return [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
 
     def answered(self, command: Command, reply: Reply) -> None:
@@ -139,7 +132,6 @@ class RedisOutbox:
         elif command.script == "join" and reply == -2:
             self.counters["redis_fenced"] += 1
             self._drop(command.worker_id)
-            self._put(Command("", ("DEL", self.names.snapshot(command.worker_id)), command.worker_id))
         elif command.script == "publish" and reply < 0:
             self.counters["redis_gaps"] += 1
             self.mark_stale(command.worker_id)
@@ -154,9 +146,8 @@ class RedisOutbox:
 
     def join(self, worker: Worker) -> Command:
         """The command that adds a worker."""
-        return Command(
-            "join", (worker.id, worker.name, self.codec.encode_worker(worker), LEASE_MS), worker.id
-        )
+        body = self.codec.encode_worker(worker)
+        return Command("join", (worker.id, worker.name, worker.incarnation, body, LEASE_MS), worker.id)
 
     def renew(self) -> Command:
         """The command that renews the leases of this router's workers."""

@@ -5,4 +5,10 @@ local function now_ms()
 end
 local function remove_worker(id)
   for _, key in ipairs({workers, numbers, leases}) do redis.call('HDEL', key, id) end
+  redis.call('UNLINK', workers .. ':' .. id)
+end
+local function fence(id)
+  remove_worker(id)
+  redis.call('ZADD', fenced, now_ms(), id)
+  redis.call('ZREMRANGEBYRANK', fenced, 0, -4097)
 end

@@ -1,17 +1,17 @@
 -- ARGV: milliseconds of the leases, milliseconds that the namespace is kept, ids ...
--- Returns the ids of workers whose leases have expired, which are removed, and those of ARGV that are not there.
+-- Removes the workers whose leases have expired. Returns the ids of ARGV that are not there, or have no snapshot.
 local now = now_ms()
-local dead, missing = {}, {}
+local missing = {}
 for i = 3, #ARGV do
-  if redis.call('HEXISTS', workers, ARGV[i]) == 1 then
-    redis.call('HSET', leases, ARGV[i], now + tonumber(ARGV[1]))
-  else
-    missing[#missing + 1] = ARGV[i]
+  local id = ARGV[i]
+  if redis.call('HEXISTS', workers, id) == 1 then redis.call('HSET', leases, id, now + tonumber(ARGV[1])) end
+  if redis.call('HEXISTS', leases, id) + redis.call('PEXPIRE', workers .. ':' .. id, ARGV[2]) < 2 then
+    missing[#missing + 1] = id
   end
 end
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[2]) end
 local all = redis.call('HGETALL', leases)
 for i = 1, #all, 2 do
-  if (tonumber(all[i + 1]) or 0) < now then dead[#dead + 1] = all[i]; remove_worker(all[i]) end
+  if (tonumber(all[i + 1]) or 0) < now then remove_worker(all[i]) end
 end
-return {dead, missing}
+return missing

@@ -212,6 +212,15 @@ def test_worker_that_the_only_router_removes_is_replaced_at_once() -> None:
     assert len(judging.replaced) == 1
 
 
+def test_last_workers_are_replaced_although_their_router_begins_a_new_list() -> None:
+    judging = Judging("a")
+    for name in ("d0", "d1"):
+        judging.removes("a", name, is_hung=False)
+    judging.lists("a", is_complete=False)
+    judging.passes(SILENCE_GRACE_S)
+    assert [name for name, _ in judging.replaced] == ["d0", "d1"]
+
+
 def test_worker_that_another_router_lists_is_kept() -> None:
     judging = Judging("a", "b")
     judging.removes("a", "d0")

@@ -187,6 +187,23 @@ def test_cancelled_grant_makes_room(make_pair: MakePair) -> None:
     pair.turns_until(lambda: all(pair.is_answered(request) for request in requests[1:3]))
 
 
+def test_waiting_attempt_whose_prompt_goes_with_the_link_is_retried_at_once(make_pair: MakePair) -> None:
+    """A grant after the link is back would wait for the prompt that the prefill worker has dropped."""
+    pair = make_pair(num_pages=(96, NUM_PAGES))
+    requests = [a_request(number, (number, *PROMPT[1:])) for number in range(4)]
+    pair.hold(Prefill)
+    for request in requests:
+        pair.dispatch(request)
+    pair.turn()
+    assert pair.decode_worker.load().num_waiting == 2
+    for host, other in ((pair.decode, pair.prefill), (pair.prefill, pair.decode)):
+        pair.leave(host, other.hello)
+        pair.join(host, other.hello)
+    assert pair.decode_worker.load().num_waiting == 0 and not pair.decode_worker.attempts
+    pair.turns_until(lambda: len(pair.failures()) == 4)
+    assert {(failed.failure, failed.worker) for failed in pair.failures()} == {(Failure.LOST, PREFILL)}
+
+
 def has_started(pair: WorkerPair, request: Request) -> bool:
     """True when the decode worker has answered: the first token is the prefill worker's."""
     return len(pair.heard(request)) > 1

@@ -120,7 +120,8 @@ async def known_from(url: str, keys: bytes = CHAIN) -> dict[str, int]:
     outbox = RedisOutbox(NAMES, CODEC, id_of("reader"), index, Counter())
     feed = Feed(outbox, index.change, lambda message: None)
     async with connected(url) as connection:
-        await read_all(feed, connection, await feed.learn(connection))
+        newest = await last_stream_id(connection, NAMES)
+        await read_all(feed, connection, await feed.settle(connection, newest))
         workers: list[bytes] = await connection.call("HKEYS", NAMES.workers)
     held = {worker.decode(): num_held(index, worker.decode(), keys) for worker in workers}
     return {worker_id: num_pages for worker_id, num_pages in held.items() if num_pages}
@@ -131,7 +132,7 @@ async def read_all(feed: Feed, connection: RedisConnection, after: str) -> None:
     for _ in range(2):  # to settle a doubt, entries are read again
         while after != await last_stream_id(connection, NAMES):
             after = await feed.read(connection, after)
-        after = await feed.settle_doubts(connection, after)
+        after = await feed.settle(connection, after)
 
 
 async def until_known(redis: RedisServer, expected: dict[str, int]) -> None:

@@ -247,3 +247,4 @@ def test_router_that_starts_learns_the_orders_from_workers() -> None:
     assert (given.number, given.level) == (5, 2)
     c.add("d1", order_number=6)
     assert not c["d1"].take(Sleep) and status_of_router(c).orders[-1].number == 6
+    assert {c[name].only(Wake).number for name in ("d0", "p0")} == {6}, "they have missed it"

@@ -95,6 +95,25 @@ def test_list_of_a_router_that_was_cut_off_is_complete_once_every_worker_had_tim
     assert gateway.take(Members)[-1].is_complete
 
 
+@pytest.mark.parametrize("is_hung", [False, True])
+def test_list_of_a_router_whose_workers_all_fall_silent_is_incomplete_and_of_hung_ones_complete(
+    is_hung: bool,
+) -> None:
+    c = cluster("d0", "d1")
+    while c.clock.now_s() < 100 + 2 * SETTLE_S:
+        for name in ("d0", "d1"):
+            c.beat(name)
+        c.tick()
+    c["g"].take(Members)
+    if is_hung:
+        for name in ("d0", "d1"):
+            c[name].say(Alive(step=RunningStep(age_s=100.0, bound_s=10.0)))
+    for _ in range(16):
+        c.tick()
+    last = c["g"].take(Members)[-1]
+    assert not last.workers and last.is_complete == is_hung
+
+
 def test_list_stays_complete_when_the_last_worker_leaves_in_order() -> None:
     c = cluster("d0")
     while c.clock.now_s() < 100 + 2 * SETTLE_S:

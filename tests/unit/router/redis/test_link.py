@@ -149,11 +149,11 @@ async def test_events_after_the_snapshot_that_settles_a_doubt_are_read_again() -
     )
     feed = link.Feed(reader, known.change, lambda message: None)
     index.join(W0)
-    writer.joined(W0)  # the link is down, so no message announces the worker
+    writer.joined(W0)  # the link is down
     writer.open()
     async with RedisServer() as redis, connected(redis.url) as connection:
         await connection.load()
-        after = await feed.learn(connection)
+        after = await feed.settle(connection, link.FROM_THE_START)
         for first, last in ((0, 30), (30, 40)):
             pages = range(first, last)
             events = KvEventBatch(
@@ -174,7 +174,7 @@ async def test_events_after_the_snapshot_that_settles_a_doubt_are_read_again() -
 
 
 @on_loop
-async def test_workers_of_a_router_that_reaches_redis_last_are_known_without_an_announcement() -> None:
+async def test_workers_of_a_router_that_reaches_redis_last_are_known() -> None:
     async with linked(1) as (redis, (early,)):
         late = RouterStandIn(redis.url, "late")
         late.join(W0)
@@ -183,6 +183,18 @@ async def test_workers_of_a_router_that_reaches_redis_last_are_known_without_an_
             await until(lambda: early.held(W0) == 40)
             late.leave(W0)
             await until(lambda: early.held(W0) == 0)
+
+
+@on_loop
+async def test_snapshot_that_redis_has_dropped_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "RENEW_S", 0.05)
+    async with linked(1) as (redis, (router,)), connected(redis.url) as connection:
+        router.join(W0)
+        router.report(W0, CHAIN)
+        await until_known(redis, {W0.id: 40})
+        await until(lambda: not router.link.num_unsent)
+        assert await connection.call("DEL", NAMES.snapshot(W0.id)) == 1
+        await until_known(redis, {W0.id: 40})
 
 
 @on_loop

@@ -11,8 +11,6 @@ from baton.router.redis.messages import (
     Codec,
     SharedDispatch,
     SharedEnded,
-    SharedJoined,
-    SharedLeft,
     SharedStarted,
     Snapshot,
 )
@@ -28,8 +26,6 @@ MESSAGES: list[AnyShared] = [
     ),
     SharedStarted(attempts=ATTEMPTS),
     SharedEnded(attempts=ATTEMPTS),
-    SharedJoined(worker=W0),
-    SharedLeft(worker=W0.id),
 ]
 SNAPSHOT = Snapshot(3, "1-0", bytes(8), bytes(8))
 PAGES = KvEventBatch(first=0, keys=bytes(16), pages=(1,), generations=(1,))

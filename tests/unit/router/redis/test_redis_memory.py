@@ -97,10 +97,19 @@ async def test_full_redis_is_relieved_and_gets_all_pages_again(
 @on_loop
 async def test_worker_that_left_is_fenced_by_its_next_life() -> None:
     async with RedisServer() as redis, connected(redis.url) as connection:
-        former, newer = (Command("join", (id_of(name), "w0", b"", 1000)) for name in ("former", "newer"))
+        former, newer = (Command("join", (id_of(name), "w0", 1, b"", 1000)) for name in ("former", "newer"))
         leave = Command("leave", (id_of("former"),))
         await connection.load()
         assert await connection.run_all([former, leave, newer, former, newer]) == [-1, 0, -1, -2, -1]
+
+
+@on_loop
+async def test_earlier_life_that_joins_a_redis_without_data_last_is_fenced() -> None:
+    async with RedisServer() as redis, connected(redis.url) as connection:
+        lives = [(id_of(f"life {born}"), born) for born in (9, 10)]
+        earlier, later = (Command("join", (id_, "w0", born, b"", 1000)) for id_, born in lives)
+        await connection.load()
+        assert await connection.run_all([later, earlier, later, earlier]) == [-1, -2, -1, -2]
 
 
 @on_loop
@@ -109,7 +118,7 @@ async def test_fenced_workers_stay_fenced_when_everything_else_is_dropped() -> N
         former, newer = id_of("former"), id_of("newer")
 
         def join(worker_id: str) -> Command:
-            return Command("join", (worker_id, "w0", b"", 1000))
+            return Command("join", (worker_id, "w0", 1, b"", 1000))
 
         async with connected(redis.url) as connection:
             await connection.load()
