@@ -24,7 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -159,24 +159,29 @@ class RayRuntime:
             self._needs[spec.name] = _needs(spec, shares[spec.name])
             self._roles[spec.name] = spec.role
         self._request_nodes()
-        try:
-            async with asyncio.timeout(self._place_timeout_s):
-                for spec in workers:
-                    await self._place(spec.name, self._preferred(spec.name, nodes), TRY_S)
-                # The other groups are requested together, so that an autoscaler sees all of them.
-                late = [spec.name for spec in workers if spec.name not in self._placements]
-                await asyncio.gather(*(self._place(name, None, self._place_timeout_s) for name in late))
-        except TimeoutError:
-            bundles = [bundle for spec in workers for bundle in self._needs[spec.name]]
-            shortage = await _in_thread(self._shortage, bundles)
+        with ExitStack() as releases:
             for spec in workers:
-                self.release(spec.name)
-            spread = max(spec.num_nodes for spec in workers)
-            on_nodes = f", and {spread} nodes for one worker (nnodes)" if spread > 1 else ""
-            raise ConfigError(
-                f"Ray has no room for the workers: they need {shortage}{on_nodes}: "
-                "set cores_per_rank of prefill and decode lower, start fewer workers, or add nodes"
-            ) from None
+                releases.callback(self.release, spec.name)
+            try:
+                async with asyncio.timeout(self._place_timeout_s):
+                    await self._place_all([spec.name for spec in workers], nodes)
+            except TimeoutError:
+                bundles = [bundle for spec in workers for bundle in self._needs[spec.name]]
+                shortage = await _in_thread(self._shortage, bundles)
+                spread = max(spec.num_nodes for spec in workers)
+                on_nodes = f", and {spread} nodes for one worker (nnodes)" if spread > 1 else ""
+                raise ConfigError(
+                    f"Ray has no room for the workers: they need {shortage}{on_nodes}: "
+                    "set cores_per_rank of prefill and decode lower, start fewer workers, or add nodes"
+                ) from None
+            releases.pop_all()
+
+    async def _place_all(self, names: Sequence[str], nodes: Sequence[RayNode]) -> None:
+        for name in names:
+            await self._place(name, self._preferred(name, nodes), TRY_S)
+        # The other groups are requested together, so that an autoscaler sees all of them.
+        late = [name for name in names if name not in self._placements]
+        await asyncio.gather(*(self._place(name, None, self._place_timeout_s) for name in late))
 
     def release(self, name: str) -> None:
         placement = self._placements.pop(name, None)
@@ -313,13 +318,22 @@ class RayRuntime:
         bundles = self._needs.get(name, [])
         if not bundles or (node_ids is not None and len(node_ids) < len(bundles)):
             return False
-        placement = await _in_thread(self._create_placement_group, bundles, node_ids, timeout_s)
+        creating = _in_thread(self._create_placement_group, bundles, node_ids, timeout_s)
+        try:
+            placement = await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            creating.add_done_callback(self._remove_unwanted)
+            raise
         if placement is not None and name not in self._needs:  # it was released meanwhile
-            _in_background(self._ray.util.remove_placement_group, placement.group)
+            self._remove_unwanted(creating)
             return False
         if placement is not None:
             self._placements[name] = placement
         return placement is not None
+
+    def _remove_unwanted(self, created: asyncio.Future[Placement | None]) -> None:
+        if (placement := _result(created)) is not None:
+            _in_background(self._ray.util.remove_placement_group, placement.group)
 
     def _create_placement_group(
         self, bundles: list[dict[str, float]], node_ids: Sequence[str] | None, timeout_s: float
@@ -330,11 +344,15 @@ class RayRuntime:
             strategy="PACK" if len(bundles) == 1 else "STRICT_SPREAD",
             bundle_label_selector=None if label is None else [label] * len(bundles),
         )
-        if not group.wait(timeout_s):
-            self._ray.util.remove_placement_group(group)
-            return None
-        node_ids = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
-        return Placement(group, tuple(node_ids[index] for index in range(len(bundles))))
+        placement = None
+        try:
+            if group.wait(timeout_s):
+                node_ids = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
+                placement = Placement(group, tuple(node_ids[index] for index in range(len(bundles))))
+        finally:
+            if placement is None:
+                self._ray.util.remove_placement_group(group)
+        return placement
 
     def _request_nodes(self) -> None:
         """Have an autoscaler bring nodes for all workers together, and take idle ones away."""

@@ -13,6 +13,8 @@ from baton.cluster.runtimes import ray as ray_runtime
 from baton.cluster.runtimes.base import ProcessFailed, ProcessSpec
 from baton.errors import ConfigError, WorkerLost
 from baton.messages.bounds import Kind
+from tests.event_loop import on_loop
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -197,3 +199,53 @@ def test_worker_whose_host_ends_while_it_loads_is_lost(three_nodes: list[Any]) -
             await asyncio.wait_for(process.ready(), 5.0)
 
     asyncio.run(check())
+
+
+class Group:
+    """A placement group that waits until `has_room` is set."""
+
+    def __init__(self) -> None:
+        self.has_room = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        self.has_room.wait(timeout_s)
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+def runtime_with(group: Group) -> tuple[ray_runtime.RayRuntime, list[Group]]:
+    """A runtime whose Ray makes this group, and the groups that were removed."""
+    runtime, removed = ray_runtime.RayRuntime(b"k" * 16, address="127.0.0.1:1"), list[Group]()
+    util = SimpleNamespace(
+        placement_group=lambda bundles, **options: group,
+        placement_group_table=lambda group: {"bundles_to_node_id": {0: "a"}},
+        remove_placement_group=removed.append,
+    )
+    runtime._ray = SimpleNamespace(util=util)
+    runtime._needs["decode-1"] = [{"CPU": 1.0}]
+    return runtime, removed
+
+
+@on_loop
+async def test_placement_group_that_finds_room_too_late_is_removed() -> None:
+    group = Group()
+    runtime, removed = runtime_with(group)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(runtime._place("decode-1", None, 30.0), 0.05)
+    assert not removed
+    group.has_room.set()
+    await until(lambda: removed == [group])
+    assert "decode-1" not in runtime._placements
+
+
+@on_loop
+async def test_placement_group_is_removed_when_ray_fails() -> None:
+    group = Group()
+    group.error = RuntimeError("the head is gone")
+    group.has_room.set()
+    runtime, removed = runtime_with(group)
+    with pytest.raises(RuntimeError, match="the head is gone"):
+        await runtime._place("decode-1", None, 30.0)
+    assert removed == [group]
