@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.cluster.cluster_key import MAX_KEYS, Keys, write_secret
+from baton.cluster.runtimes.base import started_at
 from baton.config.environment import cache_directory
 from baton.errors import ConfigError
 from baton.messages.workers import Routers
@@ -44,7 +45,7 @@ def url(host: str, port: int) -> str:
 @contextmanager
 def recorded() -> Iterator[Callable[[ClusterRecord], None]]:
     """Yield a function that writes this process's record. Leaving the block removes the record."""
-    path = _directory() / f"{os.getpid()}.json"
+    path = _directory() / f"{os.getpid()}-{started_at(os.getpid())}.json"
 
     def record(what: ClusterRecord) -> None:
         write_secret(path, msgspec.json.encode(what))
@@ -81,7 +82,8 @@ def is_served(port: int) -> bool:
 def _records() -> list[ClusterRecord]:
     found = []
     for path in sorted(_directory().glob("*.json")):
-        if not Path(f"/proc/{path.stem}").exists():  # its `serve` was killed
+        pid, _, started = path.stem.partition("-")
+        if not pid.isdecimal() or started != str(started_at(int(pid))):  # its `serve` was killed
             path.unlink(missing_ok=True)
             continue
         try:

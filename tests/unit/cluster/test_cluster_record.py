@@ -6,6 +6,7 @@ import pytest
 
 from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, find_record, recorded, url
+from baton.cluster.runtimes.base import started_at
 from baton.errors import ConfigError
 from baton.messages.workers import Address
 
@@ -16,6 +17,10 @@ RECORD = ClusterRecord(host="127.0.0.1", port=8000, routers=(Address("127.0.0.1"
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
     return tmp_path / "clusters"
+
+
+def name_of(pid: int) -> str:
+    return f"{pid}-{started_at(pid)}.json"
 
 
 def test_a_cluster_is_found_while_it_runs(directory: Path) -> None:
@@ -30,7 +35,7 @@ def test_a_cluster_is_found_while_it_runs(directory: Path) -> None:
 
 
 def test_one_of_several_is_chosen_by_its_port(directory: Path) -> None:
-    write_secret(directory / f"{os.getppid()}.json", msgspec.json.encode(RECORD))
+    write_secret(directory / name_of(os.getppid()), msgspec.json.encode(RECORD))
     with recorded() as record:
         record(msgspec.structs.replace(RECORD, port=9000))
         assert find_record(9000).port == 9000
@@ -40,8 +45,9 @@ def test_one_of_several_is_chosen_by_its_port(directory: Path) -> None:
             find_record(1)
 
 
-def test_record_of_a_killed_serve_is_removed(directory: Path) -> None:
-    stale = directory / f"{2**22 + 1}.json"  # beyond the largest id of a process
+@pytest.mark.parametrize("pid", [2**22 + 1, None], ids=["beyond the largest id", "of another process now"])
+def test_record_of_a_killed_serve_is_removed(directory: Path, pid: int | None) -> None:
+    stale = directory / f"{os.getpid() if pid is None else pid}-7.json"
     write_secret(stale, msgspec.json.encode(RECORD))
     with pytest.raises(ConfigError, match="no cluster"):
         find_record()
@@ -57,6 +63,6 @@ def test_the_url_can_be_connected_to(host: str, expected: str) -> None:
 
 
 def test_damaged_record_is_skipped(directory: Path) -> None:
-    write_secret(directory / f"{os.getpid()}.json", b"{")
+    write_secret(directory / name_of(os.getpid()), b"{")
     with pytest.raises(ConfigError, match="no cluster"):
         find_record()
