@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -29,7 +29,6 @@ from baton.messages.operations import (
     GatewayStatus,
     Migrate,
     Migrated,
-    PlanSummary,
     RecordingPart,
     RecordingQuery,
     RestartWorker,
@@ -54,11 +53,11 @@ MOMENT_S: Final = 0.5  # for connections to further routers, and for gateways be
 
 Answer: TypeAlias = "asyncio.Future[AnyMessage]"
 # Messages that a router sends to operators that start workers.
-WatcherMessage: TypeAlias = Members | WorkerRemoved | Undrain | RestartWorker | Flip | Scale
+WatcherMessage: TypeAlias = Members | WorkerRemoved | Drain | Undrain | RestartWorker | Flip | Scale
 
 # Worker's name, the reason, seconds since its first router removed it.
 Replace: TypeAlias = Callable[[str, str, float], None]
-Order: TypeAlias = Callable[[Undrain | RestartWorker | Flip | Scale], None]
+Order: TypeAlias = Callable[[Drain | Undrain | RestartWorker | Flip | Scale], None]
 
 SILENCE_GRACE_S: Final = 3.0  # for a silent worker to come back: its successor has to load the model
 # The effect when the last worker of a role has gone.
@@ -76,13 +75,20 @@ class Verdicts:
        workers removes all of them while the other routers keep them. Replacement waits until every connected
        router has had a complete list.
     3. A silent worker has SILENCE_GRACE_S more. If a router lists it again meanwhile, it is kept.
+    4. A worker that was listed once is replaced when no connected router has listed it for `unlisted_s`: a
+       router may have died before it removed the worker.
     """
 
-    def __init__(self, now_s: Callable[[], float], replace: Replace, order: Order) -> None:
-        """replace: called once for each worker that all connected routers have lost."""
+    def __init__(self, now_s: Callable[[], float], replace: Replace, order: Order, unlisted_s: float) -> None:
+        """replace: called once for each worker that all connected routers have lost.
+
+        unlisted_s: longer than a worker takes to load its model.
+        """
         self._now_s = now_s
         self._replace = replace
         self._order = order
+        self._unlisted_s = unlisted_s
+        self._listed_s: dict[str, float] = {}  # name of a worker -> when a router listed it last
         self._lists: dict[str, Members] = {}  # id of a connected router -> the workers that it lists
         self._pending: dict[str, tuple[WorkerRemoved, str, float]] = {}  # id of a worker -> router, when
 
@@ -125,9 +131,16 @@ class Verdicts:
         self._judge()
 
     def tick(self) -> None:
-        """Replace the workers after their grace. Call several times a second."""
+        """Replace workers after their time. Call several times a second."""
         if self._pending:
             self._judge()
+        now_s = self._now_s()
+        names = (worker.name for members in self._lists.values() for worker in members.workers)
+        self._listed_s |= dict.fromkeys(names if self._lists else tuple(self._listed_s), now_s)
+        for name, since_s in list(self._listed_s.items()):
+            if now_s - since_s > self._unlisted_s:
+                del self._listed_s[name]
+                self._replace(name, f"no router has listed it for {self._unlisted_s:.0f} s", now_s - since_s)
 
     def _judge(self) -> None:
         if not all(members.is_complete for members in self._lists.values()):
@@ -228,13 +241,9 @@ class Operator:
             raise ConfigError(f"{worker} sleeps: wake its model first (baton wake)")
         await self._ask(Flip(worker=worker, role=role))
 
-    def tell(self, *, head_away_s: float | None = None, plans: tuple[PlanSummary, ...] | None = None) -> None:
-        """Tell all connected routers what has changed of a SupervisorReport."""
-        before = self._report
-        self._report = SupervisorReport(
-            head_away_s=before.head_away_s if head_away_s is None else min(head_away_s, MAX_SECONDS),
-            plans=before.plans if plans is None else plans,
-        )
+    def tell(self, **changes: Any) -> None:
+        """Tell all connected routers the fields of a SupervisorReport that have changed."""
+        self._report = msgspec.structs.replace(self._report, **changes)
         for router in self._routers:
             router.send(self._report)
 

@@ -74,10 +74,14 @@ def log_path(setting: str | None, port: int) -> Path:
 
 
 def _write_plan(path: Path, plan: ScalingPlan) -> None:
-    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
-        path.replace(path.with_suffix(".old.jsonl"))
-    with path.open("ab") as file:
-        file.write(msgspec.json.encode(plan) + b"\n")
+    """Append a plan to the log. One that cannot be written is carried out all the same."""
+    try:
+        if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
+            path.replace(path.with_suffix(".old.jsonl"))
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(plan) + b"\n")
+    except OSError as error:
+        logger.warning("a plan cannot be written to %s: %s", path, error)
 
 
 def read_plans(path: Path, number: int) -> list[ScalingPlan]:
@@ -154,8 +158,8 @@ class Planning:
             await asyncio.sleep(self._settings.interval_s)
             try:
                 await self.tick()
-            except OSError as error:  # of the log; the planner goes on
-                logger.warning("a plan cannot be written to %s: %s", self._log, error)
+            except Exception:  # of the runtime, which carries out the plan: the planner goes on
+                logger.exception("the planner has failed, and goes on")
 
     async def tick(self) -> ScalingPlan:
         """Make one plan, write it, and act on it."""
@@ -168,12 +172,13 @@ class Planning:
         if plan.target.name == figures.ordered.name:
             return plan
         logger.warning("planner, %s: %s", plan.decision_id, plan.reason)
-        if self._settings.mode == "apply":
-            try:
+        try:
+            if self._settings.mode == "apply":
                 await self._apply(plan)
-            except BatonError as error:  # such as no room for a worker
-                logger.error("planner, %s: cannot be carried out: %s", plan.decision_id, error)
-        self._planner.carried_out(self._layout())
+        except (BatonError, TimeoutError) as error:  # such as no room for a worker
+            logger.error("planner, %s: cannot be carried out: %s", plan.decision_id, error)
+        finally:
+            self._planner.carried_out(self._layout())
         return plan
 
     def _summaries(self) -> Iterator[PlanSummary]:

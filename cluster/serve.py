@@ -13,6 +13,7 @@ import itertools
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -32,8 +33,8 @@ from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.environment import cache_directory
 from baton.config.loader import without_credentials
 from baton.errors import ConfigError, PeerGone, WorkerLost
-from baton.messages.bounds import Kind
-from baton.messages.operations import Flip, RestartWorker, Scale, Status, Undrain
+from baton.messages.bounds import MAX_SECONDS, Kind
+from baton.messages.operations import Drain, Flip, OrderedWorkers, RestartWorker, Scale, Status, Undrain
 from baton.messages.workers import Address, WorkerRole
 from baton.router.policies.registry import policy_class
 from baton.rpc.auth import ClusterKeys, KeyRing
@@ -102,7 +103,7 @@ class Cluster:
         self._scaling = asyncio.Lock()
         self._leaving: set[Supervised] = set()  # they hand over their requests and end
         self._keeping: set[asyncio.Task[None]] = set()
-        self._verdicts = Verdicts(self._clock.now_s, self._replace, self._order)
+        self._verdicts = Verdicts(self._clock.now_s, self._replace, self._order, config.start_timeout_s)
         self._resources = AsyncExitStack()
         self.redis: RedisServer | None = None
 
@@ -177,10 +178,12 @@ class Cluster:
         if (process := self._worker(name)) is not None:
             process.spec = with_role(process.spec, role)
 
-    async def _watch_head(self, operator: Operator) -> None:
-        """Log when Ray's head stops answering and when it answers again, and tell the routers."""
-        was_away_s = 0.0
+    async def _report(self, operator: Operator) -> None:
+        """Tell the routers the ordered workers, and how long Ray's head has been away; log the latter."""
+        was_away_s, told = 0.0, tuple[OrderedWorkers, ...]()
         while True:
+            counts = Counter((model_of(each.spec), WorkerRole(each.spec.role)) for each in self._workers())
+            ordered = tuple(OrderedWorkers(*each, number) for each, number in sorted(counts.items()))
             away_s = self._runtime.head_away_s
             if away_s and not was_away_s:
                 logger.error(
@@ -189,25 +192,35 @@ class Cluster:
                 )
             elif was_away_s and not away_s:
                 logger.warning("Ray's head answers again, after %.0f s", was_away_s)
-            if away_s or was_away_s:
-                operator.tell(head_away_s=away_s)
-            was_away_s = away_s
+            if away_s or was_away_s or ordered != told:
+                operator.tell(head_away_s=min(away_s, MAX_SECONDS), ordered=ordered)
+            was_away_s, told = away_s, ordered
             await asyncio.sleep(HEAD_LOOK_S)
 
-    def _order(self, order: Undrain | RestartWorker | Flip | Scale) -> None:
-        """Carry out an operator's order that a router has passed on. A flipped worker flips by itself."""
+    def _order(self, order: Drain | Undrain | RestartWorker | Flip | Scale) -> None:
+        """Carry out an operator's order that a router has passed on. Workers drain and flip by themselves."""
         if isinstance(order, Scale):
             self._keep(self.scale(order.num_prefill, order.num_decode, order.model))
-        elif isinstance(order, Flip):
-            self.flipped(order.worker, order.role)
-        elif (process := self._worker(order.worker)) is not None:
-            restart = isinstance(order, RestartWorker) and not process.is_drained
-            timeout_s = self._config.drain_timeout_s
-            self._keep(process.restart(timeout_s) if restart else process.undrain())
+            return
+        process = self._worker(order.worker)
+        if process is None:
+            logger.warning("this cluster has started no worker %r", order.worker)
+            return
+        match order:
+            case Drain():
+                process.drain()
+            case Flip():
+                self.flipped(order.worker, order.role)
+            case RestartWorker() if not process.is_drained:
+                self._keep(process.restart(self._config.drain_timeout_s))
+            case _:
+                self._keep(process.undrain())
 
     async def scale(self, num_prefill: int, num_decode: int, model: str = "") -> None:
         """Start missing workers of each role, and drain those that are too many, the last ones first.
 
+        Nothing changes when there is no room for the missing ones. Workers that an operator has drained do
+        not count, and go first.
         model: of the workers; "" is the model of a cluster that has one.
         """
         wanted = {WorkerRole.PREFILL: num_prefill, WorkerRole.DECODE: num_decode}
@@ -218,10 +231,12 @@ class Cluster:
             logger.warning("%s is scaled to %dP%dD", config.model_name, num_prefill, num_decode)
             workers = [each for each in self._workers() if model_of(each.spec) == config.model_name]
             pools = {role: [each for each in workers if each.spec.role == role] for role in wanted}
+            serving = Counter(each.spec.role for each in workers if not each.is_drained)
             try:
-                await self._add(config, {role: most - len(pools[role]) for role, most in wanted.items()})
+                await self._add(config, {role: most - serving[role] for role, most in wanted.items()})
             except ConfigError as error:
-                logger.error("no worker is started: %s", error)
+                logger.error("nothing changes: %s", error)
+                return
             for process in (process for role, most in wanted.items() for process in pools[role][most:]):
                 self._leaving.add(process)
                 self._keep(self._take_away(process))
@@ -261,7 +276,7 @@ class Cluster:
         self._runtime.release(process.name)
 
     def _supervised(self, spec: ProcessSpec) -> Supervised:
-        return Supervised(spec, self._runtime, self._clock, self._starts)
+        return Supervised(spec, self._runtime, self._clock, self._starts, self._config.start_timeout_s)
 
     def _workers(self) -> list[Supervised]:
         """Return the workers that are to stay; those that have drained come last."""
@@ -277,7 +292,6 @@ class Cluster:
         for process in self._processes:
             if process.name == name and process.spec.kind is Kind.WORKER:
                 return process
-        logger.warning("this cluster has started no worker %r", name)
         return None
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
@@ -343,7 +357,7 @@ class Cluster:
                     self._keep(process.keep())
                 connecting = connected(topology.routers, self._ring, self._verdicts)
                 operator = await self._resources.enter_async_context(connecting)
-                self._keep(self._watch_head(operator))
+                self._keep(self._report(operator))
                 self._plan_with(operator, topology.port)
                 while not self._is_whole(await _status(operator)):
                     await asyncio.sleep(ASK_EVERY_S)

@@ -4,8 +4,8 @@
 2. `keep` watches it. A process that ends is started again, also after a SIGTERM from elsewhere; while it
    keeps ending, the pause before the next start grows. A process that hangs is killed and replaced: a worker
    when the routers agree (`replace`), a router or a gateway when its event loop has been silent for HUNG_S.
-3. A worker that an operator has drained (`baton drain`) is not started again until `undrain`. `restart` lets
-   a worker drain and starts it again.
+3. A worker that an operator drains (`baton drain`) is not started again until `undrain`, also when it dies
+   or hangs meanwhile. `restart` lets a worker drain and starts it again.
 4. `stop` lets the process drain within its time, and then ends it.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 
 from baton.clock import Clock
 from baton.cluster.runtimes.base import ManagedProcess, ProcessSpec, Runtime
-from baton.errors import BatonError
+from baton.errors import BatonError, WorkerLost
 
 FIRST_S: Final = 0.2  # pause before a process is started again
 LONGEST_S: Final = 10.0
@@ -50,8 +50,18 @@ class BackOff:
 class Supervised:
     """A process of the cluster that is started again, under the same name, each time it ends."""
 
-    def __init__(self, spec: ProcessSpec, runtime: Runtime, clock: Clock, starts: Iterator[int]) -> None:
-        """starts: yields incarnation numbers, and is shared by all processes of the cluster."""
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        runtime: Runtime,
+        clock: Clock,
+        starts: Iterator[int],
+        start_timeout_s: float,
+    ) -> None:
+        """starts: yields incarnation numbers, and is shared by all processes of the cluster.
+
+        start_timeout_s: for a process that the runtime has started, to serve.
+        """
         self.spec = spec
         self.is_ready = False
         self.is_drained = False  # the process has drained and waits for `undrain`
@@ -59,10 +69,11 @@ class Supervised:
         self._runtime = runtime
         self._clock = clock
         self._starts = starts
+        self._start_timeout_s = start_timeout_s
         self._back_off = BackOff()
         self._process: ManagedProcess | None = None
         self._is_stopping = False
-        self._restarts_after_drain = False
+        self._restarts_after_drain = self._is_to_drain = False
         self._started_s = self._ready_s = 0.0
         self._hangs = asyncio.Event()  # `_verdict` says why
         self._verdict = ""
@@ -75,18 +86,25 @@ class Supervised:
     async def start(self) -> None:
         """Start the process, and wait until it serves.
 
-        Raises ConfigError or WorkerLost when the process ends before it serves.
+        Raises ConfigError or WorkerLost when the process ends before it serves, WorkerLost when it is late.
         """
         self._started_s = self._clock.now_s()
         self._hangs.clear()
         self._process = await self._runtime.spawn(
             msgspec.structs.replace(self.spec, incarnation=next(self._starts))
         )
-        await self._process.ready()
+        if self._is_stopping:  # `stop` came too early for this process
+            self._process.kill()
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._process.ready()
+        except TimeoutError:
+            self._process.give_up()
+            raise WorkerLost(f"it does not serve after {self._start_timeout_s:.0f} s") from None
         self._ready_s = self._clock.now_s()
         self.startups_s = [*self.startups_s[-MAX_STARTUPS + 1 :], self._ready_s - self._started_s]
         self.is_ready = True
-        self._restarts_after_drain = False  # `undrain` may have come while it started
+        self._restarts_after_drain = self._is_to_drain = False  # an order may have come while it started
 
     async def describe(self) -> str:
         """Return the process's name, and its progress while it loads weights."""
@@ -99,10 +117,7 @@ class Supervised:
 
     async def start_and_keep(self) -> None:
         """Start the process, as often as necessary, and keep it alive."""
-        try:
-            await self.start()
-        except BatonError as error:
-            await self._start_again(f"did not start: {error}")
+        await self._start_again(await self._try_to_start())
         if not self._is_stopping:
             await self.keep()
 
@@ -119,8 +134,8 @@ class Supervised:
             self.is_ready = False
             if self._is_stopping:
                 return
-            if not why and not self._restarts_after_drain:
-                logger.warning("%s has drained and stays away", self.name)
+            if (not why or self._is_to_drain) and not self._restarts_after_drain:
+                logger.warning("%s %s and stays away", self.name, why or "has drained")
                 self.is_drained = True
                 return
             await self._start_again(why or "has drained")
@@ -134,6 +149,10 @@ class Supervised:
         if self.is_ready and self._clock.now_s() - self._ready_s >= age_s + MIN_VERDICT_S:
             self._verdict = reason
             self._hangs.set()
+
+    def drain(self) -> None:
+        """Let the process, which has been told to drain, stay away however it ends."""
+        self._is_to_drain, self._restarts_after_drain = True, False
 
     async def undrain(self) -> None:
         """Start a drained process again, and keep it alive.
@@ -149,11 +168,16 @@ class Supervised:
             await self.keep()
 
     async def restart(self, drain_timeout_s: float) -> None:
-        """Let the process drain for `drain_timeout_s`, then end it; `keep` starts it again."""
-        if self._process is None or not self.is_ready:
+        """Let the process drain for `drain_timeout_s`, then end it; it is started again.
+
+        A process that does not serve yet is killed.
+        """
+        if (process := self._process) is None:
+            return
+        if not self.is_ready:
+            process.kill()
             return
         self._restarts_after_drain = True
-        process = self._process
         process.stop()
         await self._end_in_time(process, drain_timeout_s)
 
@@ -208,20 +232,28 @@ class Supervised:
                 return f"its event loop has been silent for {silent_s:.0f} s"
 
     async def _start_again(self, why: str) -> None:
-        """Start the process, as often as necessary, until it serves or `stop` was called."""
-        while True:
+        """Start the process, as often as necessary, until it serves or `stop` was called.
+
+        why: it does not serve; "": it does.
+        """
+        while why:
             pause_s = self._back_off.after(self._clock.now_s() - self._started_s)
             logger.warning("%s %s; it is started again in %.1f s", self.name, why, pause_s)
             await asyncio.sleep(pause_s)
             if self._is_stopping:
                 return
-            try:
-                await self.start()
-                return
-            except BatonError as error:
-                why = f"did not start: {error}"
-            except Exception as error:  # of the runtime
-                logger.exception("%s did not start", self.name)
-                why = f"did not start: {type(error).__name__}"
-            if self._process is not None:
-                self._process.kill()
+            why = await self._try_to_start()
+
+    async def _try_to_start(self) -> str:
+        """Start the process. Return why it does not serve; "": it does."""
+        try:
+            await self.start()
+            return ""
+        except BatonError as error:
+            why = f"did not start: {error}"
+        except Exception as error:  # of the runtime
+            logger.exception("%s did not start", self.name)
+            why = f"did not start: {type(error).__name__}"
+        if self._process is not None:
+            self._process.kill()
+        return why

@@ -352,6 +352,7 @@ class Router:
             num_watchers=len(self._watchers),
             orders=tuple(self.members.orders),
             head_away_s=max((each.head_away_s for each in self._watchers.values()), default=0.0),
+            ordered=next((each.ordered for each in self._watchers.values() if each.ordered), ()),
             plans=next((each.plans for each in self._watchers.values() if each.plans), ()),
             routers=(self._own_status(),),
         )
@@ -510,7 +511,7 @@ class Router:
         self.members.drain(member)
         member.peer.send(replace(order, worker=member.id))
         self._announce()
-        for watcher in self._watchers if isinstance(order, Flip) else ():
+        for watcher in self._watchers:
             watcher.send(replace(order, worker=member.worker.name))
 
     def _pass_on_order(self, order: Sleep | Wake) -> None:

@@ -16,7 +16,7 @@ RAY_SERVICE: Final = {
     *("serviceUnhealthySecondThreshold", "deploymentUnhealthySecondThreshold"),
 }
 GROUP: Final = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
-ENDPOINT: Final = {"port", "path", "interval", "authorization"}
+ENDPOINT: Final = {"port", "path", "interval", "relabelings", "authorization"}
 
 
 def check_document(document: dict[str, Any]) -> None:

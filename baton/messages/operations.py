@@ -31,7 +31,9 @@ Refusals: TypeAlias = Annotated[dict[Annotated[str, Meta(max_length=64)], Count]
 
 
 class Drain(Message, frozen=True):
-    """Operator to router, router to worker: take no new attempts, finish the running ones, then end."""
+    """Operator to router, router to the worker and to operators that watch: take no new attempts, finish the
+    running ones, then end.
+    """
 
     worker: Name  # its name or id
 
@@ -147,6 +149,17 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     came: Share | None = None  # that met them; None: not known yet
 
 
+class OrderedWorkers(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The number of workers that `baton serve` is to run, drained ones included."""
+
+    model: Name
+    role: WorkerRole
+    number: Count
+
+
+Ordered: TypeAlias = Annotated[tuple[OrderedWorkers, ...], Meta(max_length=MAX_WORKERS)]
+
+
 class SupervisorReport(Message, frozen=True):
     """Watching operator to router, when one of these figures has changed.
 
@@ -154,6 +167,7 @@ class SupervisorReport(Message, frozen=True):
     """
 
     head_away_s: Seconds = 0.0  # since Ray's head last answered; 0: the head answers
+    ordered: Ordered = ()  # by model and role
     plans: Annotated[tuple[PlanSummary, ...], Meta(max_length=MAX_PLANS)] = ()  # the latest first
 
 
@@ -175,6 +189,7 @@ class Status(Message, frozen=True):
     routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # the sender, or all
     # Since Ray's head last answered `baton serve`; no process can be started meanwhile. 0: the head answers.
     head_away_s: Seconds = 0.0
+    ordered: Ordered = ()  # by model and role; none: no `baton serve` has reported
     plans: Annotated[tuple[PlanSummary, ...], Meta(max_length=MAX_PLANS)] = ()  # the latest first
     # Left out for lack of room: the number of "workers", and of workers without "counters", times and pairs.
     left_out: Annotated[dict[Annotated[str, Meta(max_length=16)], Count], Meta(max_length=8)] = msgspec.field(

@@ -158,7 +158,12 @@ def _build_info(_: Scrape) -> Value:
 
 
 def _num_workers(status: Status) -> Value:
-    return Counter((each.worker.role, each.worker.node, _state_of(each)) for each in status.workers)
+    entries = ((each.worker, _state_of(each)) for each in status.workers)
+    return Counter((worker.model, worker.role, worker.node, state) for worker, state in entries)
+
+
+def _num_ordered(status: Status) -> Value:
+    return {(each.model, each.role): each.number for each in status.ordered}
 
 
 def _state_of(status: WorkerStatus) -> str:
@@ -285,7 +290,14 @@ METRICS: Final[list[Metric[Any]]] = [
         "baton_tenant_objectives", TENANTS, "Kept and missed objectives.", _objectives, "objective", "kept"
     ),
     # Workers
-    gauge("baton_workers", CLUSTER, "Workers, serving or draining.", _num_workers, "role", "node", "state"),
+    gauge(
+        "baton_workers",
+        CLUSTER,
+        "Workers, serving, draining or asleep.",
+        _num_workers,
+        *("model_name", "role", "node", "state"),
+    ),
+    gauge("baton_ordered_workers", CLUSTER, "Workers to run.", _num_ordered, "model_name", "role"),
     gauge("baton_worker_running_sequences", WORKERS, "Sequences that have pages.", "load.num_running"),
     gauge("baton_worker_waiting_sequences", WORKERS, "Sequences without pages.", "load.num_waiting"),
     gauge(

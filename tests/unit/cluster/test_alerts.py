@@ -4,12 +4,14 @@ The series are what the exporter writes: of a simulated cluster in virtual time,
 statuses that routers can send. Prometheus' own promtool evaluates the rules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
+import msgspec
 import pytest
 
 from baton.engine.cache.prefix_cache import PrefixCache
@@ -18,9 +20,9 @@ from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.kvtransfer.transports.base import Sender
 from baton.kvtransfer.transports.direct import ShmTransport
-from baton.messages.operations import Status
+from baton.messages.operations import OrderedWorkers, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RedisState, RouterStatus
-from baton.messages.workers import Load, WorkerStatus
+from baton.messages.workers import Load, WorkerRole, WorkerStatus
 from baton.router.cluster_state import ClusterState
 from tests.metered_cluster import ROUTE, MeteredCluster
 from tests.metric_scrapes import Scrapes, check_alerts, program
@@ -62,9 +64,15 @@ def scraped(
 
 
 def a_status(
-    *workers: str | WorkerStatus, redis: RedisState = "up", level: OverloadLevel = OverloadLevel.CALM
+    *workers: str | WorkerStatus,
+    redis: RedisState = "up",
+    level: OverloadLevel = OverloadLevel.CALM,
+    ordered: Mapping[str, int] = MappingProxyType({}),
 ) -> Status:
-    """Return the status of one router. workers: one of each role if there are none."""
+    """Return the status of one router.
+
+    workers: one of each role if there are none. ordered: number of workers by role, in the model's words.
+    """
     named = [
         each
         if isinstance(each, WorkerStatus)
@@ -72,7 +80,13 @@ def a_status(
         for each in workers or ("prefill-0", "decode-0")
     ]
     router = RouterStatus(id=id_of("router"), redis=redis, queue=QueueStatus(level=level))
-    return Status(workers=tuple(named), routers=(router,))
+    told = tuple(OrderedWorkers("tiny", WorkerRole(role), number) for role, number in ordered.items())
+    return Status(workers=tuple(named), routers=(router,), ordered=told)
+
+
+def a_worker_of(model: str, name: str, *, is_asleep: bool = False) -> WorkerStatus:
+    worker = a_worker(name, model=model, is_asleep=is_asleep)
+    return WorkerStatus(worker=worker, load=Load(), num_attempts=0, beat_age_s=0.1)
 
 
 def served(metrics: Metrics) -> None:
@@ -164,7 +178,13 @@ FAULTS: Final[dict[str, Fault]] = {
     "BatonNoWorkers": lambda _: scraped(3, lambda _: a_status("prefill-0")),
     "BatonNoPrefillWorkers": lambda _: scraped(7, lambda _: a_status("decode-0")),
     "BatonFewerWorkers": lambda _: scraped(
-        30, lambda minute: a_status("prefill-0", "decode-0", *(("decode-1",) if minute < 10 else ()))
+        30,
+        lambda minute: a_status(
+            "prefill-0",
+            "decode-0",
+            *(("decode-1",) if minute < 10 else ()),
+            ordered={"prefill": 1, "decode": 2},
+        ),
     ),
     "BatonErrors": lambda _: scraped(12, lambda _: a_status(), failed),
     "BatonSlowFirstToken": lambda _: scraped(18, lambda _: a_status(), answered_late),
@@ -196,6 +216,33 @@ def test_fault_makes_its_alert_fire_and_no_other(
 ) -> None:
     scrapes = FAULTS[alert](Scene(monkeypatch, tiny_model))
     check_alerts(RULES, tmp_path, scrapes, [alert, *ALSO.get(alert, [])], [scrapes.num_scrapes - 1])
+
+
+def test_model_whose_workers_are_gone_is_told_from_one_that_sleeps(tmp_path: Path) -> None:
+    ordered = tuple(
+        OrderedWorkers(model, role, 1) for model in ("awake", "asleep", "gone") for role in WorkerRole
+    )
+    serving = [a_worker_of("awake", name) for name in ("prefill-0", "decode-0")]
+    sleeping = [a_worker_of("asleep", f"{role}-1", is_asleep=True) for role in WorkerRole]
+    status = msgspec.structs.replace(a_status(*serving, *sleeping), ordered=ordered)
+    scrapes = scraped(20, lambda _: status)
+    check_alerts(
+        RULES,
+        tmp_path,
+        scrapes,
+        ["BatonNoWorkers", "BatonNoPrefillWorkers", *["BatonFewerWorkers"] * 2],
+        [20],
+    )
+
+
+def test_cluster_that_is_scaled_down_or_has_no_prefill_workers_is_well(tmp_path: Path) -> None:
+    scrapes = scraped(
+        40,
+        lambda minute: a_status(
+            "decode-0", *(("decode-1",) if minute < 10 else ()), ordered={"decode": 2 if minute < 10 else 1}
+        ),
+    )
+    check_alerts(RULES, tmp_path, scrapes, [], range(41))
 
 
 @pytest.mark.slow

@@ -318,5 +318,5 @@ def metrics_text() -> str:
 
 def test_metrics_tell_the_build_and_workers_by_role_and_node() -> None:
     text = metrics_text()
-    assert 'baton_workers{node="host-7",role="decode",state="serving"} 1.0' in text
+    assert 'baton_workers{model_name="tiny",node="host-7",role="decode",state="serving"} 1.0' in text
     assert re.search(r'^baton_build_info\{python="3\.\d+\.\d+",version="[\d.]+"\} 1\.0$', text, re.MULTILINE)

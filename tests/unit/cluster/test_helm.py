@@ -11,6 +11,7 @@ from baton.config.cluster import ServeConfig
 from baton.config.loader import build
 from tests.kubernetes_schemas import check_document
 from tests.unit.cluster.test_deploy import DEPLOY, ROOT
+from tests.unit.cluster.test_operations_files import RULES
 
 helm = pytest.importorskip("helm_python", reason="Helm's engine comes as a wheel for Linux on x86-64 alone")
 
@@ -86,6 +87,9 @@ def test_values_arrive() -> None:
     kinds = [document["kind"] for document in documents]
     assert kinds.count("PodDisruptionBudget") == 2 and kinds.count("ServiceMonitor") == 1
     cluster, config, service, policy, *_ = documents
+    (endpoint,) = next(each for each in documents if each["kind"] == "ServiceMonitor")["spec"]["endpoints"]
+    (job,) = {line for line in RULES.read_text().splitlines() if "up{job=" in line}
+    assert endpoint["relabelings"][0]["replacement"] in job
     prefill, decode = cluster["spec"]["workerGroupSpecs"]
     assert [prefill["replicas"], prefill["maxReplicas"], decode["replicas"]] == [3, 3, 2]
     spec = prefill["template"]["spec"]

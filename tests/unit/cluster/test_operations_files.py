@@ -42,12 +42,13 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     check(program("systemd-analyze"), "verify", str(unit))
 
 
-def test_unit_waits_for_drains_and_does_not_restart_after_a_wrong_setting() -> None:
+def test_unit_waits_for_drains_and_restarts_after_any_failure() -> None:
     text = (DEPLOY / "systemd/baton.service").read_text()
     settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"\w+=", line))
     assert settings["KillMode"] == "mixed"  # SIGTERM goes to `baton serve`, which drains the others in order
     assert int(settings["TimeoutStopSec"]) > 2 * 30 + 5  # drain_timeout_s of gateways, then of workers
-    assert settings["RestartPreventExitStatus"] == "2"
+    # `baton serve` also ends with status 2 when Ray cannot be joined yet, or has no room at the moment.
+    assert settings["Restart"] == "on-failure" and "RestartPreventExitStatus" not in settings
 
 
 def test_promtool_accepts_the_rules() -> None:

@@ -175,6 +175,9 @@ async def test_a_router_that_is_gone_keeps_no_other_from_answering(monkeypatch: 
             assert [router.id for router in (await operator.status()).routers] == [id_of("a")]
 
 
+UNLISTED_S = 600.0
+
+
 class Judging:
     """Verdicts, with what they led to."""
 
@@ -186,6 +189,7 @@ class Judging:
             self.clock.now_s,
             lambda name, why, age_s: self.replaced.append((name, age_s)),
             self.orders.append,
+            UNLISTED_S,
         )
         for router in routers:
             self.verdicts.joined(router)
@@ -219,6 +223,21 @@ def test_last_workers_are_replaced_although_their_router_begins_a_new_list() -> 
     judging.lists("a", is_complete=False)
     judging.passes(SILENCE_GRACE_S)
     assert [name for name, _ in judging.replaced] == ["d0", "d1"]
+
+
+def test_worker_whose_router_died_before_it_removed_the_worker_is_replaced() -> None:
+    judging = Judging("a")
+    judging.passes(0.25)
+    judging.verdicts.left("a")
+    judging.passes(2 * UNLISTED_S)  # without any router nothing is known
+    judging.verdicts.joined("b")
+    judging.lists("b", "d1")
+    judging.passes(UNLISTED_S - 1)
+    assert not judging.replaced
+    judging.passes(2.0)
+    assert [name for name, _ in judging.replaced] == ["d0"]
+    judging.passes(2 * UNLISTED_S)
+    assert len(judging.replaced) == 1
 
 
 def test_worker_that_another_router_lists_is_kept() -> None:

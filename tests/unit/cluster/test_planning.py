@@ -1,6 +1,7 @@
 """The host of the planner, with routers and workers that are fakes."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -19,6 +20,8 @@ from baton.messages.status import StreamCounts, cell_of
 from baton.messages.workers import WorkerRole
 from baton.planner.layouts import linear
 from baton.sim.timed.times import Machine
+from tests.event_loop import on_loop
+from tests.waiting import until
 
 
 class FakeRouters:
@@ -57,6 +60,7 @@ class FakeWorkers:
 
     def __init__(self) -> None:
         self.scaled: list[tuple[int, int]] = []
+        self.obstacle: Exception | None = None
 
     def ordered(self) -> dict[WorkerRole, list[str]]:
         return {WorkerRole.PREFILL: ["prefill-0"], WorkerRole.DECODE: ["decode-0"]}
@@ -69,6 +73,8 @@ class FakeWorkers:
 
     async def scale(self, num_prefill: int, num_decode: int) -> None:
         self.scaled.append((num_prefill, num_decode))
+        if self.obstacle is not None:
+            raise self.obstacle
 
 
 def test_settings_need_times_and_an_objective() -> None:
@@ -185,3 +191,41 @@ def test_routers_that_do_not_answer_hold(tmp_path: Path) -> None:
     run_ticks(one, routers, clock, 2, rate=1000)
     assert [plan.outcome for plan in read_plans(tmp_path / "plans.jsonl", 2)] == ["hold", "hold"]
     assert not workers.scaled
+
+
+@pytest.mark.parametrize("obstacle", [ConfigError("no room"), TimeoutError(), RuntimeError("Ray is lost")])
+def test_change_that_fails_is_tried_again(tmp_path: Path, obstacle: Exception) -> None:
+    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
+    one = planning(tmp_path, routers, workers, clock, "apply")
+    workers.obstacle = obstacle
+    for _ in range(8):
+        with suppress(RuntimeError):
+            run_ticks(one, routers, clock, 1, rate=200)
+    assert len(workers.scaled) >= 3
+    assert "manual" not in {plan.outcome for plan in read_plans(tmp_path / "plans.jsonl", 8)}
+
+
+def test_plan_is_carried_out_although_it_cannot_be_written(tmp_path: Path) -> None:
+    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
+    one = planning(tmp_path, routers, workers, clock, "apply")
+    (tmp_path / "plans.jsonl").symlink_to("/dev/full")
+    run_ticks(one, routers, clock, 8, rate=200)
+    assert len(workers.scaled) >= 3
+
+
+@on_loop
+async def test_planner_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
+    one = planning(tmp_path, routers, workers, clock, "apply")
+    num_calls = 0
+
+    async def fails() -> Status:
+        nonlocal num_calls
+        num_calls += 1
+        raise RuntimeError("this was not foreseen")
+
+    monkeypatch.setattr(routers, "status", fails)
+    monkeypatch.setattr(one, "_settings", msgspec.structs.replace(one._settings, interval_s=0.001))
+    keeping = asyncio.create_task(one.keep_planning())
+    await until(lambda: num_calls >= 3)
+    keeping.cancel()

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import socket
 import time
@@ -5,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.serve import COMPILING, LONGEST_COMPILATION_S, are_compiled_now, kept_port
+from baton.cluster.runtimes.base import ProcessSpec
+from baton.cluster.runtimes.local import LocalProcess, LocalRuntime
+from baton.cluster.serve import COMPILING, LONGEST_COMPILATION_S, Cluster, are_compiled_now, kept_port
+from baton.cluster.serve_plan import Topology, specs
+from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.errors import ConfigError
 from baton.kernels import native
+from baton.messages.workers import Address, WorkerRole
+from tests.event_loop import on_loop
 
 LOOPBACK = "127.0.0.1"
 
@@ -63,3 +70,66 @@ def test_kernels_are_compiled_while_their_folder_is_there(
     left_s = time.time() - LONGEST_COMPILATION_S - 1
     os.utime(folder, (left_s, left_s))
     assert not are_compiled_now()
+
+
+class Machine(LocalRuntime):
+    """A machine with room for so many workers. No process starts there."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(b"k" * 20)
+        self.room = room
+        self.released: list[str] = []
+
+    async def place(self, specs: list[ProcessSpec]) -> None:
+        if sum(bool(spec.num_ranks) for spec in specs) > self.room:
+            raise ConfigError("there is no room")
+
+    async def spawn(self, spec: ProcessSpec) -> LocalProcess:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def release(self, name: str) -> None:
+        self.released.append(name)
+
+
+def a_cluster(num_prefill: int, num_decode: int, room: int) -> tuple[Cluster, Machine]:
+    config = ServeConfig(
+        model="tiny",
+        prefill=WorkersConfig(num_workers=num_prefill),
+        decode=WorkersConfig(num_workers=num_decode),
+    )
+    machine = Machine(room)
+    cluster = Cluster(config, machine, b"k" * 20, print)
+    address = Address(LOOPBACK, 1)
+    cluster._topology = Topology(routers=(address,), host=LOOPBACK, port=1, num_gpus=0)
+    cluster._processes = [cluster._supervised(spec) for spec in specs(config, cluster._topology)]
+    return cluster, machine
+
+
+@on_loop
+async def test_drained_workers_do_not_count_when_a_cluster_is_scaled() -> None:
+    cluster, machine = a_cluster(1, 3, room=10)
+    drained = cluster._worker("decode-1")
+    assert drained is not None
+    drained.is_drained = True
+    await cluster.scale(1, 3)
+    assert cluster.ordered()[WorkerRole.DECODE] == ["decode-0", "decode-2", "decode-3"]
+    await cluster.scale(1, 3)
+    assert len(cluster.ordered()[WorkerRole.DECODE]) == 3
+    await cluster.scale(1, 2)
+    await asyncio.sleep(0)
+    assert sorted(machine.released) == ["decode-1", "decode-3"]
+    await cluster.close()
+
+
+@on_loop
+async def test_no_worker_is_taken_away_when_there_is_no_room_for_the_others() -> None:
+    cluster, machine = a_cluster(2, 2, room=4)
+    await cluster.scale(1, 3)
+    await asyncio.sleep(0)
+    assert cluster.ordered() == {
+        WorkerRole.PREFILL: ["prefill-0", "prefill-1"],
+        WorkerRole.DECODE: ["decode-0", "decode-1"],
+    }
+    assert not machine.released
+    await cluster.close()

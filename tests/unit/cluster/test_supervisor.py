@@ -48,7 +48,7 @@ class Watched(LocalRuntime):
 async def supervised(what: ProcessSpec) -> AsyncIterator[tuple[Supervised, Watched]]:
     runtime = Watched()
     try:
-        yield Supervised(what, runtime, SystemClock(), itertools.count(1)), runtime
+        yield Supervised(what, runtime, SystemClock(), itertools.count(1), START_S), runtime
     finally:
         await runtime.close()
 
@@ -138,6 +138,58 @@ async def test_process_whose_loop_is_silent_is_killed_and_replaced(monkeypatch: 
         await until(lambda: hung._alive_s is not None)
         os.kill(hung.pid, signal.SIGSTOP)
         assert await until_replaced(process, runtime) == "ended by SIGKILL"
+
+
+@on_loop
+async def test_process_that_is_late_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kept(spec("serves")) as (process, runtime):
+        process._start_timeout_s = 0.01
+        runtime.spawned[0].kill()
+        await until(lambda: len(runtime.spawned) == 2, START_S)
+        os.kill(runtime.spawned[1].pid, signal.SIGSTOP)
+        assert await asyncio.wait_for(runtime.spawned[1].watch(), 20) == "ended by SIGKILL"
+        process._start_timeout_s = START_S
+        await until(lambda: process.is_ready, START_S)
+
+
+@on_loop
+async def test_restart_kills_a_process_that_does_not_serve_yet() -> None:
+    async with kept(spec("serves")) as (process, runtime):
+        runtime.spawned[0].kill()
+        await until(lambda: len(runtime.spawned) == 2, START_S)
+        os.kill(runtime.spawned[1].pid, signal.SIGSTOP)
+        await process.restart(5.0)
+        assert await asyncio.wait_for(runtime.spawned[1].watch(), 20) == "ended by SIGKILL"
+        await until(lambda: len(runtime.spawned) == 3 and process.is_ready, START_S)
+
+
+@on_loop
+async def test_process_that_is_stopped_while_it_is_made_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(spec("serves")) as (process, runtime):
+        spawn, may_go_on = runtime.spawn, asyncio.Event()
+
+        async def slow(what: ProcessSpec) -> LocalProcess:
+            await may_go_on.wait()
+            return await spawn(what)
+
+        monkeypatch.setattr(runtime, "spawn", slow)
+        keeping = asyncio.create_task(process.start_and_keep())
+        await asyncio.sleep(0)
+        await process.stop(1.0)
+        may_go_on.set()
+        await asyncio.wait_for(keeping, 20)
+        assert await asyncio.wait_for(runtime.spawned[0].watch(), 10) == "ended by SIGKILL"
+
+
+@on_loop
+async def test_process_that_dies_as_it_drains_stays_away() -> None:
+    async with supervised(spec("serves")) as (process, runtime):
+        await process.start()
+        keeping = asyncio.create_task(process.keep())
+        process.drain()
+        runtime.spawned[0].kill()
+        await asyncio.wait_for(keeping, 10)
+        assert process.is_drained and len(runtime.spawned) == 1
 
 
 @on_loop
@@ -238,10 +290,11 @@ def test_pause_starts_anew_after_a_long_life() -> None:
     assert back_off.after(WELL_AFTER_S - 1) == 2 * FIRST_S
 
 
+@pytest.mark.parametrize("obstacle", [WorkerLost("no room"), OSError("no process can be made now")])
 @on_loop
-async def test_further_process_is_started_as_often_as_necessary_and_kept() -> None:
+async def test_further_process_is_started_as_often_as_necessary_and_kept(obstacle: Exception) -> None:
     async with supervised(spec("late")) as (process, runtime):
-        runtime.obstacles.append(WorkerLost("no room"))
+        runtime.obstacles.append(obstacle)
         keeping = asyncio.create_task(process.start_and_keep())
         await until(lambda: process.is_ready, START_S)
         await process.stop(1.0)

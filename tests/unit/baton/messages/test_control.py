@@ -22,6 +22,7 @@ from baton.messages.operations import (
     GatewayStatus,
     Migrate,
     Migrated,
+    OrderedWorkers,
     PlanSummary,
     RecordingPart,
     RecordingQuery,
@@ -127,7 +128,9 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         WorkerRemoved(worker=ID, name="decode-0", reason="it was silent for 3 s", is_hung=False),
         Undrain(worker="decode-0"),
         SupervisorReport(
-            head_away_s=4, plans=(PlanSummary(id="p", before_s=0, outcome="keep", workers="1P1D"),)
+            head_away_s=4,
+            ordered=(OrderedWorkers(model="a", role=WorkerRole.DECODE, number=3),),
+            plans=(PlanSummary(id="p", before_s=0, outcome="keep", workers="1P1D"),),
         ),
         GatewayReport(status=GatewayStatus(id=ID, node="host", pid=7, num_open=2, num_refused=1)),
         RestartWorker(worker="decode-0"),
