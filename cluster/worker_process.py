@@ -230,8 +230,7 @@ class HostedWorker:
         notice_s = until_s = math.inf
         while not (clock.now_s() >= until_s or (clock.now_s() >= notice_s and node.is_idle)):
             self._steps.begin()
-            if self._nodes is not None:
-                self._nodes.check()  # an idle worker, too, ends with its ranks
+            self._check_ranks()  # an idle worker, too, ends with its ranks
             node.step()
             if (stop.is_set() or node.is_draining) and until_s == math.inf:
                 node.drain()
@@ -241,6 +240,18 @@ class HostedWorker:
                 self.endpoint.wait(IDLE_S)
             elif engine.wait_s is not None:
                 self.endpoint.wait(min(engine.wait_s, IDLE_S))
+
+    def _check_ranks(self) -> None:
+        """Raise WorkerLost when a rank is lost, with the reason that its host gives, if there is one."""
+        try:
+            self.endpoint.check()
+        except WorkerLost:
+            if self._nodes is not None:
+                self._nodes.failure()  # returns when the host has told the reason
+                self._nodes.check()
+            raise
+        if self._nodes is not None:
+            self._nodes.check()
 
     def close(self) -> None:
         """Release everything."""

@@ -50,7 +50,7 @@ import msgspec
 from torch import Tensor
 
 from baton.clock import Clock, SystemClock
-from baton.errors import ProtocolError
+from baton.errors import ProtocolError, WorkerLost
 from baton.kvtransfer.links import KvLinks, Link, Peers
 from baton.kvtransfer.protocol.destination import DestinationHandoff
 from baton.kvtransfer.protocol.handoff import (
@@ -73,6 +73,8 @@ from baton.kvtransfer.protocol.messages import (
     Grant,
     PullRequest,
     RankListenerAddresses,
+    Released,
+    Stopped,
     TransferMessage,
     TransferRequest,
     WantedPage,
@@ -356,6 +358,9 @@ class PageEndpoint(ABC):
         if isinstance(message, Grant | PullRequest):
             self._requested(link, message)
             return
+        if isinstance(message, Stopped):
+            self._peer_stopped(link)
+            return
         transfer = getattr(message, "transfer", b"")
         opened, fetching = self._transfers.get(transfer), self._fetches.get(transfer)
         if fetching is not None and fetching.link.hello.incarnation == link.hello.incarnation:
@@ -376,6 +381,13 @@ class PageEndpoint(ABC):
             opened.link.drop(error)
             actions = opened.handoff.peer_lost()
         self._perform(opened, actions)
+
+    def _peer_stopped(self, link: Link) -> None:
+        """Take every transfer with the peer as released, the unread requests too, and begin no other."""
+        link.is_lost = True
+        for opened in self._open_transfers():
+            if opened.link.hello.incarnation == link.hello.incarnation:
+                self._receive(opened, Released(transfer=opened.handoff.transfer))
 
     def _on_link_lost(self, link: Link) -> None:
         self._fetches = {each: pull for each, pull in self._fetches.items() if pull.link is not link}
@@ -663,6 +675,11 @@ class KvEndpoint(PageEndpoint):
         with contextlib.suppress(Empty):
             self._inbox.get(timeout=timeout_s)()
 
+    def check(self) -> None:
+        """Raise WorkerLost when a rank is lost: no transfer can begin any more."""
+        if (complaint := self._ranks.complaint()) is not None:
+            raise WorkerLost(complaint)
+
     def close(self) -> None:
         """Close every link and stop every thread; open transfers are lost.
 
@@ -671,9 +688,7 @@ class KvEndpoint(PageEndpoint):
         self.settings.keys.unfollow(self._use_keys)
         self._peers.stop()
         if self._ranks.stop():
-            for opened in self._open_transfers():
-                if isinstance(opened.handoff, SourceHandoff):
-                    self._perform(opened, opened.handoff.released())
+            self._peers.tell_all(Stopped())
         self._peers.close()
         self._ranks.close()
 

@@ -163,6 +163,11 @@ class Peers:
         with self._lock:
             self._is_closed = True
 
+    def tell_all(self, message: AnyMessage) -> None:
+        """Send a message over each open link."""
+        for link in list(self._links):
+            link.send(message)
+
     def close(self) -> None:
         self.stop()
         self._acceptor.close()
@@ -257,6 +262,9 @@ class Peers:
 Connect: TypeAlias = Callable[[Address, Callable[[Link | None], None]], None]
 
 
+MOST_CALLS: Final = 16  # of `keep_up`, between two tries to open a link that fails
+
+
 class KvLinks:
     """A worker's links to the workers of its weights, for grants and for requests of prefixes."""
 
@@ -265,6 +273,8 @@ class KvLinks:
         self._links: dict[Address, Link] = {}
         self._addresses: dict[str, Address] = {}  # of the listed workers, by id
         self._asked: set[Address] = set()
+        self._num_failures: dict[Address, int] = {}  # in a row, of listed workers
+        self._num_calls = 0  # of `keep_up`
 
     def to(self, worker: str) -> Link | None:
         """Return the open link to a listed worker, or None."""
@@ -273,15 +283,21 @@ class KvLinks:
         return None if link is None or link.is_lost else link
 
     def keep_up(self, workers: Collection[Worker]) -> None:
-        """Open the links that are missing. workers: the current list.
+        """Open the links that are missing; call in each tick. workers: the current list.
 
+        Links that cannot be opened are tried less and less often: the peer may hold pages of another type.
         The link to a worker that has left the list stays open, unused: its process may return to the list,
         for example after a short silence, or under another id, in another role.
         """
         self._links = {address: link for address, link in self._links.items() if not link.is_lost}
         self._addresses = {worker.id: worker.kv_address for worker in workers}
+        listed = set(self._addresses.values())
+        self._num_failures = {each: number for each, number in self._num_failures.items() if each in listed}
+        self._num_calls += 1
         for address in self._addresses.values():
-            if address not in self._links and address not in self._asked:
+            if address in self._links or address in self._asked:
+                continue
+            if self._num_calls % min(MOST_CALLS, 2 ** self._num_failures.get(address, 0)) == 0:
                 self._asked.add(address)
                 self._connect(address, partial(self._answered, address))
 
@@ -295,5 +311,8 @@ class KvLinks:
 
     def _answered(self, address: Address, link: Link | None) -> None:
         self._asked.discard(address)
-        if link is not None:
+        if link is None:
+            self._num_failures[address] = self._num_failures.get(address, 0) + 1
+        else:
+            self._num_failures.pop(address, None)
             self._links[address] = link

@@ -88,7 +88,7 @@ def fits(event: TokenEvent) -> bool:
     """Return whether a message can carry an event; prompt log probabilities may be too many."""
     return (
         event.prompt_logprobs is None
-        or len(_ENCODER.encode(control.Tokens(events=(event,)))) <= MAX_BODY_BYTES
+        or len(_ENCODER.encode(control.Prefilled(event=event))) <= MAX_BODY_BYTES  # longer than Tokens
     )
 
 

@@ -202,8 +202,24 @@ class Released(TransferMessage, frozen=True):
     transfer: TransferId
 
 
+class Stopped(TransferMessage, frozen=True):
+    """Either direction, when an endpoint closes and its process may live on: it writes no further byte of any
+    transfer, and takes none.
+    """
+
+
 AnyMessage: TypeAlias = (
-    EndpointHello | Grant | PullRequest | Wrote | Commit | Verified | Corrupt | Extend | Abort | Released
+    EndpointHello
+    | Grant
+    | PullRequest
+    | Wrote
+    | Commit
+    | Verified
+    | Corrupt
+    | Extend
+    | Abort
+    | Released
+    | Stopped
 )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.engine import load_engine
+from baton.errors import WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEnded
 from baton.kvtransfer.ranks.ranks import RankAgents
@@ -184,6 +185,8 @@ def test_an_engine_whose_other_rank_is_killed_ends_its_transfers(make: Make) -> 
     tp_worker.kill()
     wait_for(lambda: are_over(source, destination))
     assert source.ended[-1].outcome is HandoffOutcome.FAILED
+    with pytest.raises(WorkerLost, match="rank 1 is lost"):
+        source.endpoint.check()
     # Rank 0 and the destination both watch the rank that was killed: either may see its end first.
     assert source.ended[-1].reason in ("rank 1 is lost", "aborted: the source's process died")
     assert destination.ended[-1].outcome in (HandoffOutcome.RECOMPUTE, HandoffOutcome.REFUSED)

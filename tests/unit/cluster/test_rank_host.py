@@ -276,6 +276,26 @@ def test_idle_worker_ends_with_a_connection_to_another_node(make: Make, model: P
     wait_for(lambda: children() == before)
 
 
+@pytest.mark.parametrize("cut", ["rank", "agent"])
+def test_idle_worker_of_one_node_ends_with_its_rank(model: Path, cut: str) -> None:
+    before = children()
+    config = msgspec.structs.replace(spread(model), nnodes=1)
+    worker = HostedWorker(
+        WorkerConfig(role=WorkerRole.DECODE, name="decode-0", model_name="m", engine=config, routers=()), RING
+    )
+    with closing(worker), ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(worker.serve, threading.Event())
+        if cut == "rank":
+            (rank,) = children() - before
+            rank.kill()
+        else:  # the process lives
+            ranks: Any = worker.endpoint._ranks
+            ranks._others[0]._stream.close()
+        with pytest.raises(WorkerLost, match="rank 1 is lost"):
+            serving.result(20.0)
+    wait_for(lambda: children() == before)
+
+
 def test_hung_ranks_of_a_node_share_every_timeout(
     make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.errors import WireError
-from baton.kvtransfer.protocol.messages import Commit
+from baton.kvtransfer.protocol.messages import Commit, Grant
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import (
@@ -199,6 +199,18 @@ class TestPagesThatDoNotCome:
         pair.turns_until(lambda: bool(pair.failures()))
         (failed,) = pair.failures()
         assert (failed.failure, failed.worker) == (Failure.LOST, PREFILL)
+
+    def test_endpoint_that_closes_before_it_has_read_a_grant_leaves_no_page_reserved(
+        self, make_pair: MakePair
+    ) -> None:
+        """Its process lives on, as one that sleeps does, so no death tells that it writes nothing."""
+        pair = make_pair(transport="shm")
+        pair.answer(a_request())  # the pages of the decode worker are mapped now
+        pair.prefill.endpoint.holds = Grant
+        pair.dispatch(a_request(1, (7, *PROMPT[1:])))
+        pair.turns_until(lambda: pair.prefill.endpoint.is_holding)
+        pair.lose_prefill_worker()
+        pair.turns_until(lambda: not pair.decode.held())
 
     def test_a_prefill_worker_that_is_busy(self, make_pair: MakePair, alone: Engine) -> None:
         pair, request = make_pair(), a_request()

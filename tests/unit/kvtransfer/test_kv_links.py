@@ -1,12 +1,13 @@
 """Links are asked for once, answered later, and forgotten with their workers."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Final
 
 import msgspec
 import pytest
 
-from baton.kvtransfer.links import KvLinks, Link
+from baton.kvtransfer.links import MOST_CALLS, KvLinks, Link
 from baton.messages.workers import Address, Worker, WorkerRole
 
 Answer = Callable[[Link | None], None]
@@ -69,14 +70,32 @@ def reaches_nothing(links: KvLinks) -> bool:
     return links.to(WORKER.id) is None and links.reachable() == []
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_link_that_failed_or_was_lost_is_asked_for_again(asked: Asked, links: KvLinks, is_lost: bool) -> None:
+def test_lost_link_is_asked_for_again(asked: Asked, links: KvLinks) -> None:
     link = StubLink()
-    asked.answer(link if is_lost else None)
+    asked.answer(link)
     link.is_lost = True
     assert reaches_nothing(links)
     links.keep_up([WORKER])
     assert len(asked.waiting) == 1
+
+
+def test_link_that_fails_is_asked_for_less_and_less_often(asked: Asked, links: KvLinks) -> None:
+    times = []
+    asked.answer(None)
+    for number in range(200):
+        links.keep_up([WORKER])
+        if asked.waiting:
+            times.append(number)
+            asked.answer(None)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert gaps == sorted(gaps) and gaps[0] <= 4 and gaps[-1] == MOST_CALLS
+    while not asked.waiting:
+        links.keep_up([WORKER])
+    link = StubLink()
+    asked.answer(link)
+    link.is_lost = True
+    links.keep_up([WORKER])
+    assert len(asked.waiting) == 1, "one that was open is asked for at once"
 
 
 def test_unlisted_worker_is_unreachable_and_keeps_its_link(asked: Asked, links: KvLinks) -> None:
