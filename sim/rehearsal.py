@@ -5,9 +5,10 @@
     if result.is_valid:
         result.figures["ttft_p90_ms"].value
 
-`rehearse` is pure: the same arguments give the same figures. Two modes run the production router:
+`rehearse` is pure: the same arguments give the same figures. It has two modes:
 
-- `fast` (sim/timed/fast.py) sums the steps of a batch between two events in closed form.
+- `fast` (sim/timed/fast.py) sums the steps of a batch between two events in closed form. The policy `cost` runs
+  as a LightRouter, without messages; any other policy in the production router, which takes longer.
 - `full` (sim/timed/full.py) runs the whole production control plane, step by step.
 
 Each figure has an interval: the cluster is rehearsed, in the fast mode, with all work as long as predicted,
@@ -30,6 +31,8 @@ from baton.errors import ConfigError
 from baton.messages.workers import WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import TOKEN_ID_BYTES, TokenIds
+from baton.router.policies.cost import CostPolicy
+from baton.router.policies.registry import policy_class
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
 from baton.sim.timed.full import FullCluster
@@ -236,7 +239,8 @@ def _run(
     contention = Contention(times, shares_machine=settings.shares_machine)
     arguments = config, _fleet(layout, times, settings, page_size), by_role, page_size
     if settings.mode == "fast":
-        cluster = FastCluster(*arguments, seed=settings.seed, contention=contention, is_light=True)
+        is_light = policy_class(settings.policy) is CostPolicy
+        cluster = FastCluster(*arguments, seed=settings.seed, contention=contention, is_light=is_light)
         outcomes = cluster.run(_fast_calls(trace, page_size))
         busy_s = {worker.worker.name: worker.busy_s for worker in cluster.workers.values()}
         return _course(outcomes, layout, busy_s, cluster.parts, NUM_HOPS * BODY_S)

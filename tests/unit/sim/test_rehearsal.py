@@ -31,6 +31,19 @@ def test_fast_mode_agrees_with_the_full_mode(workers: str) -> None:
     assert fast.num_refused == full.num_refused == 0
 
 
+def test_fast_mode_routes_by_the_policy_that_was_asked_for() -> None:
+    """Prompts of one beginning, at one worker by cost, at each worker in turn by round-robin."""
+    trace = synthetic(10.0, 20.0, Lengths(800, 900, 4, 6, 0.0, shared=0.9))
+
+    def ttft_ms(mode: Mode, policy: str) -> float:
+        settings = RehearsalSettings(mode=mode, policy=policy, has_intervals=False)
+        return rehearse(trace, Layout.parse("4M"), TIMES, settings).figures["ttft_p90_ms"].value
+
+    in_turn = ttft_ms("fast", "round-robin")
+    assert in_turn == pytest.approx(ttft_ms("full", "round-robin"), rel=0.05)
+    assert in_turn > 1.2 * ttft_ms("fast", "cost")
+
+
 @pytest.mark.parametrize("mode", ["fast", "full"])
 def test_parts_of_the_time_add_up_to_the_latency(mode: Mode) -> None:
     result = rehearsed("2P2D", mode)
