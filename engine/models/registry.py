@@ -63,6 +63,10 @@ class RopeScaling:
                 f"{attention_factor(self)}, which must be positive and finite"
             )
 
+    def uses_long_factors(self, max_positions: int) -> bool:
+        """True for longrope where positions exceed the original context: all positions then have them."""
+        return self.rope_type == "longrope" and max_positions > self.original_max_positions
+
 
 def attention_factor(scaling: RopeScaling) -> float:
     """The factor of cosines and sines: 1 except for yarn and longrope."""

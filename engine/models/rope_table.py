@@ -54,8 +54,7 @@ def _longrope(base_D: Tensor, scaling: RopeScaling, max_positions: int) -> Tenso
 
     The length that the engine allows decides, not that of a sequence: stored keys keep their angles.
     """
-    is_long = max_positions > scaling.original_max_positions
-    factors = scaling.long_factor if is_long else scaling.short_factor
+    factors = scaling.long_factor if scaling.uses_long_factors(max_positions) else scaling.short_factor
     if len(factors) != len(base_D):
         raise ValueError(f"longrope needs {len(base_D)} factors, got {len(factors)}")
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * base_D)

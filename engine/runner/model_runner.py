@@ -48,7 +48,13 @@ from baton.engine.models.model import (
     split_layers,
 )
 from baton.engine.models.parallel import PendingTensor, ReplicaRank
-from baton.engine.models.registry import ARCHITECTURES, ModelConfig, check_latent, choose_max_model_len
+from baton.engine.models.registry import (
+    ARCHITECTURES,
+    ModelConfig,
+    check_latent,
+    choose_max_model_len,
+    read_model_config,
+)
 from baton.engine.runner.cuda_graphs import StepGraphs
 from baton.engine.runner.step_inputs import (
     ModelInput,
@@ -579,9 +585,21 @@ def open_checkpoint(config: EngineConfig, model_config: ModelConfig, device: tor
 
 
 def model_fingerprint(config: EngineConfig) -> str:
-    """Return the fingerprint of the model with weights as the configuration loads them. Raises ModelError."""
-    dummy_seed = config.seed if config.load_format == "dummy" else None
-    return fingerprint(Path(config.model), dummy_seed=dummy_seed, quantization=config.quantization)
+    """Return the fingerprint of the model with weights and rotary factors as the configuration loads them.
+
+    Raises ModelError, and ConfigError for a length that the model does not have.
+    """
+    directory = Path(config.model)
+    model_config = read_model_config(directory)
+    scaling, has_long_factors = model_config.rope.scaling, None
+    if scaling.rope_type == "longrope":
+        has_long_factors = scaling.uses_long_factors(choose_max_model_len(config, model_config))
+    return fingerprint(
+        directory,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
+        quantization=config.quantization,
+        has_long_factors=has_long_factors,
+    )
 
 
 def choose_device(name: str, rank: int) -> torch.device:

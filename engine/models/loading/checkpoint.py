@@ -442,7 +442,13 @@ DIGEST_BYTES: Final = 16
 SAMPLE_ITEMS: Final = 1024  # of each tensor
 
 
-def fingerprint(directory: Path, *, dummy_seed: int | None = None, quantization: str | None = None) -> str:
+def fingerprint(
+    directory: Path,
+    *,
+    dummy_seed: int | None = None,
+    quantization: str | None = None,
+    has_long_factors: bool | None = None,
+) -> str:
     """BLAKE2b-128, in hexadecimal, of config.json, the name, dtype and shape of every tensor, and a sample of
     each.
 
@@ -452,10 +458,13 @@ def fingerprint(directory: Path, *, dummy_seed: int | None = None, quantization:
     two for 140 GB of weights at each start of each worker. Two models that differ only outside the samples
     share a fingerprint, and with it cached pages; only a deliberate edit makes such a pair. With `dummy_seed`
     the weights are a function of config.json and the seed. quantization: of the weights, after loading.
+    has_long_factors: whether longrope rotates with its long factors; None: the model has no longrope.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"baton model")
     if quantization is not None:
         _update(digest, f"quantization {quantization}".encode())
+    if has_long_factors is not None:
+        _update(digest, f"longrope {'long' if has_long_factors else 'short'} factors".encode())
     _update(digest, (directory / "config.json").read_bytes())
     if dummy_seed is not None:
         _update(digest, f"dummy weights {dummy_seed}".encode())

@@ -332,3 +332,24 @@ def test_salts_do_not_share_pages_on_disk(tmp_path: Path) -> None:
         change.key for change in second.take_page_changes().host
     )
     second.close()
+
+
+def test_pages_that_short_longrope_factors_rotated_are_unknown_to_an_engine_with_long_ones(
+    tmp_path: Path,
+) -> None:
+    longrope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [16.0] * 8}
+    keys = {"original_max_position_embeddings": 32, "rope_scaling": longrope}
+    directory = write_config(tmp_path / "model", architectures=["Phi3ForCausalLM"], **keys)
+    prompt, disk = PROMPT[:21], {"kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 2**22}
+    cache = {"host_cache_memory_bytes": 2**16, **disk}
+    without_disk = tiny_engine(directory)
+    expected = token_ids(generate(without_disk, prompt))
+    without_disk.close()
+    short = tiny_engine(directory, cache=cache, max_model_len=32)
+    assert token_ids(generate(short, prompt)) != expected
+    short.close()
+    for num_cached_tokens in (0, 20):
+        long = tiny_engine(directory, cache=cache)
+        outputs = generate(long, prompt)
+        long.close()
+        assert token_ids(outputs) == expected and num_cached(outputs) == num_cached_tokens

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from baton.engine.models.decoder import Decoder, RmsNorm
+from baton.engine.models.loading.checkpoint import fingerprint
 from baton.engine.models.loading.weights import Checkpoint
 from baton.engine.models.model import dummy_checkpoint, parameter_bytes, parameter_shapes
 from baton.engine.models.parallel import ReplicaRank, TensorParallel
 from baton.engine.models.registry import choose_max_model_len, read_model_config
-from baton.engine.runner.model_runner import ModelRunner, choose_device
+from baton.engine.runner.model_runner import ModelRunner, choose_device, model_fingerprint
 from baton.engine.runner.step_inputs import StepBuilder
 from baton.errors import ConfigError
 from tests.batches import make_batch, make_sequence, rest_of
@@ -39,6 +40,27 @@ def test_models_length_may_be_lowered_never_raised(tiny_model: Path) -> None:
     assert choose_max_model_len(tiny_config(tiny_model, max_model_len=5), model) == 5
     with pytest.raises(ConfigError, match=f"max_model_len: the model has positions for {MAX_MODEL_LEN}"):
         choose_max_model_len(tiny_config(tiny_model, max_model_len=MAX_MODEL_LEN + 1), model)
+
+
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 32,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+}
+
+
+def test_fingerprint_tells_the_long_factors_of_longrope_from_the_short_ones(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, architectures=["Phi3ForCausalLM"], **LONGROPE)
+    found = {
+        length: model_fingerprint(tiny_config(directory, max_model_len=length))
+        for length in (16, 32, 33, MAX_MODEL_LEN, None)
+    }
+    assert found[16] == found[32] != found[33]
+    assert found[33] == found[MAX_MODEL_LEN] == found[None]
+
+
+def test_fingerprint_of_a_model_without_longrope_depends_on_no_length(tiny_model: Path) -> None:
+    configs = [tiny_config(tiny_model, max_model_len=length) for length in (16, MAX_MODEL_LEN)]
+    assert {model_fingerprint(config) for config in configs} == {fingerprint(tiny_model, dummy_seed=1)}
 
 
 def test_pool_is_as_large_as_the_memory_given(tiny_model: Path) -> None:
