@@ -39,7 +39,7 @@ from baton.engine.runner.model_runner import (
     page_bytes,
 )
 from baton.engine.runner.rank_process import RankNodes
-from baton.engine.runner.sampler import Draws, Sampler
+from baton.engine.runner.sampler import Draws, Sampled, Sampler
 from baton.engine.runner.step_inputs import StepArrays, StepBuilder, encode
 from baton.engine.runner.structured_output import StructuredOutputMask
 from baton.engine.runner.tp_worker import TpWorkers
@@ -63,6 +63,10 @@ HELD_POLL_S: Final = 0.001  # between looks at grammars that are being compiled 
 MAX_LOAD_S: Final = 5.0  # for which a request waits for the disk, before its prompt is computed
 FLUSH_S: Final = 5.0  # for the pages that only the device has, at the end
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
+ALL_BANNED: Final = (
+    "no token is allowed here: the request's bans (allowed_token_ids, bad_words, logit_bias, min_tokens, "
+    "structured_outputs, extra_args) leave none"
+)
 
 
 def load_engine(
@@ -245,11 +249,11 @@ class Engine(Replica):
         """As `Replica.step`. With asynchronous scheduling, the tokens of a step come with the next call. In a
         pipeline of N stages they come with the call that launches the (N - 1)th step after it.
 
-        A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. Any
-        other failure, an interrupt included, loses all requests: pages may be known by now although their
-        contents were never written, so all contents become unknown. Pages that are claimed, kept or leased
-        stay with their holders. With several ranks, the error is the one that a lost rank has reported, if
-        any, and `add` then raises WorkerLost.
+        A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. A
+        sequence whose request bans every token ends so, too. Any other failure, an interrupt included, loses
+        all requests: pages may be known by now although their contents were never written, so all contents
+        become unknown. Pages that are claimed, kept or leased stay with their holders. With several ranks,
+        the error is the one that a lost rank has reported, if any, and `add` then raises WorkerLost.
         """
         self._expire()
         sequences = self.scheduler.sequences()
@@ -386,10 +390,7 @@ class Engine(Replica):
                 step.batch,
                 whole_s / (1 if step.batch.prompt_chunks else sampled.tokens_a_sequence),
             )
-        failed = [sequence for sequence in sampled.failed if sequence.finish_reason is None]
-        for sequence in failed:
-            logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
-            self.scheduler.fail(sequence)
+        failed = self._fail(sampled) if sampled.failed or sampled.banned else []
         since_s = step.began_s if self._busy_since_s is None else self._busy_since_s
         busy_s, meter = ended_s - since_s, self._step_meter
         outputs = self.scheduler.commit(step.batch, sampled.token_ids, busy_s, sampled.accepted, step_s)
@@ -403,7 +404,21 @@ class Engine(Replica):
         if meter.is_sampled:
             meter.lap("device", ended_s)
             meter.lap("output")
-        return outputs + [last_output(sequence, BAD_LOGITS) for sequence in failed] if failed else outputs
+        return outputs + failed if failed else outputs
+
+    def _fail(self, sampled: Sampled) -> list[StepOutput]:
+        """End the live sequences that got no token; return their last outputs."""
+        outputs = []
+        for sequence in sampled.failed:
+            if sequence.finish_reason is None:
+                logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
+                self.scheduler.fail(sequence)
+                outputs.append(last_output(sequence, BAD_LOGITS))
+        for sequence in sampled.banned:
+            if sequence.finish_reason is None:
+                self.scheduler.fail(sequence)
+                outputs.append(last_output(sequence, ALL_BANNED, is_invalid=True))
+        return outputs
 
     def load(self) -> Load:
         counts, disk = self._form_mask.counts, self.scheduler.cache.host.disk

@@ -2,6 +2,7 @@
 """Choose the next token of every sequence from its logits.
 
 The life of a row:
+0. A logit that is not a number: NOT_A_TOKEN. No logit above -inf: ALL_BANNED. Nothing below applies.
 1. temperature 0: the largest logit, the lowest id among equals. Nothing below applies.
 2. The kept set, from thresholds, so that ties are kept or dropped together on every backend:
    top_k keeps each logit >= the k-th largest; top_p keeps each logit >= t, the largest logit t such that
@@ -57,7 +58,9 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
     return torch.stack((word_0, word_1, word_2, word_3), dim=-1)
 
 
-NOT_A_TOKEN: Final = -1  # of a row with a logit that is not a number
+# Of rows that give no token.
+NOT_A_TOKEN: Final = -1  # a logit is not a number
+ALL_BANNED: Final = -2  # every logit is -inf
 
 
 _DTYPES: Final = {
@@ -107,7 +110,10 @@ class SamplingTensors:
 
 
 def sample(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Token ids, int64 [B]. logits_BV: float32, rows may be strided, not modified. Never waits for a GPU."""
+    """Token ids, int64 [B], or NOT_A_TOKEN or ALL_BANNED. Never waits for a GPU.
+
+    logits_BV: float32, rows may be strided, not modified.
+    """
     if runs_triton(logits_BV):
         return sample_triton(logits_BV, sampling)
     if native.handles(logits_BV.dtype):
@@ -127,8 +133,9 @@ def sample_rows(
 ) -> None:
     """Draw the tokens of some rows on a CPU, into their places in tokens_B.
 
-    peaks_B gets the token of each of these rows' largest logit, the lowest id among equals. All are int64;
-    rows_N are distinct. masks_NW: as those of `mask_logits`, which may change these rows.
+    peaks_B gets the token of the largest logit of each of these rows that has a token, the lowest id among
+    equals. All are int64; rows_N are distinct. masks_NW: as those of `mask_logits`, which may change these
+    rows.
     """
     if masks_NW is not None:
         _check_masks(logits_BV, rows_N, masks_NW)
@@ -189,11 +196,15 @@ def _best_of_parts(
     num_parts: tl.tensor,
     MAX_PARTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(largest score, lowest token that has it); the token is -1 if one of the parts has -1."""
+    """(largest score, lowest token that has it).
+
+    The token is -1, NOT_A_TOKEN, if one of the parts has -1, and -2, ALL_BANNED, if no score is above -inf.
+    """
     part_P = tl.arange(0, MAX_PARTS)
     score_P = tl.load(score_ptr + part_P, mask=part_P < num_parts, other=float("-inf"))
     token_P = tl.load(token_ptr + part_P, mask=part_P < num_parts, other=2**31 - 1)
     peak, token = _best(score_P, token_P)
+    token = tl.where(peak == float("-inf"), -2, token)
     return peak, tl.where(tl.min(token_P, axis=0) < 0, -1, token)
 
 
@@ -565,9 +576,11 @@ def _check(logits_BV: Tensor, sampling: SamplingTensors) -> None:
 
 def sample_reference(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     """`sample` in plain torch."""
-    is_nan_B = logits_BV.isnan().any(-1)
-    chosen_B = logits_BV.argmax(-1).masked_fill_(is_nan_B, NOT_A_TOKEN)
-    random_R = ((sampling.temperature_B > 0) & ~is_nan_B).nonzero()[:, 0]
+    peak_B = logits_BV.amax(-1)
+    has_token_B = peak_B > -torch.inf
+    none_B = torch.where(peak_B.isnan(), NOT_A_TOKEN, ALL_BANNED)
+    chosen_B = torch.where(has_token_B, logits_BV.argmax(-1), none_B)
+    random_R = ((sampling.temperature_B > 0) & has_token_B).nonzero()[:, 0]
     if random_R.numel() == 0:
         return chosen_B
     rows = sampling.take(random_R)

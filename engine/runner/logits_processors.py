@@ -59,7 +59,7 @@ class TokenFilter(BatchLogitsProcessor, Protocol):
     def banned(self, rows: Mapping[int, Row], tokens: Ordered[Collection[int]]) -> dict[int, Row]:
         """Return the rows that ban any of their tokens; a row that bans none may be among them.
 
-        tokens: of each row of the logits, by index; NOT_A_TOKEN counts as banned.
+        tokens: of each row of the logits, by index; NOT_A_TOKEN and ALL_BANNED count as banned.
         """
 
     def masks(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> Tensor:

@@ -25,6 +25,7 @@ from baton.engine.runner.logits_processors import (
 )
 from baton.engine.scheduler.sequence import Batch, Row, ScheduledChunk, Sequence, SequenceKey
 from baton.kernels.sample import (
+    ALL_BANNED,
     NOT_A_TOKEN,
     SamplingTensors,
     sample,
@@ -86,6 +87,7 @@ class Sampled(NamedTuple):
     token_ids: list[int | None]  # one a chunk of the batch; None: the chunk does not sample, or failed
     accepted: dict[int, list[int]]  # chunk with accepted drafts -> the tokens after its first
     failed: list[Sequence]  # with a logit that is not a number
+    banned: list[Sequence]  # without a token that is allowed
     logprobs: dict[RowKey, TokenLogprobs]
     prompt_logprobs: dict[SequenceKey, PromptLogprobs]  # with the first token
 
@@ -125,7 +127,7 @@ class Draws:
 
         asked: the rows that want log probabilities, and theirs.
         """
-        self.token_ids_R = token_ids_R  # int64, on the device; NOT_A_TOKEN for a row that failed
+        self.token_ids_R = token_ids_R  # int64, on the device; negative for a row without a token
         self._rows = rows
         self._is_sampled = is_sampled
         self._has_drafts = has_drafts
@@ -142,17 +144,20 @@ class Draws:
             self._copied.synchronize()
         drawn = self._on_host_R.tolist()
         runs = _accept(self._rows, drawn) if self._has_drafts else None
-        firsts: list[int | None] = drawn if runs is None else [run[0] for run in runs]
-        failed: list[Sequence] = []
-        if NOT_A_TOKEN in firsts:
+        firsts: list[int] = drawn if runs is None else [run[0] for run in runs]
+        ended: dict[int, list[Sequence]] = {NOT_A_TOKEN: [], ALL_BANNED: []}
+        if min(firsts, default=0) < 0:
             sequences = [row.sequence for row in self._rows if not row.drafts]
-            failed = [each for each, first in zip(sequences, firsts, strict=True) if first == NOT_A_TOKEN]
-            firsts = [None if first == NOT_A_TOKEN else first for first in firsts]
+            for sequence, first in zip(sequences, firsts, strict=True):
+                if first < 0:
+                    ended[first].append(sequence)
+        tokens = [None if first < 0 else first for first in firsts]
         later = [] if runs is None else self._of_chunks([run[1:] for run in runs], [])
         return Sampled(
-            token_ids=self._of_chunks(firsts, None),
+            token_ids=self._of_chunks(tokens, None),
             accepted={chunk: token_ids for chunk, token_ids in enumerate(later) if token_ids},
-            failed=failed,
+            failed=ended[NOT_A_TOKEN],
+            banned=ended[ALL_BANNED],
             logprobs={} if self._asked is None else _by_key(*self._asked),
             prompt_logprobs={key: _join(parts) for key, parts in self._prompts.items()},
         )
@@ -168,23 +173,23 @@ class Draws:
 def _accept(rows: list[Row], drawn: list[int]) -> list[list[int]]:
     """The tokens of each sequence: its first one, and those after accepted drafts.
 
-    A row that failed after a draft ends the run: the sequence fails when it computes that row next.
+    A row without a token after a draft ends the run: the sequence ends when it computes that row next.
     """
     runs: list[list[int]] = []
     for (_, drafts), token_id in zip(rows, drawn, strict=True):
         if not drafts:
             runs.append([token_id])
-        elif runs[-1] == [*drafts] and token_id != NOT_A_TOKEN:
+        elif runs[-1] == [*drafts] and token_id >= 0:
             runs[-1].append(token_id)
     return runs
 
 
 def _by_key(asking: list[AskingRow], copies: LogprobCopies) -> dict[RowKey, TokenLogprobs]:
-    """Each row with its own number of alternatives, without those that failed."""
+    """Each row with its own number of alternatives, without those that have no token."""
     return {
         key: msgspec.structs.replace(row, top=row.top[:num_top])
         for (key, num_top), row in zip(asking, read_logprobs(copies), strict=True)
-        if row.token_id != NOT_A_TOKEN
+        if row.token_id >= 0
     }
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from baton.engine.runner.logits_processors import upload
 from baton.engine.scheduler.sequence import Row, Sequence
 from baton.errors import InvalidRequest, ModelError
-from baton.kernels.sample import NOT_A_TOKEN, mask_logits, num_mask_words
+from baton.kernels.sample import mask_logits, num_mask_words
 from baton.request import SamplingParams, StructuredOutputs
 from baton.tokenizer_file import TOKENIZER_FILE, has_tokenizer, read_tokenizer
 
@@ -165,7 +165,7 @@ class StructuredOutputMask:
             return False
         num_taken = matcher.try_consume_tokens([*drafts]) if drafts else 0
         allows = num_taken < len(drafts) or (
-            NOT_A_TOKEN not in token_ids
+            min(token_ids) >= 0
             and not matcher.compute_ff_bytes()
             and all(matcher.validate_tokens([each]) for each in token_ids)
         )

@@ -8,6 +8,7 @@
 #include "simd.h"
 
 #define NOT_A_TOKEN -1
+#define ALL_BANNED -2
 #define WORD_BITS 32
 #define GATHERED_SHARE 8  // at most one in so many tokens is gathered
 #define MAX_GUMBEL 16.7f  // -log(-log(1 - 2^-24)), rounded up
@@ -35,7 +36,7 @@ INLINE u32s order_keys(f32s value) {
     return bits ^ (negative | 0x80000000u);
 }
 
-// The first of the largest; NOT_A_TOKEN if any is not a number.
+// The first of the largest; NOT_A_TOKEN if any is not a number, ALL_BANNED if all are -inf.
 static int64_t argmax(const float *x, int64_t size) {
     f32s best = splat(-INFINITY);
     i32s nan = {0};
@@ -52,6 +53,7 @@ static int64_t argmax(const float *x, int64_t size) {
         maximum = MAX(maximum, x[i]);
     }
     if (has_nan) return NOT_A_TOKEN;
+    if (maximum == -INFINITY) return ALL_BANNED;
     for (i = 0; i + LANES <= size; i += LANES) {
         i32s equal = load_f32(x + i) == splat(maximum);
         if (max_lanes((f32s)(equal & 0x3f800000)) > 0) break;  // all ones where equal: 1.0f there
@@ -182,12 +184,12 @@ struct rows_to_sample {
 
 static int64_t sample_row(const struct sampling *p, const float *logits, float *scratch, int64_t size, int64_t *peak) {
     *peak = argmax(logits, size);
-    if (p->temperature == 0.0f || *peak == NOT_A_TOKEN) return *peak;
+    if (p->temperature == 0.0f || *peak < 0) return *peak;
     return draw(p, logits, NULL, *peak, scratch, scratch + size, size);
 }
 
 // As sample_row of the row without the banned tokens. What top_k and top_p keep is found by sums over places, so
-// their rows are not gathered, nor is a row whose allowed tokens are all impossible.
+// their rows are not gathered.
 static int64_t sample_allowed(
     const struct sampling *p, float *logits, const uint32_t *mask, float *scratch, int64_t size, int64_t *peak) {
     int32_t *ids = (int32_t *)scratch;
@@ -198,10 +200,9 @@ static int64_t sample_allowed(
         float *allowed = scratch + most, *exponent = allowed + most;
         for (int64_t i = 0; i < num_ids; i++) allowed[i] = logits[ids[i]];
         int64_t first = argmax(allowed, num_ids);
-        if (first == NOT_A_TOKEN) return *peak = NOT_A_TOKEN;
+        if (first < 0) return *peak = first;
         *peak = ids[first];
-        if (allowed[first] > -INFINITY)
-            return p->temperature == 0.0f ? *peak : draw(p, allowed, ids, first, exponent, exponent + most, num_ids);
+        return p->temperature == 0.0f ? *peak : draw(p, allowed, ids, first, exponent, exponent + most, num_ids);
     }
     ban(logits, mask, size);
     return sample_row(p, logits, scratch, size, peak);

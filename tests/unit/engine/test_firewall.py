@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PageState
-from baton.engine.engine import BAD_LOGITS, Engine
+from baton.engine.engine import ALL_BANNED, BAD_LOGITS, Engine
 from baton.engine.runner.step_inputs import StepArrays
 from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput, TokenIds
 from tests.tiny_models import add, generate, run_to_end, tiny_engine, token_ids
@@ -64,6 +64,21 @@ def test_request_with_nan_logits_ends_alone_in_an_error(
     engine.scheduler.check_integrity()
     assert engine.load().pages["active"] == 0
     assert generate(engine, PROMPT)[0].num_cached_tokens == 0  # its pages are not trusted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_request_that_bans_every_token_ends_alone_in_an_error(engine: Engine, temperature: float) -> None:
+    expected = token_ids(generate(engine, PROMPT[:3], max_tokens=6))
+    bans = {"allowed_token_ids": (5, 6), "bad_words_token_ids": ((6,), (5, 5, 5))}
+    add(engine, "bad", PROMPT, temperature=temperature, logprobs=1, **bans)
+    add(engine, "good", PROMPT[:3])
+    outputs = drain(engine)
+    assert token_ids(outputs["good"]) == expected
+    assert token_ids(outputs["bad"]) == [5, 5, None]
+    last = outputs["bad"][-1]
+    assert (last.finish_reason, last.index) == (FinishReason.ERROR, 2)
+    assert last.error == ALL_BANNED and last.is_invalid, "another replica would fail likewise"
+    engine.scheduler.check_integrity()
 
 
 def test_one_choice_may_fail_and_another_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

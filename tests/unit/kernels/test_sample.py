@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.kernels.sample import (
+    ALL_BANNED,
     NOT_A_TOKEN,
     kept_reference,
     philox,
@@ -63,8 +64,9 @@ def test_infinities_and_ties_are_drawn_as_by_the_reference(name: str) -> None:
         sampling = sampling_tensors(len(logits), FILTERS[name])
         tokens = sample(logits, sampling).tolist()
         assert tokens == sample_reference(logits, sampling).tolist()
-        assert all(0 <= token < vocab_size for token in tokens[:6])
+        assert all(0 <= token < vocab_size for token in tokens[:4])
         assert tokens[3] < vocab_size // 3  # beyond lie only -inf
+        assert tokens[4] == ALL_BANNED
         assert tokens[5] == vocab_size // 2  # the infinite logit
 
 
@@ -187,6 +189,15 @@ def test_row_with_nan_gives_no_token_and_other_rows_theirs(vocab_size: int) -> N
         *bad, good = sample(logits, sampling).tolist()
         assert bad == [NOT_A_TOKEN] * vocab_size
         assert good == sample(logits.nan_to_num(), sampling).tolist()[-1]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 16, 35])
+def test_row_of_minus_infinity_is_all_banned_and_one_with_nan_besides_is_no_number(vocab_size: int) -> None:
+    logits = torch.full((3, vocab_size), -math.inf)
+    logits[1, -1], logits[2, -1] = math.nan, -1e38
+    for filters in FILTERS.values():
+        tokens = sample(logits, sampling_tensors(3, filters)).tolist()
+        assert tokens == [ALL_BANNED, NOT_A_TOKEN, vocab_size - 1]
 
 
 # The generator.

@@ -201,6 +201,19 @@ def test_row_with_nan_fails_alone() -> None:
     assert sampled.logprobs == {key: whole.logprobs[key] for key in (("a", 0, 0), ("c", 0, 0))}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_row_that_bans_every_token_ends_alone(temperature: float) -> None:
+    sequences = [make_sequence(name, range(5), logprobs=2, temperature=temperature) for name in "abc"]
+    batch = make_batch(*(rest_of(sequence) for sequence in sequences))
+    logits = random_logits(3)
+    whole = Sampler(CPU).sample(batch, logits.clone()).wait()
+    logits[1] = float("-inf")
+    sampled = Sampler(CPU).sample(batch, logits).wait()
+    assert (sampled.failed, sampled.banned, whole.banned) == ([], [sequences[1]], [])
+    assert sampled.token_ids == [whole.token_ids[0], None, whole.token_ids[2]]
+    assert sampled.logprobs == {key: whole.logprobs[key] for key in (("a", 0, 0), ("c", 0, 0))}
+
+
 def drawn_beside(company: list[Sequence]) -> list[int | None]:
     """Five tokens of one sequence; at each step one of those before it has left."""
     sampler, ours = Sampler(CPU), make_sequence("ours", [1, 2, 3], temperature=1.0, seed=7, top_p=0.9)

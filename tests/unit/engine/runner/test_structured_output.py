@@ -15,7 +15,7 @@ import torch
 
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
-from baton.engine.engine import Engine, load_engine
+from baton.engine.engine import ALL_BANNED, Engine, load_engine
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS
 from baton.engine.runner.sampler import Sampled, Sampler
 from baton.engine.runner.structured_output import MAX_COMPILED, MAX_TENANTS, StructuredOutputMask
@@ -171,18 +171,20 @@ def sampled(spread: float, *, masks_first: bool) -> tuple[list[list[int]], list[
         make_sequence(f"{number}", (1, 2, 3), seed=number, structured_outputs=form, **sampling)
         for number, (form, sampling) in enumerate(product(FORMS.values(), SAMPLINGS))
     ]
-    results = []
+    results: list[Sampled] = []
     for _ in range(30):
         logits = torch.randn((len(sequences), VOCAB_SIZE), generator=generator) * spread
+        banned = {each for result in results for each in result.banned}
         live = [
             number
             for number, each in enumerate(sequences)
-            if not each.num_generated_tokens or each.token_ids[-1] > 1
+            if each not in banned and (not each.num_generated_tokens or each.token_ids[-1] > 1)
         ]
         batch = make_batch(*(rest_of(sequences[number], sequences[number].num_tokens - 1) for number in live))
         results.append(sampler.sample(batch, logits[live]).wait())
         for number, token_id in zip(live, results[-1].token_ids, strict=True):
-            sequences[number].token_ids.append(token_id or 0)  # 0: the grammar has no token that is allowed
+            if token_id is not None:
+                sequences[number].token_ids.append(token_id)
     return [each.token_ids[3:] for each in sequences], results
 
 
@@ -192,6 +194,10 @@ def test_tokens_are_those_of_rows_that_are_masked_before_the_draw(spread: float)
     expected, expected_results = sampled(spread, masks_first=True)
     assert answers == expected
     assert [each.logprobs for each in results] == [each.logprobs for each in expected_results]
+    ended = [[each.key for each in result.banned] for result in results]
+    assert ended == [[each.key for each in result.banned] for result in expected_results]
+    assert any(ended), "some answers reach a place where no allowed token keeps the form"
+    assert not any(result.failed for result in results)
     assert sum(map(len, answers)) > 500
 
 
@@ -281,6 +287,25 @@ def test_form_that_does_not_compile_fails_alone(plain: Engine, tokenizer: Tokeni
     outputs = answers(plain, [bad, good])
     assert [each.finish_reason for each in outputs["bad"]] == [FinishReason.ERROR]
     assert token_ids(outputs[good.request_id]) == expected
+    plain.scheduler.check_integrity()
+
+
+def test_form_that_the_allowed_tokens_cannot_keep_ends_alone_in_an_error(
+    plain: Engine, tokenizer: Tokenizer
+) -> None:
+    good, *_ = requests(tokenizer)
+    expected = token_ids(answers(plain, [good])[good.request_id])
+    allowed = (END_ID, *tokenizer.encode("fi"))
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(
+            temperature=temperature, structured_outputs=FORMS["choice"], allowed_token_ids=allowed
+        )
+        outputs = answers(plain, [request_of(tokenizer, "r", sampling), good])
+        *tokens, last = outputs["r"]
+        assert tokenizer.decode([each.token_id or 0 for each in tokens]) in ("f", "fi")
+        assert (last.finish_reason, last.token_id) == (FinishReason.ERROR, None)
+        assert last.error == ALL_BANNED and last.is_invalid
+        assert token_ids(outputs[good.request_id]) == expected
     plain.scheduler.check_integrity()
 
 
