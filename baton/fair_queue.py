@@ -31,7 +31,7 @@ from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 MAX_CLOCK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
 CREDIT_AGES: Final = 12  # some seconds: an age is a tick of the router
-MAX_IDLE: Final = 1024  # keys that do not wait, above which those without debt are dropped
+MAX_IDLE: Final = 1024  # keys that do not wait, or have no items, above which such keys are forgotten
 Turn: TypeAlias = tuple[float, int, str]  # clock, serial number, key: the least is first
 
 
@@ -289,7 +289,7 @@ def _decay(seconds: float) -> float:
 
 
 Item = TypeVar("Item")
-Group: TypeAlias = bytes  # an opaque key, such as a cache salt
+Group: TypeAlias = bytes  # an opaque key, such as that of a tenant
 
 
 class FairLru(Generic[Item]):
@@ -322,11 +322,17 @@ class FairLru(Generic[Item]):
         self._groups.clear()
 
     def set_weight(self, group: Group, weight: float) -> None:
-        """Set the weight of a group; a group without one has 1.0."""
+        """Set the weight of a group; a group without one has 1.0.
+
+        With more than MAX_IDLE weights of groups without items, all of these but this one are forgotten.
+        """
         if weight == 1.0:
             self._weights.pop(group, None)
-        else:
-            self._weights[group] = weight
+            return
+        self._weights[group] = weight
+        if len(self._weights) > len(self._groups) + MAX_IDLE:
+            kept = self._groups.keys() | {group}
+            self._weights = {each: weight for each, weight in self._weights.items() if each in kept}
 
     def has(self, item: Item, group: Group) -> bool:
         """Return whether the item is in the group."""

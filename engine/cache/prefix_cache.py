@@ -4,8 +4,8 @@
 2. `match` finds the longest chain of known pages that starts a sequence: first on the device, then on the
    host. At least one token is always left to compute, because its logits are needed.
 3. Pages without users stay CACHED in the pool until `make_room` evicts them, oldest leaf first, to the host
-   tier if it has pages. The pages of one salt form a group in `FairLru`: a tenant that fills the cache evicts
-   its own pages.
+   tier if it has pages. All pages of a tenant, with any salt, form a group in `FairLru`: a tenant that
+   fills the cache evicts its own pages.
 4. `take_changes` reports the pages that became known or unknown since the last call.
 
 Invariant: the holder of a known page holds the known page before it. Two sequences that compute the same page

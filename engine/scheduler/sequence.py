@@ -33,7 +33,6 @@ from baton.adapters import Adapter
 from baton.errors import IntegrityError, InvalidRequest
 from baton.fair_queue import DecayedShares, Share
 from baton.request import TEXT_FIELDS, FinishReason, Request, SamplingParams, StepOutput
-from baton.tenants import without_public
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
 PageCopy: TypeAlias = tuple[int, int]  # (device_page, host_page), in either direction
@@ -112,10 +111,6 @@ class Sequence:
     preempted_since_s: float | None = None
     num_draft_tokens: int = 0  # that were checked
     num_accepted_tokens: int = 0  # of these, those that were kept
-    cache_group: bytes = field(init=False)  # the tenant's own salt; eviction is fair among groups
-
-    def __post_init__(self) -> None:
-        self.cache_group = without_public(self.cache_salt)
 
     @classmethod
     def from_request(
@@ -158,6 +153,14 @@ class Sequence:
     @property
     def choice(self) -> int:
         return self.key[1]
+
+    @property
+    def cache_group(self) -> bytes:
+        """The group of its pages in eviction, which is fair among groups: one for all salts of a tenant.
+
+        Tenants share pages without a salt, which are a group of their own.
+        """
+        return self.scheduling_key.encode() if self.cache_salt else b""
 
     @property
     def is_running(self) -> bool:

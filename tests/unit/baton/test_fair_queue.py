@@ -190,6 +190,19 @@ def test_eviction_equals_that_of_a_plain_list(steps: list[tuple[bytes | None, in
     assert (lru.next_out() is None) == (not plain)
 
 
+def test_weights_of_groups_without_items_are_forgotten() -> None:
+    lru = FairLru[int]()
+    lru.set_weight(b"kept", 4.0)
+    for item in range(4):
+        lru.add(item, b"kept")
+    for number in range(3 * MAX_IDLE):
+        lru.set_weight(str(number).encode(), 2.0)
+    assert len(lru._weights) <= MAX_IDLE + 1
+    lru.add(4, b"other")
+    lru.add(5, b"other")
+    assert lru.next_out() == 4, "two items of weight 1 are more than four of weight 4"
+
+
 def test_least_valuable_of_the_oldest_items_goes_first() -> None:
     lru = FairLru[int]()
     assert lru.next_of_least_value(float, 3) is None

@@ -14,30 +14,32 @@ class Cached:
         self.harness = AccountHarness.of(32, num_host_pages=num_host_pages)
         self.num_asked = 0
 
-    def ask(self, tenant: str, prompt: list[int], weight: float = 1.0) -> int:
-        """Answered at once; the tokens of the prompt that were found."""
+    def ask(self, tenant: str, prompt: list[int], weight: float = 1.0, salt: str = "") -> int:
+        """Answered at once; the tokens of the prompt that were found. salt: of the request itself."""
         self.num_asked += 1
         (sequence,) = self.harness.add(
             f"r{self.num_asked}",
             prompt,
             SamplingParams(max_tokens=2),
             tenant=tenant,
-            cache_salt=tenant.encode(),
+            cache_salt=f"{tenant}{salt}".encode(),
             scheduling_key=scheduling_key(weight=weight),
         )
         self.harness.run()
         return sequence.num_cached_tokens
 
-    def flood(self, tenant: str, num_prompts: int = 40) -> None:
+    def flood(self, tenant: str, num_prompts: int = 40, *, has_salts: bool = False) -> None:
+        """has_salts: each request has a salt of its own."""
         for number in range(num_prompts):
-            self.ask(tenant, [self.num_asked, number, *range(14)])
+            self.ask(tenant, [self.num_asked, number, *range(14)], salt=str(number) if has_salts else "")
 
 
+@pytest.mark.parametrize("has_salts", [False, True])
 @pytest.mark.parametrize("num_host_pages", [0, 12])
-def test_flood_leaves_the_quiet_tenants_hot_prefix_in_place(num_host_pages: int) -> None:
+def test_flood_leaves_the_quiet_tenants_hot_prefix_in_place(num_host_pages: int, has_salts: bool) -> None:
     cached = Cached(num_host_pages)
     assert cached.ask("quiet", HOT) == 0
-    cached.flood("noisy")
+    cached.flood("noisy", has_salts=has_salts)
     assert cached.harness.pool.count(PageState.CACHED) > 24
     assert cached.ask("quiet", HOT) == 20  # all whole pages but the last token's
 
@@ -47,6 +49,15 @@ def test_flood_of_ones_own_pushes_out_the_oldest() -> None:
     cached.ask("quiet", HOT)
     cached.flood("quiet")
     assert cached.ask("quiet", HOT) == 0
+
+
+def test_salts_of_one_tenant_share_its_part_and_no_page() -> None:
+    cached = Cached()
+    cached.ask("quiet", HOT, salt="a")
+    assert cached.ask("quiet", HOT, salt="b") == 0
+    assert cached.ask("quiet", HOT, salt="a") == 20
+    cached.flood("quiet", has_salts=True)
+    assert cached.ask("quiet", HOT, salt="a") == 0
 
 
 def test_single_tenant_has_the_whole_cache() -> None:

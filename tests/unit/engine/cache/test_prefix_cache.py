@@ -164,10 +164,11 @@ def test_tenants_share_the_pages_of_a_public_prefix_and_no_others() -> None:
     assert matched(cache, sequence_of("d", range(16), salt=b"one")) == 0
 
 
-def test_pages_of_one_tenant_are_one_group_however_much_of_them_is_public() -> None:
+def test_pages_of_one_tenant_are_one_group_whatever_their_salts_and_however_much_is_public() -> None:
     cache = make()
     for name, num_public in (("a", 4), ("b", 8), ("c", 0)):
-        sequence = sequence_of(name, range(8), salt=with_public(b"one", num_public))
+        sequence = sequence_of(name, range(8), salt=with_public(name.encode(), num_public))
+        sequence.scheduling_key = "one"
         compute(cache, sequence)
         finish(cache, sequence)
     assert cache.pool.cached.num_of(b"one") == cache.pool.count(PageState.CACHED) == 5

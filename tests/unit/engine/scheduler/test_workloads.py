@@ -161,7 +161,7 @@ def run_several_keys(seed: int) -> None:
                 random_prompt(rng),
                 SamplingParams(n=rng.choice([1, 1, 2]), max_tokens=rng.choice([1, 5, 20, 50])),
                 tenant=f"t{tenant}",
-                cache_salt=rng.choice([b"all", b"t%d" % tenant]),
+                cache_salt=rng.choice([b"", b"t%d" % tenant]),
                 priority=rng.choice([0, 0, 1]),
                 arrival_s=harness.clock.now_s(),
                 scheduling_key=keys[tenant],
