@@ -185,6 +185,11 @@ class Replica(ABC):
         """True when any sequence is live."""
         return self.scheduler.has_work()
 
+    @property
+    def is_blocked(self) -> bool:
+        """True when the last step could run no sequence, and one waits for pages alone."""
+        return self.scheduler.is_blocked
+
     # KV that comes from elsewhere or goes there.
 
     @property

@@ -462,10 +462,8 @@ class PrefillWorker(WorkerNode):
         The decode worker may wait for a prompt that this engine has no pages to compute.
         """
         waiting = [each for each in self._by_engine_id.values() if each.stage is PrefillStage.COMPUTED]
-        if waiting:
-            load = self._engine.load()
-            if load.num_waiting and not load.num_running:
-                self._fail(waiting[-1], Failure.BUSY, "other prompts needed its pages")
+        if waiting and self._engine.is_blocked:
+            self._fail(waiting[-1], Failure.BUSY, "other prompts needed its pages")
 
     def _fail(self, job: PrefillJob, failure: Failure, reason: str) -> None:
         self._finish_compute(job)

@@ -81,6 +81,7 @@ class Scheduler:
         self._to_preempt: dict[SequenceKey, PreemptMode] = {}
         self._advanced: Batch | None = None  # counts as computed, and is not committed
         self._launched: deque[Batch] = deque()  # in flight, oldest first
+        self._wait_s: float | None = None  # of the plan that was applied last
         self._serials = count()
         self._version = 0
 
@@ -157,6 +158,14 @@ class Scheduler:
     def num_running(self) -> int:
         return self._queues.num_running
 
+    @property
+    def is_blocked(self) -> bool:
+        """True when no sequence runs and one waits for pages alone: it is not held, nor is the queue window
+        open. Holds after a step.
+        """
+        is_ready = any(not each.is_held for each in self._queues.waiting)
+        return is_ready and not self.num_running and self._wait_s is None
+
     def sequences(self) -> tuple[Sequence, ...]:
         """Every sequence that has not ended, in order of arrival."""
         return tuple(self._queues.by_key.values())
@@ -202,6 +211,7 @@ class Scheduler:
         if plan.version != self._version:
             raise ValueError(f"the plan is stale: made at version {plan.version}, now {self._version}")
         self._version += 1
+        self._wait_s = plan.wait_s
         by_key = self._queues.by_key
         self.cache.host.begin_step()
         self._to_preempt = {k: mode for k, mode in self._to_preempt.items() if k in self._queues.in_flight}

@@ -122,6 +122,46 @@ def test_ungranted_prompts_make_way_when_nothing_else_can_run(make_pair: MakePai
         assert said(pair.heard(request)) == answer_alone(alone, request)
 
 
+def test_ungranted_prompts_stay_while_another_waits_for_the_queue_window(make_pair: MakePair) -> None:
+    pair = make_pair(scheduler={"max_queue_delay_ms": 60.0})
+    pair.prefill.endpoint.holds = Grant
+    requests = [a_request(number, (number, *PROMPT[1:])) for number in range(3)]
+    for request in requests[:2]:
+        pair.dispatch(request)
+    pair.turns_until(lambda: all(pair.heard(request) for request in requests[:2]))
+    pair.dispatch(requests[2])
+    pair.turns_until(lambda: bool(pair.heard(requests[2])))
+    assert len(pair.prefill.node.attempts) == 3
+    assert not pair.decode_worker.counters["recomputed_prefills"]
+    pair.release()
+    pair.quiet_down()
+
+
+def test_ungranted_prompts_make_way_for_one_that_lacks_pages_and_not_for_one_that_is_held(
+    make_pair: MakePair,
+) -> None:
+    """The prefill worker has pages for two prompts. A prompt is held while its grammar is compiled."""
+    pair = make_pair(num_pages=(26, 96))
+    pair.prefill.endpoint.holds = Grant
+    engine, requests = pair.prefill.engine, [a_request(n, (n, *PROMPT[1:])) for n in range(4)]
+    for request in requests[:2]:
+        pair.dispatch(request)
+    pair.turns_until(lambda: all(pair.heard(request) for request in requests[:2]))
+    pair.dispatch(requests[2])
+    pair.turn()
+    (held,) = engine.scheduler.sequences()
+    held.is_held = True
+    for _ in range(9):
+        pair.turn()
+    assert len(pair.prefill.node.attempts) == 3
+    pair.dispatch(requests[3])
+    pair.turns_until(lambda: bool(pair.heard(requests[3])))
+    assert pair.decode_worker.counters["recomputed_prefills"] == 1
+    held.is_held = False
+    pair.release()
+    pair.turns_until(lambda: all(pair.is_answered(request) for request in requests))
+
+
 def test_pages_leave_while_the_rest_is_computed(make_pair: MakePair) -> None:
     pair, request = make_pair(**SMALL_STEPS), a_request(prompt=tuple(range(90)), max_tokens=2)
     pair.decode.endpoint.holds = Wrote
