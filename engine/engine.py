@@ -250,10 +250,11 @@ class Engine(Replica):
         pipeline of N stages they come with the call that launches the (N - 1)th step after it.
 
         A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. A
-        sequence whose request bans every token ends so, too. Any other failure, an interrupt included, loses
-        all requests: pages may be known by now although their contents were never written, so all contents
-        become unknown. Pages that are claimed, kept or leased stay with their holders. With several ranks,
-        the error is the one that a lost rank has reported, if any, and `add` then raises WorkerLost.
+        sequence whose request bans every token, or whose form fails, ends in an error, too, and its pages
+        stay known. Any other failure, an interrupt included, loses all requests: pages may be known by now
+        although their contents were never written, so all contents become unknown. Pages that are claimed,
+        kept or leased stay with their holders. With several ranks, the error is the one that a lost rank has
+        reported, if any, and `add` then raises WorkerLost.
         """
         self._expire()
         sequences = self.scheduler.sequences()
@@ -331,7 +332,7 @@ class Engine(Replica):
         live = {each.adapter.digest for each in self.scheduler.sequences() if each.adapter is not None}
         failed = self._adapters.place_held(live)
         for sequence, _ in failed:
-            self.scheduler.fail(sequence)
+            self.scheduler.fail(sequence, has_valid_pages=True)
         return [last_output(sequence, why, is_invalid=True) for sequence, why in failed]
 
     @property
@@ -416,8 +417,10 @@ class Engine(Replica):
                 outputs.append(last_output(sequence, BAD_LOGITS))
         for sequence in sampled.banned:
             if sequence.finish_reason is None:
-                self.scheduler.fail(sequence)
-                outputs.append(last_output(sequence, ALL_BANNED, is_invalid=True))
+                self.scheduler.fail(sequence, has_valid_pages=True)
+                form_error = self._form_mask.error_of(sequence)
+                error = ALL_BANNED if form_error is None else form_error
+                outputs.append(last_output(sequence, error, is_invalid=form_error is None))
         return outputs
 
     def load(self) -> Load:

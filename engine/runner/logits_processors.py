@@ -63,7 +63,7 @@ class TokenFilter(BatchLogitsProcessor, Protocol):
         """
 
     def masks(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> Tensor:
-        """Return the masks of the rows, for `mask_logits`; the logits of a row that failed become NaN."""
+        """Return the masks of the rows, for `mask_logits`; a row that failed has no token in its mask."""
 
 
 def process_rows(processor: AnyLogitsProcessor, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:

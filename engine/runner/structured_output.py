@@ -58,13 +58,14 @@ class _Progress:
     num_seen: int = 0  # tokens of the sequence, the prompt included
     num_refused: int = 0  # checks in a row that found a banned token
     num_unchecked: int = 0  # tokens to come that are masked without a check
+    error: str | None = None  # the reason for which the form has failed
 
 
 class StructuredOutputMask:
     """Bans the tokens that would break the form of a row's sequence. A `TokenFilter`.
 
-    The logits of a row become NaN, which ends its sequence in an error, when its grammar cannot be compiled
-    or does not take the tokens so far.
+    A row has no token, which ends its sequence in an error, when its grammar cannot be compiled or does not
+    take the tokens so far.
     """
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -113,12 +114,20 @@ class StructuredOutputMask:
     def masks(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> Tensor:
         """As `TokenFilter.masks`."""
         masks_NW = np.zeros((len(rows), num_mask_words(logits_RV.shape[1])), np.int32)
-        for mask_W, (index, row) in zip(masks_NW, rows.items(), strict=True):
-            if not self._fill(mask_W, row):
+        for mask_W, row in zip(masks_NW, rows.values(), strict=True):
+            error = self._fill(mask_W, row)
+            if error is not None:
                 self.counts.num_failed += 1
-                mask_W.fill(-1)
-                logits_RV[index] = float("nan")
+                self._of(row.sequence).error = error
+                about = {"request_id": row.sequence.request_id, "error": error}
+                logger.error("a structured output failed", extra=about)
+                mask_W.fill(0)
         return upload(masks_NW, logits_RV.device)
+
+    def error_of(self, sequence: Sequence) -> str | None:
+        """Return the reason for which the form of the sequence's answer has failed; None if it has not."""
+        progress = self._progress.get(sequence)
+        return None if progress is None else progress.error
 
     def likely_banned(self, rows: Mapping[int, Row]) -> dict[int, Row]:
         """As `TokenFilter.likely_banned`."""
@@ -178,8 +187,8 @@ class StructuredOutputMask:
         token_ids, progress.num_seen = sequence.token_ids[progress.num_seen :], len(sequence.token_ids)
         return not token_ids or matcher.consume_tokens(token_ids)
 
-    def _fill(self, mask_W: "np.ndarray[Any, Any]", row: Row) -> bool:
-        """Write the mask of the row's next token; return whether there is any.
+    def _fill(self, mask_W: "np.ndarray[Any, Any]", row: Row) -> str | None:
+        """Write the mask of the row's next token; return the reason if there is none.
 
         After drafts that break the form everything is allowed: the first of them is not kept.
         """
@@ -188,7 +197,7 @@ class StructuredOutputMask:
         try:
             matcher = progress.matcher = progress.matcher or progress.compiled.result().deep_copy()
         except (ImportError, OSError, ValueError, InvalidRequest, ModelError) as error:
-            return _failed(sequence, str(error))
+            return str(error)
         began_s = perf_counter()
         if self._catch_up(matcher, progress, sequence):
             num_taken = matcher.try_consume_tokens(drafts) if drafts else 0
@@ -199,13 +208,13 @@ class StructuredOutputMask:
             if num_taken:
                 matcher.rollback(num_taken)
         if matcher.is_error():
-            return _failed(sequence, matcher.get_error())
+            return str(matcher.get_error())
         mask_s = perf_counter() - began_s
         if mask_s > LONG_MASK_S:
             progress.num_unchecked = 0
         self.counts.num_masks += 1
         self.counts.mask_s += mask_s
-        return True
+        return None
 
     def _of(self, sequence: Sequence) -> _Progress:
         progress = self._progress.get(sequence)
@@ -248,11 +257,6 @@ class StructuredOutputMask:
         self.counts.num_compiled += 1
         self.counts.compile_s += perf_counter() - began_s
         return matcher
-
-
-def _failed(sequence: Sequence, why: str) -> bool:
-    logger.error("a structured output failed", extra={"request_id": sequence.request_id, "error": why})
-    return False
 
 
 def _num_chars(form: StructuredOutputs) -> int:

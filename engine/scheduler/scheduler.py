@@ -127,9 +127,10 @@ class Scheduler:
         self._version += 1
         return aborted
 
-    def fail(self, sequence: Sequence) -> None:
-        """End a live sequence with invalid KV; the prefix cache forgets its pages."""
-        self.cache.forget(sequence.page_table)
+    def fail(self, sequence: Sequence, *, has_valid_pages: bool = False) -> None:
+        """End a live sequence in an error; the prefix cache forgets its pages unless they are valid."""
+        if not has_valid_pages:
+            self.cache.forget(sequence.page_table)
         self._finish(sequence, FinishReason.ERROR)
         self._version += 1
 

@@ -79,6 +79,7 @@ def test_request_that_bans_every_token_ends_alone_in_an_error(engine: Engine, te
     assert (last.finish_reason, last.index) == (FinishReason.ERROR, 2)
     assert last.error == ALL_BANNED and last.is_invalid, "another replica would fail likewise"
     engine.scheduler.check_integrity()
+    assert generate(engine, PROMPT)[0].num_cached_tokens > 0  # its pages are valid
 
 
 def test_one_choice_may_fail_and_another_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

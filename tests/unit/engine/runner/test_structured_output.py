@@ -15,7 +15,7 @@ import torch
 
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
-from baton.engine.engine import ALL_BANNED, Engine, load_engine
+from baton.engine.engine import ALL_BANNED, BAD_LOGITS, Engine, load_engine
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS
 from baton.engine.runner.sampler import Sampled, Sampler
 from baton.engine.runner.structured_output import MAX_COMPILED, MAX_TENANTS, StructuredOutputMask
@@ -286,7 +286,16 @@ def test_form_that_does_not_compile_fails_alone(plain: Engine, tokenizer: Tokeni
     bad = Request(request_id="bad", token_ids=other.token_ids, sampling=sampling)
     outputs = answers(plain, [bad, good])
     assert [each.finish_reason for each in outputs["bad"]] == [FinishReason.ERROR]
+    assert outputs["bad"][0].error not in (None, BAD_LOGITS, ALL_BANNED)
     assert token_ids(outputs[good.request_id]) == expected
+    plain.scheduler.check_integrity()
+
+
+def test_form_that_fails_leaves_the_cached_pages_of_its_prompt(plain: Engine, tokenizer: Tokenizer) -> None:
+    good, sampling = requests(tokenizer)[0], SamplingParams(structured_outputs=StructuredOutputs(regex="a("))
+    answers(plain, [good])
+    answers(plain, [msgspec.structs.replace(good, request_id="bad", sampling=sampling)])
+    assert answers(plain, [good])[good.request_id][0].num_cached_tokens > 0
     plain.scheduler.check_integrity()
 
 
