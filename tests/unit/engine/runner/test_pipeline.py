@@ -151,6 +151,13 @@ def test_request_that_is_aborted_in_flight_gets_no_further_token(engine: Engine)
     assert token_ids([output for output in outputs if output.request_id == "first"]) == expected
 
 
+def test_request_that_is_aborted_within_its_prompt_leaves_no_prompt_logprobs(engine: Engine) -> None:
+    add(engine, "first", list(range(60)), prompt_logprobs=0)
+    assert engine.step() == [] and engine.step() == []
+    assert len(engine.abort("first")) == 1
+    assert run_to_end(engine) == [] and not engine._sampler._prompts
+
+
 def test_last_stage_draws_unless_rank_0_has_more_to_do(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
