@@ -21,7 +21,7 @@ from torch import Tensor
 
 from baton.engine.runner.logits_processors import upload
 from baton.engine.scheduler.sequence import Row, Sequence
-from baton.errors import InvalidRequest, ModelError
+from baton.errors import InvalidRequest
 from baton.kernels.sample import mask_logits, num_mask_words
 from baton.request import SamplingParams, StructuredOutputs
 from baton.tokenizer_file import TOKENIZER_FILE, has_tokenizer, read_tokenizer
@@ -194,10 +194,13 @@ class StructuredOutputMask:
         """
         sequence, drafts = row.sequence, list(row.drafts)
         progress = self._of(sequence)
-        try:
-            matcher = progress.matcher = progress.matcher or progress.compiled.result().deep_copy()
-        except (ImportError, OSError, ValueError, InvalidRequest, ModelError) as error:
-            return str(error)
+        if progress.matcher is None:
+            error = progress.compiled.exception()
+            if error is not None:
+                self._forget(sequence, progress.compiled)
+                return str(error) or repr(error)
+            progress.matcher = progress.compiled.result().deep_copy()
+        matcher = progress.matcher
         began_s = perf_counter()
         if self._catch_up(matcher, progress, sequence):
             num_taken = matcher.try_consume_tokens(drafts) if drafts else 0
@@ -240,6 +243,12 @@ class StructuredOutputMask:
         if len(self._compiled) > MAX_TENANTS:
             self._compiled.popitem(last=False)
         return compiled
+
+    def _forget(self, sequence: Sequence, compiled: "Future[LLMatcher]") -> None:
+        """Have the form of the sequence compiled again for the next request: the error may have passed."""
+        of_tenant, form = self._compiled.get(sequence.scheduling_key), sequence.sampling.structured_outputs
+        if of_tenant is not None and form is not None and of_tenant.get(form) is compiled:
+            del of_tenant[form]
 
     def _matcher(self, form: StructuredOutputs) -> "LLMatcher":
         # Imported with the first grammar: an engine that computes none runs without the library.

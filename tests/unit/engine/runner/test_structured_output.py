@@ -291,6 +291,29 @@ def test_form_that_does_not_compile_fails_alone(plain: Engine, tokenizer: Tokeni
     plain.scheduler.check_integrity()
 
 
+def test_form_whose_compiler_fails_once_fails_alone_and_is_compiled_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, failures = engine(), [RuntimeError("no memory")]
+    sampling = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
+    form, plain = requests(tokenizer)[0], request_of(tokenizer, "plain", sampling)
+    compiles = made._form_mask._matcher
+
+    def fails_once(asked: StructuredOutputs) -> Any:
+        if failures:
+            raise failures.pop()
+        return compiles(asked)
+
+    monkeypatch.setattr(made._form_mask, "_matcher", fails_once)
+    outputs = answers(made, [form, plain])
+    (failed,) = outputs[form.request_id]
+    assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, "no memory")
+    assert outputs["plain"][-1].finish_reason is FinishReason.LENGTH
+    assert answers(made, [form])[form.request_id][-1].finish_reason is FinishReason.STOP
+    made.scheduler.check_integrity()
+    made.close()
+
+
 def test_form_that_fails_leaves_the_cached_pages_of_its_prompt(plain: Engine, tokenizer: Tokenizer) -> None:
     good, sampling = requests(tokenizer)[0], SamplingParams(structured_outputs=StructuredOutputs(regex="a("))
     answers(plain, [good])
