@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import product
 from pathlib import Path
+from shutil import copytree
 from typing import Any, Final
 
 import jsonschema
@@ -19,7 +20,8 @@ from baton.engine.engine import ALL_BANNED, BAD_LOGITS, Engine, load_engine
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS
 from baton.engine.runner.sampler import Sampled, Sampler
 from baton.engine.runner.structured_output import MAX_COMPILED, MAX_TENANTS, StructuredOutputMask
-from baton.engine.scheduler.sequence import PreemptMode, Row
+from baton.engine.scheduler.sequence import Batch, Plan, PreemptMode, Row
+from baton.engine.speculation.draft_lengths import StepCosts
 from baton.errors import InvalidRequest
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, StructuredOutputs, TokenIds
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 TINY: Final = resolve_model("tiny")
 VOCAB_SIZE: Final = 1024  # of the logits; the tokenizer has fewer tokens
 END_ID: Final = 1
+SECOND_END_ID: Final = 2  # of a model with two
 SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {
@@ -232,6 +235,56 @@ def test_tokens_that_the_form_forces_need_no_step_each(plain: Engine, tokenizer:
     assert token_ids(answers(made, [request])["r"]) == expected
     assert len(batches) < 0.7 * len(expected)
     made.close()
+
+
+def conversation(tokenizer: Tokenizer, answered: dict[str, list[StepOutput]]) -> list[Request]:
+    """Return requests in every form. Each prompt has the answers of this form so far, with their ends."""
+    asked: list[Request] = []
+    biases: tuple[dict[int, float], ...] = ({}, {END_ID: 60.0}, {SECOND_END_ID: 60.0})
+    for (name, form), bias, top_k in product(FORMS.items(), biases, (0, 20)):
+        earlier = [token_ids(outputs) for key, outputs in answered.items() if key.startswith(name)]
+        prompt = [token_id or 0 for each in earlier for token_id in each] + tokenizer.encode(PROMPTS[0])
+        sampling = SamplingParams(
+            seed=len(asked), top_k=top_k, max_tokens=200, structured_outputs=form, logit_bias=bias
+        )
+        key = f"{name} {len(asked)}"
+        asked.append(Request(request_id=key, token_ids=TokenIds.of(prompt[-240:]), sampling=sampling))
+    return asked
+
+
+def test_drafts_that_run_over_the_end_of_a_form_change_no_token(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has two end tokens, and answers repeat earlier ones."""
+    flat = {1: 1.0, 4096: 1.0}  # so all proposed tokens are computed
+    monkeypatch.setattr("baton.engine.engine.time_steps", lambda *arguments: StepCosts(flat, flat))
+    monkeypatch.setattr(StepCosts, "observe", lambda *arguments, **fields: None)
+    directory = copytree(TINY, tmp_path / "model")
+    ends = {"eos_token_id": [END_ID, SECOND_END_ID]}
+    (directory / "generation_config.json").write_text(json.dumps(ends))
+    speculative, drafts = {"method": "suffix", "prompt_lookup_min": 1}, list[list[int]]()
+    with (
+        closing(engine(model=str(directory))) as plain,
+        closing(engine(model=str(directory), speculative=speculative)) as drafting,
+    ):
+        apply = drafting.scheduler.apply
+
+        def note(plan: Plan) -> Batch:
+            batch = apply(plan)
+            drafts.extend([*each] for each in batch.drafts.values())
+            return batch
+
+        monkeypatch.setattr(drafting.scheduler, "apply", note)
+        expected: dict[str, list[StepOutput]] = {}
+        for _ in range(3):
+            asked = conversation(tokenizer, expected)
+            expected, found = answers(plain, asked), answers(drafting, asked)
+            assert {key: token_ids(each) for key, each in found.items()} == {
+                key: token_ids(each) for key, each in expected.items()
+            }
+            assert {each[-1].token_id for each in found.values()} == {END_ID, SECOND_END_ID}
+    for end in (END_ID, SECOND_END_ID):
+        assert any(end in each[:-1] for each in drafts), "no draft has tokens after an end"
 
 
 def test_nobody_waits_for_the_grammar_of_another(
