@@ -19,6 +19,7 @@ from typing import Final
 
 from baton.config.environment import LOG_FORMATS, LogFormat, log_format, log_level
 
+CONTROLS: Final = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160))}
 TEXT: Final = "%(levelname)s %(name)s %(message)s"
 # The fields of every record; the code that logs has attached all others.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -38,7 +39,7 @@ def set_up_logging(process: str = "", *, format: LogFormat | None = None, force:
     handler = logging.StreamHandler(sys.stderr)
     is_json = (format or log_format()) == "json"
     text = f"{process} | {TEXT}" if process else TEXT
-    handler.setFormatter(JsonLines(process) if is_json else logging.Formatter(text))
+    handler.setFormatter(JsonLines(process) if is_json else TextLines(text))
     logging.basicConfig(level=log_level(), handlers=[handler], force=force)
 
 
@@ -50,6 +51,15 @@ def say(text: str, process: str = "serve") -> None:
         record = {"name": f"baton.{process}", "levelname": "INFO", "levelno": logging.INFO, "msg": text}
         line = JsonLines(process).format(logging.makeLogRecord(record))
     print(line, file=sys.stderr, flush=True)
+
+
+class TextLines(logging.Formatter):
+    """Formats each record as one line of text, whatever another process has put into the message."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
+        """Return the line, with control characters of the message escaped."""
+        record.message = record.message.translate(CONTROLS)
+        return super().formatMessage(record)
 
 
 class JsonLines(logging.Formatter):

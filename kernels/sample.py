@@ -633,13 +633,14 @@ def _sample_native(
     _check(logits_BV, sampling)
     num_rows, vocab_size = logits_BV.shape
     scratch = torch.empty((native.num_threads(), 2 * vocab_size))
-    native.function("baton_sample", "pn" + 12 * "p" + "nn")(
+    native.function("baton_sample", "pn" + 10 * "p" + "nppnn")(
         logits_BV.data_ptr(),
         logits_BV.stride(0),
         *(values_B.data_ptr() for values_B in sampling.tensors),
         None if rows_N is None else rows_N.data_ptr(),
         None if masks_NW is None else masks_NW.data_ptr(),
         scratch.data_ptr(),
+        len(scratch),
         tokens_B.data_ptr(),
         peaks_B.data_ptr(),
         num_rows if rows_N is None else len(rows_N),

@@ -3,7 +3,8 @@
 `save` walks the objects that a router consists of; `load` gives a new router the same objects. A class needs
 no code for this: its state is its attributes, or the value of `__getstate__`. An object that two others share
 is shared after loading, too. `load` makes objects of Baton's value classes, of the router's classes and of
-classes in the policy's module, and refuses any other name. It runs the constructors of values alone.
+classes in the policy's module, and refuses any other name. It sets the attributes that such objects have, so
+none takes the place of a method, and runs the constructors of values alone.
 
 Left out are the parts that belong to the process: clock, connections, the link to other routers, deferred
 work. The tokens of queued prompts, their tenants' salts and their forms are left out too (`bare_request`).
@@ -39,6 +40,15 @@ _OURS: Final = ("baton.router.", "baton.messages.", "baton.config.")
 _VALUES: Final = ("baton.clock", "baton.fair_queue", "baton.request", "baton.tenants")
 # Structs of these modules hold values alone, so msgspec writes and reads them whole.
 _LEAVES: Final = ("baton.messages.", "baton.config.", "baton.tenants", "baton.request")
+# What the attributes of a router refer to by name, beside builtins and the code of a policy.
+_REFERRED: Final = frozenset(
+    {
+        "baton.messages.status:Times",
+        "baton.router.in_flight:WorkerInFlight",
+        "baton.router.policies.candidates:cheapest",
+        "baton.router.policies.candidates:longest",
+    }
+)
 # The fields that routing reads, apart from the numbers of tokens.
 KEPT_REQUEST: Final = (
     *("request_id", "attempt", "choice", "is_probe"),
@@ -288,6 +298,11 @@ class _Loader:
     def load_named(self, name: str) -> Any:
         if name in _BUILTINS:
             return _BUILTINS[name]
+        if name not in _REFERRED and name.partition(":")[0] != self._policy_module:
+            raise ValueError(f"the state refers to {name}, which no router does")
+        return self._found(name)
+
+    def _found(self, name: str) -> Any:
         found = self._classes.get(name)
         if found is None:
             module, _, path = name.partition(":")
@@ -302,7 +317,7 @@ class _Loader:
         return found
 
     def _class(self, name: str, base: type) -> Any:
-        found = self.load_named(name)
+        found = self._found(name)
         if not isinstance(found, type) or not issubclass(found, base):
             raise ValueError(f"the state has a {name} where a {base.__name__} belongs")
         return found
@@ -325,6 +340,8 @@ class _Loader:
         kind = self._class(written[0], object)
         made = self._keep(kind.__new__(kind))
         state = self.value(written[1])
+        if isinstance(state, dict) and (foreign := state.keys() - set(_attribute_names(kind))):
+            raise ValueError(f"a {written[0]} has no attributes {', '.join(sorted(foreign))}")
         if hasattr(made, "__setstate__"):
             made.__setstate__(state)
             return made

@@ -17,13 +17,14 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Self, TypeAlias, get_args
 
 import msgspec
 import numpy as np
 
 from baton.config.loader import without_credentials
 from baton.config.router import RouterConfig
+from baton.messages.bounds import Attempt, Id, Name
 from baton.messages.control import (
     Alive,
     Decision,
@@ -108,15 +109,18 @@ class Logs(Event, frozen=True):
     """The router writes a decision log from now on."""
 
 
+NumTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**20)]  # more than a Submit can carry
+
+
 class Submitted(Event, frozen=True, kw_only=True):
     """A Submit without tokens; `bare_request` says what is kept of a request."""
 
-    request_id: str
-    attempt: int
-    num_prompt_tokens: int
-    num_generated_tokens: int = 0
-    tenant: str = ""
-    model: str = ""
+    request_id: Id
+    attempt: Attempt
+    num_prompt_tokens: NumTokens
+    num_generated_tokens: NumTokens = 0
+    tenant: Name = ""
+    model: Name = ""
     priority: int = 0
     sla: Sla
     scheduling_key: SchedulingKey

@@ -7,8 +7,8 @@
 
 `rehearse` is pure: the same arguments give the same figures. It has two modes:
 
-- `fast` (sim/timed/fast.py) sums the steps of a batch between two events in closed form. The policy `cost` runs
-  as a LightRouter, without messages; any other policy in the production router, which takes longer.
+- `fast` (sim/timed/fast.py) sums the steps of a batch between two events in closed form. A LightRouter runs
+  the policy `cost`, without messages. Other policies run in the production router, which takes longer.
 - `full` (sim/timed/full.py) runs the whole production control plane, step by step.
 
 Each figure has an interval: the cluster is rehearsed, in the fast mode, with all work as long as predicted,

@@ -266,6 +266,8 @@ def _framed(body: bytes) -> Iterator[bytes]:
     while place < len(body):
         begin = place + LENGTH_BYTES
         place = begin + int.from_bytes(body[place:begin], "big")
+        if place == begin:
+            raise EOFError("a chunk is empty")
         yield body[begin:place]
 
 

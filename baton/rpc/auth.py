@@ -4,7 +4,9 @@ Keys, one for each purpose and for each pair of process kinds, are derived from 
 
 1. The launcher of a process derives the keys of its kind: a `KeyRing`. The process gets the ring and never
    the cluster key, so a gateway can neither pose as a worker nor read page links.
-2. A link between a process of kind A and one of kind B is proved with the key of the pair (A, B).
+2. A link between a process of kind A and one of kind B is proved with the key of the pair (A, B). Both kinds
+   hold it, so an end accepts only the kinds that connect to it (`_DIALLERS`): no worker can pose as a router
+   to another worker.
 3. A ring may hold several generations, the current one first. The connecting end proves itself with its
    current generation; the accepting end takes every generation that it holds.
 4. `replace` changes the generations of a running process, for `baton cluster-key rotate` and `retire`.
@@ -63,6 +65,11 @@ _PURPOSES: Final[Mapping[Kind, tuple[str, ...]]] = {
     Kind.ROUTER: (REDIS_NAMES, REDIS_VALUES),
     Kind.WORKER: (PAGES, RANKS),
     Kind.OPERATOR: (),
+}
+# The kinds that open control links to a process of a kind; None: to an end whose links are of one kind.
+_DIALLERS: Final[Mapping[Kind | None, tuple[Kind, ...]]] = {
+    Kind.WORKER: (Kind.GATEWAY, Kind.WORKER),
+    Kind.ROUTER: (Kind.GATEWAY, Kind.WORKER, Kind.OPERATOR),
 }
 
 
@@ -294,9 +301,11 @@ class Challenge:
     def _answer(self, opening: bytes) -> bytes:
         _check_length(opening, OPENING_BYTES)
         self.peer = Preface.decode(opening[NONCE_BYTES:])
-        key_id = self.peer.key_id
+        key_id, kind = self.peer.key_id, self.peer.kind
+        may_dial = kind is None or kind in _DIALLERS.get(self._keys.kind, ())
         # A random key makes a proof that fails, which tells the peer that its key is refused.
-        self._key = self._keys.find(key_id, self.peer.kind) or secrets.token_bytes(PROOF_BYTES)
+        found = self._keys.find(key_id, kind) if may_dial else None
+        self._key = found or secrets.token_bytes(PROOF_BYTES)
         self._own = self._own._replace(key_id=key_id)
         answer = self.first()
         self._transcript = opening + answer

@@ -279,7 +279,7 @@ class Frontend:
         now_s = self._clock.now_s()
         for event in events:
             stream = self._streams.get(event.request_id)
-            if stream is None or stream.attempt != event.attempt:
+            if stream is None or stream.attempt != event.attempt or not stream.may_come_from(peer.hello.id):
                 if event.times is not None and event.finish_reason is FinishReason.ABORT:
                     self._cancelled_phases(peer, event)
                     continue
@@ -345,6 +345,8 @@ class Frontend:
             return
         if stream.is_decoding and peer.hello.process is Kind.ROUTER:
             return  # only the router's connection to the decode worker is lost
+        if peer.hello.process is Kind.WORKER and not stream.may_come_from(peer.hello.id):
+            return
         worker = failed.worker or peer.hello.id
         if failed.failure is Failure.INVALID and not stream.log:
             self._fail(stream, InvalidRequest(failed.reason))

@@ -441,6 +441,10 @@ class RequestStream:
         """Return whether the loss of this worker can lose tokens of the present attempt."""
         return self.decode == worker or (self.prefill == worker and not self.has_started)
 
+    def may_come_from(self, worker: str) -> bool:
+        """Return whether this worker answers the present attempt; any may while the router has not said."""
+        return not self.decode or worker in (self.decode, self.prefill)
+
     def avoid_worker(self, worker: str) -> None:
         """Have the next attempts avoid a worker, if they can; "" is no worker."""
         if not worker:

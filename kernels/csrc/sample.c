@@ -5,6 +5,8 @@
 // 2. Noise for token v is Philox4x32-10 keyed by the seed, counter (v / 4, position, choice), word v % 4:
 //    it depends on nothing but (seed, choice, position, v), so a replayed sequence draws the same tokens.
 // 3. A bit mask may ban tokens of a row. Few allowed tokens are gathered and drawn from; no other one is read.
+#include <stdlib.h>
+
 #include "simd.h"
 
 #define NOT_A_TOKEN -1
@@ -179,6 +181,7 @@ struct rows_to_sample {
     const int64_t *position, *rows;
     const uint32_t *masks;
     float *scratch;
+    int64_t num_scratches;
     int64_t *tokens, *peaks, size;
 };
 
@@ -210,7 +213,9 @@ static int64_t sample_allowed(
 
 static void sample_rows(const void *context, int64_t begin, int64_t end, int thread) {
     const struct rows_to_sample *s = context;
-    float *scratch = s->scratch + thread * 2 * s->size;
+    // More threads may run than when the caller made the scratch.
+    float *own = thread < s->num_scratches ? NULL : malloc(2 * s->size * sizeof(float));
+    float *scratch = own ? own : s->scratch + thread * 2 * s->size;
     int64_t num_words = (s->size + WORD_BITS - 1) / WORD_BITS;
     for (int64_t i = begin; i < end; i++) {
         int64_t r = s->rows ? s->rows[i] : i;
@@ -219,17 +224,19 @@ static void sample_rows(const void *context, int64_t begin, int64_t end, int thr
         s->tokens[r] = s->masks ? sample_allowed(&p, logits, s->masks + i * num_words, scratch, s->size, s->peaks + r)
                                 : sample_row(&p, logits, scratch, s->size, s->peaks + r);
     }
+    free(own);
 }
 
 // logits: [all rows, size] fp32, rows `stride` floats apart; rows: null, or [num_rows], distinct, those to sample;
 // masks: null, or [num_rows, words], contiguous: bit v % 32 of word v / 32 allows token v, and logits of other tokens
-// may become -inf; scratch: [num_threads, 2 * size]; tokens, peaks (the first of the largest logits): [all rows].
+// may become -inf; scratch: [num_scratches, 2 * size]; tokens, peaks (the first of the largest logits): [all rows].
 EXPORT void baton_sample(
     float *logits, ptrdiff_t stride, const float *temperature, const int32_t *top_k, const float *top_p,
     const float *min_p, const int64_t *seed, const int32_t *choice, const int64_t *position, const int64_t *rows,
-    const uint32_t *masks, float *scratch, int64_t *tokens, int64_t *peaks, int64_t num_rows, int64_t size) {
+    const uint32_t *masks, float *scratch, int64_t num_scratches, int64_t *tokens, int64_t *peaks, int64_t num_rows,
+    int64_t size) {
     struct rows_to_sample s = {
         logits, stride, temperature, top_k, top_p, min_p, seed, choice,
-        position, rows, masks, scratch, tokens, peaks, size};
+        position, rows, masks, scratch, num_scratches, tokens, peaks, size};
     parallel_for(num_rows, 1, sample_rows, &s);
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.cluster.logs import JsonLines, say
+from baton.cluster.logs import TEXT, JsonLines, TextLines, say
 from baton.cluster.runtimes.base import Assignment, ProcessSpec, assignment, generations_of
 from baton.config.environment import LOG_FORMATS, LogFormat, log_format
 from baton.config.router import RouterConfig
@@ -29,6 +29,11 @@ def test_json_line_has_message_logger_and_attached_fields() -> None:
     assert read["time"].endswith("Z") and read.keys() == {
         *("time", "level", "process", "pid", "logger", "message", "worker")
     }
+
+
+def test_text_of_another_process_stays_on_its_line() -> None:
+    record = logging.LogRecord("l", logging.ERROR, "", 0, "failed: %s", ("a\nERROR b \x1b[2J\x9b",), None)
+    assert TextLines(TEXT).format(record) == "ERROR l failed: a\\nERROR b \\x1b[2J\\x9b"
 
 
 def test_json_line_of_an_exception_holds_its_traceback() -> None:

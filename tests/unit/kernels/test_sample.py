@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from baton.kernels import native
 from baton.kernels.sample import (
     ALL_BANNED,
     NOT_A_TOKEN,
@@ -227,3 +228,31 @@ def test_philox_broadcasts_and_ignores_high_bits() -> None:
     assert words.shape == (2, 3, 4)
     assert torch.equal(words, high)
     assert len(set(words.flatten().tolist())) == words.numel()
+
+
+def test_threads_beyond_the_scratch_have_their_own() -> None:
+    """Another engine may raise the number of threads between the caller's look at it and the call."""
+    num_rows, vocab_size = 64, 4096
+    logits_BV = logits_of(num_rows, vocab_size, 3.0, tied=False)
+    sampling = sampling_tensors(num_rows, Filters(temperature=1.0, top_k=7, top_p=0.9, min_p=0.0))
+    expected_B, before = sample(logits_BV.clone(), sampling), native.num_threads()
+    scratch, (tokens_B, peaks_B) = torch.full((2, 2 * vocab_size), 7.0), torch.empty((2, num_rows)).long()
+    try:
+        native.set_num_threads(4)
+        for _ in range(20):
+            native.function("baton_sample", "pn" + 10 * "p" + "nppnn")(
+                logits_BV.data_ptr(),
+                logits_BV.stride(0),
+                *(values_B.data_ptr() for values_B in sampling.tensors),
+                None,
+                None,
+                scratch.data_ptr(),
+                1,
+                tokens_B.data_ptr(),
+                peaks_B.data_ptr(),
+                num_rows,
+                vocab_size,
+            )
+    finally:
+        native.set_num_threads(before)
+    assert torch.equal(tokens_B, expected_B) and (scratch[1] == 7.0).all()

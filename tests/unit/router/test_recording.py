@@ -175,12 +175,24 @@ def test_shared_objects_are_shared_again() -> None:
         ["named_tuple", "baton.router.decisions:encode_line", [1]],
         ["enum", "baton.router.router:Router", 1],
         ["named", "baton.router.recording:platform.node"],
+        ["named", "baton.router.policies.registry:policy_class"],
+        ["object", ["baton.router.membership:Membership", ["dict", "dict", None, ["find", 1]]]],
+        ["object", ["baton.router.router:Router", ["dict", "dict", None, ["received", 1]]]],
         ["nonsense"],
     ],
 )
 def test_state_that_names_other_code_is_refused(state: list[object]) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(msgspec.msgpack.encode(state), {})
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 2**33])
+def test_recorded_request_has_no_more_tokens_than_a_submit_can_carry(num_tokens: int) -> None:
+    fields = {"request_id": id_of("r"), "attempt": 0, "num_prompt_tokens": 3, "sla": {}, "scheduling_key": {}}
+    assert msgspec.convert(fields, Submitted).num_generated_tokens == 0
+    for name in ("num_prompt_tokens", "num_generated_tokens"):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert({**fields, name: num_tokens}, Submitted)
 
 
 def test_router_without_a_recording_says_so() -> None:

@@ -194,6 +194,12 @@ def test_bundle_runs_no_code_that_it_names_itself(tmp_path: Path) -> None:
     assert replay.checkpoint.config.policy == "antigravity:Policy"
 
 
+def test_chunk_without_bytes_is_damage(tmp_path: Path) -> None:
+    path = bundle_of(tmp_path / "bundle", [*rehearsed().chunks(), b""])
+    with pytest.raises(ConfigError, match="a chunk is empty"):
+        read_bundle(path)
+
+
 def test_bundle_that_is_too_large_is_not_unpacked(tmp_path: Path) -> None:
     path = bundle_of(tmp_path / "bundle", rehearsed().chunks())
     told = bytearray(path.read_bytes())

@@ -31,7 +31,7 @@ class Recorder:
     """A node that keeps everything that it hears; `refuses` is a message type that it calls an offence."""
 
     def __init__(self, name: str, *, refuses: type[AnyMessage] | None = None) -> None:
-        self.hello = Hello(process=Kind.GATEWAY, id=name * 32)
+        self.hello = Hello(process=Kind.WORKER, id=name * 32)
         self.peers: list[Peer] = []
         self.messages: list[AnyMessage] = []
         self.num_joined = self.num_left = self.num_ticks = 0

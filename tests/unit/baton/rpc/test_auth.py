@@ -87,10 +87,23 @@ def keys_of(kind: Kind, *cluster_keys: bytes) -> LinkKeys:
     return LinkKeys(KeyRing.of(cluster_keys or (KEY,), kind))
 
 
+DIALLED = (
+    (Kind.GATEWAY, Kind.ROUTER),
+    (Kind.WORKER, Kind.ROUTER),
+    (Kind.OPERATOR, Kind.ROUTER),
+    (Kind.GATEWAY, Kind.WORKER),
+    (Kind.WORKER, Kind.WORKER),
+)
+
+
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("other", Kind)
-def test_processes_of_any_two_kinds_prove_which_they_are(kind: Kind, other: Kind) -> None:
+def test_processes_prove_which_they_are_where_one_connects_to_the_other(kind: Kind, other: Kind) -> None:
     connecting, accepting = ends(keys_of(kind), keys_of(other))
+    if (kind, other) not in DIALLED:
+        with pytest.raises(WireError, match="does not hold"):
+            run(connecting, accepting)
+        return
     run(connecting, accepting)
     assert connecting.session_key == accepting.session_key is not None
     assert connecting.peer is not None and accepting.peer is not None
@@ -98,11 +111,20 @@ def test_processes_of_any_two_kinds_prove_which_they_are(kind: Kind, other: Kind
 
 
 class Liar(LinkKeys):
-    """Claims to be a worker, with the keys of another kind."""
+    """Claims to be of one kind, with the keys of another."""
+
+    claimed = Kind.WORKER
 
     @property
     def kind(self) -> Kind:
-        return Kind.WORKER
+        return self.claimed
+
+
+def test_worker_is_no_router_to_another_worker_although_both_hold_the_key_of_the_pair() -> None:
+    lie = Liar(KeyRing.of(KEY, Kind.WORKER))
+    lie.claimed = Kind.ROUTER
+    with pytest.raises(WireError, match="does not hold"):
+        run(*ends(lie, keys_of(Kind.WORKER)))
 
 
 @pytest.mark.parametrize("kind", [Kind.GATEWAY, Kind.ROUTER, Kind.OPERATOR])
@@ -138,7 +160,7 @@ def test_keys_of_different_purposes_and_clusters_differ() -> None:
 def test_both_generations_are_accepted_while_keys_are_exchanged() -> None:
     for own in ((KEY,), (KEY, OTHER_KEY), (OTHER_KEY, KEY), (OTHER_KEY,)):
         for peers in ((KEY, OTHER_KEY), (OTHER_KEY, KEY)):
-            run(*ends(keys_of(Kind.ROUTER, *own), keys_of(Kind.WORKER, *peers)))
+            run(*ends(keys_of(Kind.WORKER, *own), keys_of(Kind.ROUTER, *peers)))
 
 
 def test_old_key_is_refused_once_it_is_retired() -> None:

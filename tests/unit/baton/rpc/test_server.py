@@ -281,7 +281,7 @@ def test_address_with_another_key_is_dialled_again_after_growing_pauses(
 async def test_process_cannot_pose_as_one_of_another_kind() -> None:
     node = Recorder("a")
     async with hosted(node) as (rpc_server, address):
-        rogue = await Rogue.connect(address, kind=Kind.ROUTER)
+        rogue = await Rogue.connect(address, kind=Kind.GATEWAY)
         rogue.write(rogue.frame(Hello(process=Kind.WORKER, id="d" * 32)))
         await until(lambda: rpc_server.dropped.counts().get("role") == 1)
         assert node.num_joined == 0
@@ -291,13 +291,13 @@ async def test_process_cannot_pose_as_one_of_another_kind() -> None:
 async def test_rotated_key_keeps_connections_and_refuses_the_old_key() -> None:
     old, new = KEY, b"n" * 32
     one, other, late = Recorder("a"), Recorder("b"), Recorder("c")
-    rings = [KeyRing.of(old, Kind.GATEWAY) for _ in range(2)]
+    rings = [KeyRing.of(old, Kind.WORKER) for _ in range(2)]
     async with hosted(one, rings[0]) as (_, address), hosted(other, rings[1]) as (rpc_server, _):
         rpc_server.dial(address)
         await until(lambda: one.num_joined == other.num_joined == 1)
         for keys in ((old, new), (new, old), (new,)):
             for ring in rings:
-                ring.replace(KeyRing.of(keys, Kind.GATEWAY).generations)
+                ring.replace(KeyRing.of(keys, Kind.WORKER).generations)
         one.peers[0].send(tokens(1, 1))
         await until(lambda: len(other.messages) == 1)
         assert one.num_left == other.num_left == 0

@@ -43,6 +43,16 @@ def test_late_messages_of_a_former_attempt_change_nothing() -> None:
     assert g["router"].take(Submit) == []
 
 
+def test_worker_that_does_not_answer_a_request_says_nothing_about_it() -> None:
+    g, sink = running("p0", "d0", "d1")
+    g.say("d1", event(3, STOP))
+    g["d1"].say(failed(Failure.ERROR))
+    assert (sink.token_ids, sink.finish) == ([100, 101, 102], None)
+    assert g["d1"].only(Cancel) == Cancel(request_id=R, attempt=0)
+    g.say("d0", event(3, STOP))
+    assert (sink.token_ids, sink.finish) == ([100, 101, 102, 103], STOP)
+
+
 def test_prefill_worker_is_needed_until_the_first_token() -> None:
     g = gateway("p0", "d0")
     g.open()
