@@ -107,6 +107,9 @@ def others() -> Iterator[Hostile]:
     yield _body("detokenize 2 M", "/detokenize", {"tokens": [7] * 2_000_000})
     yield _completion("echo of 120,000", prompt=[7] * 120_000, echo=True, max_tokens=1)
     yield _completion("a stream of the same", prompt=[7] * 120_000, echo=True, max_tokens=1, stream=True)
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    many = {"prompt": ["a"] * 128, "n": 8, "max_tokens": 16, "stream": True, "stream_options": usage}
+    yield _completion("usage in each chunk of 1,024 choices", **many)
     yield _chat("numbers", [{"role": "user", "content": "a", "x": [1.5] * 800_000}])
 
 

@@ -113,7 +113,7 @@ class Answer:
         self._unopened: deque[tuple[AnswerChoice, str]] = deque()  # with the worker that has the prompt
         self._num_running = len(self.choices)
         self.is_over = False
-        self._usage: Usage | None = None  # once the answer is over
+        self._usage: Usage | None = None  # of the tokens so far; every chunk may show it
 
     @property
     def num_cached_tokens(self) -> int:
@@ -132,10 +132,8 @@ class Answer:
             num_reasoning += max(choice.num_reasoning_tokens, shown.num_reasoning_tokens)
             if choice.number == 0:
                 num_cached += shown.num_cached_tokens if shown.is_begun else choice.num_cached_tokens
-        usage = Usage(self.call.num_prompt_tokens, num_completion, num_cached, num_reasoning)
-        if self.is_over:
-            self._usage = usage
-        return usage
+        self._usage = Usage(self.call.num_prompt_tokens, num_completion, num_cached, num_reasoning)
+        return self._usage
 
     @property
     def is_whole(self) -> bool:
@@ -180,6 +178,7 @@ class Answer:
 
     def advanced(self, choice: "AnswerChoice", delta: Delta, *, by_worker: bool) -> None:
         """Take a part of a choice from the choice. by_worker: its worker knows of the end, if this is it."""
+        self._usage = None
         is_first = choice.num_tokens == len(delta.token_ids)
         if is_first and choice.number == 0 and self.call.num_choices > 1:
             self._open_others(choice)
