@@ -22,9 +22,8 @@ from baton.gateway.api.admin import Canary, Find, add_admin_routes
 from baton.gateway.api.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_error
-from baton.gateway.api.dialects.response_store import ResponseStore, list_items
 from baton.gateway.api.dialects.responses import ResponsesBody
-from baton.gateway.api.errors import ApiError, as_api_error, unsupported
+from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.http.api_page import HEADERS as API_PAGE_HEADERS
 from baton.gateway.http.api_page import api_page
 from baton.gateway.http.auth import AuthMiddleware
@@ -88,7 +87,6 @@ def make_app(
     exporter: Exporter,
     feed: LiveFeed,
     config: GatewayConfig,
-    responses: ResponseStore,
     find: Find,
     tracer: Tracer | None,
     routes: Iterable[Callable[[FastAPI], None]],
@@ -113,7 +111,6 @@ def make_app(
     _add_operator_pages(app, exporter)
     add_dashboard_routes(app, feed, service)
     _add_models(app, models)
-    _add_responses(app, responses)
     add_admin_routes(app, service, find)
     for add_routes in routes:
         add_routes(app)
@@ -219,29 +216,6 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
         model = models.of(name)
         model.read_policy(request.state.tenant).check_model(name)
         return _card(model, name)
-
-
-def _add_responses(app: FastAPI, store: ResponseStore) -> None:
-    missing: dict[int | str, dict[str, Any]] = {404: {"description": "The tenant has no such response"}}
-
-    @app.get("/v1/responses/{id}", responses=missing)
-    async def response(id: str, request: Request) -> Response:
-        """Return a stored response."""
-        for key in request.query_params:
-            raise unsupported(key[:40])
-        return Response((await store.find(request.state.tenant.name, id)).response, media_type=JSON)
-
-    @app.get("/v1/responses/{id}/input_items", responses=missing)
-    async def input_items(id: str, request: Request) -> dict[str, Any]:
-        """List the items of the conversation before the answer, the latest first unless `order=asc`."""
-        stored = await store.find(request.state.tenant.name, id)
-        return list_items(stored, id, request.query_params)
-
-    @app.delete("/v1/responses/{id}", responses=missing)
-    async def delete(id: str, request: Request) -> dict[str, Any]:
-        """Forget a stored response."""
-        await store.find(request.state.tenant.name, id, forgets=True)
-        return {"id": id, "object": "response", "deleted": True}
 
 
 def _card(model: ServedModel, name: str) -> dict[str, Any]:

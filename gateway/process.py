@@ -23,6 +23,7 @@ from baton.errors import Overloaded
 from baton.gateway.api.adapters import ServedAdapters, add_adapter_routes
 from baton.gateway.api.admin import Canary
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
+from baton.gateway.api.dialects.response_store import add_response_routes
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.sleep import add_sleep_routes
 from baton.gateway.app import make_app
@@ -105,14 +106,15 @@ class GatewayProcess:
             exporter=exporter,
             feed=self.feed,
             config=config,
-            responses=self._inference.responses,
             find=self.find,
             tracer=self._tracer,
-            routes=self._routes(),
+            routes=self._routes(clock),
         )
         self._server = HttpServer(app, config, self._refused)
 
-    def _routes(self) -> Iterator[Callable[[FastAPI], None]]:
+    def _routes(self, clock: Clock) -> Iterator[Callable[[FastAPI], None]]:
+        stored = self._inference.responses
+        yield partial(add_response_routes, store=stored, limiter=self.limiter, clock=clock)
         yield partial(add_sleep_routes, models=self._models)
         yield partial(add_adapter_routes, adapters=self._adapters)
 

@@ -68,7 +68,7 @@ TEMPLATE: Final = """\
 
 
 class Hostile(NamedTuple):
-    """A body that costs the gateway much, and where it is sent."""
+    """A body that costs the gateway much, and where it is sent. b"": a GET."""
 
     name: str
     path: str
@@ -216,10 +216,19 @@ async def running(folder: Path) -> AsyncIterator[Gateway]:
         yield Gateway(hostile, quiet, held_file)
 
 
+async def stored_conversation(address: Address) -> Hostile:
+    """Store a response to 4 MB of input; return the question for the items of the input."""
+    asked = {"input": [{"role": "user", "content": "a", "x": [[]] * 1_000_000}], "max_output_tokens": 1}
+    with contextlib.closing(Client(address)) as client:
+        answer = await client.post("/v1/responses", json.dumps(asked).encode())
+    id = msgspec.json.decode(answer.body, type=dict[str, Any])["id"]
+    return Hostile("items of a stored response", f"/v1/responses/{id}/input_items", b"")
+
+
 async def ask(client: Client, path: str, body: bytes) -> int:
     """Return the status of the answer; 0: the connection ended without one."""
     try:
-        return (await client.post(path, body)).status
+        return (await (client.post(path, body) if body else client.get(path))).status
     except (PeerGone, OSError):
         return 0
 
@@ -298,6 +307,8 @@ async def measure(options: Namespace, report: Report) -> None:
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as sender,
     ):
         async with running(Path(folder)) as gateway:
+            stored = await stored_conversation(gateway.hostile)
+            parts.insert(-1, (stored.name, [stored], 1))
             since_s = time.monotonic()
             alone += await chat_alone(gateway)
             hold = gateway.longest_hold(since_s, time.monotonic())

@@ -59,10 +59,10 @@ from baton.gateway.api.errors import (
 from baton.gateway.api.format import DONE, answer_format
 from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy, TextAnswer
 from baton.gateway.http.protocol import (
-    BLOCK_BYTES,
     RECEIVED_S,
     RESPONSE_WRITER,
     ResponseWriter,
+    blocks_of,
     check_content_type,
     header,
     read_body,
@@ -351,10 +351,10 @@ class Inference:
                 del data  # its charge ends here, and the client may take long to read the answer
             assert isinstance(read, TextAnswer)
             self._metrics.unknown_keys += read.num_unknown
-            body = read.json
-            held.add(len(body))  # until the client has read it
-            blocks = (body[start : start + BLOCK_BYTES] for start in range(0, len(body), BLOCK_BYTES))
-            await respond_in_turns(send, blocks, self._clock, scope["extensions"][RESPONSE_WRITER])
+            held.add(len(read.json))  # until the client has read it
+            await respond_in_turns(
+                send, blocks_of(read.json), self._clock, scope["extensions"][RESPONSE_WRITER]
+            )
 
     async def _serve_whole(self, answer: Answer, writer: ResponseWriter, send: Send) -> None:
         call = answer.call

@@ -20,7 +20,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import Any, Final, Protocol, cast
 
@@ -152,6 +152,11 @@ async def respond_in_turns(send: Send, parts: Iterable[bytes], clock: Clock, wri
         await send({"type": "http.response.body", "body": bytes(gathered), "more_body": False})
     else:
         await respond(send, 200, bytes(gathered))
+
+
+def blocks_of(body: bytes) -> Iterator[bytes]:
+    """Return the parts of a body for `respond_in_turns`."""
+    return (body[start : start + BLOCK_BYTES] for start in range(0, len(body), BLOCK_BYTES))
 
 
 def header(scope: Scope, name: bytes) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -265,6 +266,31 @@ def test_stream_of_a_response_is_charged_for_the_text_that_is_kept() -> None:
             gateway.service.play = writing("One.")
             assert client.responses.create(model="tiny", input="a").output_text == "One."
         gateway.until(lambda: not gateway.gateway.limiter.answers.num_taken)
+
+
+@pytest.mark.parametrize("path", ["", "/input_items"])
+def test_bytes_of_a_stored_response_are_charged_until_the_client_has_read_them(path: str) -> None:
+    large = "d" * 2**20
+    form = {"type": "json_schema", "name": "f", "schema": {"type": "integer"}, "description": large}
+    asked = {
+        "model": "tiny",
+        "input": [{"role": "user", "content": "a", "x": large}],
+        "text": {"format": form},
+    }
+    settings = {"max_answer_bytes": 2**23, "send_buffer_bytes": 2**14}
+    with ServedGateway(lambda: ScriptedService(writing("1")), **settings) as gateway, ExitStack() as clients:
+        answers = gateway.gateway.limiter.answers
+        response = httpx2.post(f"{gateway.url}/v1/responses", json=asked, timeout=60.0).json()
+        ask = f"GET /v1/responses/{response['id']}{path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+        statuses = list[int]()
+        for _ in range(20):  # they read the status and no more
+            client = clients.enter_context(gateway.connect())
+            client.sendall(ask)
+            statuses.append(int(client.recv(12).split()[1]))
+        assert (statuses[0], statuses[-1]) == (200, 503)
+        assert gateway.on_loop(lambda: answers.num_taken) > statuses.count(200) * 2**20
+        clients.close()
+        gateway.until(lambda: not answers.num_taken)
 
 
 def test_stored_conversation_that_is_too_long_is_refused() -> None:

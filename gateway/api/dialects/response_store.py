@@ -4,19 +4,27 @@ A response stays at the gateway that gave it; `ResponseStore.find` asks the othe
 Each tenant has a store of its own, bounded in entries and in bytes: no tenant finds or evicts a response of
 another one. The response that was used least recently is evicted first. An entry has its whole conversation,
 so a response remains usable when an earlier one of the conversation is deleted or evicted.
+
+The bytes of a response that a client reads are charged to the tenant, as those of an answer, until the client
+has read them.
 """
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from fastapi import FastAPI, Request, Response
 from msgspec import Meta
+from starlette.types import Receive, Scope, Send
 
+from baton.clock import Clock
 from baton.gateway.api.body import read_query
-from baton.gateway.api.errors import ApiError, invalid
+from baton.gateway.api.errors import ApiError, ClientGone, invalid, unsupported
+from baton.gateway.http.protocol import RESPONSE_WRITER, blocks_of, respond_in_turns
 from baton.gateway.peer_gateways import PeerGateways
+from baton.gateway.tenants.limiter import Limiter
 
 ID_PREFIX: Final = "resp_"
 OVERHEAD_BYTES: Final = 512  # of an entry, beside its content
@@ -135,23 +143,85 @@ class ItemsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after: str | None = None  # the id of an item
 
 
-def list_items(stored: StoredResponse, id: str, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of a response's input items, as OpenAI lists them. id: of the response.
+class _Item(msgspec.Struct):
+    """The id of an item, as JSON; clients may leave it out."""
 
-    query: see ItemsQuery. Raises ApiError 400 that names another parameter or a wrong value.
+    id: msgspec.Raw = msgspec.Raw()
+
+
+def list_items(stored: StoredResponse, id: str, query: Mapping[str, str]) -> Iterator[bytes]:
+    """Yield a page of a response's input items, as OpenAI lists them, in parts. id: of the response.
+
+    Some parts are empty. query: see ItemsQuery. Raises ApiError 400 that names another parameter or a wrong
+    value.
     """
     asked = read_query(query, ItemsQuery)
-    after = asked.after
-    items: list[dict[str, Any]] = msgspec.json.decode(stored.items)
-    # Clients may leave out ids; a listed item has one.
-    named = [{"id": f"item_{id.removeprefix(ID_PREFIX)}{at:03x}", **item} for at, item in enumerate(items)]
+    items = msgspec.json.decode(stored.items, type=list[msgspec.Raw])
+    yield b""
+    given = list[bytes]()
+    for item in items:
+        given.append(bytes(msgspec.json.decode(item, type=_Item).id))
+        yield b""
+    # A listed item has an id.
+    names = [
+        name or b'"item_%s%03x"' % (id.removeprefix(ID_PREFIX).encode(), at) for at, name in enumerate(given)
+    ]
+    order = list(range(len(items)))
     if asked.order == "desc":
-        named.reverse()
-    if after is not None:
-        if all(item["id"] != after for item in named):
-            raise invalid("after", f"{after[:80]!r} is no item of the response")
-        named = list(itertools.dropwhile(lambda item: item["id"] != after, named))[1:]
-    page = named[: asked.limit]
-    first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    ends = {"first_id": first_id, "last_id": last_id}
-    return {"object": "list", "data": page, "has_more": len(named) > len(page), **ends}
+        order.reverse()
+    if asked.after is not None:
+        after = msgspec.json.encode(asked.after)
+        if after not in names:
+            raise invalid("after", f"{asked.after[:80]!r} is no item of the response")
+        order = order[[names[at] for at in order].index(after) + 1 :]
+    page = order[: asked.limit]
+    yield b'{"object":"list","data":['
+    for number, at in enumerate(page):
+        shown = bytes(items[at])
+        yield b"," if number else b""
+        yield from blocks_of(shown if given[at] else b'{"id":%s,%s' % (names[at], shown[1:]))
+    first_id, last_id = (names[page[0]], names[page[-1]]) if page else (b"null", b"null")
+    has_more = b"true" if len(order) > len(page) else b"false"
+    yield b'],"has_more":%s,"first_id":%s,"last_id":%s}' % (has_more, first_id, last_id)
+
+
+def add_response_routes(app: FastAPI, store: ResponseStore, limiter: Limiter, clock: Clock) -> None:
+    """Add the routes under `/v1/responses/{id}`."""
+    missing: dict[int | str, dict[str, Any]] = {404: {"description": "The tenant has no such response"}}
+
+    @app.get("/v1/responses/{id}", responses=missing)
+    async def response(id: str, request: Request) -> Response:
+        """Return a stored response."""
+        for key in request.query_params:
+            raise unsupported(key[:40])
+        body = (await store.find(request.state.tenant.name, id)).response
+        return _InTurns(blocks_of(body), len(body), limiter, clock)
+
+    @app.get("/v1/responses/{id}/input_items", responses=missing)
+    async def input_items(id: str, request: Request) -> Response:
+        """List the items of the conversation before the answer, the latest first unless `order=asc`."""
+        stored = await store.find(request.state.tenant.name, id)
+        return _InTurns(list_items(stored, id, request.query_params), stored.num_bytes, limiter, clock)
+
+    @app.delete("/v1/responses/{id}", responses=missing)
+    async def delete(id: str, request: Request) -> dict[str, Any]:
+        """Forget a stored response."""
+        await store.find(request.state.tenant.name, id, forgets=True)
+        return {"id": id, "object": "response", "deleted": True}
+
+
+class _InTurns(Response):
+    """JSON that is made in parts while the client reads; `num_bytes` are charged as those of an answer."""
+
+    def __init__(self, parts: Iterable[bytes], num_bytes: int, limiter: Limiter, clock: Clock) -> None:
+        super().__init__()
+        self._parts = parts
+        self._num_bytes = num_bytes
+        self._limiter = limiter
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = scope["state"]["tenant"]
+        with self._limiter.answers.charge(tenant.name, tenant.policy.quotas) as held, suppress(ClientGone):
+            held.add(self._num_bytes)
+            await respond_in_turns(send, self._parts, self._clock, scope["extensions"][RESPONSE_WRITER])

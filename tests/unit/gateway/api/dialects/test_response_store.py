@@ -22,6 +22,10 @@ def store(**bounds: Any) -> ResponseStore:
     return ResponseStore(**{"max_entries": 3, "max_bytes": 10_000, **bounds})
 
 
+def listed(kept: StoredResponse, query: dict[str, str]) -> Any:
+    return json.loads(b"".join(list_items(kept, "resp_7", query)))
+
+
 def is_there(kept: ResponseStore, tenant: str, id: str) -> bool:
     return kept.tell(ResponseQuery(tenant, id)) is not None
 
@@ -80,14 +84,29 @@ def test_items_are_listed_in_pages() -> None:
     asked: dict[str, str] = {"limit": "2", "order": "asc"}
     pages: list[Any] = []
     while True:
-        page = list_items(stored(items=5), "resp_7", asked)
+        page = listed(stored(items=5), asked)
         pages.append([item["content"] for item in page["data"]])
         if not page["has_more"]:
             break
         asked["after"] = page["last_id"]
     assert pages == [["0", "1"], ["2", "3"], ["4"]]
-    latest = list_items(stored(items=5), "resp_7", {})
+    latest = listed(stored(items=5), {})
     assert [item["content"] for item in latest["data"]] == ["4", "3", "2", "1", "0"]
+
+
+def test_listed_items_have_the_id_of_the_client_or_one_of_ours() -> None:
+    kept = StoredResponse(b"", b'[{"id":"mine","content":"a"},{"content":"b"}]', b"[]")
+    page = listed(kept, {"order": "asc"})
+    assert page["data"] == [{"id": "mine", "content": "a"}, {"id": "item_7001", "content": "b"}]
+    assert (page["first_id"], page["last_id"], page["has_more"]) == ("mine", "item_7001", False)
+    assert listed(kept, {"order": "asc", "after": "mine"})["data"] == page["data"][1:]
+    assert listed(kept, {"order": "asc", "after": "item_7001"})["data"] == []
+
+
+def test_item_is_listed_as_it_was_given() -> None:
+    numbers = b'[{"role":"user","x":[1e400,' + b"9" * 40 + b"]}]"  # no decoder of numbers takes the first
+    text = b"".join(list_items(StoredResponse(b"", numbers, b"[]"), "resp_7", {}))
+    assert numbers[2:-2] in text
 
 
 @pytest.mark.parametrize(
@@ -96,5 +115,5 @@ def test_items_are_listed_in_pages() -> None:
 )
 def test_wrong_query_is_named(query: dict[str, str]) -> None:
     with pytest.raises(ApiError) as refused:
-        list_items(stored(), "resp_7", query)
+        listed(stored(), query)
     assert (refused.value.status, refused.value.param) == (400, next(iter(query)))
