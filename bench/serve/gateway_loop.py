@@ -32,6 +32,7 @@ from baton.errors import PeerGone
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
+RESPONSES: Final = "/v1/responses"
 MAX_BYTES: Final = 4 * 2**20
 CALL: Final = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 CONTEXT_TOKENS: Final = 131_072
@@ -110,6 +111,10 @@ def others() -> Iterator[Hostile]:
     usage = {"include_usage": True, "continuous_usage_stats": True}
     many = {"prompt": ["a"] * 128, "n": 8, "max_tokens": 16, "stream": True, "stream_options": usage}
     yield _completion("usage in each chunk of 1,024 choices", **many)
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    choice = {"type": "function", "name": "f", "x": [[]] * 1_000_000}  # the response repeats all of it
+    asked = {"input": "a", "tools": [tool], "tool_choice": choice, "max_output_tokens": 4}
+    yield _body("fields that a response repeats", RESPONSES, {**asked, "stream": True})
     yield _chat("numbers", [{"role": "user", "content": "a", "x": [1.5] * 800_000}])
 
 
@@ -220,9 +225,9 @@ async def stored_conversation(address: Address) -> Hostile:
     """Store a response to 4 MB of input; return the question for the items of the input."""
     asked = {"input": [{"role": "user", "content": "a", "x": [[]] * 1_000_000}], "max_output_tokens": 1}
     with contextlib.closing(Client(address)) as client:
-        answer = await client.post("/v1/responses", json.dumps(asked).encode())
+        answer = await client.post(RESPONSES, json.dumps(asked).encode())
     id = msgspec.json.decode(answer.body, type=dict[str, Any])["id"]
-    return Hostile("items of a stored response", f"/v1/responses/{id}/input_items", b"")
+    return Hostile("items of a stored response", f"{RESPONSES}/{id}/input_items", b"")
 
 
 async def ask(client: Client, path: str, body: bytes) -> int:

@@ -515,14 +515,14 @@ def logit_bias(body: Body) -> dict[int, float]:
 class AskedResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that a response repeats, and the conversation to store."""
 
-    echoed: bytes  # JSON of the fields that the response repeats
+    echoed: dict[str, bytes]  # fields that the response repeats, as JSON
     items: bytes = b"[]"  # JSON of the conversation up to the answer; empty when nothing is stored
     is_stored: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Memory of the fields."""
-        return len(self.echoed) + len(self.items)
+        return sum(map(len, self.echoed.values())) + len(self.items)
 
 
 class Prompt(msgspec.Struct):

@@ -293,6 +293,20 @@ def test_bytes_of_a_stored_response_are_charged_until_the_client_has_read_them(p
         gateway.until(lambda: not answers.num_taken)
 
 
+def test_tools_are_repeated_as_they_were_given(scripted: Served) -> None:
+    scripted.service.play = writing("One.")
+    schema = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 10**30}}}
+    asked = {
+        "model": "tiny",
+        "input": "a",
+        "tools": [{"type": "function", "name": "f", "parameters": schema}],
+    }
+    answer = httpx2.post(f"{scripted.url}/v1/responses", json=asked, timeout=60.0)
+    assert answer.json()["tools"][0]["parameters"] == schema
+    written = httpx2.post(f"{scripted.url}/v1/responses", json={**asked, "stream": True}, timeout=60.0)
+    assert written.text.count(str(10**30)) == 3  # the events at the begin and the one at the end
+
+
 def test_stored_conversation_that_is_too_long_is_refused() -> None:
     settings = {"max_stored_response_bytes": 1024}
     with (

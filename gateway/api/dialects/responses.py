@@ -152,8 +152,9 @@ def as_chat(body: ResponsesBody, history: bytes, *, may_store: bool) -> tuple[Ch
     is_stored = may_store and body.store is not False
     if body.store and not may_store:
         raise invalid("store", "this gateway stores no responses (gateway.max_stored_responses is 0)")
+    echoed = _echoed(body, is_stored=is_stored)
     asked = AskedResponse(
-        echoed=msgspec.json.encode(_echoed(body, is_stored=is_stored)),
+        echoed={name: msgspec.json.encode(value) for name, value in echoed.items()},
         items=msgspec.json.encode(earlier + own) if is_stored else b"[]",
         is_stored=is_stored,
     )

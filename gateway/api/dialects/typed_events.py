@@ -12,7 +12,6 @@ of each moment, and the answer in one piece. Answers of this kind have one choic
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from functools import cached_property
 from io import StringIO
 from typing import Any, Final, TypeAlias
 
@@ -276,7 +275,8 @@ class ResponsesFormat(TypedFormat):
         response["store"] = self._store.put(self._call.tenant.name, self._id, stored)
 
     def _response(self, status: str, output: list[Json]) -> Json:
-        sampling = self._call.sampling
+        sampling, asked = self._call.sampling, self._call.response
+        echoed = {} if asked is None else asked.echoed
         return {
             "id": self._id,
             "object": "response",
@@ -290,14 +290,8 @@ class ResponsesFormat(TypedFormat):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "usage": None,
-            **self._echoed,
+            **{name: orjson.Fragment(value) for name, value in echoed.items()},
         }
-
-    @cached_property
-    def _echoed(self) -> Json:
-        asked = self._call.response
-        echoed: Json = {} if asked is None else orjson.loads(asked.echoed)
-        return echoed
 
     def _usage(self) -> Json:
         num_prompt, num_completion, num_cached, num_reasoning = self._answer.usage

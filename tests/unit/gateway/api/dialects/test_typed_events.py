@@ -35,7 +35,7 @@ class Made:
 
     def __init__(self, dialect: Dialect, end: FinishReason = FinishReason.STOP, **asked: Any) -> None:
         self.store = ResponseStore(max_entries=4, max_bytes=10_000)
-        response = AskedResponse(**{"echoed": b'{"store":true,"tools":[]}', "is_stored": True, **asked})
+        response = AskedResponse(**{"echoed": {"store": b"true", "tools": b"[]"}, "is_stored": True, **asked})
         service = ScriptedService()
         self.answer: Answer = calls.answer(service, is_chat=True, dialect=dialect, response=response)
         self.answer.start(_Listener())
