@@ -172,10 +172,10 @@ class Inference:
         for answer in list(self._open):
             answer.fail(error)
 
-    async def read_call(self, kind: BodyKind, data: bytes, scope: Scope) -> Call:
-        """Return the call of a body. kind: "chat", "completion" or "either".
+    async def read_call(self, kind: BodyKind, data: bytes, scope: Scope, charge: Charge) -> Call:
+        """Return the call of a body. kind: "chat", "completion" or "either". charge: the body's.
 
-        Raises InvalidRequest and ApiError for a fault of the client.
+        Raises InvalidRequest and ApiError for a fault of the client, and the errors of `Charge.add`.
         """
         tenant = scope["state"]["tenant"]
         sla, scheduling_key = read_objectives(scope, tenant)
@@ -183,7 +183,7 @@ class Inference:
         received_s = min(scope.get("extensions", {}).get(RECEIVED_S, arrival_s), arrival_s)
         model = self._models.of_body(data)
         policy, adapters = self._read_policy(model, tenant), dict(model.adapters)  # of one moment
-        history = await self._history(data, tenant.name) if kind == "response" else b""
+        history = await self._history(data, tenant.name, charge) if kind == "response" else b""
         asked = await model.bodies.read(kind, data, policy, tenant.name, history)
         assert isinstance(asked, AskedCall)
         del data, history
@@ -228,12 +228,13 @@ class Inference:
         may_store = self.responses.is_on
         return model.read_policy(tenant, is_strict=self._config.strict, may_store=may_store)
 
-    async def _history(self, data: bytes, tenant: str) -> bytes:
-        """Return the conversation that the body of a response continues. Raises ApiError 404."""
+    async def _history(self, data: bytes, tenant: str, charge: Charge) -> bytes:
+        """Return the conversation that the body of a response continues, charged. Raises ApiError 404."""
         previous = raw_text(data, "previous_response_id")
         if previous is None:
             return b""
         found = await self.responses.find(tenant, previous, param="previous_response_id")
+        charge.add(found.num_bytes)  # before it is copied: the copy may wait long for a helper
         return found.conversation
 
     def _check(self, call: Call, longest: int) -> None:
@@ -320,7 +321,7 @@ class Inference:
             check_content_type(header(scope, b"content-type"))
             data = await read_body(scope, receive, charge.set)
             try:
-                call = await self.read_call(kind, data, scope)
+                call = await self.read_call(kind, data, scope, charge)
             except (ApiError, InvalidRequest) as error:
                 raise renamed(error, KEYS.get(kind, {})) from None
             del data
@@ -475,7 +476,7 @@ class Inference:
         try:
             with self._charge(scope) as charge:
                 charge.add(len(data))
-                call = await self.read_call("either", data, scope)
+                call = await self.read_call("either", data, scope, charge)
                 charge.set(call.held_bytes)
                 del data
                 await self._stream_messages(call, writer, receiving)

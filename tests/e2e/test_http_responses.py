@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any, Final, Literal
 
 import httpx2
 import openai
+import psutil
 import pytest
 from pydantic import BaseModel
 
 from baton.errors import WorkerLost
 from tests.e2e.conftest import client_of
+from tests.process_cluster import children
 from tests.scripted_service import ScriptedService, events
 from tests.served import Served as ServedCluster
 from tests.served_gateway import ServedGateway
@@ -305,6 +308,31 @@ def test_tools_are_repeated_as_they_were_given(scripted: Served) -> None:
     assert answer.json()["tools"][0]["parameters"] == schema
     written = httpx2.post(f"{scripted.url}/v1/responses", json={**asked, "stream": True}, timeout=60.0)
     assert written.text.count(str(10**30)) == 3  # the events at the begin and the one at the end
+
+
+def test_conversation_that_waits_to_be_read_is_charged() -> None:
+    def helpers() -> set[psutil.Process]:
+        return set(children(lambda command: "baton.gateway.api.body_reader" in command))
+
+    def ask(gateway: Served, **fields: Any) -> httpx2.Response:
+        return httpx2.post(f"{gateway.url}/v1/responses", json={"model": "tiny", **fields}, timeout=60.0)
+
+    others, large = helpers(), {"role": "user", "content": "a", "x": "y" * 40_000}
+    with (
+        ServedGateway(lambda: ScriptedService(writing("One.")), max_input_bytes=2**16) as gateway,
+        ThreadPoolExecutor(1) as waiting,
+    ):
+        turn = {"input": "b", "previous_response_id": ask(gateway, input=[large]).json()["id"]}
+        (helper,) = helpers() - others
+        helper.suspend()
+        inputs, first = gateway.gateway.limiter.inputs, waiting.submit(ask, gateway, **turn)
+        try:
+            gateway.until(lambda: inputs.num_taken > 40_000)
+            assert ask(gateway, **turn).status_code == 503
+        finally:
+            helper.resume()
+        assert first.result().status_code == 200
+        gateway.until(lambda: not inputs.num_taken)
 
 
 def test_stored_conversation_that_is_too_long_is_refused() -> None:

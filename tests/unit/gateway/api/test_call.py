@@ -58,8 +58,10 @@ def _loop_ends() -> Iterator[None]:
 def read(kind: Any, fields: dict[str, Any], **of_model: Any) -> Call:
     scope = {"type": "http", "headers": [], "state": {"tenant": TENANT}}
 
+    charge = Limiter(Metrics(), GatewaySettings()).inputs.charge(TENANT.name, TENANT.policy.quotas)
+
     async def run() -> Call:
-        return await inference(**of_model).read_call(kind, json.dumps(fields).encode(), scope)
+        return await inference(**of_model).read_call(kind, json.dumps(fields).encode(), scope, charge)
 
     return LOOP.run(run())
 
