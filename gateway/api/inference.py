@@ -457,11 +457,11 @@ class Inference:
                 if not receiving.done():
                     await websocket.close(GOING_AWAY, "nothing was asked for")
                     return
-                data, patience_s = receiving.result(), self._config.idle_timeout_s * IDLE_TIMES
+                messages, patience_s = [receiving.result()], self._config.idle_timeout_s * IDLE_TIMES
                 connection.taken()
                 receiving = asyncio.create_task(_receive(websocket))
-                if not _is_cancel(data):
-                    await self._answer_message(data, websocket.scope, writer, receiving)
+                # This method keeps no name for the body: it would live until the next message.
+                await self._answer_message(messages.pop(), websocket.scope, writer, receiving)
         except (WebSocketDisconnect, ClientGone):
             pass  # the end of every conversation
         finally:
@@ -473,6 +473,8 @@ class Inference:
     async def _answer_message(
         self, data: bytes, scope: Scope, writer: "WebSocketWriter", receiving: "asyncio.Task[bytes]"
     ) -> None:
+        if _is_cancel(data):
+            return
         try:
             with self._charge(scope) as charge:
                 charge.add(len(data))

@@ -96,16 +96,19 @@ class LimitedSocket(WebSocketsSansIOProtocol):
     def handle_text(self, event: Frame) -> None:
         self._count(event)
         super().handle_text(event)
+        event.data = b""  # the library keeps the frame until the next one
 
     def handle_bytes(self, event: Frame) -> None:
         self._count(event)
         super().handle_bytes(event)
+        event.data = b""  # the library keeps the frame until the next one
 
     def handle_cont(self, event: Frame) -> None:
         self._count(event)
         if len(self.frames) >= MAX_FRAGMENTS:
             self._end(CloseCode.MESSAGE_TOO_BIG, "a message in too many frames")
         super().handle_cont(event)
+        event.data = b""  # the library keeps the frame until the next one
 
     def handle_ping(self) -> None:
         self._count(None)

@@ -3,7 +3,9 @@
 import asyncio
 import socket
 import time
+import tracemalloc
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import aiohttp
@@ -233,6 +235,23 @@ def test_bytes_of_unfinished_messages_are_charged_and_released() -> None:
             small.until(lambda: holds(small, 399_000))
             assert close_code(small, UNFINISHED) == 1013
         small.until(lambda: not holds(small, 1))
+
+
+def test_open_websockets_keep_no_body(served: Served) -> None:
+    body = frame(b'{"prompt": "a", "max_tokens": 2, "x": "%s"}' % (b"y" * 10**6))
+    with ExitStack() as clients:
+        tracemalloc.start()
+        clients.callback(tracemalloc.stop)
+        for number in range(9):
+            client = clients.enter_context(upgraded(served))
+            client.sendall(body)
+            answer = b""
+            while b"[DONE]" not in answer:
+                answer += client.recv(65_536)
+            if number == 0:
+                before = served.on_loop(lambda: tracemalloc.get_traced_memory()[0])
+        grown = served.on_loop(lambda: tracemalloc.get_traced_memory()[0]) - before
+    assert grown < 2 * 10**6
 
 
 def test_message_that_does_not_arrive_in_time_ends_the_connection() -> None:
