@@ -407,8 +407,9 @@ def _block(part: ContentPart) -> Json:
 
 
 def _read(arguments: str) -> object:
-    """Return the arguments of a call; {} for arguments that were cut off, or that the model broke."""
+    """Return the arguments of a call as written; {} for those that were cut off, or that are no object."""
     try:
-        return msgspec.json.decode(arguments, type=dict[str, object])
+        msgspec.json.decode(arguments, type=dict[str, object])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return {}
+    return orjson.Fragment(arguments)

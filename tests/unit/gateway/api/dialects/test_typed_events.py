@@ -159,3 +159,9 @@ def test_text_after_a_call_is_a_part_of_its_own() -> None:
 def test_arguments_that_were_cut_off_are_an_empty_input() -> None:
     block = Made("messages", FinishReason.LENGTH).whole([Delta(tool_calls=CALL)])["content"][0]
     assert (block["name"], block["input"]) == ("weather", {})
+
+
+def test_input_of_a_call_has_the_numbers_that_the_model_wrote() -> None:
+    call = ToolCallDelta(0, "call_1", "count", f'{{"to":{10**30}}}')
+    (block,) = Made("messages").whole([Delta(tool_calls=[call])])["content"]
+    assert block["input"] == {"to": 10**30}
