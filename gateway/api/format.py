@@ -19,6 +19,7 @@ import orjson
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat
 from baton.gateway.api.errors import ApiError
 from baton.gateway.text.answer_reader import Delta, ToolCallDelta
+from baton.gateway.text.chat_template import REASONING_KEYS
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, TokenLogprobs
 
@@ -285,15 +286,14 @@ class ChatFormat(_Format):
         return self._chunk(body, has_tokens=False, **ids)
 
     def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
-        if self._has_plain_deltas and not (delta.text and delta.reasoning):
-            return b'%s"delta":{"%s":%s},"logprobs":null,"finish_reason":null}]}' % (
-                self._starts[choice.index],
-                b"reasoning_content" if delta.reasoning else b"content",
-                orjson.dumps(delta.reasoning or delta.text),
-            )
-        shown: Json = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+        shown = _reasoning(delta)
         if delta.text or not shown:
             shown["content"] = delta.text
+        if self._has_plain_deltas:
+            return b'%s"delta":%s,"logprobs":null,"finish_reason":null}]}' % (
+                self._starts[choice.index],
+                orjson.dumps(shown),
+            )
         body: Json = {
             "index": choice.index,
             "delta": shown,
@@ -446,8 +446,12 @@ class CompletionFormat(_Format):
         return shown
 
 
+def _reasoning(delta: Delta) -> Json:
+    return dict.fromkeys(REASONING_KEYS, delta.reasoning) if delta.reasoning else {}
+
+
 def _message(delta: Delta) -> Json:
-    reasoning = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+    reasoning = _reasoning(delta)
     if not delta.tool_calls:
         return {"role": "assistant", **reasoning, "content": delta.text}
     arguments: dict[int, list[str]] = {}

@@ -43,6 +43,7 @@ RESERVED: Final = frozenset(
     | {"raise_exception", "strftime_now", "continue_final_message", "documents"}
 )
 
+REASONING_KEYS: Final = ("reasoning", "reasoning_content")  # of a message: vLLM's, and its former one
 REASONING_EFFORT: Final = "reasoning_effort"  # a key of bodies, and a variable of templates, as in vLLM
 EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
 
@@ -310,6 +311,9 @@ def _read_message(message: object, name: str) -> Message:
         raise InvalidRequest(f"{name}: expected a dict such as {EXAMPLE}, got {shown(message)}")
     if not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{name}: role: expected text such as 'user', got {_value(message, 'role')}")
+    reasoning = [message[key] for key in REASONING_KEYS if message.get(key) is not None]
+    if reasoning and message["role"] == "assistant":  # templates read either
+        message = {**message, **dict.fromkeys(REASONING_KEYS, reasoning[0])}
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         read = [_read_tool_call(call, f"{name}: tool_calls[{index}]") for index, call in enumerate(calls)]

@@ -58,9 +58,11 @@ def test_reasoning_is_apart_from_the_text(served: Served, client: openai.OpenAI)
     served.service.play = writing(f"{THOUGHT}It is 12.")
     message = ask(client).choices[0].message
     assert (message.content, message.reasoning_content) == ("It is 12.", "Seven, then five.")
+    assert message.reasoning == message.reasoning_content
     deltas = [chunk.choices[0].delta for chunk in ask(client, stream=True)]
     assert "".join(delta.content or "" for delta in deltas) == "It is 12."
-    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Seven, then five."
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(getattr(delta, name, "") for delta in deltas) == "Seven, then five."
 
 
 def test_reasoning_tokens_are_counted_with_the_tag_that_ends_them(

@@ -239,6 +239,17 @@ def test_text_parts_become_lines_and_other_messages_stay() -> None:
     assert read_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": "one\ntwo"}]
 
 
+def test_reasoning_of_the_assistant_reaches_the_template_under_either_name() -> None:
+    keys = ("reasoning", "reasoning_content")
+    for read in keys:
+        template = ChatTemplate("{% for each in messages %}<{{ each." + read + " }}>{% endfor %}", {})
+        for given in keys:
+            said = {"role": "assistant", "content": "", given: "Hm."}
+            assert template.render(read_messages([said])) == "<Hm.>"
+    unnamed = [{"role": "assistant", "content": "", "reasoning": None}, {**HI, "reasoning": "no"}]
+    assert read_messages(unnamed) == unnamed
+
+
 def calling(arguments: object) -> dict[str, Any]:
     function = {"name": "f", "arguments": arguments}
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]}
