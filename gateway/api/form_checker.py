@@ -70,11 +70,12 @@ class FormChecker:
     async def check(self, tenant: str, form: StructuredOutputs) -> None:
         """Raise InvalidRequest for a form that cannot be honoured, Overloaded when the server fails."""
         digest = blake2b(msgspec.msgpack.encode(form), digest_size=DIGEST_BYTES).digest()
-        if digest in self._checked.get(tenant, ()):
-            self.outcomes["known"] += 1
+        if self._knows(tenant, digest):
             return
         turn = self._turns.setdefault(tenant, asyncio.Lock())
         async with turn, self._at_once:
+            if self._knows(tenant, digest):  # from the turn of another call
+                return
             began_s, outcome = time.monotonic(), "failed"
             try:
                 error = await self._ask(form)
@@ -82,9 +83,9 @@ class FormChecker:
             finally:
                 self.outcomes[outcome] += 1
                 self.times.observe(time.monotonic() - began_s)
-        if error is not None:
-            raise InvalidRequest(error)
-        self._remember(tenant, digest)
+            if error is not None:
+                raise InvalidRequest(error)
+            self._remember(tenant, digest)
 
     async def close(self) -> None:
         """Kill the form server; checks under way fail. May be called twice."""
@@ -136,6 +137,12 @@ class FormChecker:
             with contextlib.suppress(ProcessLookupError):
                 server.process.kill()
             await server.process.wait()
+
+    def _knows(self, tenant: str, digest: bytes) -> bool:
+        """Return whether a form was checked lately, and count that."""
+        is_known = digest in self._checked.get(tenant, ())
+        self.outcomes["known"] += is_known
+        return is_known
 
     def _remember(self, tenant: str, digest: bytes) -> None:
         forms = self._checked.setdefault(tenant, OrderedDict())

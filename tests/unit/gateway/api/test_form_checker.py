@@ -136,6 +136,14 @@ async def test_checked_form_is_remembered_for_its_tenant() -> None:
 
 
 @on_loop
+async def test_form_of_several_calls_at_once_is_checked_once() -> None:
+    async with checking() as checker:
+        form = StructuredOutputs(regex="a")
+        await asyncio.gather(*(checker.check("one", form) for _ in range(3)))
+        assert checker.outcomes == {"accepted": 1, "known": 2}
+
+
+@on_loop
 async def test_checks_are_counted_by_outcome_and_timed() -> None:
     async with checking() as checker:
         for fields in ({"regex": "a"}, {"regex": "a"}, {"regex": "a("}, SLOW):
