@@ -286,9 +286,12 @@ class Inference:
         model = self._model_of(call)
         if model.is_asleep and not self._config.wake_on_request:
             raise ApiError(503, ASLEEP.format(model=model.name), code="model_asleep", retry_after_s=WAKE_S)
-        tokenizer = model.bodies.reader.tokenizer
-        answer = Answer(call, model.service, tokenizer)
         permit, now_s = self._limiter.enter(call), self._clock.now_s
+        try:
+            answer = Answer(call, model.service, model.bodies.reader.tokenizer)
+        except Exception:
+            permit.leave("failed", 0, now_s())
+            raise
         self._open.add(answer)
         answer.observe = lambda choice, delta: permit.tokens(choice.index, len(delta.token_ids), now_s())
         failure: Exception | None = None

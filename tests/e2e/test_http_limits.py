@@ -4,9 +4,11 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
+from baton.gateway.api.answer import AnswerChoice
 from baton.gateway.http.protocol import MAX_PIPELINED
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served_gateway import ServedGateway
@@ -217,3 +219,35 @@ def test_answer_that_could_be_too_large_is_refused() -> None:
     assert status(answer) == 400
     assert b"10762752 entries" in answer and b"at most 4194304" in answer
     assert b"gateway.max_answer_entries" in answer
+
+
+def test_call_that_finds_no_room_makes_no_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = list[str](), AnswerChoice.__init__
+
+    def spy(self: AnswerChoice, *arguments: Any) -> None:
+        make(self, *arguments)
+        made.append(self.request_id)
+
+    monkeypatch.setattr(AnswerChoice, "__init__", spy)
+    pair = post(b'{"prompt": [5], "n": 2}')
+    with ServedGateway(ScriptedService, max_open_requests=3) as full, full.connect() as first:
+        first.sendall(pair)
+        full.until(lambda: len(full.service.requests) == 1)
+        with full.connect() as second:
+            second.sendall(pair)
+            assert status(read_response(second)) == 503
+        assert len(made) == 2
+
+
+def test_call_with_choices_that_cannot_be_made_leaves_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: AnswerChoice, *arguments: Any) -> None:
+        raise ZeroDivisionError
+
+    with ServedGateway(answering) as served, served.connect() as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(AnswerChoice, "__init__", broken)
+            client.sendall(post())
+            assert status(read_response(client)) == 500
+        assert not served.gateway.limiter.slots.num_taken and not served.gateway.metrics.num_open
+        client.sendall(post())
+        assert status(read_response(client)) == 200
