@@ -15,6 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
@@ -32,6 +33,7 @@ SOCKETS: Final = Path("/proc/net/unix")
 TIMEOUT_S: Final = 2.0  # for a gateway to answer; a slower one is left out
 RETRY_S: Final = 0.05  # after a gateway was too busy
 MAX_PEERS: Final = 64
+MAX_ASKED: Final = 16  # gateways at once, by all questions together
 MORE, LAST = b"\1", b"\0"  # before each piece of an answer
 PIECE_BYTES: Final = MAX_BODY_BYTES - 1
 
@@ -63,6 +65,8 @@ class PeerGateways:
         self._schema = b""  # from `listen` on
         self._prefix = self._name = ""
         self._listener: Listener | None = None
+        # A gateway that does not answer would hold the loop's threads, which also read the tenants file.
+        self._threads = ThreadPoolExecutor(MAX_ASKED, "peer-gateways")
 
     def answer(
         self, question: type[Question], reply: type[Reply], tell: Callable[[Question], Reply | None]
@@ -103,10 +107,11 @@ class PeerGateways:
         self._listener = Listener(listener, tell, "peer-gateway", DroppedPeers())
 
     async def close(self) -> None:
-        """Stop listening. May be called twice."""
+        """Stop listening and asking. May be called twice."""
         if self._listener is not None:
             await asyncio.to_thread(self._listener.close)  # its threads may wait for this loop
             self._listener = None
+        self._threads.shutdown(wait=False)
 
     def _names(self) -> list[str]:
         """Return the names in the kernel's list: the last column, with @ for the first byte."""
@@ -120,7 +125,8 @@ class PeerGateways:
     async def _ask_all(self, question: bytes) -> list[bytes]:
         if self._listener is None:
             return []
-        asked = (asyncio.to_thread(self._ask, name, question) for name in self._names())
+        loop = asyncio.get_running_loop()
+        asked = (loop.run_in_executor(self._threads, self._ask, name, question) for name in self._names())
         return [told for told in await asyncio.gather(*asked) if told is not None]
 
     def _ask(self, name: str, question: bytes) -> bytes | None:

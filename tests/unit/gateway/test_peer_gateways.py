@@ -2,14 +2,16 @@
 
 import asyncio
 import secrets
+import socket
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 
 from baton.gateway.api.dialects.response_store import ResponseStore, StoredResponse
 from baton.gateway.api.errors import ApiError
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.peer_gateways import PeerGateways
+from baton.gateway.peer_gateways import TIMEOUT_S, PeerGateways
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
@@ -136,6 +138,25 @@ async def test_stored_response_is_found_at_the_gateway_that_has_it() -> None:
         assert await response_of(one, "resp_d") is None
         assert await response_of(other, "resp_ccc", forgets=True) == found
         assert await response_of(one, "resp_ccc") is None
+
+
+@on_loop
+async def test_gateway_that_does_not_answer_holds_no_thread_of_the_loop() -> None:
+    """The loop's own threads look for revoked keys."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(2))
+    async with listening("a") as (one,):
+        silent = socket.socket(socket.AF_UNIX)
+        silent.bind(f"\0{one.peers._prefix}silent")
+        silent.listen(100)
+        silent.setblocking(False)
+        asked = asyncio.gather(*(response_of(one, "resp_d") for _ in range(50)))
+        accepted = [(await loop.sock_accept(silent))[0] for _ in range(2)]
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            await asyncio.to_thread(int)
+        for each in (silent, *accepted):  # so that no question waits for its time
+            each.close()
+        assert set(await asked) == {None}
 
 
 @on_loop
