@@ -100,6 +100,7 @@ class Answer:
         self.call = call
         self.tokenizer = tokenizer
         self.service = service
+        self._sampling = call.sampling.of_tokens()
         self.listener: AnswerListener | None = None
         self.observe: Callable[[AnswerChoice, Delta], None] = _ignore  # called with each delta first
         self.error: BatonError | None = None  # that has ended the answer
@@ -217,7 +218,7 @@ class Answer:
                 return
 
     def _open(self, choice: "AnswerChoice", sticky_worker: str) -> None:
-        call, sampling = self.call, self.call.sampling.of_tokens()
+        call, sampling = self.call, self._sampling
         if choice.number and sampling.prompt_logprobs is not None:  # they are the same for every choice
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         request = Request(

@@ -76,7 +76,7 @@ def read_tool_choice(
         for index, function in enumerate(functions)
         if names is None or function.name in names
     ]
-    text = {each.name: sorted(text_arguments(each.parameters)) for each in functions}
+    text = {each.name: text_arguments(each.parameters) for each in functions}
     return AskedCalls(
         tools=called[:1] if is_named else called,  # a name may be repeated
         shown=[*tools],

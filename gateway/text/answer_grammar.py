@@ -70,7 +70,7 @@ class AskedCalls(msgspec.Struct, frozen=True, kw_only=True):
     is_named: bool = False  # the answer calls the one tool that the body names
     is_parallel: bool = True
     is_limited: bool = False  # the prompt describes further tools, which may not be called
-    text_arguments: dict[str, list[str]] = {}  # by tool, the arguments that are text
+    text_arguments: dict[str, frozenset[str]] = {}  # by tool, the arguments that are text
 
     @property
     def is_constrained(self) -> bool:

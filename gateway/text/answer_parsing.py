@@ -130,7 +130,7 @@ def choice_reader(parsing: AnswerParsing, digests: Iterator[str]) -> AnswerReade
         reasoning=tags,
         is_parallel=parsing.is_parallel,
         new_id=lambda: named.id_prefix + next(digests)[: named.num_id_chars],
-        text_arguments={name: frozenset(keys) for name, keys in parsing.text_arguments.items()},
+        text_arguments=parsing.text_arguments,
     )
     if is_harmony:
         return HarmonyReader(options)

@@ -117,7 +117,7 @@ class AnswerParsing(msgspec.Struct, frozen=True, kw_only=True):
     is_parallel: bool = True  # False: calls after the first are dropped
     is_named: bool = False  # the call is to the one tool that the request names
     keeps_special_tokens: bool = False  # in the text: tags are among them
-    text_arguments: dict[str, list[str]] = {}  # by tool: see ReaderOptions
+    text_arguments: dict[str, frozenset[str]] = {}  # by tool: see ReaderOptions
 
 
 def overlap(text: str, stop: str) -> int:

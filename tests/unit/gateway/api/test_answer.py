@@ -7,7 +7,8 @@ import pytest
 
 from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
 from baton.gateway.api.answer import OPENING_S, Answer, AnswerChoice
-from baton.gateway.text.answer_reader import Delta, ToolCallDelta
+from baton.gateway.text.answer_parsing import choice_reader
+from baton.gateway.text.answer_reader import AnswerParsing, Delta, ToolCallDelta
 from baton.request import FinishReason
 from tests.event_loop import on_loop
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
@@ -83,6 +84,15 @@ def test_later_choices_wait_for_the_first_token_of_the_first_choice() -> None:
     for request in service.requests[1:]:
         service.emit(request.request_id, events(request, calls.ids("4")))
     assert len(heard.ends) == 1 and [heard.text(index) for index in range(3)] == ["12", "4", "4"]
+
+
+def test_choices_share_the_parameters_of_the_call() -> None:
+    service = ScriptedService(answer_at_once(calls.ids("1")))
+    parsing = AnswerParsing(tool_call_parser="qwen3_coder", text_arguments={"f": frozenset({"x"})})
+    answer, _ = started(service, num_choices=3, sampling={"stop": ("x",)}, parsing=parsing)
+    assert len({id(request.sampling) for request in service.requests}) == 1
+    reader = choice_reader(answer.call.parsing, iter(()))
+    assert reader is not None and reader.options.text_arguments is parsing.text_arguments
 
 
 def test_every_prompt_has_its_choices() -> None:
