@@ -210,7 +210,7 @@ class AnswerStream:
     def begin(self, writer: ResponseWriter) -> None:
         """Write everything so far and from now on; the response must have its headers."""
         self._writer = writer
-        writer.on_writable = self._write_all
+        writer.on_writable = self._write_due
         self._has_news.clear()
         if writer.is_gone:
             self.gone()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.config.gateway import GatewayConfig, GatewaySettings
 from baton.errors import IntegrityError, Refused, WorkerLost
 from baton.gateway.api import answer_stream
-from baton.gateway.api.answer import Answer
+from baton.gateway.api.answer import Answer, AnswerChoice
 from baton.gateway.api.answer_stream import (
     MAX_HELD_BYTES,
     MAX_TURN_BYTES,
@@ -23,7 +23,7 @@ from baton.gateway.api.answer_stream import (
     StreamProgress,
 )
 from baton.gateway.api.body import Prompt
-from baton.gateway.api.format import answer_format
+from baton.gateway.api.format import ChatFormat, answer_format
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Limiter
@@ -203,6 +203,23 @@ async def test_stream_that_cannot_be_written_does_not_harm_other_streams(
     await asyncio.sleep(0)
     assert broken.stream.is_over and broken.service.cancelled
     assert good.client.texts() == ["1"] and not good.stream.is_over
+    assert "a bug" in caplog.text
+
+
+@on_loop
+async def test_stream_that_cannot_be_written_to_a_client_that_lagged_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(self: ChatFormat, choice: AnswerChoice) -> bytes:
+        raise ZeroDivisionError("a bug")
+
+    streaming = Streaming(is_chat=True)
+    streaming.stream.begin(streaming.client)
+    streaming.client.lags = True
+    streaming.emit_now("1", is_end=True)
+    monkeypatch.setattr(ChatFormat, "last", break_down)
+    streaming.client.catch_up()
+    assert streaming.stream.is_over and streaming.stream.is_gone
     assert "a bug" in caplog.text
 
 
