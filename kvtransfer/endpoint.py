@@ -69,12 +69,12 @@ from baton.kvtransfer.protocol.messages import (
     PROTOCOL,
     Abort,
     AnyMessage,
+    EndpointClosed,
     EndpointHello,
     Grant,
     PullRequest,
     RankListenerAddresses,
     Released,
-    Stopped,
     TransferMessage,
     TransferRequest,
     WantedPage,
@@ -358,7 +358,7 @@ class PageEndpoint(ABC):
         if isinstance(message, Grant | PullRequest):
             self._requested(link, message)
             return
-        if isinstance(message, Stopped):
+        if isinstance(message, EndpointClosed):
             self._peer_stopped(link)
             return
         transfer = getattr(message, "transfer", b"")
@@ -688,7 +688,7 @@ class KvEndpoint(PageEndpoint):
         self.settings.keys.unfollow(self._use_keys)
         self._peers.stop()
         if self._ranks.stop():
-            self._peers.tell_all(Stopped())
+            self._peers.tell_all(EndpointClosed())
         self._peers.close()
         self._ranks.close()
 

@@ -202,7 +202,7 @@ class Released(TransferMessage, frozen=True):
     transfer: TransferId
 
 
-class Stopped(TransferMessage, frozen=True):
+class EndpointClosed(TransferMessage, frozen=True):
     """Either direction, when an endpoint closes and its process may live on: it writes no further byte of any
     transfer, and takes none.
     """
@@ -219,7 +219,7 @@ AnyMessage: TypeAlias = (
     | Extend
     | Abort
     | Released
-    | Stopped
+    | EndpointClosed
 )
 
 

@@ -15,7 +15,7 @@ import pytest
 from baton.errors import PeerGone, TransferFailed
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import MAX_LINKS_OF_PEER
-from baton.kvtransfer.protocol.messages import Abort, Grant, PullRequest, Stopped, Wrote
+from baton.kvtransfer.protocol.messages import Abort, EndpointClosed, Grant, PullRequest, Wrote
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.liveness import is_ping
@@ -116,7 +116,7 @@ def test_an_endpoint_closes_at_once_while_a_way_opens(silent_port: int) -> None:
         started_s = time.monotonic()
         host.close()
         assert time.monotonic() - started_s < 1.0
-        peer.hear(Stopped)
+        peer.hear(EndpointClosed)
         with pytest.raises(PeerGone):
             peer.connection.recv(5.0)
     wait_for(lambda: set(threading.enumerate()) <= threads)

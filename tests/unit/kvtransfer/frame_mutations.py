@@ -101,7 +101,7 @@ def valid_message(rng: random.Random) -> m.AnyMessage:
         lambda: m.Extend(transfer=transfer, epoch=epoch),
         lambda: m.Abort(transfer=transfer, epoch=epoch, reason="no more"),
         lambda: m.Released(transfer=transfer),
-        m.Stopped,
+        m.EndpointClosed,
     ]
     return rng.choice(makers)()
 

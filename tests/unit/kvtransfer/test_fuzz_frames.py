@@ -89,7 +89,7 @@ class Receiver:
         self._do(handoff, handoff.begin())
 
     def _receive(self, message: m.AnyMessage) -> None:
-        if isinstance(message, m.EndpointHello | m.Stopped):
+        if isinstance(message, m.EndpointHello | m.EndpointClosed):
             return
         transfer = message.transfer
         is_known = transfer in self._destinations or transfer in self._sources
