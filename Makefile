@@ -104,7 +104,7 @@ bench: setup
 	$(BIN)/python -m pytest tests/unit/bench -m slow
 
 parity: setup
-	$(BIN)/python -m pytest tests/parity tests/e2e/test_recall.py -m "slow or not slow"
+	$(BIN)/python -m pytest tests/parity tests/e2e/test_recall.py tests/unit/engine/speculation -m "slow or not slow"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted -m "slow or not slow"
 
 faults: setup redis
@@ -113,7 +113,7 @@ faults: setup redis
 
 sim: setup
 	$(BIN)/python -m pytest tests/faults/test_sim.py tests/unit/sim tests/unit/planner tests/unit/cluster/test_alerts.py \
-		-m "slow or not slow"
+		tests/unit/router/index -m "slow or not slow"
 
 soak: setup redis
 	$(BIN)/python -m baton.bench.faults.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import msgspec
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -36,6 +36,9 @@ class CollectedSpan(msgspec.Struct, frozen=True, kw_only=True):
     attributes: dict[str, Any]
     resource: dict[str, Any]
     events: list[str]
+
+
+SERVER: Final = 2  # the kind of span that a gateway has for a call
 
 
 class Collector:
@@ -65,11 +68,11 @@ class Collector:
         return [span for span in list(self.spans) if span.trace_id == trace_id]
 
     def wait_for(self, trace_id: str) -> list[CollectedSpan]:
-        """Return a trace once its root span is there and no span has come for a moment."""
+        """Return a trace once the gateway's span is there and no span has come for a moment."""
         until_s, seen = time.monotonic() + TIMEOUT_S, -1
         while time.monotonic() < until_s:
             found = self.trace(trace_id)
-            if found and len(found) == seen:
+            if len(found) == seen and any(span.kind == SERVER for span in found):
                 return found
             seen = len(found)
             time.sleep(0.2)

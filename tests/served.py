@@ -107,6 +107,10 @@ class Served:
         """Return the pids of the gateways that listen for clients."""
         return {gateway.pid for gateway in self._status().gateways if gateway.address is not None}
 
+    def num_open(self) -> int:
+        """Return the number of choices that the gateways wait for or answer."""
+        return sum(gateway.num_open for gateway in self._status().gateways)
+
     def _status(self) -> Status:
         record = find_record(self.port)
 

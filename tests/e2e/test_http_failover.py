@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -60,9 +61,24 @@ def test_stream_survives_the_death_of_its_decode_worker(redundant_cluster: Serve
 
 def test_request_waits_while_all_decode_workers_are_away(redundant_cluster: Served) -> None:
     until(lambda: len(redundant_cluster.status()) == 3)
-    for pid in [redundant_cluster.pid_of(f"decode-{index}") for index in range(2)]:
-        os.kill(pid, signal.SIGKILL)
-    until(lambda: set(redundant_cluster.status()) == {"prefill-0"})
-    asked = {"messages": [{"role": "user", "content": "What is Baton?"}], "max_tokens": 2, "temperature": 0}
-    status, answer = redundant_cluster.post("/v1/chat/completions", asked)
+    workers = [redundant_cluster.pid_of(f"decode-{index}") for index in range(2)]
+    supervisor = redundant_cluster.process.pid
+    os.kill(supervisor, signal.SIGSTOP)  # it starts no worker meanwhile
+    try:
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: set(redundant_cluster.status()) == {"prefill-0"})
+        asked = {
+            "messages": [{"role": "user", "content": "What is Baton?"}],
+            "max_tokens": 2,
+            "temperature": 0,
+        }
+        with ThreadPoolExecutor(1) as threads:
+            answering = threads.submit(redundant_cluster.post, "/v1/chat/completions", asked)
+            until(lambda: redundant_cluster.num_open() == 1)
+            assert not answering.done()
+            os.kill(supervisor, signal.SIGCONT)
+            status, answer = answering.result()
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
     assert status == 200, answer

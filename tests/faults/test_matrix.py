@@ -36,6 +36,19 @@ def test_every_named_suite_exists() -> None:
     assert not [module for module in modules if importlib.util.find_spec(module) is None]
 
 
+def test_every_slow_test_has_a_target() -> None:
+    targets = (ROOT / "Makefile").read_text()
+    folders = set(re.findall(r"tests/[\w/]+(?:\.py)?", targets))
+    slow = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.slow" in path.read_text()
+    ]
+    assert len(slow) > 20
+    missing = [str(path) for path in slow if not folders & {str(path), *map(str, path.parents)}]
+    assert not missing
+
+
 def _has_test(path: str, name: str) -> bool:
     file = ROOT / "tests" / path
     return file.exists() and re.search(rf"^(async )?def {name}\(", file.read_text(), re.MULTILINE) is not None

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from contextlib import closing
 from functools import partial
 
@@ -118,8 +119,7 @@ def test_a_flipped_bit_of_one_shard_is_written_again(replicas: Replicas) -> None
     assert all_back_s(source, destination) < BACK_S
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize(("transport", "num_ranks"), [("shm", 1), ("tcp", 2)])
 @pytest.mark.parametrize(("ours", "theirs"), [(False, False), (True, False), (False, True)])
 def test_pages_have_no_digests_only_if_both_ends_say_so(
     transport: str, ours: bool, theirs: bool, num_ranks: int
@@ -171,8 +171,10 @@ def test_received_bytes_are_counted_in_every_rank(replicas: Replicas) -> None:
     def has_landed(num_bytes: int) -> bool:
         return landed() == num_bytes
 
-    wait_for(lambda: landed() == landed())
-    before = landed()
+    before, earlier = landed(), -1  # bytes of an earlier transfer may still land
+    while before != earlier:
+        time.sleep(0.05)
+        before, earlier = landed(), before
     assert source.send(destination.address(), NUM_UNITS) == "handed_over"
     page_bytes = endpoint.settings.layout.page_bytes  # of one rank
     wait_for(partial(has_landed, before + 2 * NUM_UNITS * page_bytes))

@@ -31,7 +31,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, 
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def oracle(model_directory: Callable[..., Path]) -> Iterator[Engine]:
     """One engine, with which clusters of the same model are compared."""
     directory = model_directory(MODEL)

@@ -71,6 +71,7 @@ def test_invalid_answer_is_explained() -> None:
     assert error_of(person, "{") is not None
 
 
+@pytest.mark.slow
 @on_loop
 async def test_each_hostile_form_is_accepted_or_refused() -> None:
     forms = hostile_forms(22, seed=3)

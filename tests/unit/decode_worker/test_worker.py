@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.decode_worker import attempt
 from baton.engine.engine import Engine
 from baton.errors import WireError
 from baton.kvtransfer.protocol.messages import Commit, Grant
@@ -126,6 +127,15 @@ class TestPagesThatDoNotCome:
             assert not pair.decode_worker.counters["recomputed_prefills"]
         else:
             self._is_recomputed(pair, request, alone)
+
+    def test_pages_that_have_not_come_in_their_time(
+        self, make_pair: MakePair, alone: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(attempt, "TRANSFER_TIMEOUT_S", 0.5)
+        pair, request = make_pair(), a_request()
+        pair.decode.endpoint.holds = Commit
+        pair.dispatch(request)
+        self._is_recomputed(pair, request, alone)
 
     def test_pages_that_are_damaged_again_and_again(self, make_pair: MakePair, alone: Engine) -> None:
         pair = make_pair()

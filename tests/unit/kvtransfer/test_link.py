@@ -42,7 +42,7 @@ HELLO = EndpointHello(
 )
 LARGE = Commit(transfer=b"t" * 16, epoch=1, first=0, stop=2**16, digests=bytes(2**19))
 SMALL = Extend(transfer=b"t" * 16, epoch=1)
-AT_ONCE_S = 0.1  # far less than a peer may take for a frame
+AT_ONCE_S = 1.0  # far less than a peer may take for a frame
 
 
 class Ends:
@@ -101,7 +101,7 @@ def test_a_peer_that_takes_nothing_is_dropped_before_much_waits_for_it(ends: End
     started_s = time.monotonic()
     for _ in range(64):
         ends.link.send(LARGE)
-    assert time.monotonic() - started_s < 64 * AT_ONCE_S / 4
+    assert time.monotonic() - started_s < 2 * AT_ONCE_S
     assert ends.dropped.counts() == {"slow": 1}
     wait_for(lambda: bool(ends.calls))
     ends.poll()
@@ -126,6 +126,7 @@ def test_talkative_peer_waits_for_the_owner(ends: Ends) -> None:
 
     talking = threading.Thread(target=talk)
     talking.start()
+    wait_for(lambda: bool(ends.calls))
     time.sleep(0.2)
     assert len(ends.calls) <= 8
     deadline_s = time.monotonic() + 60.0

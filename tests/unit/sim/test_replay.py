@@ -45,8 +45,10 @@ def test_minutes_with_faults_are_replayed_bit_for_bit(seed: int, seconds: float)
 
 @pytest.mark.parametrize("seed", range(12))
 def test_each_kind_of_fault_is_replayed(seed: int) -> None:
-    world = World(seed, trouble=list(Trouble)[seed % len(Trouble)])
+    trouble = list(Trouble)[seed % len(Trouble)]
+    world = World(seed, trouble=trouble)
     world.run()
+    assert world.recordings
     for recording in world.recordings:
         assert Replay(recording.chunks()).run().difference is None
 

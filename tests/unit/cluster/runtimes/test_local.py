@@ -97,7 +97,7 @@ async def test_closing_leaves_nothing_behind() -> None:
             os.kill(pid, 0)
 
 
-def test_ranks_share_the_cores_out() -> None:
+def test_ranks_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async def threads(*ranks: int) -> list[int]:
         runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_THREADS))
         workers = [spec(f"worker-{index}", num_ranks=number) for index, number in enumerate(ranks)]
@@ -108,7 +108,7 @@ def test_ranks_share_the_cores_out() -> None:
         finally:
             await runtime.close()
 
-    os.environ.pop("OMP_NUM_THREADS", None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     num_cores = len(os.sched_getaffinity(0))
     assert asyncio.run(threads(1)) == [num_cores]
     assert asyncio.run(threads(*[1] * num_cores)) == [1] * num_cores

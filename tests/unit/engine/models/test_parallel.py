@@ -104,12 +104,15 @@ def test_ranks_sum_through_gloo_where_python_lacks_a_call_of_linux(
     assert call in caplog.text
 
 
-def test_ranks_sum_through_gloo_when_the_first_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_sum_through_gloo_when_the_first_has_no_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def memfd_create(name: str, flags: int) -> int:
         raise OSError("no memory")
 
     monkeypatch.setattr(os, "memfd_create", memfd_create)
     assert_ranks_sum_through_gloo()
+    assert "no memory" in caplog.text
 
 
 def test_ranks_agree_on_the_smallest(pair: Pair, tiny_model: Path) -> None:

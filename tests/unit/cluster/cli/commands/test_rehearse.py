@@ -71,9 +71,7 @@ def test_advice_writes_settings_that_serve_reads(
     assert "do not disaggregate" in capsys.readouterr().out
     settings = build(ServeConfig, yaml.safe_load((tmp_path / "serve.yaml").read_text()))
     assert (settings.prefill.num_workers, settings.decode.num_workers) == (0, 1)
-    assert (
-        "<svg" in (tmp_path / "advise.html").read_text() or "data" in (tmp_path / "advise.html").read_text()
-    )
+    assert "1M" in (tmp_path / "advise.html").read_text()
 
 
 def test_settings_have_all_of_a_layout() -> None:
