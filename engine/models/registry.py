@@ -7,7 +7,7 @@ refused. This module imports no torch: `baton serve` reads the config before any
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -174,8 +174,10 @@ def _yarn(rope: JsonObject, keys: JsonObject) -> RopeScaling:
     beta_fast, beta_slow = rope.positive("beta_fast", 32.0), rope.positive("beta_slow", 1.0)
     if beta_fast < beta_slow:
         raise ModelError(f"{rope.source}: 'beta_fast' {beta_fast} should be at least 'beta_slow' {beta_slow}")
+    if rope.positive("extrapolation_factor", 1.0) != 1:
+        raise ModelError(f"{rope.source}: 'extrapolation_factor' other than 1 is not supported")
     given = rope.get("attention_factor", float)
-    return RopeScaling(
+    scaling = RopeScaling(
         rope_type="yarn",
         factor=factor,
         original_max_positions=original,
@@ -186,6 +188,9 @@ def _yarn(rope: JsonObject, keys: JsonObject) -> RopeScaling:
         mscale_all_dim=rope.get("mscale_all_dim", float),
         truncate=rope.flag("truncate", True),
     )
+    if given is not None or "attn_factor" not in rope:
+        return scaling
+    return replace(scaling, attention_factor=attention_factor(scaling) * rope.positive("attn_factor"))
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

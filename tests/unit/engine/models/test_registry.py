@@ -226,6 +226,20 @@ def test_yarn_without_a_factor_derives_it_from_the_contexts() -> None:
     assert rope.scaling.factor == MAX_POSITIONS / 64
 
 
+@pytest.mark.parametrize(
+    ("further", "factor"),
+    [
+        ({}, 1.0),
+        ({"mscale": 0.7, "mscale_all_dim": 1.3}, 0.8164),
+        ({"attention_factor": 1.5}, 1.5),  # goes before
+    ],
+)
+def test_attn_factor_of_yarn_multiplies_the_attention_factor(further: dict[str, Any], factor: float) -> None:
+    """The keys of DeepSeek-R1-0528-Qwen3-8B, whose cosines are not scaled. transformers ignores the key."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419, **further}
+    assert attention_factor(read_rope(rope_scaling=scaling).scaling) == pytest.approx(factor, abs=1e-4)
+
+
 def test_outer_original_context_wins() -> None:
     scaling = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
     rope = read_rope(rope_scaling=scaling, original_max_position_embeddings=32)
@@ -254,6 +268,14 @@ def test_outer_original_context_wins() -> None:
         (
             {"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": -1}},
             "'attention_factor' should be a number above 0, got -1",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "attn_factor": 0}},
+            "'attn_factor' should be a number above 0, got 0",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "extrapolation_factor": 0.5}},
+            "'extrapolation_factor' other than 1 is not supported",
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2, "mscale": -20, "mscale_all_dim": 1}},
