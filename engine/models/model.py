@@ -141,7 +141,8 @@ UNUSED_SCALES: Final = (".input_scale", ".output_scale", ".k_scale", ".v_scale",
 def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Raise ModelError naming the first tensor that is missing, has another shape, or is not in the model.
 
-    An extra tensor is an error as well: a bias that the config does not mention would change the tokens.
+    An extra tensor is an error as well: a bias that the config does not mention would change the tokens. GPTQ
+    checkpoints may have a bias for each quantised layer, all zeros where the model has none.
     """
     shapes = parameter_shapes(config)
     names = set(checkpoint.names())
@@ -154,10 +155,19 @@ def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     derived = DERIVED if config.quantization is None else DERIVED + UNUSED_SCALES
     for name in sorted(names - shapes.keys() - ignored):
-        if not name.endswith(derived) and not _is_of_mtp_layer(name, config):
+        if name.endswith(derived) or _is_of_mtp_layer(name, config):
+            continue
+        if not _is_zero_gptq_bias(name, checkpoint, shapes):
             raise ModelError(
                 f"tensor {name!r} is not part of {config.architecture} as config.json describes it"
             )
+
+
+def _is_zero_gptq_bias(name: str, checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> bool:
+    module, _, part = name.rpartition(".")
+    if part != "bias" or f"{module}.g_idx" not in shapes:  # of quantised layers, in GPTQ alone
+        return False
+    return not checkpoint.slice(name, 0, 0, checkpoint.shape(name)[0]).any()
 
 
 def _is_of_mtp_layer(name: str, config: ModelConfig) -> bool:

@@ -211,3 +211,27 @@ def test_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match="a scale is a NaN or an infinity"), engine(tmp_path / "broken"):
         pass
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_gptq_bias_that_the_model_lacks_is_refused_unless_all_zeros(value: float, tmp_path: Path) -> None:
+    """Checkpoints such as those of Qwen2 and Llama 3.1 have a bias for each quantised layer."""
+    save_model(PLAIN, tmp_path / "plain")
+    scheme = SCHEMES["gptq"]
+
+    def biased(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        tensors, dense = scheme.write(weight)
+        return tensors | {"bias": torch.full(weight.shape[:1], value)}, dense
+
+    write_model(
+        tmp_path / "plain", tmp_path / "biased", tmp_path / "dense", type(scheme)(scheme.config, biased)
+    )
+    if value:
+        message = "'model.layers.0.mlp.down_proj.bias' is not part of LlamaForCausalLM"
+        with pytest.raises(ModelError, match=message), engine(tmp_path / "biased"):
+            pass
+        return
+    oracle = Oracle(tmp_path / "dense")
+    with engine(tmp_path / "biased") as made:
+        found = tokens(run(made, prompts(), GREEDY))
+    assert found == [oracle.greedy(*asked) for asked in zip(prompts(), found, strict=True)]
