@@ -359,7 +359,7 @@ def test_logprobs_come_one_a_token(llm: LLM) -> None:
 
 
 def test_default_sampling_is_that_of_the_model(tmp_path: Path) -> None:
-    directory = without_weights(tmp_path)
+    directory = without_weights(tmp_path, eos_token=None)
     defaults = {"temperature": 0.0, "max_new_tokens": 5, "eos_token_id": []}
     (directory / "generation_config.json").write_text(json.dumps(defaults))
     settings: dict[str, Any] = {"load_format": "dummy", "cache": MEMORY, "max_model_len": 64}

@@ -83,6 +83,35 @@ def test_generation_config_decides_the_end_tokens_unless_they_are_null(
     assert read_keys(tmp_path, OLD_LLAMA | {"eos_token_id": 7}).eos_token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("tokenizer_config", "expected"),
+    [
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}, (7, 9)),
+        ({"eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}}, (7, 8)),  # of tokenizer.json
+        ({"eos_token": "</s>", "added_tokens_decoder": {"7": {"content": "</s>"}}}, (7,)),
+        ({"eos_token": "</s>"}, (7,)),  # no file has its id
+        ({"eos_token": "</s>", "added_tokens_decoder": {"64": {"content": "</s>"}}}, (7,)),  # never sampled
+        ({"eos_token": None}, (7,)),
+    ],
+)
+def test_end_token_of_the_tokenizer_is_one_of_the_model(
+    tokenizer_config: dict[str, Any], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Fine-tunes for chats keep the generation_config.json of a base model that ends at another token."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    added = {"added_tokens": [{"id": 8, "content": "<|im_end|>", "special": True}], "model": {"vocab": {}}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(added))
+    assert read_keys(tmp_path, OLD_LLAMA).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("text", ['{"eos_token": 3}', '{"eos_token"', "[" * 100_000])
+def test_damaged_tokenizer_config_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ModelError, match="tokenizer_config.json: "):
+        read_keys(tmp_path, OLD_LLAMA)
+
+
 def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="OPTForCausalLM.*not known") as error:
         read_keys(tmp_path, OLD_LLAMA | {"architectures": ["OPTForCausalLM"]})
