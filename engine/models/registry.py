@@ -16,6 +16,7 @@ import msgspec
 from baton.config.engine import EngineSettings
 from baton.engine.models.loading.checkpoint import (
     DENSE_METHODS,
+    MAX_COUNT,
     JsonObject,
     Quantization,
     read_json,
@@ -462,13 +463,24 @@ def _decoded(path: Path, kind: type[T]) -> T | None:
 
 
 def choose_max_model_len(config: EngineSettings, model: ModelConfig) -> int:
-    """The configured length, or all positions of the model. ConfigError if the model has fewer."""
+    """The configured length, or the model's: `max_position_embeddings`, or yarn's context if that is longer.
+
+    ConfigError for more tokens than the model has positions. With linear scaling it has positions for
+    `max_position_embeddings` times the factor, but the model's length may have the factor already.
+    """
+    scaling, length = model.rope.scaling, model.max_position_embeddings
+    if scaling.rope_type == "yarn":
+        length = max(length, int(min(scaling.original_max_positions * scaling.factor, MAX_COUNT)))
+    most = length
+    if scaling.rope_type == "linear":
+        most = max(length, int(min(length * scaling.factor, MAX_COUNT)))
     asked = config.max_model_len
-    if asked is not None and asked > model.max_position_embeddings:
+    if asked is not None and asked > most:
         raise ConfigError(
-            f"max_model_len: the model has positions for {model.max_position_embeddings} tokens, got {asked}"
+            f"max_model_len: the model has positions for {most} tokens, got {asked}; config.json has "
+            f"max_position_embeddings {model.max_position_embeddings} and {scaling.rope_type} rope"
         )
-    return asked or model.max_position_embeddings
+    return asked or length
 
 
 def read_draft_model_config(settings: EngineSettings, target: ModelConfig) -> ModelConfig | None:

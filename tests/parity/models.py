@@ -91,6 +91,8 @@ DEEPSEEK3: Final = _case(
     topk_group=1,
     attention_bias=True,
 )
+# Of the context of COMMON; the default of transformers is of the published model's.
+GPT_OSS_ROPE: Final = _rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)
 CASES: Final = (
     _case("llama2", "Llama", 4, 4),
     _case("llama-gqa4-tied", "Llama", 4, 1, tie_word_embeddings=True),
@@ -130,7 +132,17 @@ CASES: Final = (
     ),
     _case("gemma3", "Gemma3", 4, 2, **_WINDOWS, **_UNTIED, head_dim=24),
     _case("gpt2", "GPT2", 4, 4, head_dim=16),
-    _case("gpt-oss", "GptOss", 4, 2, **_WINDOWS, head_dim=16, num_local_experts=5, num_experts_per_tok=2),
+    _case(
+        "gpt-oss",
+        "GptOss",
+        4,
+        2,
+        **_WINDOWS,
+        **GPT_OSS_ROPE,
+        head_dim=16,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+    ),
     _case(
         "granite",
         "Granite",
@@ -190,6 +202,7 @@ EVEN_EXPERTS: Final = (
         4,
         2,
         **_WINDOWS,
+        **GPT_OSS_ROPE,
         head_dim=16,
         num_local_experts=6,
         num_experts_per_tok=2,

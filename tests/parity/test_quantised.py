@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError, ModelError
-from tests.parity.models import COMMON, Case, Oracle, save_model
+from tests.parity.models import COMMON, GPT_OSS_ROPE, Case, Oracle, save_model
 from tests.parity.quantised_models import SCHEMES, write_model
 from tests.parity.runs import engine, essence, forward_logits, prompts, run, tokens
 from tests.parity.test_cluster import Topology, check
@@ -82,6 +82,7 @@ def _gpt_oss(source: Random, seed: int) -> Case:
         "num_experts_per_tok": 2,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 9,
+        **GPT_OSS_ROPE,
     }
     return Case(f"GptOss-{seed}", "GptOss", {**COMMON, **keys})
 

@@ -7,17 +7,19 @@ from typing import Any
 import pytest
 import transformers
 
-from baton.engine.models.loading.checkpoint import JsonObject, read_json
+from baton.config.engine import EngineSettings
+from baton.engine.models.loading.checkpoint import MAX_COUNT, JsonObject, read_json
 from baton.engine.models.registry import (
     ARCHITECTURES,
     ModelConfig,
     RopeConfig,
     RopeScaling,
     attention_factor,
+    choose_max_model_len,
     read_model_config,
     read_rope_config,
 )
-from baton.errors import ModelError
+from baton.errors import ConfigError, ModelError
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -267,6 +269,33 @@ def test_attn_factor_of_yarn_multiplies_the_attention_factor(further: dict[str, 
     """The keys of DeepSeek-R1-0528-Qwen3-8B, whose cosines are not scaled. transformers ignores the key."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419, **further}
     assert attention_factor(read_rope(rope_scaling=scaling).scaling) == pytest.approx(factor, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length", "most"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
+        (
+            {"rope_type": "yarn", "factor": 1e308, "original_max_position_embeddings": 256},
+            MAX_COUNT,
+            MAX_COUNT,
+        ),
+        ({"rope_type": "linear", "factor": 4.0}, 256, 1024),  # the length may have the factor already
+        ({"rope_type": "linear", "factor": 0.5}, 256, 256),
+        (SCALINGS[1], 256, 256),  # llama3
+    ],
+)
+def test_stretched_context_may_be_longer_than_max_position_embeddings(
+    scaling: dict[str, Any], length: int, most: int, tmp_path: Path
+) -> None:
+    """The cards of Qwen2.5 and Qwen3 say to add yarn to a config.json and to leave its length."""
+    model = read_keys(tmp_path, OLD_LLAMA | {"rope_scaling": scaling})
+    assert choose_max_model_len(EngineSettings(), model) == length
+    assert choose_max_model_len(EngineSettings(max_model_len=most), model) == most
+    message = f"positions for {most} tokens, got {most + 1}; config.json has max_position_embeddings 256"
+    with pytest.raises(ConfigError, match=message):
+        choose_max_model_len(EngineSettings(max_model_len=most + 1), model)
 
 
 def test_outer_original_context_wins() -> None:
