@@ -70,6 +70,8 @@ class TokenizerConfig(msgspec.Struct, frozen=True):
     unk_token: str | _AddedToken | None = None
     pad_token: str | _AddedToken | None = None
     chat_template: str | list[_NamedTemplate] | None = None
+    tokenizer_class: str | None = None
+    add_bos_token: bool | None = None
 
     def special_tokens(self) -> dict[str, str]:
         """Return the model's special tokens by the names that templates use: `{"bos_token": "<s>", ...}`."""

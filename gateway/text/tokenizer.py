@@ -28,12 +28,17 @@ import tokenizers
 
 from baton.errors import InvalidRequest, ModelError
 from baton.gateway.text.answer_reader import overlap
+from baton.gateway.text.chat_template import TokenizerConfig, read_tokenizer_config
 from baton.request import FinishReason, SamplingParams
 from baton.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 
 Decode = Callable[[Sequence[int]], str]
 INCOMPLETE: Final = "\ufffd"  # decoders write this for bytes that are not, or not yet, a character
 MAX_PENDING: Final = 64  # tokens; bounds the work on a model that only writes broken bytes
+# In transformers 4, tokenizers of these classes follow `add_bos_token`.
+LLAMA_CLASSES: Final = frozenset(
+    {"LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast"}
+)
 NUM_CONTEXT_TOKENS: Final = 8  # of the prompt; the space before the first word may depend on them
 
 
@@ -153,8 +158,10 @@ class Tokenizer:
         text = read_tokenizer(directory)
         if text is None:
             return None
+        config = read_tokenizer_config(directory)
         with _library_faults(f"{directory / TOKENIZER_FILE}: is not a tokenizer"):
             inner = tokenizers.Tokenizer.from_str(text)
+            _add_bos(inner, config)
         return cls(inner)
 
     @property
@@ -236,6 +243,21 @@ def detokenizer_of(
     if tokenizer is None:
         return WindowDetokenizer(lambda _: "")
     return tokenizer.detokenizer(prompt, skip_special_tokens=skip_special_tokens)
+
+
+def _add_bos(inner: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    """Have texts begin with the BOS token where the config asks for the token and the file adds none.
+
+    The files of DeepSeek are such ones. transformers 4 makes the post-processor of these classes anew.
+    """
+    bos = config.special_tokens().get("bos_token")
+    if bos is None or config.tokenizer_class not in LLAMA_CLASSES or not config.add_bos_token:
+        return
+    bos_id = inner.token_to_id(bos)
+    if bos_id is not None and not inner.encode("").ids:
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, bos_id)]
+        )
 
 
 def _bytes_of_tokens(inner: tokenizers.Tokenizer) -> dict[bool, BytesOfTokens] | None:

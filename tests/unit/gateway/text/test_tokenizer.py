@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from baton.cluster.model_directory import resolve_model
@@ -51,6 +52,42 @@ def test_directory_of_transformers_is_read_as_transformers_reads_it(tmp_path: Pa
     text = "the café 😀</s>"
     assert tokenizer.encode(text) == oracle.encode(text)
     assert tokenizer.vocab_size == len(oracle)
+
+
+@pytest.mark.parametrize(
+    ("change", "adds_bos"),
+    [
+        ({}, True),
+        ({"bos_token": {"content": "<s>"}, "tokenizer_class": "GemmaTokenizer"}, True),
+        ({"add_bos_token": False}, False),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, False),
+        ({"bos_token": "<unknown>"}, False),
+    ],
+)
+def test_bos_token_that_the_config_asks_for_is_added(
+    change: dict[str, Any], adds_bos: bool, directory: Path
+) -> None:
+    """The files of DeepSeek V3, R1 and its distilled models: tokenizer.json alone adds no BOS token."""
+    config = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "add_bos_token": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | change))
+    tokenizer = Tokenizer.from_directory(directory)
+    plain = BYTE_LEVEL.encode("the café")
+    bos = BYTE_LEVEL.added_tokens["<s>"]
+    assert tokenizer.encode("the café") == ([bos, *plain] if adds_bos else plain)
+    assert tokenizer.encode("the café", add_special_tokens=False) == plain
+
+
+def test_bos_token_of_the_file_is_not_added_twice(directory: Path) -> None:
+    inner = tiny_tokenizers.byte_fallback()
+    ids = {token: number for token in ("<s>", "</s>") if (number := inner.token_to_id(token)) is not None}
+    inner.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A", "</s>"], special_tokens=list(ids.items())
+    )
+    inner.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "add_bos_token": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    expected = [ids["<s>"], *BYTE_FALLBACK.encode("the"), ids["</s>"]]
+    assert Tokenizer.from_directory(directory).encode("the") == expected
 
 
 def test_special_tokens_are_skipped_unless_asked_for(directory: Path) -> None:
