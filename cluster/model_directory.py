@@ -4,6 +4,7 @@
 commit. The files lie in huggingface_hub's cache, which HF_HOME places; only missing ones are downloaded.
 """
 
+import logging
 import re
 from os import PathLike
 from pathlib import Path
@@ -15,11 +16,14 @@ import baton
 from baton.config.cluster import ServeConfig
 from baton.config.engine import EngineSettingsT
 from baton.errors import ModelError
-from baton.tokenizer_file import SENTENCEPIECE_FILE
+from baton.tokenizer_file import SENTENCEPIECE_FILE, TOKENIZER_FILE, has_tokenizer
+
+logger = logging.getLogger(__name__)
 
 TINY: Final = "tiny"
 # Files of the repository's top folder: others are copies for other programs.
-_FILES: Final = ["*.json", "*.safetensors", "*.jinja", SENTENCEPIECE_FILE]
+_SMALL_FILES: Final = ("*.json", "*.jinja", SENTENCEPIECE_FILE)
+_WEIGHTS: Final = "*.safetensors"
 _OTHER_FILES: Final = ["*/*"]
 _REPOSITORY: Final = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
@@ -100,19 +104,19 @@ def _snapshot(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download  # takes half a second
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    def fetch(*, from_cache: bool) -> Path:
+    def fetch(*patterns: str, from_cache: bool = False) -> Path:
         return Path(
             snapshot_download(
                 name,
                 revision=revision,
                 local_files_only=from_cache,
-                allow_patterns=_FILES,
+                allow_patterns=list(patterns),
                 ignore_patterns=_OTHER_FILES,
             )
         )
 
     try:
-        directory = fetch(from_cache=True)
+        directory = fetch(*_SMALL_FILES, _WEIGHTS, from_cache=True)
         if _has_weights(directory):
             return directory
     except LocalEntryNotFoundError:
@@ -120,7 +124,15 @@ def _snapshot(name: str, revision: str | None) -> Path:
     except HFValidationError as error:
         raise ModelError(f"model {name!r}: {error}") from None
     try:
-        directory = fetch(from_cache=False)
+        directory = fetch(*_SMALL_FILES)
+        if not has_tokenizer(directory):  # said before hours of download
+            logger.warning(
+                "model %r: the repository has no %s and no %s: prompts are token ids, and so are answers",
+                name,
+                TOKENIZER_FILE,
+                SENTENCEPIECE_FILE,
+            )
+        directory = fetch(*_SMALL_FILES, _WEIGHTS)
     except Exception as error:  # the HTTP client's errors have no base class in common with the hub's
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ModelError(
@@ -134,4 +146,4 @@ def _snapshot(name: str, revision: str | None) -> Path:
 
 def _has_weights(directory: Path) -> bool:
     """Return whether there are weights; a program that reads config.json alone leaves a snapshot without."""
-    return any(directory.glob("*.safetensors"))
+    return any(directory.glob(_WEIGHTS))

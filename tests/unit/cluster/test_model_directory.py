@@ -133,6 +133,19 @@ def test_repository_is_downloaded_once_and_goes_on_where_it_broke_off(hub: Hub, 
     assert not hub.asked
 
 
+def test_missing_tokenizer_is_told_before_the_weights_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    """Kimi K2 and some repositories of Mistral have a tokenizer of another kind."""
+    hub.num_breaks = 1000
+    assert "tokenizer.json" not in resolve(tmp_path / "first", hub, NAME).stderr
+    hub.files["tiktoken.model"] = hub.files.pop("tokenizer.json")
+    warned = resolve(tmp_path / "second", hub, NAME)
+    assert warned.returncode, "the weights have broken off"
+    message = (
+        "'acme/copier': the repository has no tokenizer.json and no tokenizer.model: prompts are token ids"
+    )
+    assert message in warned.stderr
+
+
 def test_unknown_repository_and_a_hub_out_of_reach_are_named(hub: Hub, tmp_path: Path) -> None:
     for model, server, reason in (("acme/none", hub, "404"), (NAME, None, "cannot be downloaded")):
         failed = resolve(tmp_path, server, model)
