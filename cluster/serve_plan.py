@@ -28,6 +28,7 @@ from baton.gateway.text.answer_parsing import ModelParsers
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.messages.bounds import Kind
 from baton.messages.workers import Routers, WorkerRole
+from baton.tokenizer_file import has_tokenizer
 
 # CUDA's MPS serves decode before prefill on a GPU that both share; see mps_variables.
 MPS_PRIORITIES: Final[dict[WorkerRole, int]] = {WorkerRole.DECODE: 0, WorkerRole.PREFILL: 1}
@@ -249,7 +250,7 @@ def speech_of(directory: Path, settings: TextSettings) -> Speech:
 
     Raises ModelError for a damaged file, and ConfigError for settings that do not fit the model.
     """
-    if not (directory / "tokenizer.json").exists():
+    if not has_tokenizer(directory):
         return "token ids"
     template = ChatTemplate.from_directory(
         directory, settings.chat_template, settings.default_chat_template_kwargs

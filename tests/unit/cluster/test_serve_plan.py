@@ -346,6 +346,8 @@ def test_form_of_prompts_follows_from_the_model_files(tmp_path: Path) -> None:
     assert speech_of(tmp_path, TextSettings()) == "chat"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": None}))
     assert speech_of(tmp_path, TextSettings()) == "text"
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
+    assert speech_of(tmp_path, TextSettings()) == "text"
 
 
 def test_adapters_are_checked_before_any_process_starts(tmp_path: Path) -> None:
