@@ -278,7 +278,8 @@ def _group_size(keys: JsonObject) -> int | None:
 
 
 def _not_converted(keys: JsonObject) -> tuple[str, ...]:
-    return ("lm_head", *(keys.get("modules_to_not_convert", list[str]) or ()))
+    names = ("modules_to_not_convert", "ignored_layers")  # AutoFP8 has the latter
+    return ("lm_head", *(module for name in names for module in keys.get(name, list[str]) or ()))
 
 
 # quant_method -> the scheme by its keys

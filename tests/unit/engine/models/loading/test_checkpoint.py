@@ -12,12 +12,14 @@ import transformers
 from safetensors.torch import save_file
 
 from baton.engine.models.loading.checkpoint import (
+    DENSE_METHODS,
     MAX_FILE_BYTES,
     JsonObject,
     SafetensorsCheckpoint,
     fingerprint,
     read_entries,
     read_json,
+    read_quantization,
     weight_files,
 )
 from baton.errors import ModelError
@@ -236,3 +238,16 @@ def test_other_config_or_dummy_seed_has_another_fingerprint(directory: Path) -> 
     found = {fingerprint(directory), *(fingerprint(directory, dummy_seed=seed) for seed in (0, 1))}
     (directory / "config.json").write_text('{"rope_theta": 1}')
     assert len(found | {fingerprint(directory)}) == 4
+
+
+@pytest.mark.parametrize("name", ["modules_to_not_convert", "ignored_layers"])
+def test_fp8_leaves_out_the_layers_that_its_config_names(name: str) -> None:
+    section = {"quant_method": "fp8", name: ["re:.*block_sparse_moe.gate", "down_proj"]}
+    scheme = read_quantization(JsonObject({"quantization_config": section}, "config.json"), DENSE_METHODS)
+    assert scheme is not None
+    covered = {
+        module: scheme.covers(f"model.layers.0.{module}")
+        for module in ("mlp.down_proj", "block_sparse_moe.gate", "mlp.up_proj")
+    }
+    assert covered == {"mlp.down_proj": False, "block_sparse_moe.gate": False, "mlp.up_proj": True}
+    assert not scheme.covers("lm_head")
