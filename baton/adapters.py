@@ -37,6 +37,9 @@ UNSUPPORTED: Final = (
     "trainable_token_indices",
     "alora_invocation_tokens",
 )
+# Values of `init_lora_weights`, by how they begin, that change the base weights before training. The adapter
+# fits the changed weights alone.
+CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 AdapterPath: TypeAlias = Annotated[str, Meta(min_length=1, max_length=4096)]
 AdapterDigest: TypeAlias = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
@@ -132,6 +135,12 @@ def _read_config(keys: Mapping[str, Any], source: str, max_rank: int) -> Adapter
             raise ModelError(f"{source}: {key!r} is not supported")
     if keys.get("bias", "none") != "none":
         raise ModelError(f"{source}: bias {keys['bias']!r} is not supported, only 'none' is")
+    start = keys.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        raise ModelError(
+            f"{source}: 'init_lora_weights' {start!r} is not supported, because the adapter fits other base "
+            f"weights: convert it to plain LoRA (in PEFT, path_initial_model_for_weight_conversion)"
+        )
     targets = keys.get("target_modules")
     for target in targets if isinstance(targets, list) else ():
         if str(target).rpartition(".")[2] not in TARGETS:

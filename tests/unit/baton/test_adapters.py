@@ -38,3 +38,14 @@ def test_path_that_cannot_be_read_is_named(path: str, why: str) -> None:
 def test_alpha_beyond_any_scale_is_refused(alpha: object, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="lora_alpha"):
         read_adapter(write(tmp_path, lora_alpha=alpha))
+
+
+@pytest.mark.parametrize("start", ["pissa", "PiSSA_niter_4", "olora", "corda", "loftq", "lora_ga"])
+def test_adapter_of_other_base_weights_is_refused(start: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"'init_lora_weights' '{start}' is not supported"):
+        read_adapter(write(tmp_path, init_lora_weights=start))
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_start_of_training_on_the_base_weights_is_accepted(start: object, tmp_path: Path) -> None:
+    assert read_adapter(write(tmp_path, init_lora_weights=start)).config == (4, 2.0)
