@@ -21,10 +21,10 @@ from baton.tokenizer_file import SENTENCEPIECE_FILE, TOKENIZER_FILE, has_tokeniz
 logger = logging.getLogger(__name__)
 
 TINY: Final = "tiny"
-# Files of the repository's top folder: others are copies for other programs.
 _SMALL_FILES: Final = ("*.json", "*.jinja", SENTENCEPIECE_FILE)
 _WEIGHTS: Final = "*.safetensors"
-_OTHER_FILES: Final = ["*/*"]
+# Files below the repository's top folder are copies for other programs, except for further chat templates.
+_OTHER_FILES: Final = ["*/*.json", f"*/{_WEIGHTS}"]
 _REPOSITORY: Final = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
 

@@ -22,6 +22,7 @@ from baton.gateway.api.body import check_depth
 from baton.tokenizer_file import read_text
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
+TOOLS_TEMPLATE_FILE: Final = "additional_chat_templates/tool_use.jinja"
 MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand
 MAX_OUTPUT_CHARS: Final = 8 * 2**20
 MAX_INDENT: Final = 64  # spaces, of JSON
@@ -159,13 +160,19 @@ class ChatTemplate:
     ) -> "ChatTemplate | None":
         """Read the model's template, from `chat_template.jinja` first, as in `transformers`.
 
+        A separate template for chats with tools lies in `additional_chat_templates`, or in the older list of
+        tokenizer_config.json.
+
         Returns None when the model has no template: it completes text and cannot chat. file: a template in
         place of the model's own; raises ConfigError when it cannot be read. default_kwargs: see `__init__`.
         """
         config = read_tokenizer_config(directory)
-        source = read_text(directory / TEMPLATE_FILE) if file is None else _given(Path(file))
         tool_source = None
-        if source is None:
+        if file is not None:
+            source: str | None = _given(Path(file))
+        elif (source := read_text(directory / TEMPLATE_FILE)) is not None:
+            tool_source = read_text(directory / TOOLS_TEMPLATE_FILE)
+        else:
             source, tool_source = config.template("default"), config.template("tool_use")
         if source is not None:
             return cls(

@@ -17,6 +17,7 @@ from baton.cluster import model_directory
 from baton.cluster.model_directory import pin_revision, resolve_model, served_name
 from baton.config.cluster import OtherModel, ServeConfig
 from baton.errors import ModelError
+from baton.gateway.text.chat_template import TOOLS_TEMPLATE_FILE
 
 NAME: Final = "acme/copier"
 CHUNK_BYTES: Final = 10 * 2**20  # what huggingface_hub writes at a time
@@ -32,6 +33,8 @@ class Hub(http.server.ThreadingHTTPServer):
         self.files = {each.name: each.read_bytes() for each in files}
         self.files["model.safetensors"] = bytes(5 * CHUNK_BYTES // 2)
         self.files["pytorch_model.bin"] = self.files["original/model.safetensors"] = b"of no use"
+        self.files["original/config.json"] = self.files["original/tokenizer.model"] = b"of no use"
+        self.files[TOOLS_TEMPLATE_FILE] = b"{{ tools }}"
         self.asked: list[str] = []  # files, with the first byte wanted where that is not the first
         self.num_breaks = 0  # how often the weights break off in the middle
 
@@ -123,8 +126,9 @@ def test_repository_is_downloaded_once_and_goes_on_where_it_broke_off(hub: Hub, 
     whole = resolve(tmp_path, hub, f"{NAME}@v1")
     assert not whole.returncode, whole.stderr
     directory = Path(whole.stdout.strip())
-    assert {each.name: each.read_bytes() for each in directory.iterdir()} == {
-        name: content for name, content in hub.files.items() if "/" not in name and not name.endswith(".bin")
+    files = {each: each.read_bytes() for each in directory.rglob("*") if each.is_file()}
+    assert {str(each.relative_to(directory)): content for each, content in files.items()} == {
+        name: content for name, content in hub.files.items() if content != b"of no use"
     }
     assert hub.asked == ["model.safetensors", f"model.safetensors from {CHUNK_BYTES}"], "others were kept"
     hub.asked.clear()

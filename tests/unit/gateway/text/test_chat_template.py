@@ -144,6 +144,19 @@ def test_template_of_the_directory_is_chosen_as_in_transformers(tmp_path: Path) 
     assert from_directory(tmp_path).render(MESSAGES, tools=TOOLS) == "of the file</s>"
 
 
+def test_template_for_tools_is_read_where_transformers_saves_it(tmp_path: Path) -> None:
+    oracle = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizers.byte_level())
+    oracle.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools", "rag": "other"}
+    oracle.save_pretrained(tmp_path)
+    assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").exists()
+    template = from_directory(tmp_path)
+    for tools in (None, TOOLS):
+        expected = oracle.apply_chat_template(MESSAGES, tools, tokenize=False)
+        assert template.render(MESSAGES, tools=tools) == expected
+    (tmp_path / "given.jinja").write_text("given")
+    assert from_directory(tmp_path, str(tmp_path / "given.jinja")).render(MESSAGES, tools=TOOLS) == "given"
+
+
 def test_template_of_the_settings_replaces_the_models_own(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "its own", "eos_token": "</s>"}')
     (tmp_path / "given.jinja").write_text("given{{ eos_token }}")
