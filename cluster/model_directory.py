@@ -24,7 +24,8 @@ TINY: Final = "tiny"
 _SMALL_FILES: Final = ("*.json", "*.jinja", SENTENCEPIECE_FILE)
 _WEIGHTS: Final = "*.safetensors"
 # Files below the repository's top folder are copies for other programs, except for further chat templates.
-_OTHER_FILES: Final = ["*/*.json", f"*/{_WEIGHTS}"]
+# `consolidated` weights, of Mistral, are the same weights in another layout.
+_OTHER_FILES: Final = ["*/*.json", f"*/{_WEIGHTS}", f"consolidated{_WEIGHTS}"]
 _REPOSITORY: Final = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
 
@@ -140,7 +141,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
             f"downloaded: {reason}"
         ) from error
     if not _has_weights(directory):
-        raise ModelError(f"model {name!r}: the repository has no safetensors; Baton reads no other weights")
+        raise ModelError(f"model {name!r}: the repository has no safetensors in Hugging Face layout")
     return directory
 
 

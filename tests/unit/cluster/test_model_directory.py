@@ -34,6 +34,7 @@ class Hub(http.server.ThreadingHTTPServer):
         self.files["model.safetensors"] = bytes(5 * CHUNK_BYTES // 2)
         self.files["pytorch_model.bin"] = self.files["original/model.safetensors"] = b"of no use"
         self.files["original/config.json"] = self.files["original/tokenizer.model"] = b"of no use"
+        self.files["consolidated-00001-of-00002.safetensors"] = b"of no use"
         self.files[TOOLS_TEMPLATE_FILE] = b"{{ tools }}"
         self.asked: list[str] = []  # files, with the first byte wanted where that is not the first
         self.num_breaks = 0  # how often the weights break off in the middle
