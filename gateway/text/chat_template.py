@@ -38,6 +38,11 @@ GENERATION_TAG: Final = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})"
 # minijinja drops the new line after this tag, Jinja2 does not; "+" keeps it.
 RAW_TAG: Final = re.compile(r"(\{%[-+]?\s*raw\s*)(%\})")
 
+# A loop over the parts of a message's content, by the rule of vLLM.
+PARTS_LOOP: Final = re.compile(
+    r"\{%[-+]?\s*for\s+\w+\s+in\s+(content|\w+\.content|\w+\[\s*['\"]content['\"]\s*\])(?![\w.(\[])"
+)
+
 # Names that the renderer sets itself or that vLLM refuses, and functions of the environment.
 RESERVED: Final = frozenset(
     {"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "template_name"}
@@ -123,6 +128,10 @@ class ChatTemplate:
         self.source = source if tool_source is None else tool_source  # that tells the forms of answers
         self._has_own_for_tools = tool_source is not None
         self._special_tokens = dict(special_tokens)
+        self._reads_parts = {
+            NAME: PARTS_LOOP.search(source) is not None,
+            TOOLS_NAME: PARTS_LOOP.search(tool_source or "") is not None,
+        }
         self._environment = minijinja.Environment(
             debug=False,  # debug output would carry one request's messages into an error text
             fuel=MAX_STEPS,
@@ -202,13 +211,14 @@ class ChatTemplate:
             if add_generation_prompt:
                 raise InvalidRequest(f"{CONTINUE}: add_generation_prompt must be false beside it")
             return self._render_open(messages, tools, kwargs)
-        variables = self._variables_of(has_tools=bool(tools))
+        name = self._name_of(has_tools=bool(tools))
+        variables = self._variables[name]
         self._check_kwargs(kwargs or {}, variables)
-        defaults = {name: value for name, value in self._default_kwargs.items() if name in variables}
+        defaults = {key: value for key, value in self._default_kwargs.items() if key in variables}
         try:
             prompt = self._environment.render_template(
-                TOOLS_NAME if tools and self._has_own_for_tools else NAME,
-                messages=messages,
+                name,
+                messages=[_with_text(each, keeps_parts=self._reads_parts[name]) for each in messages],
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 **{**defaults, **(kwargs or {})},
@@ -234,7 +244,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt up to the end of the last message's content."""
         *before, last = messages
-        content = last.get("content")
+        content = _with_text(last).get("content")
         if not isinstance(content, str) or last.get("tool_calls"):
             raise InvalidRequest(f"{CONTINUE}: the last message has no text, or calls tools")
         marked = {**last, "content": content + END_MARK}
@@ -248,10 +258,10 @@ class ChatTemplate:
 
     def reads(self, name: str, *, has_tools: bool = False) -> bool:
         """Tell whether the template, or the one for chats with tools, reads a variable of this name."""
-        return name in self._variables_of(has_tools=has_tools)
+        return name in self._variables[self._name_of(has_tools=has_tools)]
 
-    def _variables_of(self, *, has_tools: bool) -> frozenset[str]:
-        return self._variables[TOOLS_NAME if has_tools and self._has_own_for_tools else NAME]
+    def _name_of(self, *, has_tools: bool) -> str:
+        return TOOLS_NAME if has_tools and self._has_own_for_tools else NAME
 
     def _is_reserved(self, name: str) -> bool:
         return name in RESERVED or name in self._special_tokens
@@ -302,8 +312,8 @@ def _to_json(value: object, *, indent: int | None = None) -> str:
 def read_messages(messages: object) -> list[Message]:
     """Check one conversation and return it in the form that chat templates read.
 
-    `content` becomes text: of parts such as `{"type": "text", "text": "Hi"}` each text becomes a line, as in
-    vLLM. Raises InvalidRequest that names the message and its key.
+    `content` becomes text, or a list of several parts such as `{"type": "text", "text": "Hi"}`. Raises
+    InvalidRequest that names the message and its key.
     """
     if isinstance(messages, Mapping):
         raise InvalidRequest(f"messages: expected a list of messages such as [{EXAMPLE}], got one message")
@@ -339,7 +349,20 @@ def _read_message(message: object, name: str) -> Message:
             f"{name}: content: expected text or a list of text parts, got {_value(message, 'content')}"
         )
     texts = [_text(part, f"{name}: content[{index}]") for index, part in enumerate(content)]
-    return {**message, "content": "\n".join(texts)}
+    if len(texts) > 1:
+        return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+    return {**message, "content": "".join(texts)}
+
+
+def _with_text(message: Message, *, keeps_parts: bool = False) -> Message:
+    """Make a line of each part of a message's content, as vLLM does for templates that read text.
+
+    keeps_parts: of users' messages. Of other roles, templates that go through parts may read the first alone.
+    """
+    content = message.get("content")
+    if not isinstance(content, list) or (keeps_parts and message.get("role") == "user"):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def _read_tool_call(call: object, name: str) -> object:

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from baton.errors import ConfigError, InvalidRequest, ModelError
 from baton.gateway.text.answer_parsing import ModelParsers
 from baton.gateway.text.chat_template import (
     ChatTemplate,
+    Message,
     read_messages,
 )
 from tests.unit.gateway import tiny_tokenizers
@@ -83,7 +85,74 @@ def test_prompts_equal_those_of_transformers(name: str, tools: list[dict[str, An
     assert ChatTemplate(TEMPLATES[name], special).render(MESSAGES, tools=tools) == expected
 
 
-def opened(source: str, messages: list[dict[str, Any]]) -> str:
+# In the form of Gemma 3's: a loop over the parts of a message, and the first part of a system message.
+GEMMA = """\
+{{ bos_token }}
+{%- set system = '' -%}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set first = messages[0]['content'] -%}
+    {%- set system = (first if first is string else first[0]['text']) + '\\n\\n' -%}
+    {%- set messages = messages[1:] -%}
+{%- endif -%}
+{%- for message in messages -%}
+    {{ '<start_of_turn>' + message['role'] + '\\n' + (system if loop.first else '') }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}
+        {%- for item in message['content'] -%}
+            {%- if item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{ '<end_of_turn>\\n' }}
+{%- endfor -%}
+"""
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize("loop", ["message['content']", 'message["content"]', "message.content", "content"])
+def test_text_parts_are_those_of_transformers_where_the_template_has_a_loop_over_them(loop: str) -> None:
+    source = GEMMA.replace("in message['content']", f"in {loop}")
+    source = source.replace("{%- for item", "{%- set content = message.content -%}{%- for item")
+    oracle = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizers.byte_level(), bos_token="<s>")
+    asked = [
+        {"role": "system", "content": parts("Be brief.")},
+        {"role": "user", "content": parts("one ", "two", "three")},
+        {"role": "assistant", "content": parts("four")},
+        {"role": "user", "content": parts("five")},
+        {"role": "user", "content": "six"},
+    ]
+    expected = oracle.apply_chat_template(asked, chat_template=source, tokenize=False)
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(read_messages(asked)) == expected
+
+
+def test_text_parts_are_lines_where_the_template_has_no_loop_over_them() -> None:
+    asked = [{"role": "user", "content": parts("one", "two")}]
+    for source in (
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% for line in m.content.split('x') %}{{ line }}{% endfor %}{% endfor %}",
+    ):
+        assert ChatTemplate(source, {}).render(read_messages(asked)) == "one\ntwo"
+        assert (
+            ChatTemplate(GEMMA, {}, tool_source=source).render(read_messages(asked), tools=TOOLS)
+            == "one\ntwo"
+        )
+
+
+def test_no_part_of_a_system_message_is_lost() -> None:
+    """In transformers, the template leaves out all parts but the first."""
+    asked = [{"role": "system", "content": parts("Be brief.", "Be kind.")}, {"role": "user", "content": "Hi"}]
+    assert "Be brief.\nBe kind.\n\nHi" in ChatTemplate(GEMMA, {}).render(read_messages(asked))
+
+
+def test_last_message_with_parts_is_continued() -> None:
+    asked = [{"role": "assistant", "content": parts("one", "two")}]
+    assert opened(GEMMA, read_messages(asked)).endswith("one\ntwo")
+
+
+def opened(source: str, messages: Sequence[Message]) -> str:
     """The prompt of an answer that continues the last message."""
     template = ChatTemplate(source, {})
     return template.render(messages, add_generation_prompt=False, continue_final_message=True)
@@ -241,15 +310,15 @@ def test_faulty_template_is_a_model_error(source: str) -> None:
 HI = {"role": "user", "content": "Hi"}
 
 
-def test_text_parts_become_lines_and_other_messages_stay() -> None:
+def test_text_parts_are_read_and_other_messages_stay() -> None:
     asked = [
         {"role": "system", "content": ""},
         {**HI, "name": "Ann"},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
     ]
     assert read_messages(iter(asked)) == asked
-    parts = [{"type": "text", "text": "one"}, "two"]
-    assert read_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": "one\ntwo"}]
+    for given, read in (([{"type": "text", "text": "one"}, "two"], parts("one", "two")), (["one"], "one")):
+        assert read_messages([{"role": "user", "content": given}]) == [{"role": "user", "content": read}]
 
 
 def test_reasoning_of_the_assistant_reaches_the_template_under_either_name() -> None:
