@@ -114,6 +114,18 @@ def _calibrated_sizes(config: ServeConfig, times: TimeModel) -> dict[WorkerRole,
     return sizes
 
 
+def _check_settings(config: ServeConfig, times: TimeModel) -> None:
+    """Raise ConfigError when the calibrated workers compute in other types than the cluster's."""
+    ours, theirs = (
+        (each.dtype, each.quantization, each.cache.kv_cache_dtype) for each in (config.engine, times.engine)
+    )
+    if ours != theirs:
+        raise ConfigError(
+            f"planner.times: dtype, quantization and kv_cache_dtype of the calibrated workers are {theirs}, "
+            f"of the cluster's {ours}; calibrate with the options of the cluster"
+        )
+
+
 class Planning:
     """The ticks of one planner."""
 
@@ -129,6 +141,9 @@ class Planning:
         settings = config.planner
         assert settings.times is not None, "PlannerConfig has checked that"
         times = TimeModel.read(Path(settings.times))
+        _check_settings(config, times)
+        times = msgspec.structs.replace(times, engine=config.engine)  # its workers are those to rehearse
+        self._fingerprint = times.fingerprint
         objectives = Objectives(
             ttft_s=math.inf if settings.ttft_ms is None else settings.ttft_ms / 1e3,
             tpot_s=math.inf if settings.tpot_ms is None else settings.tpot_ms / 1e3,
@@ -141,7 +156,7 @@ class Planning:
             num_tokens=times.replicas[size].num_pages * times.page_size,
         )
         model = QueueModel(linear(FittedTimes(times, size, Validity(), 1.0)), room, objectives)
-        self._planner = Planner(settings, model, ProductionRehearser(times, objectives, room, sizes))
+        self._planner = Planner(settings, model, ProductionRehearser(times, objectives, sizes))
         self._settings = settings
         self._num_gateways = config.gateways
         self._clock = clock
@@ -232,6 +247,7 @@ class Planning:
             startups_s=self._workers.startups(),
             num_queued=status.queue.num_queued,
             num_planners=max(1, status.num_watchers),
+            num_strangers=sum(each.worker.fingerprint != self._fingerprint for each in status.workers),
         )
 
 

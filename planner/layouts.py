@@ -296,9 +296,7 @@ class QueueModel:
 class ProductionRehearser:
     """Rehearses with the production router (sim/rehearsal.py), at the LEVELS of a demand that matter."""
 
-    def __init__(
-        self, times: TimeModel, objectives: Objectives, room: Room, sizes: Mapping[WorkerRole, int]
-    ) -> None:
+    def __init__(self, times: TimeModel, objectives: Objectives, sizes: Mapping[WorkerRole, int]) -> None:
         """times: of `baton calibrate`. sizes: tensor parallel sizes of the workers, which the times have."""
         self._times = times
         self._sizes = sizes
@@ -309,7 +307,6 @@ class ProductionRehearser:
                 ttft_ms=1e3 * objectives.ttft_s if math.isfinite(objectives.ttft_s) else None,
                 tpot_ms=1e3 * objectives.tpot_s if math.isfinite(objectives.tpot_s) else None,
             ),
-            max_num_seqs=room.num_seqs,
             has_intervals=False,
         )
 

@@ -65,6 +65,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     startups_s: tuple[float, ...] = ()  # start-ups of workers since the last figures
     num_queued: int = 0  # requests at the routers
     num_planners: int = 1  # processes that plan for this cluster
+    num_strangers: int = 0  # workers whose model is not the calibrated one
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +208,8 @@ class Planner:
         """Return why these figures cannot be trusted; "" when they can."""
         if figures.num_planners > 1:
             return f"{figures.num_planners} processes plan for this cluster"
+        if figures.num_strangers:
+            return f"{figures.num_strangers} workers have another model than those of planner.times"
         if len(figures.counts) < figures.num_gateways or not figures.counts:
             return f"{len(figures.counts)} of {figures.num_gateways} gateways have reported"
         try:

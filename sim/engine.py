@@ -185,10 +185,12 @@ class SimEngine(Replica):
         *,
         step_s: float = 0.0,
         token_s: float = 0.0,
+        has_prefix_cache: bool = True,
     ) -> None:
         """worker: has the sizes. spend: called with the duration of each step.
 
-        step_s: of an empty batch. token_s: for each token of the batch.
+        step_s: of an empty batch. token_s: for each token of the batch. has_prefix_cache: see
+        `CacheConfig.enable_prefix_caching`.
         """
         self.memory = KvMemory(worker.num_pages, worker.page_size)
         self.more_s = 0.0  # a fault: each step takes this much longer
@@ -200,7 +202,8 @@ class SimEngine(Replica):
         config = SchedulerConfig(
             max_num_seqs=worker.max_num_seqs, max_num_batched_tokens=worker.max_num_batched_tokens
         )
-        scheduler = Scheduler(config, PrefixCache(pool, keys, HostTier()), clock)
+        cache = PrefixCache(pool, keys if has_prefix_cache else None, HostTier())
+        scheduler = Scheduler(config, cache, clock)
         super().__init__(scheduler, clock, vocab_size=VOCAB_SIZE, max_model_len=worker.max_model_len)
 
     def add(

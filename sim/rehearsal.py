@@ -25,7 +25,6 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from baton.config.engine import SchedulerConfig
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.workers import WorkerRole
@@ -119,7 +118,6 @@ class RehearsalSettings(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = "fast"
     policy: str = RouterConfig().policy
     sla: Sla = Sla()  # objectives that goodput counts
-    max_num_seqs: int = SchedulerConfig().max_num_seqs
     shares_machine: bool = True  # all workers run on one machine, as the calibrated ones
     has_intervals: bool = True
     seed: int = 0
@@ -237,7 +235,7 @@ def _run(
     sizes = {WorkerRole.PREFILL: layout.prefill_tp, WorkerRole.DECODE: layout.decode_tp}
     by_role = {role: FittedTimes(times, size, validity, scale) for role, size in sizes.items()}
     contention = Contention(times, shares_machine=settings.shares_machine)
-    arguments = config, _fleet(layout, times, settings, page_size), by_role, page_size
+    arguments = config, _fleet(layout, times, page_size), by_role, page_size
     if settings.mode == "fast":
         is_light = policy_class(settings.policy) is CostPolicy
         cluster = FastCluster(*arguments, seed=settings.seed, contention=contention, is_light=is_light)
@@ -252,16 +250,18 @@ def _run(
     return _course(outcomes, layout, full.busy_s, full.parts)
 
 
-def _fleet(layout: Layout, times: TimeModel, settings: RehearsalSettings, page_size: int) -> Fleet:
-    step_tokens = layout.step_tokens or SchedulerConfig().max_num_batched_tokens
+def _fleet(layout: Layout, times: TimeModel, page_size: int) -> Fleet:
+    scheduler, keeps = times.engine.scheduler, times.engine.cache.enable_prefix_caching
+    step_tokens = layout.step_tokens or scheduler.max_num_batched_tokens
     num_tokens = {size: each.num_pages * times.page_size for size, each in times.replicas.items()}
     return Fleet(
         num_prefill=layout.num_prefill,
         num_decode=layout.num_decode,
         num_prefill_pages=num_tokens.get(layout.prefill_tp, 0) // page_size,
         num_decode_pages=num_tokens.get(layout.decode_tp, 0) // page_size,
-        num_decode_seqs=settings.max_num_seqs,
-        decode_keeps=True,
+        num_decode_seqs=scheduler.max_num_seqs,
+        prefill_keeps=keeps,
+        decode_keeps=keeps,
         prefill_budget=step_tokens,
         decode_budget=step_tokens,
         max_model_len=times.max_model_len,

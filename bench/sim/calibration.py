@@ -32,9 +32,9 @@ from baton.bench.report import Progress
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run
 from baton.bench.serve.load import Job, Load, Shape, model_of
-from baton.cluster.model_directory import resolve_model
+from baton.cluster.model_directory import resolve_model, served_name
 from baton.config.cluster import ServeConfig
-from baton.config.engine import EngineConfig, engine_config
+from baton.config.engine import EngineConfig, EngineSettings, engine_config
 from baton.config.environment import environment_of_child
 from baton.engine.engine import Engine, load_engine
 from baton.engine.scheduler.sequence import Batch
@@ -264,7 +264,10 @@ def calibrate(
     """Measure for about so many seconds, and fit.
 
     num_neighbours: workers beside a worker that are measured; 0 where workers have devices of their own.
+    ConfigError: rehearsals do not know one of the settings.
     """
+    _check_settings(config.engine)
+    name = served_name(config.model).rpartition("/")[2]
     config = msgspec.structs.replace(config, model=str(resolve_model(config.model)))
     engine = {role: pool.engine(config.engine) for role, pool in config.pools.items()}
     sizes = {each.tensor_parallel_size: each.pipeline_parallel_size for each in engine.values()}
@@ -284,8 +287,9 @@ def calibrate(
         loaded.layout, loaded.max_model_len, TRANSFERS_SHARE * seconds, config.transport
     )
     model = TimeModel(
-        model=config.model_name,
+        model=name,
         fingerprint=loaded.fingerprint,
+        engine=settings,
         machine={name: str(value) for name, value in machine_description().items()},
         replicas=replicas,
         transfer=fit_transfers(samples),
@@ -298,6 +302,14 @@ def calibrate(
     tell("a served cluster")
     overheads = asyncio.run(measure_overheads(config, model, num_threads))
     return msgspec.structs.replace(model, overheads=overheads)
+
+
+def _check_settings(engine: EngineSettings) -> None:
+    """Raise ConfigError for settings that rehearsals do not know."""
+    if engine.scheduler.policy != "continuous" or engine.scheduler.max_queue_delay_ms:
+        raise ConfigError("scheduler: rehearsals know the policy continuous, without max_queue_delay_ms")
+    if engine.speculative is not None:
+        raise ConfigError("speculative: rehearsals do not know speculative decoding; leave it out")
 
 
 def _measure_workers(

@@ -78,8 +78,9 @@ class TimedEngine(SimEngine):
         worker: Worker,
         process: TimedProcess,
         step_s: Callable[[StepWork], float],
+        has_prefix_cache: bool,
     ) -> None:
-        super().__init__(worker, process.clock, process.spend)
+        super().__init__(worker, process.clock, process.spend, has_prefix_cache=has_prefix_cache)
         self.vocab_size = VOCAB_SIZE
         self.busy_s = 0.0
         self._work_s = step_s
@@ -116,9 +117,14 @@ class PipelineEngine(TimedEngine):
     """
 
     def __init__(
-        self, worker: Worker, process: TimedProcess, step_s: Callable[[StepWork], float], num_stages: int
+        self,
+        worker: Worker,
+        process: TimedProcess,
+        step_s: Callable[[StepWork], float],
+        has_prefix_cache: bool,
+        num_stages: int,
     ) -> None:
-        super().__init__(worker, process, step_s)
+        super().__init__(worker, process, step_s, has_prefix_cache)
         self.scheduler.num_batches = num_stages
         self._in_flight: deque[_Launched] = deque()
         self._free_s = [0.0] * num_stages  # when each stage has computed the launched steps
@@ -210,7 +216,9 @@ class FullCluster:
         self._processes: list[TimedProcess] = []
         self.workers: dict[str, SimWorker] = {}
         for worker in workers:
-            make_engine = partial(self._make_engine, times[worker.role])
+            is_prefill = worker.role is WorkerRole.PREFILL
+            keeps = fleet.prefill_keeps if is_prefill else fleet.decode_keeps
+            make_engine = partial(self._make_engine, times[worker.role], keeps)
             self.workers[worker.name] = SimWorker(context, worker, make_engine)
         self.events.run_until(JOINS_S)
         self.begin_s = self.events.now_s
@@ -274,12 +282,14 @@ class FullCluster:
         except BatonError as error:
             client.failed(error)
 
-    def _make_engine(self, times: WorkTimes, worker: Worker, process: TimedProcess) -> TimedEngine:
+    def _make_engine(
+        self, times: WorkTimes, keeps: bool, worker: Worker, process: TimedProcess
+    ) -> TimedEngine:
         self._processes.append(process)
         step_s = partial(self._step_s, times)
         if times.num_stages > 1:
-            return PipelineEngine(worker, process, step_s, times.num_stages)
-        return TimedEngine(worker, process, step_s)
+            return PipelineEngine(worker, process, step_s, keeps, times.num_stages)
+        return TimedEngine(worker, process, step_s, keeps)
 
     def _step_s(self, times: WorkTimes, work: StepWork) -> float:
         """Return the seconds of a step that begins now, beside the workers that are busy now."""

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from baton.config.engine import EngineSettings
 from baton.errors import ConfigError
 from baton.router.policies.cost_model import solve_nonnegative
 
@@ -32,7 +33,7 @@ NUM_FOLDS: Final = 5
 TOLERATED: Final = 0.01  # share of a rehearsal's time that may be outside of the calibrated ranges
 BEYOND: Final = 1.05  # multiple of the largest measured value that is still inside
 FADE_S: Final = 0.5  # of the processors that other processes take
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 class StepWork(NamedTuple):
@@ -224,8 +225,9 @@ class ReplicaTimes(msgspec.Struct, frozen=True, kw_only=True):
 class TimeModel(msgspec.Struct, frozen=True, kw_only=True):
     """The file of `baton calibrate`."""
 
-    model: str
+    model: str  # the last part of its name or directory
     fingerprint: str
+    engine: EngineSettings = EngineSettings()  # of the calibrated workers
     machine: dict[str, str]
     replicas: dict[int, ReplicaTimes]  # by tensor parallel size
     transfer: TransferModel

@@ -8,7 +8,10 @@ import msgspec
 import pytest
 
 from baton.bench.sim.suite import usual_times
+from baton.cluster.model_directory import resolve_model
 from baton.cluster.planning import read_plans
+from baton.config.engine import engine_config
+from baton.engine.runner.model_runner import model_fingerprint
 from baton.sim.timed.times import Curve, TimeModel
 from tests.event_stream import SteadyClients
 from tests.served import Served, served, until
@@ -18,8 +21,9 @@ BODY: Final = {"model": "tiny", "prompt": PROMPT, "max_tokens": 32, "temperature
 
 
 def slow_times() -> TimeModel:
-    """Times of no real machine, by which a prefill worker computes about one prompt of BODY a second."""
-    times = usual_times()
+    """Times of tiny on no real machine: a prefill worker computes about one prompt of BODY a second."""
+    model = engine_config({"model": str(resolve_model("tiny"))})
+    times = msgspec.structs.replace(usual_times(), fingerprint=model_fingerprint(model))
     replica = times.replicas[1]
     steps = replica.steps
     curves = steps.curves | {"rows": Curve((0.1,))}

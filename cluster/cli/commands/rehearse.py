@@ -22,7 +22,10 @@ import yaml
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.settings import add_serve_options, settings_from
+from baton.cluster.model_directory import served_name
 from baton.config.cluster import ServeConfig
+from baton.config.engine import EngineSettings
+from baton.config.loader import flatten, leaves, nest
 from baton.errors import FAILED, ConfigError
 from baton.sim.advice import Advice, Option, RunAll, Search, layouts
 from baton.sim.advice import advise as run_search
@@ -223,6 +226,8 @@ def _advise(arguments: argparse.Namespace) -> int:
     from baton.bench.report import Plot, Report
 
     times = TimeModel.read(arguments.times)
+    if times.model != served_name(arguments.model).rpartition("/")[2]:
+        raise ConfigError(f"--times: {arguments.times} is of {times.model}, not of {arguments.model}")
     devices = arguments.devices or (0 if arguments.apart else len(times.neighbours)) or 8
     if devices < 1 or not 0 < arguments.attainment <= 1 or arguments.processes < 1:
         raise ConfigError("expected --devices and --processes of 1 or more, --attainment of 0 to 1")
@@ -245,7 +250,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     written = [report.folder / "advise.html", report.folder / "advise.json"]
     if advice.chosen is not None:
         written.append(report.folder / "serve.yaml")
-        written[-1].write_text(serve_yaml(arguments.model, advice.chosen.layout))
+        written[-1].write_text(serve_yaml(arguments.model, advice.chosen.layout, times.engine))
     output.show(_options_table(advice), *advice.reasons, f"written: {', '.join(map(str, written))}")
     return 0 if advice.chosen is not None else FAILED
 
@@ -318,8 +323,8 @@ def _panels(advice: Advice) -> dict[str, dict[str, list[tuple[float, float]]]]:
     return panels
 
 
-def serve_yaml(model: str, layout: Layout) -> str:
-    """Return the settings of `baton serve --config` for a layout."""
+def serve_yaml(model: str, layout: Layout, engine: EngineSettings) -> str:
+    """Return the settings of `baton serve --config` for a layout. engine: of the calibrated workers."""
     prefill: dict[str, object] = {"num_workers": layout.num_prefill}
     decode: dict[str, object] = {"num_workers": layout.num_decode}
     if layout.prefill_tp > 1:
@@ -330,13 +335,24 @@ def serve_yaml(model: str, layout: Layout) -> str:
         decode["tensor_parallel_size"] = layout.decode_tp
     if layout.decode_pp > 1:
         decode["pipeline_parallel_size"] = layout.decode_pp
-    engine: dict[str, object] = {}
-    if layout.step_tokens is not None:
-        engine["scheduler"] = {"max_num_batched_tokens": layout.step_tokens}
-    if layout.page_size is not None:
-        engine["cache"] = {"page_size": layout.page_size}
     settings: dict[str, object] = {"model": model, "prefill": prefill, "decode": decode}
-    return str(yaml.safe_dump(settings | ({"engine": engine} if engine else {}), sort_keys=False))
+    if changed := _changed(engine) | _engine_of(layout):
+        settings["engine"] = nest(changed)
+    return str(yaml.safe_dump(settings, sort_keys=False))
+
+
+def _engine_of(layout: Layout) -> dict[str, object]:
+    """Return the engine's settings that a layout names, by dotted key."""
+    named = {"scheduler.max_num_batched_tokens": layout.step_tokens, "cache.page_size": layout.page_size}
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def _changed(engine: EngineSettings) -> dict[str, object]:
+    """Return the settings that are not the usual ones, by dotted key; a layout has the ranks."""
+    known = leaves(EngineSettings)
+    given, usual = (flatten(msgspec.to_builtins(each), known) for each in (engine, EngineSettings()))
+    ranks = "tensor_parallel_size", "pipeline_parallel_size"
+    return {key: value for key, value in given.items() if value != usual[key] and key not in ranks}
 
 
 calibrate = CliCommand(__doc__, _add_calibrate, _calibrate)

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import pytest
@@ -12,15 +12,16 @@ from baton.bench.sim.suite import usual_times
 from baton.clock import ManualClock
 from baton.cluster.planning import Planning, read_plans
 from baton.config.cluster import ServeConfig
-from baton.config.engine import EngineSettings
+from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.planner import PlannerConfig
 from baton.errors import ConfigError, PeerGone
 from baton.messages.operations import GatewayStatus, PlanSummary, Status
 from baton.messages.status import StreamCounts, cell_of
-from baton.messages.workers import WorkerRole
+from baton.messages.workers import Load, WorkerRole, WorkerStatus
 from baton.planner.layouts import linear
 from baton.sim.timed.times import Machine
 from tests.event_loop import on_loop
+from tests.node_peers import a_worker
 from tests.waiting import until
 
 
@@ -30,6 +31,7 @@ class FakeRouters:
     def __init__(self) -> None:
         self.num = 0
         self.is_gone = False
+        self.workers: tuple[WorkerStatus, ...] = ()
         self.told: tuple[PlanSummary, ...] = ()
 
     def tell(self, *, plans: tuple[PlanSummary, ...]) -> None:
@@ -39,7 +41,8 @@ class FakeRouters:
         if self.is_gone:
             raise PeerGone("gone")
         counts = StreamCounts(arrived={40: self.num}, ended={cell_of(1000, 0, 180): self.num})
-        return Status(gateways=(GatewayStatus(id="a" * 32, demand=(counts,)),), num_watchers=1)
+        gateway = GatewayStatus(id="a" * 32, demand=(counts,))
+        return Status(gateways=(gateway,), workers=self.workers, num_watchers=1)
 
     async def flip(self, worker: str, role: WorkerRole) -> None:
         raise AssertionError("nothing is to flip")
@@ -112,13 +115,15 @@ def planning(
     mode: str,
     ranks: Ranks = ONE,
     calibrated: Ranks | None = None,
+    **calibrated_settings: Any,
 ) -> Planning:
     """A planner of a cluster whose objective one prefill worker cannot meet.
 
     calibrated: the ranks of the workers that the times are of; None: those of the cluster.
+    calibrated_settings: of their engine.
     """
     tp_size, num_stages = calibrated or ranks
-    times = usual_times()
+    times = msgspec.structs.replace(usual_times(), engine=EngineSettings(**calibrated_settings))
     replica = msgspec.structs.replace(times.replicas[1], num_stages=num_stages)
     msgspec.structs.replace(times, replicas={tp_size: replica}).save(folder / "times.json")
     config = msgspec.convert(
@@ -180,6 +185,27 @@ def test_workers_that_were_not_calibrated_are_an_error(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         planning(tmp_path, FakeRouters(), FakeWorkers(), ManualClock(), "advise", ranks, calibrated)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "float32"}, {"quantization": "int8"}, {"cache": CacheConfig(kv_cache_dtype="int8")}],
+    ids=str,
+)
+def test_times_of_other_types_are_an_error(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="calibrate with the options of the cluster"):
+        planning(tmp_path, FakeRouters(), FakeWorkers(), ManualClock(), "advise", **settings)
+
+
+def test_workers_of_another_model_hold(tmp_path: Path) -> None:
+    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
+    one = planning(tmp_path, routers, workers, clock, "apply")
+    worker = a_worker("decode-0", fingerprint="another")
+    routers.workers = (WorkerStatus(worker=worker, num_attempts=0, beat_age_s=0.0, load=Load()),)
+    run_ticks(one, routers, clock, 8, rate=200)
+    plan = read_plans(tmp_path / "plans.jsonl", 1)[-1]
+    assert (plan.outcome, plan.reason) == ("hold", "1 workers have another model than those of planner.times")
+    assert not workers.scaled
 
 
 def test_routers_that_do_not_answer_hold(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """Rehearsals: both modes agree, figures have intervals, and none is given beyond the calibrated ranges."""
 
 from functools import cache
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from baton.bench.sim.suite import usual_times
+from baton.config.engine import CacheConfig, EngineSettings, SchedulerConfig
 from baton.errors import ConfigError
-from baton.sim.rehearsal import Layout, Mode, Rehearsal, RehearsalSettings, rehearse, rehearse_each
+from baton.sim.rehearsal import Course, Layout, Mode, Rehearsal, RehearsalSettings, rehearse, rehearse_each
 from baton.sim.timed.times import TimeModel
 from baton.sim.timed.workload import Lengths, TraceRequest, synthetic
 from baton.tenants import Sla
@@ -63,6 +66,26 @@ def test_same_arguments_give_the_same_figures() -> None:
 def test_shared_prompts_are_computed_once() -> None:
     alone, shared = rehearsed("1M", "fast"), rehearsed("1M", "fast", shared=0.9)
     assert shared.figures["ttft_p50_ms"].value < 0.6 * alone.figures["ttft_p50_ms"].value
+
+
+def with_engine(**settings: Any) -> TimeModel:
+    return msgspec.structs.replace(TIMES, engine=EngineSettings(**settings))
+
+
+@pytest.mark.parametrize("mode", ["fast", "full"])
+def test_workers_have_the_settings_of_the_calibrated_ones(mode: Mode) -> None:
+    settings = RehearsalSettings(mode=mode, has_intervals=False)
+
+    def course(times: TimeModel, shared: float = 0.0) -> Course:
+        trace = synthetic(30.0, 10.0, CHAT._replace(shared=shared))
+        return rehearse_each(trace, Layout.parse("1P1D"), times, settings)
+
+    narrow = course(with_engine(scheduler=SchedulerConfig(max_num_seqs=1)))
+    assert narrow.e2el_ms.mean() > 1.5 * course(TIMES).e2el_ms.mean()
+    chunked = course(with_engine(scheduler=SchedulerConfig(max_num_batched_tokens=16)))
+    assert np.median(chunked.ttft_ms) > 1.5 * np.median(course(TIMES).ttft_ms)
+    uncached = course(with_engine(cache=CacheConfig(enable_prefix_caching=False)), shared=0.9)
+    assert np.median(uncached.ttft_ms) > 1.5 * np.median(course(TIMES, shared=0.9).ttft_ms)
 
 
 def test_handoffs_at_once_take_longer() -> None:

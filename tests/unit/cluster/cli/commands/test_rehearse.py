@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -9,6 +10,7 @@ from baton.bench.sim.suite import usual_times
 from baton.cluster.cli.commands.rehearse import serve_yaml, sla_of
 from baton.cluster.cli.main import main
 from baton.config.cluster import ServeConfig
+from baton.config.engine import CacheConfig, EngineSettings, SchedulerConfig
 from baton.config.loader import build
 from baton.errors import ConfigError
 from baton.sim.rehearsal import Layout
@@ -16,7 +18,7 @@ from baton.sim.rehearsal import Layout
 
 @pytest.fixture
 def times(tmp_path: Path) -> str:
-    usual_times().save(tmp_path / "times.json")
+    msgspec.structs.replace(usual_times(), model="tiny").save(tmp_path / "times.json")
     return str(tmp_path / "times.json")
 
 
@@ -74,9 +76,34 @@ def test_advice_writes_settings_that_serve_reads(
     assert "1M" in (tmp_path / "advise.html").read_text()
 
 
+def test_advice_for_another_model_than_the_calibrated_one_is_refused(
+    times: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ("--rate", "4", "--duration", "2", "--slo", "ttft=1,tpot=0.1", "--out", str(tmp_path))
+    assert main(["advise", "organization/large", "--times", times, *load]) == 2
+    assert "is of tiny, not of organization/large" in capsys.readouterr().err
+
+
+def test_settings_have_those_of_the_calibrated_workers() -> None:
+    engine = EngineSettings(
+        quantization="int8",
+        max_model_len=4096,
+        tensor_parallel_size=2,
+        logits_processors=("a.b:C",),
+        cache=CacheConfig(kv_cache_dtype="int8", page_size=32),
+        scheduler=SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=1024),
+    )
+    layout = Layout(num_prefill=0, num_decode=3, decode_tp=2, step_tokens=512)
+    settings = build(ServeConfig, yaml.safe_load(serve_yaml("tiny", layout, engine)))
+    served = settings.decode.engine(settings.engine)
+    scheduler = msgspec.structs.replace(engine.scheduler, max_num_batched_tokens=512)
+    assert served == msgspec.structs.replace(engine, scheduler=scheduler)
+    assert settings.prefill.engine(settings.engine).tensor_parallel_size == 1
+
+
 def test_settings_have_all_of_a_layout() -> None:
     layout = Layout(num_prefill=2, num_decode=3, prefill_tp=4, step_tokens=512, page_size=32)
-    settings = build(ServeConfig, yaml.safe_load(serve_yaml("tiny", layout)))
+    settings = build(ServeConfig, yaml.safe_load(serve_yaml("tiny", layout, EngineSettings())))
     assert (settings.prefill.num_workers, settings.prefill.tensor_parallel_size) == (2, 4)
     assert settings.engine.scheduler.max_num_batched_tokens == 512
     assert settings.engine.cache.page_size == 32
