@@ -104,10 +104,12 @@ def advise(
 ) -> Advice:
     """Search the candidates. run_all: maps functions over values, perhaps in several processes.
 
-    ConfigError: there are no objectives, or every candidate leaves the calibrated ranges.
+    ConfigError: there are no objectives or no candidates, or every candidate leaves the calibrated ranges.
     """
     if search.settings.sla == Sla():
         raise ConfigError("--slo: expected objectives such as ttft=0.5,tpot=0.05")
+    if not candidates:
+        raise ConfigError("--devices: a worker has more ranks than that")
     tell(f"{len(candidates)} layouts")
     fast = list(run_all(_rehearse_fast, [(search, each) for each in candidates]))
     if not any(each.is_valid for each in fast):

@@ -232,7 +232,8 @@ def _run(
     """Simulate a trace with all work `scale` times as long."""
     page_size = layout.page_size or times.page_size
     config = RouterConfig(policy=settings.policy, seed=settings.seed, max_attempts=MAX_ATTEMPTS)
-    sizes = {WorkerRole.PREFILL: layout.prefill_tp, WorkerRole.DECODE: layout.decode_tp}
+    prefill_tp = layout.prefill_tp if layout.num_prefill else layout.decode_tp
+    sizes = {WorkerRole.PREFILL: prefill_tp, WorkerRole.DECODE: layout.decode_tp}
     by_role = {role: FittedTimes(times, size, validity, scale) for role, size in sizes.items()}
     contention = Contention(times, shares_machine=settings.shares_machine)
     arguments = config, _fleet(layout, times, page_size), by_role, page_size

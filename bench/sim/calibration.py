@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from statistics import fmean, median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import msgspec
@@ -91,7 +91,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """A child that has loaded the model."""
 
     fingerprint: str
-    layout: PageLayout  # of rank 0
+    layout: PageLayout  # of rank 0: see `of_rank`
     num_pages: int
     max_model_len: int
     step_tokens: int
@@ -178,12 +178,17 @@ def shapes_of(loaded: Loaded, most_tokens: int = MOST_SETUP_TOKENS) -> list[Step
     return sorted(shapes, key=lambda each: each.num_decodes * each.context + 3 * each.num_new)
 
 
+def of_rank(layout: PageLayout) -> PageLayout:
+    """Return the layout of a worker whose only rank holds as much as each rank of this one."""
+    return msgspec.structs.replace(layout, tp_size=1, num_kv_heads=layout.heads_per_rank)
+
+
 def serve(config: EngineConfig) -> None:
     """Load the model, then carry out the orders of stdin."""
     engine = load_engine(config)
     loaded = Loaded(
         engine.fingerprint,
-        engine.runner.own_layout,
+        of_rank(engine.runner.own_layout),
         engine.pages.num_pages,
         engine.max_model_len,
         config.scheduler.max_num_batched_tokens,
@@ -263,7 +268,8 @@ def calibrate(
 ) -> TimeModel:
     """Measure for about so many seconds, and fit.
 
-    num_neighbours: workers beside a worker that are measured; 0 where workers have devices of their own.
+    num_neighbours: workers of one rank beside a worker that are measured; 0 where workers have devices of
+    their own. Workers of several ranks are measured alone.
     ConfigError: rehearsals do not know one of the settings.
     """
     _check_settings(config.engine)
@@ -274,14 +280,14 @@ def calibrate(
     if any(sizes[each.tensor_parallel_size] != each.pipeline_parallel_size for each in engine.values()):
         raise ConfigError("pipeline_parallel_size: roles with as many ranks a stage need as many stages")
     settings = engine[WorkerRole.DECODE]
-    replicas: dict[int, ReplicaTimes] = {}
-    for size, num_stages in sizes.items():
+    measured: list[Measured] = []
+    for size, num_stages in sorted(sizes.items()):
         ranks = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages}
         own = engine_config({**msgspec.to_builtins(settings), "model": config.model, **ranks})
         tell(f"steps, tensor parallel size {size}")
-        loaded, replicas[size], neighbours, drift = _measure_workers(
-            own, seconds / len(sizes), num_neighbours if size == num_stages == 1 else 0, num_threads, tell
-        )
+        others = num_neighbours if size == num_stages == 1 else 0
+        measured.append(_measure_workers(own, seconds / len(sizes), others, num_threads, tell))
+    loaded = measured[0].loaded  # of the fewest ranks, each of which moves the most bytes of a token
     tell("transfers")
     samples = measure_transfers(
         loaded.layout, loaded.max_model_len, TRANSFERS_SHARE * seconds, config.transport
@@ -291,13 +297,13 @@ def calibrate(
         fingerprint=loaded.fingerprint,
         engine=settings,
         machine={name: str(value) for name, value in machine_description().items()},
-        replicas=replicas,
+        replicas=dict(zip(sorted(sizes), (each.times for each in measured), strict=True)),
         transfer=fit_transfers(samples),
         kv_token_bytes=loaded.layout.page_bytes // loaded.layout.page_size,
         page_size=loaded.layout.page_size,
         max_model_len=loaded.max_model_len,
-        neighbours=neighbours,
-        drift=drift,
+        neighbours=min((each.neighbours for each in measured), key=len) if num_neighbours else (),
+        drift=max(each.drift for each in measured),
     )
     tell("a served cluster")
     overheads = asyncio.run(measure_overheads(config, model, num_threads))
@@ -312,10 +318,19 @@ def _check_settings(engine: EngineSettings) -> None:
         raise ConfigError("speculative: rehearsals do not know speculative decoding; leave it out")
 
 
+class Measured(NamedTuple):
+    """The measured workers of one size."""
+
+    loaded: Loaded
+    times: ReplicaTimes
+    neighbours: tuple[float, ...]  # the multiples beside 0, 1, ... busy workers
+    drift: float
+
+
 def _measure_workers(
     config: EngineConfig, seconds: float, num_neighbours: int, num_threads: int, tell: Progress
-) -> tuple[Loaded, ReplicaTimes, tuple[float, ...], float]:
-    """Return a worker's times, the multiples beside neighbours, and the drift of the machine."""
+) -> Measured:
+    """Measure the workers of one size."""
     with ExitStack() as ends:
         children = [WorkerChild(config, num_threads)]
         ends.callback(children[0].close)
@@ -345,7 +360,7 @@ def _measure_workers(
             start_s=starts_s,
             num_stages=config.pipeline_parallel_size,
         )
-        return loaded, times, tuple(multiples) if num_neighbours else (), drift
+        return Measured(loaded, times, tuple(multiples), drift)
 
 
 def _ratio(samples: Sequence[StepSample], others: Sequence[StepSample]) -> float:
@@ -389,20 +404,23 @@ def measure_transfers(
 async def measure_overheads(config: ServeConfig, model: TimeModel, num_threads: int) -> Overheads:
     """Serve requests by one prefill and one decode worker, and compare with a rehearsal.
 
-    Every prompt is handed over, so that hand-offs are measured.
+    Every prompt is handed over, so that hand-offs are measured. Both have the ranks of decode workers.
     """
+    engine = config.decode.engine(config.engine)
+    size = engine.tensor_parallel_size
+    layout = Layout(num_prefill=1, num_decode=1, prefill_tp=size, decode_tp=size)
     async with served_cluster(
         ("--runtime", "local", "--router-policy", HANDS_OVER),
         prefill=1,
         decode=1,
         model=config.model,
         environment=environment_of_child(num_threads=num_threads),
-        engine=config.engine,
+        engine=engine,
     ) as cluster:
-        return await _overheads(cluster, model)
+        return await _overheads(cluster, model, layout)
 
 
-async def _overheads(cluster: WatchedCluster, model: TimeModel) -> Overheads:
+async def _overheads(cluster: WatchedCluster, model: TimeModel, layout: Layout) -> Overheads:
     client = Client(Address(cluster.url, ""))
     listed = await model_of(client)
     vocab_size, longest = listed.vocab_size or 1000, model.max_model_len // 2
@@ -414,9 +432,7 @@ async def _overheads(cluster: WatchedCluster, model: TimeModel) -> Overheads:
         TraceRequest(arrival_s=10.0 * at, input_tokens=num_input, output_tokens=num_output)
         for at, (num_input, num_output) in enumerate(lengths)
     ]
-    predicted = rehearse_each(
-        trace, Layout.parse("1P1D"), model, RehearsalSettings(mode="full", policy=HANDS_OVER)
-    )
+    predicted = rehearse_each(trace, layout, model, RehearsalSettings(mode="full", policy=HANDS_OVER))
     ttft_s = median(each.ttft_s for each in measured.samples) - median(predicted.ttft_ms.tolist()) / 1e3
     later = [
         (each.num_tokens - 1, each.e2el_s - each.ttft_s - num_ms / 1e3)

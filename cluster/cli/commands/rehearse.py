@@ -79,6 +79,8 @@ def _model_lines(model: TimeModel) -> list[str]:
         lines.append(f"{name}: starts in {min(replica.start_s):.1f} to {max(replica.start_s):.1f} s")
     slower = ", ".join(f"{each:.2f}" for each in model.neighbours[1:])
     lines += [f"beside 1, 2, ... busy workers steps take {slower} times as long"] if slower else []
+    if len(model.neighbours) == 1:
+        lines.append("workers beside others were not measured: for devices of their own, give --neighbours 0")
     return [*lines, f"the machine drifted by {100 * model.drift:.1f} %"]
 
 
@@ -228,7 +230,8 @@ def _advise(arguments: argparse.Namespace) -> int:
     times = TimeModel.read(arguments.times)
     if times.model != served_name(arguments.model).rpartition("/")[2]:
         raise ConfigError(f"--times: {arguments.times} is of {times.model}, not of {arguments.model}")
-    devices = arguments.devices or (0 if arguments.apart else len(times.neighbours)) or 8
+    ranks = min(size * each.num_stages for size, each in times.replicas.items())
+    devices = arguments.devices or (0 if arguments.apart else ranks * len(times.neighbours)) or 8
     if devices < 1 or not 0 < arguments.attainment <= 1 or arguments.processes < 1:
         raise ConfigError("expected --devices and --processes of 1 or more, --attainment of 0 to 1")
     settings = RehearsalSettings(

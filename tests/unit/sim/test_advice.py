@@ -58,6 +58,14 @@ def test_candidates_of_workers_with_stages_have_a_device_for_each_stage() -> Non
     assert {option.fast.mode for option in advice.options} == {"full"}
 
 
+def test_workers_of_two_ranks_alone_are_advised() -> None:
+    times = msgspec.structs.replace(TIMES, replicas={2: TIMES.replicas[1]})
+    advice = advise(search(4.0, 500.0, 20.0)._replace(times=times), layouts(times, 4)[:2])
+    assert advice.chosen is not None and advice.chosen.layout.name == "1M, TP 2, step of 8192"
+    with pytest.raises(ConfigError, match="--devices"):
+        advise(search(4.0, 500.0, 20.0)._replace(times=times), layouts(times, 1))
+
+
 def test_candidates_are_distinct_and_within_the_devices() -> None:
     found = layouts(TIMES, 5)
     assert len(found) == MAX_LAYOUTS == len({each.name for each in found})

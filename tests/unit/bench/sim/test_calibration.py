@@ -1,7 +1,8 @@
 """Calibration: timed steps have the work that their shapes say; transfers at once are all timed."""
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,22 +10,39 @@ import pytest
 
 from baton.bench.engine.replica import TOY_LLAMA, load_replica
 from baton.bench.report import Progress
+from baton.bench.serve.figures import Sample
+from baton.bench.serve.load import Model
 from baton.bench.sim import calibration
 from baton.bench.sim.calibration import (
     Loaded,
     Stepper,
     StepShape,
     calibrate,
+    measure_overheads,
     measure_transfers,
+    of_rank,
     shapes_of,
 )
-from baton.config.cluster import ServeConfig
+from baton.bench.sim.suite import usual_times
+from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import EngineConfig, EngineSettings, SchedulerConfig, SpeculativeConfig
 from baton.errors import ConfigError
 from baton.pages import PageLayout
-from baton.sim.timed.times import Overheads, StepSample, StepWork, TimeModel, TransferSample, fit_transfers
+from baton.sim.rehearsal import Layout, rehearse
+from baton.sim.timed.times import (
+    Cost,
+    Overheads,
+    StepSample,
+    StepWork,
+    TimeModel,
+    TransferSample,
+    fit_transfers,
+)
+from baton.sim.timed.workload import TraceRequest
+from tests.event_loop import on_loop
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16")
+TWO_HEADS = msgspec.structs.replace(LAYOUT, num_kv_heads=2)
 
 
 @pytest.mark.usefixtures("ranks_are_forked")
@@ -62,17 +80,20 @@ def test_shapes_stay_within_the_engine(longest: int, step_tokens: int) -> None:
 
 
 class MadeWorker:
-    """A worker whose steps take a second for each new token and a millisecond beside it."""
+    """A worker whose steps take a second for each new token, and with several ranks longer each time."""
 
     start_s = 1.0
 
     def __init__(self, config: EngineConfig, num_threads: int) -> None:
-        layout = msgspec.structs.replace(LAYOUT, tp_size=config.tensor_parallel_size)
+        layout = of_rank(msgspec.structs.replace(TWO_HEADS, tp_size=config.tensor_parallel_size))
+        self.num_asked, self.is_steady = 0, config.tensor_parallel_size == 1
         self.loaded = Loaded("f", layout, 400, max_model_len=1000, step_tokens=512, max_num_seqs=8)
 
     def measure(self, shapes: Sequence[StepShape], seconds: float) -> list[StepSample]:
-        works = [StepWork(each.num_decodes + 1, each.context, each.num_new, 1.0) for each in shapes]
-        return [StepSample(work, 1e-3 + work.num_new) for work in works]
+        works = [StepWork(each.num_decodes + 1, each.context, each.num_new, 99.0) for each in shapes]
+        self.num_asked += 1
+        multiple = 1.0 if self.is_steady else 0.5 * self.num_asked
+        return [StepSample(work, multiple * (1e-3 + work.num_new)) for work in works]
 
     def keep_busy(self, shapes: Sequence[StepShape]) -> None:
         """See WorkerChild."""
@@ -124,6 +145,68 @@ def test_times_keep_the_model_and_the_settings_of_the_workers() -> None:
 def test_settings_that_rehearsals_do_not_know_are_refused(engine: EngineSettings) -> None:
     with pytest.raises(ConfigError, match="rehearsals"):
         calibrated(engine=engine)
+
+
+@pytest.mark.usefixtures("measuring")
+def test_workers_of_several_ranks_have_no_figures_beside_others_on_their_machine() -> None:
+    times = calibrated(engine=EngineSettings(tensor_parallel_size=2))
+    layouts = [Layout(num_prefill=0, num_decode=number, decode_tp=2) for number in (1, 2)]
+    trace = [TraceRequest(arrival_s=0.0, input_tokens=8, output_tokens=2)]
+    alone, together = (rehearse(trace, layout, times) for layout in layouts)
+    assert alone.is_valid and together.complaints == ("2 workers share the machine, calibrated to 1",)
+    apart = calibrated(0, engine=EngineSettings(tensor_parallel_size=2))
+    assert rehearse(trace, layouts[1], apart).is_valid
+
+
+@pytest.mark.usefixtures("measuring")
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
+def test_workers_of_two_sizes_are_all_in_the_times(prefill: int, decode: int) -> None:
+    times = calibrated(
+        prefill=WorkersConfig(tensor_parallel_size=prefill), decode=WorkersConfig(tensor_parallel_size=decode)
+    )
+    assert set(times.replicas) == {1, 2}
+    assert times.neighbours == (1.0,)
+    assert times.kv_token_bytes == TWO_HEADS.token_bytes  # of one rank: it moves the most
+    assert times.drift == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_layout_of_a_rank_has_the_bytes_of_one_rank(tp_size: int) -> None:
+    layout = msgspec.structs.replace(TWO_HEADS, tp_size=tp_size)
+    assert of_rank(layout).num_ranks == 1 and of_rank(layout).page_bytes == layout.page_bytes
+
+
+@pytest.mark.usefixtures("measuring")
+def test_neighbours_of_workers_of_one_rank_are_measured() -> None:
+    assert len(calibrated(2).neighbours) == 3 and not calibrated(0).neighbours
+
+
+@on_loop
+async def test_overheads_are_those_of_workers_with_the_ranks_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served: list[EngineSettings] = []
+
+    @asynccontextmanager
+    async def cluster(*words: object, engine: EngineSettings, **more: object) -> AsyncIterator[Any]:
+        served.append(engine)
+        yield SimpleNamespace(url="http://127.0.0.1:9")
+
+    async def model(client: object) -> Model:
+        return Model("tiny", 100)
+
+    async def ask(client: object, name: str, lengths: Sequence[tuple[int, int]], *more: object) -> Any:
+        return SimpleNamespace(samples=[Sample(num, 1.0, 1.0 + num, ()) for _, num in lengths])
+
+    async def costs(*more: object) -> tuple[Cost, Cost]:
+        return Cost(), Cost()
+
+    for name, made in {"served_cluster": cluster, "model_of": model, "_ask": ask, "_costs": costs}.items():
+        monkeypatch.setattr(calibration, name, made)
+    times = msgspec.structs.replace(usual_times(), replicas={2: usual_times().replicas[1]})
+    config = ServeConfig(model="tiny", decode=WorkersConfig(tensor_parallel_size=2))
+    overheads = await measure_overheads(config, times, 1)
+    assert overheads.step_s > 0.9 and [each.tensor_parallel_size for each in served] == [2]
 
 
 @pytest.mark.slow
