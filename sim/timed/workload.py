@@ -7,6 +7,7 @@ on each other.
 """
 
 import csv
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from math import exp, log, sqrt
@@ -19,7 +20,9 @@ import numpy as np
 
 from baton.errors import ConfigError
 from baton.messages.control import Ended
+from baton.request import AttemptKey
 from baton.router.decisions import DispatchedLine, EndedLine, decode_lines, keys_in
+from baton.router.index.prefix_index import SHORT_KEY_BYTES
 from baton.router.recording import PromptPages, Submitted
 from baton.sim.replay import Replay, read_bundle
 
@@ -65,8 +68,7 @@ def _rows(path: Path) -> Iterator[TraceRequest]:
     if path.suffix == ".csv":
         yield from _azure_rows(path)
     elif path.suffix == ".zip":
-        for replay in read_bundle(path):
-            yield from _recorded_rows(replay)
+        yield from _recorded_rows(read_bundle(path))
     elif _is_decision_log(path):
         yield from _log_rows(path)
     else:
@@ -184,46 +186,63 @@ def _traced(
     line: DispatchedLine, end: EndedLine | None, blocks: dict[bytes, int], begun_s: float
 ) -> TraceRequest:
     """Return one request; `blocks` maps page keys to block ids and grows."""
-    ids = [blocks.setdefault(key, len(blocks)) for key in keys_in(line)]
-    if len(ids) * line.page_size < line.decision.num_tokens:
-        ids.append(blocks.setdefault(line.decision.request_id.encode(), len(blocks)))
+    decision, size = line.decision, line.page_size
+    ids = _block_ids(keys_in(line), size, decision.num_tokens, decision.request_id, blocks)
     num_output = line.num_output_tokens
     if end is not None and end.first_token_s is not None:
         num_output = round((end.at_s - line.at_s - end.first_token_s) / LOGGED_STEP_S)
     return TraceRequest(
         arrival_s=line.at_s - begun_s,
-        input_tokens=line.decision.num_tokens,
+        input_tokens=decision.num_tokens,
         output_tokens=max(1, num_output),
-        block_ids=tuple(ids),
-        block_tokens=line.page_size,
+        block_ids=ids,
+        block_tokens=size,
     )
 
 
-def _recorded_rows(replay: Replay) -> Iterator[TraceRequest]:
-    """Yield the requests that a router was asked for; without an end, as long as they may be."""
+def _recorded_rows(replays: Sequence[Replay]) -> Iterator[TraceRequest]:
+    """Yield the requests that routers were asked for; without an end, as long as they may be."""
+    submitted: dict[
+        str, tuple[float, Submitted]
+    ] = {}  # request id -> date of the first attempt, and its record
     keys: dict[str, PromptPages] = {}
-    answers: dict[str, int] = {}
-    for _, _, record in replay.records:
-        if isinstance(record, PromptPages) and not record.attempt:
-            keys[record.request_id] = record
-        elif isinstance(record, Ended):
-            answers.update(
-                (key[0], num) for key, num in zip(record.attempts, record.num_tokens, strict=False)
-            )
+    answered: dict[AttemptKey, int] = {}
+    for replay in replays:
+        begun_s = replay.checkpoint.date_s - replay.checkpoint.at_s
+        for at_s, _, record in replay.records:
+            if isinstance(record, Submitted) and not record.attempt and not record.is_probe:
+                submitted.setdefault(record.request_id, (begun_s + at_s, record))
+            elif isinstance(record, PromptPages) and not record.attempt:
+                keys[record.request_id] = record
+            elif isinstance(record, Ended):
+                answered.update(zip(record.attempts, record.num_tokens, strict=False))
+    num_answered = Counter[str]()  # by all attempts of a request
+    for (request_id, _), number in answered.items():
+        num_answered[request_id] += number
     blocks: dict[bytes, int] = {}
-    begun_s = next((at_s for at_s, _, record in replay.records if isinstance(record, Submitted)), 0.0)
-    for at_s, _, record in replay.records:
-        if isinstance(record, Submitted) and not record.attempt and not record.is_probe:
-            pages = keys.get(record.request_id)
-            halves = b"" if pages is None else pages.keys
-            names = [halves[at : at + 8] for at in range(0, len(halves), 8)]
-            yield TraceRequest(
-                arrival_s=at_s - begun_s,
-                input_tokens=record.num_prompt_tokens,
-                output_tokens=max(1, answers.get(record.request_id, record.max_tokens or 1)),
-                block_ids=tuple(blocks.setdefault(name, len(blocks)) for name in names),
-                block_tokens=pages.family[2] if pages is not None else BLOCK_TOKENS,
-            )
+    first_s = min((date_s for date_s, _ in submitted.values()), default=0.0)
+    for request_id, (date_s, first) in submitted.items():
+        pages = keys.get(request_id)
+        halves, size = (pages.keys, pages.family[2]) if pages is not None else (b"", BLOCK_TOKENS)
+        names = [halves[at : at + SHORT_KEY_BYTES] for at in range(0, len(halves), SHORT_KEY_BYTES)]
+        num_output = num_answered.get(request_id, first.max_tokens or 1)
+        yield TraceRequest(
+            arrival_s=date_s - first_s,
+            input_tokens=first.num_prompt_tokens,
+            output_tokens=max(1, num_output),
+            block_ids=_block_ids(names, size, first.num_prompt_tokens, request_id, blocks),
+            block_tokens=size,
+        )
+
+
+def _block_ids(
+    names: Sequence[bytes], size: int, num_tokens: int, request_id: str, blocks: dict[bytes, int]
+) -> tuple[int, ...]:
+    """Return the ids of a prompt's pages, and one of its own for the rest. `blocks` grows."""
+    ids = [blocks.setdefault(name, len(blocks)) for name in names]
+    if len(ids) * size < num_tokens:
+        ids.append(blocks.setdefault(request_id.encode(), len(blocks)))
+    return tuple(ids)
 
 
 class Lengths(NamedTuple):

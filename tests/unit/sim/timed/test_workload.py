@@ -3,12 +3,14 @@
 import zipfile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Ended, Started
+from baton.request import TokenIds
 from baton.router.recording import Recording
 from baton.sim.replay import frame_chunks
 from baton.sim.timed.fast import FastCluster
@@ -112,17 +114,52 @@ def test_prompts_without_ids_share_nothing_even_at_one_moment() -> None:
     assert len(set(tokens)) == 3
 
 
+def bundled(path: Path, *recordings: Recording) -> list[TraceRequest]:
+    with zipfile.ZipFile(path, "w") as archive:
+        for number, recording in enumerate(recordings):
+            archive.writestr(f"routers/{number:032x}/recording", frame_chunks(recording.chunks()))
+    return read_trace(path)
+
+
+def recorded(date_s: float) -> tuple[Cluster, Recording]:
+    """A router that is recorded from this date on."""
+    c, recording = cluster("p0", "d0", "d1", policy="cost"), Recording(900.0, 2**26, lambda: date_s)
+    c.router.record(recording)
+    return c, recording
+
+
+def test_routers_of_a_bundle_have_one_time_and_one_set_of_prefixes(tmp_path: Path) -> None:
+    (one, first), (other, second) = recorded(1.8e9), recorded(1.8e9 + 0.5)
+    one.submit(a_request("a", 40))
+    other.submit(a_request("b", 40))
+    other.submit(msgspec.structs.replace(a_request("c", 40), token_ids=TokenIds.of(range(1000, 1040))))
+    trace = bundled(tmp_path / "incident.zip", first, second)
+    assert [each.arrival_s for each in trace] == [0.0, 0.5, 0.5]
+    alike, also, unlike = (each.block_ids for each in trace)
+    assert alike[:2] == also[:2] and alike[2] != also[2]
+    assert not set(unlike) & {*alike, *also}
+
+
+def test_answer_of_several_attempts_has_the_tokens_of_all(tmp_path: Path) -> None:
+    c, recording = recorded(1.8e9)
+    request = a_request("a", 40)
+    c.submit(request)
+    c["g"].say(Ended(attempts=((id_of("a"), 0),), num_tokens=(5,)))
+    c.submit(msgspec.structs.replace(request, attempt=1, generated_token_ids=(1,) * 5))
+    c["g"].say(Ended(attempts=((id_of("a"), 1),), num_tokens=(2,)))
+    (traced,) = bundled(tmp_path / "incident.zip", recording)
+    assert (traced.input_tokens, traced.output_tokens) == (40, 7)
+    assert len(tokens_of(traced, 0)) == 40
+
+
 def test_bundle_of_a_router_is_a_trace(tmp_path: Path) -> None:
-    cluster = FastCluster(RouterConfig(), Fleet(num_prefill=1, num_decode=1, decode_keeps=True), Machine())
+    fast = FastCluster(RouterConfig(), Fleet(num_prefill=1, num_decode=1, decode_keeps=True), Machine())
     recording = Recording(900.0, 2**26, lambda: 1.8e9)
-    cluster.router.record(recording)
-    cluster.run(
+    fast.router.record(recording)
+    fast.run(
         ClientCall(at_s=1.0 + at, token_ids=(*range(64), *[at] * 40), num_answered=3 + at) for at in range(4)
     )
-    path = tmp_path / "incident.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"routers/{1:032x}/recording", frame_chunks(recording.chunks()))
-    trace = read_trace(path)
+    trace = bundled(tmp_path / "incident.zip", recording)
     assert [each.arrival_s for each in trace] == pytest.approx([0.0, 1.0, 2.0, 3.0])
     assert [(each.input_tokens, each.output_tokens) for each in trace] == [(104, 3 + at) for at in range(4)]
     shared = [
