@@ -15,6 +15,7 @@ Nothing waits for the link. Load that is not shared counts by the workers' own r
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Final, Protocol
 
 from baton.messages.control import Decision, KvEventBatch, KvEventsWanted, Measured, Rejected, Submit, Weighed
@@ -194,15 +195,15 @@ class ClusterState:
         if self.sharing is not None and attempts:
             self.sharing.share(SharedStarted(attempts=tuple(attempts)))
 
-    def ended(self, attempts: Sequence[AttemptKey]) -> None:
-        """Attempts have ended."""
+    def ended(self, attempts: Sequence[AttemptKey], num_tokens: Sequence[int] = ()) -> None:
+        """Attempts have ended. num_tokens: as of `Dispatchers.ended`."""
         for key in attempts:
             self.keys.forget(key)
         if self.sharing is not None and attempts:
             self.sharing.share(SharedEnded(attempts=tuple(attempts)))
         if self.log is not None:
-            for request_id, attempt in attempts:
-                self.log(encode_line(self._ended_line(request_id, attempt)))
+            for key, number in zip(attempts, chain(num_tokens, repeat(None)), strict=False):
+                self.log(encode_line(self._ended_line(key, number)))
 
     def heard(self, message: AnyShared) -> None:
         """Apply a message of another router. Attempts that this router dispatched itself stay as they are."""
@@ -253,12 +254,13 @@ class ClusterState:
             )
             self.log(encode_line(line))
 
-    def _ended_line(self, request_id: str, attempt: int) -> EndedLine:
-        decision = self.decisions.get((request_id, attempt))
+    def _ended_line(self, key: AttemptKey, num_tokens: int | None) -> EndedLine:
+        decision = self.decisions.get(key)
         return EndedLine(
             at_s=self._clock.now_s(),
-            request_id=request_id,
-            attempt=attempt,
+            request_id=key[0],
+            attempt=key[1],
+            num_tokens=num_tokens,
             first_token_s=decision.first_token_s if decision is not None else None,
             measured=decision.measured if decision is not None else None,
         )

@@ -136,6 +136,7 @@ class EndedLine(_Line, frozen=True):
 
     request_id: Id
     attempt: Attempt
+    num_tokens: Count | None = None  # of the attempt's answer; None: its gateway was lost
     first_token_s: Seconds | None = None  # after the dispatch
     measured: PrefillTimes | None = None  # by the worker that computed the prompt, if it has reported
 

@@ -467,7 +467,7 @@ class Dispatchers:
             self._in_flight.ended(key)
             for each in self:
                 each.ended(key, num_tokens[number] if number < len(num_tokens) else None)
-        self._cluster_state.ended(attempts)
+        self._cluster_state.ended(attempts, num_tokens)
         self.dispatch_queued()
 
     def computed(self, prompts: Sequence[PrefillTimes]) -> None:

@@ -7,6 +7,7 @@ on each other.
 """
 
 import csv
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -21,13 +22,14 @@ import numpy as np
 from baton.errors import ConfigError
 from baton.messages.control import Ended
 from baton.request import AttemptKey
-from baton.router.decisions import DispatchedLine, EndedLine, decode_lines, keys_in
+from baton.router.decisions import DispatchedLine, decode_lines, keys_in
 from baton.router.index.prefix_index import SHORT_KEY_BYTES
 from baton.router.recording import PromptPages, Submitted
 from baton.sim.replay import Replay, read_bundle
 
+logger = logging.getLogger(__name__)
+
 BLOCK_TOKENS: Final = 512  # tokens that one of Mooncake's hash ids names
-LOGGED_STEP_S: Final = 0.02  # of a decode step: turns the duration of a logged answer into its tokens
 BLOCK_A_PAGE: Final = 16  # tokens of a block of a synthetic prompt
 NUM_DOCUMENTS: Final = 16  # whose beginnings synthetic prompts share
 _P90: Final = 1.2815515655446004  # of a standard normal distribution
@@ -164,33 +166,42 @@ def page_keys(traced: TraceRequest, page_size: int, number: int) -> bytes:
 
 
 def _log_rows(path: Path) -> Iterator[TraceRequest]:
-    """Yield the first attempts of a decision log: another policy would have other later ones."""
+    """Yield the first attempts of a decision log: another policy would have other later ones.
+
+    An answer has the tokens of all attempts; without an end, as many as it may have. A request with an end
+    that does not tell its tokens is left out.
+    """
     sent: dict[str, DispatchedLine] = {}
-    ended: dict[str, EndedLine] = {}
+    answers: dict[str, list[int | None]] = {}  # request id -> tokens of each attempt that has ended
     with path.open("rb") as file:
         for line in decode_lines(file, str(path)):
             if isinstance(line, DispatchedLine):
                 if line.decision.attempt == 0:
                     sent[line.decision.request_id] = line
-            elif line.attempt == 0:
-                ended[line.request_id] = line
+            else:
+                answers.setdefault(line.request_id, []).append(line.num_tokens)
     if not sent:
         raise ConfigError(f"decision log {path}: there is no request in it")
     blocks: dict[bytes, int] = {}
     begun_s = min(line.at_s for line in sent.values())
-    for id_, line in sent.items():
-        yield _traced(line, ended.get(id_), blocks, begun_s)
+    num_left_out = 0
+    for request_id, line in sent.items():
+        numbers = [number for number in answers.get(request_id, ()) if number is not None]
+        if len(numbers) < len(answers.get(request_id, ())):
+            num_left_out += 1
+            continue
+        yield _traced(line, sum(numbers) if numbers else line.num_output_tokens, blocks, begun_s)
+    if num_left_out == len(sent):
+        raise ConfigError(f"decision log {path}: no end in it tells the tokens of its answer")
+    if num_left_out:
+        told = {"log": str(path), "requests": num_left_out}
+        logger.warning("requests whose ends do not tell the tokens of their answers are left out", extra=told)
 
 
-def _traced(
-    line: DispatchedLine, end: EndedLine | None, blocks: dict[bytes, int], begun_s: float
-) -> TraceRequest:
+def _traced(line: DispatchedLine, num_output: int, blocks: dict[bytes, int], begun_s: float) -> TraceRequest:
     """Return one request; `blocks` maps page keys to block ids and grows."""
     decision, size = line.decision, line.page_size
     ids = _block_ids(keys_in(line), size, decision.num_tokens, decision.request_id, blocks)
-    num_output = line.num_output_tokens
-    if end is not None and end.first_token_s is not None:
-        num_output = round((end.at_s - line.at_s - end.first_token_s) / LOGGED_STEP_S)
     return TraceRequest(
         arrival_s=line.at_s - begun_s,
         input_tokens=decision.num_tokens,

@@ -169,7 +169,8 @@ def test_bundle_of_a_router_is_a_trace(tmp_path: Path) -> None:
     assert len(shared[0] & shared[1]) == 4
 
 
-def logged(path: Path) -> Cluster:
+def logged(path: Path, num_known: int = 2) -> Cluster:
+    """Write a log of three requests, of which two end. num_known: ends that tell the tokens of answers."""
     c = cluster("p0", "d0", "d1", policy="cost")
     with path.open("wb") as file:
         c.router.log_to(file.write)
@@ -178,18 +179,45 @@ def logged(path: Path) -> Cluster:
         c["g"].say(Started(attempts=((id_of("a"), 0),)))
         c.submit(a_request("b", 50))
         c.clock.advance(2.0)
-        c["g"].say(Ended(attempts=((id_of("a"), 0), (id_of("b"), 0))))
+        c["g"].say(Ended(attempts=((id_of("a"), 0), (id_of("b"), 0)), num_tokens=(40, 0)[:num_known]))
+        c.submit(a_request("c", 50))
     return c
 
 
 def test_requests_come_when_they_came_with_what_they_shared(tmp_path: Path) -> None:
     logged(tmp_path / "log")
-    one, other = read_trace(tmp_path / "log")
-    assert (one.arrival_s, other.arrival_s) == (0.0, 1.0)
+    one, other, last = read_trace(tmp_path / "log")
+    assert (one.arrival_s, other.arrival_s, last.arrival_s) == (0.0, 1.0, 3.0)
     assert (one.input_tokens, other.input_tokens, one.block_tokens) == (40, 50, 16)
     assert one.block_ids[:2] == other.block_ids[:2] and one.block_ids[2] != other.block_ids[2]
-    assert one.output_tokens == 100  # 2 s after its first token
-    assert other.output_tokens == 8  # it never had one, and 8 was its limit
+    assert (one.output_tokens, other.output_tokens) == (40, 1)  # it ended before its first token
+    assert last.output_tokens == 8  # its limit: it has not ended
+
+
+def test_logged_answer_of_several_attempts_has_the_tokens_of_all(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as file:
+        c = cluster("p0", "d0", "d1", policy="cost")
+        c.router.log_to(file.write)
+        request = a_request("a", 40)
+        c.submit(request)
+        c["g"].say(Ended(attempts=((id_of("a"), 0),), num_tokens=(5,)))
+        c.submit(msgspec.structs.replace(request, attempt=1, generated_token_ids=(1,) * 5))
+        c["g"].say(Ended(attempts=((id_of("a"), 1),), num_tokens=(2,)))
+    (traced,) = read_trace(tmp_path / "log")
+    assert traced.output_tokens == 7
+
+
+def test_logged_requests_whose_ends_tell_no_tokens_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logged(tmp_path / "log", num_known=1)
+    assert [each.arrival_s for each in read_trace(tmp_path / "log")] == [0.0, 3.0]
+    assert "left out" in caplog.text
+    logged(tmp_path / "old", num_known=0)
+    lines = (tmp_path / "old").read_bytes().splitlines(keepends=True)
+    (tmp_path / "old").write_bytes(b"".join(lines[:-1]))  # without the request that has not ended
+    with pytest.raises(ConfigError, match="no end in it tells the tokens"):
+        read_trace(tmp_path / "old")
 
 
 def test_line_that_was_cut_off_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> None:
@@ -205,6 +233,6 @@ def test_line_that_was_cut_off_is_left_out_and_a_damaged_one_is_named(tmp_path: 
 
 def test_log_of_ends_alone_is_refused(tmp_path: Path) -> None:
     logged(tmp_path / "log")
-    (tmp_path / "ends").write_bytes((tmp_path / "log").read_bytes().splitlines(keepends=True)[-1])
+    (tmp_path / "ends").write_bytes((tmp_path / "log").read_bytes().splitlines(keepends=True)[-2])
     with pytest.raises(ConfigError, match="no request"):
         read_trace(tmp_path / "ends")
