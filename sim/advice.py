@@ -2,8 +2,9 @@
 
 1. `layouts` lists the candidates: workers without roles, and every split into prefill and decode workers, up
    to a number of devices; ranks of either role, and tokens of a step, as far as the time model has them.
-2. Each is rehearsed in the fast mode, or in the full one where workers have pipeline stages. Those that meet
-   the objectives are ranked by devices, then by headroom: the multiple of the load under which they still do.
+2. The first MAX_LAYOUTS, which have few and many devices, are rehearsed in the fast mode, or in the full one
+   where workers have pipeline stages. Those that meet the objectives are ranked by devices, then by
+   headroom: the multiple of the load under which they still do.
 3. The first few sets of workers, and the first of the other kind, are rehearsed in the full mode. The
    cheapest that still meets the objectives is the advice: also not to disaggregate, or that nothing does.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
 from baton.errors import ConfigError
 from baton.sim.rehearsal import Layout, Rehearsal, RehearsalSettings, rehearse
@@ -24,6 +26,7 @@ SPEEDS: Final = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # multiples of the lo
 NUM_WITH_HEADROOM: Final = 10
 STEP_TOKENS: Final = (256, 512, 1024, 2048, 4096, 8192)
 MAX_LAYOUTS: Final = 40
+NUM_COUNTS: Final = 20  # of devices, that are tried first where more are allowed
 MOST_FULL: Final = 2000  # requests of a full rehearsal
 
 RunAll: TypeAlias = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]  # as the builtin map
@@ -66,7 +69,10 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layouts(times: TimeModel, max_ranks: int) -> list[Layout]:
-    """Return at most MAX_LAYOUTS candidates of up to so many devices."""
+    """Return the candidates of up to so many devices, in the order in which they are worth a rehearsal.
+
+    Of each number of devices, those without roles come first, then even splits. Smaller steps come last.
+    """
     sizes = sorted(times.replicas)
     ranks = {size: size * times.replicas[size].num_stages for size in sizes}
     most = min(each.steps.most["num_new"] for each in times.replicas.values())
@@ -84,11 +90,29 @@ def layouts(times: TimeModel, max_ranks: int) -> list[Layout]:
         for decode in range(1, (max_ranks - prefill * ranks[prefill_tp]) // ranks[decode_tp] + 1)
     ]
     base = [each.with_stages(times) for each in base]
-    base.sort(key=lambda each: (each.num_ranks, abs(each.num_prefill - each.num_decode)))
+    base = _spread(base)
     steps = [each for each in STEP_TOKENS if each < usual][::-2][:2]
     found = [msgspec.structs.replace(each, step_tokens=usual) for each in base]
     found += [msgspec.structs.replace(each, step_tokens=tokens) for tokens in steps for each in base]
-    return found[:MAX_LAYOUTS]
+    return found
+
+
+def _spread(given: Sequence[Layout]) -> list[Layout]:
+    """Return the layouts in an order whose beginning has few and many devices, and both kinds of layouts."""
+    counts = sorted({each.num_ranks for each in given})
+    first = set(counts)
+    if len(counts) > NUM_COUNTS:
+        wanted = np.geomspace(counts[0], counts[-1], NUM_COUNTS).tolist()
+        first = {min(counts, key=lambda count: abs(count - each)) for each in wanted}
+    places = dict.fromkeys(counts, 0)  # number of devices -> layouts so far
+    order: list[tuple[bool, int, int, Layout]] = []
+    for each in sorted(
+        given, key=lambda each: (each.num_prefill > 0, abs(each.num_prefill - each.num_decode))
+    ):
+        count = each.num_ranks
+        order.append((count not in first, places[count], count, each))
+        places[count] += 1
+    return [each for *_, each in sorted(order, key=lambda entry: entry[:3])]
 
 
 def meets(result: Rehearsal, attainment: float) -> bool:
@@ -102,16 +126,18 @@ def advise(
     run_all: RunAll = map,
     tell: Callable[[str], object] = lambda text: None,
 ) -> Advice:
-    """Search the candidates. run_all: maps functions over values, perhaps in several processes.
+    """Search the first MAX_LAYOUTS candidates.
 
+    run_all: maps functions over values, perhaps in several processes.
     ConfigError: there are no objectives or no candidates, or every candidate leaves the calibrated ranges.
     """
     if search.settings.sla == Sla():
         raise ConfigError("--slo: expected objectives such as ttft=0.5,tpot=0.05")
     if not candidates:
         raise ConfigError("--devices: a worker has more ranks than that")
-    tell(f"{len(candidates)} layouts")
-    fast = list(run_all(_rehearse_fast, [(search, each) for each in candidates]))
+    rehearsed = candidates[:MAX_LAYOUTS]
+    tell(f"{len(rehearsed)} layouts")
+    fast = list(run_all(_rehearse_fast, [(search, each) for each in rehearsed]))
     if not any(each.is_valid for each in fast):
         raise ConfigError(f"no layout stays within the calibrated ranges: {'; '.join(fast[0].complaints)}")
     able = [each for each in fast if meets(each, search.attainment)]
@@ -137,7 +163,10 @@ def advise(
     chosen = good[0] if good else None
     others = [each for each in options if each is not chosen and each.full is not None]
     runner_up = others[0] if others else None
-    reasons = tuple(_reasons(chosen, runner_up, options, search))
+    reasons = (
+        *_reasons(chosen, runner_up, options, search),
+        *_left_out(len(candidates) - len(rehearsed), search),
+    )
     return Advice(options=tuple(options), chosen=chosen, runner_up=runner_up, reasons=reasons)
 
 
@@ -197,8 +226,8 @@ def _reasons(
         best = options[0]
         reached = best.best_known.figures["attainment"].value
         yield (
-            f"infeasible: no layout keeps the objectives for {search.attainment:.0%} of the requests; "
-            f"{best.layout.name} comes nearest with {reached:.1%}"
+            f"infeasible: no rehearsed layout keeps the objectives for {search.attainment:.0%} of the "
+            f"requests; {best.layout.name} comes nearest with {reached:.1%}"
         )
         return
     yield f"{chosen.layout.name} is the cheapest that keeps the objectives: {_told(chosen)}"
@@ -209,6 +238,14 @@ def _reasons(
         yield f"it may miss them: the interval of its attainment begins at {low:.1%}"
     if runner_up is not None:
         yield f"runner-up {runner_up.layout.name}: {_why_not(runner_up, chosen, search)}; {_told(runner_up)}"
+
+
+def _left_out(num_layouts: int, search: Search) -> Iterator[str]:
+    """Yield what the rehearsals have left out."""
+    if num_layouts:
+        yield f"{num_layouts} other layouts were not rehearsed"
+    if len(search.trace) > MOST_FULL:
+        yield f"full rehearsals have the first {MOST_FULL:,} of {len(search.trace):,} requests"
 
 
 def _told(option: Option) -> str:

@@ -1,5 +1,7 @@
 """Advice: the cheapest layout that keeps the objectives, and the reason."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -66,8 +68,29 @@ def test_workers_of_two_ranks_alone_are_advised() -> None:
         advise(search(4.0, 500.0, 20.0)._replace(times=times), layouts(times, 1))
 
 
+@pytest.mark.parametrize("num_devices", [12, 16, 64])
+def test_candidates_have_few_and_many_devices(num_devices: int) -> None:
+    found = layouts(TIMES, num_devices)[:MAX_LAYOUTS]
+    for kind in (False, True):
+        counts = sorted(each.num_ranks for each in found if bool(each.num_prefill) is kind)
+        assert counts[0] == 1 + kind and counts[-1] == num_devices
+        assert all(after <= 1.5 * before + 1 for before, after in pairwise(counts))
+
+
+def test_layouts_and_requests_that_were_left_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.sim.advice.MAX_LAYOUTS", 2)
+    monkeypatch.setattr("baton.sim.advice.MOST_FULL", 5)
+    given = search(4.0, 500.0, 0.5)
+    advice = advise(given, workers("1M", "1P1D", "2M", "3M"))
+    assert len(advice.options) == 2 and advice.reasons[0].startswith("infeasible: no rehearsed layout")
+    assert advice.reasons[1:] == (
+        "2 other layouts were not rehearsed",
+        f"full rehearsals have the first 5 of {len(given.trace)} requests",
+    )
+
+
 def test_candidates_are_distinct_and_within_the_devices() -> None:
-    found = layouts(TIMES, 5)
+    found = layouts(TIMES, 5)[:MAX_LAYOUTS]
     assert len(found) == MAX_LAYOUTS == len({each.name for each in found})
     assert all(1 <= each.num_ranks <= 5 for each in found)
     assert {each.name.partition(",")[0] for each in found} >= {"1M", "5M", "1P1D", "2P3D", "4P1D"}
