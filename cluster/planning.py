@@ -25,7 +25,7 @@ from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, ProductionRehearser, QueueModel, Room, linear
 from baton.planner.planner import Action, Figures, Planner, ScalingPlan, Score
 from baton.sim.rehearsal import Layout
-from baton.sim.timed.times import FittedTimes, TimeModel, Validity
+from baton.sim.timed.times import FittedTimes, TimeModel
 
 MAX_LOG_BYTES: Final = 2**26  # then the log begins anew, and the former one stays beside it
 
@@ -155,7 +155,10 @@ class Planning:
             num_seqs=config.engine.scheduler.max_num_seqs,
             num_tokens=times.replicas[size].num_pages * times.page_size,
         )
-        model = QueueModel(linear(FittedTimes(times, size, Validity(), 1.0)), room, objectives)
+        machines = {role: linear(FittedTimes(times, each)) for role, each in sizes.items()}
+        model = QueueModel(
+            machines[WorkerRole.DECODE], room, objectives, prefill=machines[WorkerRole.PREFILL]
+        )
         self._planner = Planner(settings, model, ProductionRehearser(times, objectives, sizes))
         self._settings = settings
         self._num_gateways = config.gateways

@@ -174,8 +174,12 @@ class QueueModel:
     compute beside each other as workers do.
     """
 
-    def __init__(self, machine: Machine, room: Room, objectives: Objectives) -> None:
+    def __init__(
+        self, machine: Machine, room: Room, objectives: Objectives, prefill: Machine | None = None
+    ) -> None:
+        """machine, room: of decode workers. prefill: the machine of prefill workers; None: the same."""
         self.machine = machine
+        self.prefill = prefill or machine
         self.room = room
         self.objectives = objectives
         self._phases: dict[tuple[object, ...], tuple[Demand, Phase]] = {}
@@ -188,19 +192,19 @@ class QueueModel:
         local_share: of the prompts, computed on their decode worker. shed_share: of the requests, refused.
         """
         demand, backlog, probability = outlook.demand, outlook.backlog, np.array(outlook.weights)
-        local, lanes = local_share if layout.num_prefill else 1.0, self.machine.num_stages
+        local = local_share if layout.num_prefill else 1.0
         keeps = 1.0 - shed_share
         load = np.array(outlook.factors)[:, None] * keeps  # [factors, 1]
         given = outlook.factors, keeps, local
         in_ttft, wait_s, use = self._once(
             demand,
             ("prefill", layout.num_prefill, backlog, *given),
-            lambda: self._prefill(demand, load * (1 - local), lanes * layout.num_prefill, backlog * keeps),
+            lambda: self._prefill(demand, load * (1 - local), layout.num_prefill, backlog * keeps),
         )
         in_tpot, tpot_s, decode_use = self._once(
             demand,
             ("decode", layout.num_decode, *given),
-            lambda: self._decode(demand, load[:, 0], lanes * layout.num_decode, local),
+            lambda: self._decode(demand, load[:, 0], layout.num_decode, local),
         )
         share = demand.rate / max(demand.total_rate, 1e-12)
         met = in_ttft * in_tpot * keeps  # [factors, cells]
@@ -231,28 +235,24 @@ class QueueModel:
             self._phases[id(demand), *key] = demand, phase
         return phase
 
-    def compute_s(self, demand: Demand) -> Floats:
-        """Return the seconds of each cell's prompt on a prefill worker."""
-        machine = self.machine
-        new = np.maximum(1.0, demand.prompt_tokens - demand.cached_tokens)
-        pairs = new * (demand.prompt_tokens - new / 2)
-        return machine.prefill_s + new * machine.prefill_token_s + pairs * machine.prefill_pair_s
-
     def work(self, demand: Demand) -> dict[str, float]:
         """Return the workers of both roles that each stream keeps busy, by tenant/class."""
         machine, context = self.machine, demand.prompt_tokens + demand.output_tokens / 2
         room = self.room.of_lane(machine.num_stages)
         together = np.minimum(room.num_seqs, room.num_tokens / np.maximum(1.0, context))
         token_s = machine.step_base_s / together + machine.step_sequence_s + machine.step_context_s * context
-        busy = demand.rate * (self.compute_s(demand) + demand.output_tokens * token_s)
-        return demand.by_stream(busy / machine.num_stages)
+        prompt_s = _compute_s(demand, self.prefill) / self.prefill.num_stages
+        return demand.by_stream(
+            demand.rate * (prompt_s + demand.output_tokens * token_s / machine.num_stages)
+        )
 
     def _prefill(self, demand: Demand, load: Floats, workers: int, backlog: float) -> Phase:
         """Return P(TTFT is met) and the mean TTFT, [factors, cells], and the use of workers, [factors]."""
-        service_s = self.compute_s(demand)
+        machine = self.prefill if workers else self.machine
+        service_s, workers = _compute_s(demand, machine), workers * machine.num_stages
         first = (load * demand.rate) @ service_s  # [factors], worker-seconds each second
         second = (load * demand.rate) @ service_s**2
-        handoff_s = self.machine.exposed_s
+        handoff_s = machine.exposed_s
         slack_s = self.objectives.ttft_s - service_s - handoff_s  # [cells]
         if not workers:
             met = (self.objectives.ttft_s >= 1.5 * service_s) * np.ones_like(load)
@@ -274,8 +274,9 @@ class QueueModel:
     def _decode(self, demand: Demand, load: Floats, workers: int, local_share: float) -> Phase:
         """Return P(TPOT is met), [factors, 1], the mean TPOT and the use, [factors]."""
         machine, room = self.machine, self.room.of_lane(self.machine.num_stages)
+        workers *= machine.num_stages
         tokens = load * float(demand.rate @ demand.output_tokens) / workers  # tokens/s a worker
-        local = load * float(demand.rate @ self.compute_s(demand)) * local_share / workers
+        local = load * float(demand.rate @ _compute_s(demand, machine)) * local_share / workers
         weight = demand.rate * demand.output_tokens
         context = float(weight @ (demand.prompt_tokens + demand.output_tokens / 2)) / max(weight.sum(), 1e-12)
         sequence_s = machine.step_sequence_s + machine.step_context_s * context
@@ -348,6 +349,13 @@ class ProductionRehearser:
         layout = msgspec.structs.replace(layout, prefill_tp=prefill_tp, decode_tp=decode_tp)
         result = rehearse(requests, layout, self._times, self._settings)
         return result if result.is_valid and "attainment" in result.figures else None
+
+
+def _compute_s(demand: Demand, machine: Machine) -> Floats:
+    """Return the seconds of each cell's prompt on a worker."""
+    new = np.maximum(1.0, demand.prompt_tokens - demand.cached_tokens)
+    pairs = new * (demand.prompt_tokens - new / 2)
+    return machine.prefill_s + new * machine.prefill_token_s + pairs * machine.prefill_pair_s
 
 
 def _delayed(workers: int, use: Floats) -> Floats:

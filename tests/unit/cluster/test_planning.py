@@ -11,15 +11,15 @@ import pytest
 from baton.bench.sim.suite import usual_times
 from baton.clock import ManualClock
 from baton.cluster.planning import Planning, read_plans
-from baton.config.cluster import ServeConfig
+from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.planner import PlannerConfig
 from baton.errors import ConfigError, PeerGone
 from baton.messages.operations import GatewayStatus, PlanSummary, Status
 from baton.messages.status import StreamCounts, cell_of
 from baton.messages.workers import Load, WorkerRole, WorkerStatus
-from baton.planner.layouts import linear
-from baton.sim.timed.times import Machine
+from baton.planner.layouts import Objectives, QueueModel, Room, linear
+from baton.sim.timed.times import FittedTimes, Machine
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker
 from tests.waiting import until
@@ -206,6 +206,32 @@ def test_workers_of_another_model_hold(tmp_path: Path) -> None:
     plan = read_plans(tmp_path / "plans.jsonl", 1)[-1]
     assert (plan.outcome, plan.reason) == ("hold", "1 workers have another model than those of planner.times")
     assert not workers.scaled
+
+
+def test_each_role_is_predicted_by_the_times_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines: list[Machine | None] = []
+
+    def made(
+        machine: Machine, room: Room, objectives: Objectives, prefill: Machine | None = None
+    ) -> QueueModel:
+        machines.extend((machine, prefill))
+        return QueueModel(machine, room, objectives, prefill)
+
+    monkeypatch.setattr("baton.cluster.planning.QueueModel", made)
+    replica = usual_times().replicas[1]
+    steps = msgspec.structs.replace(replica.steps, fixed_s=10 * replica.steps.fixed_s)
+    replicas = {1: msgspec.structs.replace(replica, steps=steps), 2: replica}
+    times = msgspec.structs.replace(usual_times(), replicas=replicas)
+    times.save(tmp_path / "times.json")
+    config = ServeConfig(
+        model="tiny",
+        planner=PlannerConfig(mode="advise", ttft_ms=1000, times=str(tmp_path / "times.json")),
+        prefill=WorkersConfig(tensor_parallel_size=2),
+    )
+    Planning(config, ManualClock(), FakeRouters(), FakeWorkers(), tmp_path / "plans.jsonl")
+    assert machines == [linear(FittedTimes(times, size)) for size in (1, 2)]
 
 
 def test_routers_that_do_not_answer_hold(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import pytest
 
 from baton.bench.planner import GOAL, Planned, Workload, made, simulate
 from baton.config.planner import PlannerConfig
 from baton.messages.status import StreamCounts, bucket, cell_of
 from baton.planner.demand import Stream
-from baton.planner.layouts import Objectives, QueueModel, Room
+from baton.planner.layouts import Demand, LayoutPrediction, Objectives, Outlook, QueueModel, Room
 from baton.planner.planner import Figures, Planner
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import Machine
@@ -63,6 +64,32 @@ def test_load_needs_half_as_many_workers_of_two_stages() -> None:
     plain, staged_workers = warm(planner(), ticks=40), warm(planner(machine=staged), ticks=40)
     for of_role, of_role_staged in zip(plain, staged_workers, strict=True):
         assert 0 <= of_role_staged - of_role / 2 < 1.5, (plain, staged_workers)
+
+
+def prediction(decode: Machine, prefill: Machine | None) -> LayoutPrediction:
+    """Return what is predicted of four prefill and two decode workers with three prompts a second."""
+    cell = {"rate": 3.0, "prompt_tokens": 4000.0, "cached_tokens": 0.0, "output_tokens": 200.0}
+    arrays = {name: np.array([value]) for name, value in cell.items()}
+    demand = Demand(**arrays, stream=np.zeros(1, np.int64), streams=(Stream(),))
+    model = QueueModel(decode, Room(), Objectives(ttft_s=15.0, tpot_s=0.05), prefill)
+    return model.rehearse(
+        Outlook(demand=demand, factors=(1.0,), weights=(1.0,)), Layout(num_prefill=4, num_decode=2)
+    )
+
+
+def test_prompts_take_the_times_of_prefill_workers() -> None:
+    twice = msgspec.structs.replace(
+        MACHINE,
+        prefill_s=MACHINE.prefill_s / 2,
+        prefill_token_s=MACHINE.prefill_token_s / 2,
+        prefill_pair_s=MACHINE.prefill_pair_s / 2,
+    )
+    plain, unlike = prediction(MACHINE, None), prediction(MACHINE, twice)
+    assert unlike.prefill_use == pytest.approx(plain.prefill_use / 2)
+    assert unlike.ttft_s < 0.6 * plain.ttft_s
+    assert (unlike.decode_use, unlike.tpot_s) == (plain.decode_use, plain.tpot_s)
+    staged = prediction(MACHINE, msgspec.structs.replace(MACHINE, num_stages=2))
+    assert staged.prefill_use == pytest.approx(plain.prefill_use / 2) and staged.tpot_s == plain.tpot_s
 
 
 @pytest.mark.slow
