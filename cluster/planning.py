@@ -22,7 +22,7 @@ from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS
 from baton.messages.operations import MAX_PLANS, PlanSummary, Status
 from baton.messages.workers import WorkerRole
 from baton.planner.demand import Stream
-from baton.planner.layouts import Objectives, ProductionRehearser, QueueModel, Room, linear
+from baton.planner.layouts import Objectives, QueueModel, Room, SimRehearser, linear
 from baton.planner.planner import Action, Figures, Planner, ScalingPlan, Score
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import FittedTimes, TimeModel
@@ -159,7 +159,8 @@ class Planning:
         model = QueueModel(
             machines[WorkerRole.DECODE], room, objectives, prefill=machines[WorkerRole.PREFILL]
         )
-        self._planner = Planner(settings, model, ProductionRehearser(times, objectives, sizes))
+        rehearser = SimRehearser(times, objectives, sizes, config.router.policy)
+        self._planner = Planner(settings, model, rehearser)
         self._settings = settings
         self._num_gateways = config.gateways
         self._clock = clock

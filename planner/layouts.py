@@ -5,7 +5,7 @@ the time model of the simulator. It takes microseconds a layout, so a planner co
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
@@ -23,7 +23,8 @@ Floats: TypeAlias = NDArray[np.float64]
 Phase: TypeAlias = tuple[Floats, Floats, Floats]  # P(objective met), seconds, use
 # The probability that each of demand.LEVELS stands for.
 WEIGHTS: Final = (0.2, 0.2, 0.2, 0.2, 0.14, 0.045, 0.015)
-REHEARSED_S: Final = 120.0  # of a load, by the production router
+REHEARSED_S: Final = 120.0  # of a load, in the simulator
+WARM_S: Final = 60.0  # until it begins: a worker computes the prefix that prompts share
 REHEARSED: Final = {"fast": 400, "full": 60}  # requests at most, by the mode
 MOST_USE: Final = 100.0  # that a prediction says, of workers that are far from enough
 WINDOW_S: Final = 240.0  # over which the wait for prefill workers is predicted
@@ -294,21 +295,31 @@ class QueueModel:
         return met[:, None], step_s, np.minimum(MOST_USE, num / np.maximum(1e-9, num_allowed))
 
 
-class ProductionRehearser:
-    """Rehearses with the production router (sim/rehearsal.py), at the LEVELS of a demand that matter."""
+class SimRehearser:
+    """Rehearses in the simulator (sim/rehearsal.py), at the LEVELS of a demand that matter.
 
-    def __init__(self, times: TimeModel, objectives: Objectives, sizes: Mapping[WorkerRole, int]) -> None:
-        """times: of `baton calibrate`. sizes: tensor parallel sizes of the workers, which the times have."""
+    The cluster is idle at first, and one worker has the prefix that prompts share: each begins with as many
+    of its tokens as such prompts had cached lately.
+    """
+
+    def __init__(
+        self, times: TimeModel, objectives: Objectives, sizes: Mapping[WorkerRole, int], policy: str
+    ) -> None:
+        """times: of `baton calibrate`. sizes: tensor parallel sizes of the workers, which the times have.
+        policy: of routing.
+        """
         self._times = times
         self._sizes = sizes
         has_stages = any(times.replicas[size].num_stages > 1 for size in sizes.values())
         self._most = REHEARSED["full" if has_stages else "fast"]
         self._settings = RehearsalSettings(
+            policy=policy,
             sla=Sla(
                 ttft_ms=1e3 * objectives.ttft_s if math.isfinite(objectives.ttft_s) else None,
                 tpot_ms=1e3 * objectives.tpot_s if math.isfinite(objectives.tpot_s) else None,
             ),
             has_intervals=False,
+            num_warmup=1,
         )
 
     def rehearse(self, outlook: Outlook, layout: Layout) -> LayoutPrediction | None:
@@ -339,16 +350,46 @@ class ProductionRehearser:
         rate = max(1e-9, demand.total_rate * factor)
         number = int(min(self._most, max(1.0, rate * REHEARSED_S)))
         cells = random.choice(len(demand.rate), number, p=demand.rate / demand.total_rate)
-        arrivals_s = np.cumsum(random.exponential(1 / rate, number)).tolist()
-        requests = []
-        for at_s, cell in zip(arrivals_s, cells, strict=True):
-            new = max(1, round(float(demand.prompt_tokens[cell] - demand.cached_tokens[cell])))
-            output = max(1, round(float(demand.output_tokens[cell])))
-            requests.append(TraceRequest(arrival_s=at_s, input_tokens=new, output_tokens=output))
+        arrivals_s = WARM_S + np.cumsum(random.exponential(1 / rate, number))
+        requests = _requests(demand, cells.tolist(), arrivals_s.tolist(), self._times.page_size)
         prefill_tp, decode_tp = self._sizes[WorkerRole.PREFILL], self._sizes[WorkerRole.DECODE]
         layout = msgspec.structs.replace(layout, prefill_tp=prefill_tp, decode_tp=decode_tp)
         result = rehearse(requests, layout, self._times, self._settings)
         return result if result.is_valid and "attainment" in result.figures else None
+
+
+def _requests(
+    demand: Demand, cells: Sequence[int], arrivals_s: Sequence[float], page_size: int
+) -> list[TraceRequest]:
+    """Return a request of each cell, after one that has the pages which all prompts begin with."""
+    prompts, outputs = (
+        np.maximum(1, np.rint([demand.prompt_tokens, demand.output_tokens])).astype(int).tolist()
+    )
+    num_shared = (demand.cached_tokens // page_size).astype(int).tolist()  # pages
+    most = max(num_shared[cell] for cell in cells)
+    num_ids = most + 1
+    requests = [
+        TraceRequest(
+            arrival_s=0.0,
+            input_tokens=most * page_size + 1,
+            output_tokens=1,
+            block_ids=tuple(range(most + 1)),
+            block_tokens=page_size,
+        )
+    ]
+    for at_s, cell in zip(arrivals_s, cells, strict=True):
+        begin, shared = num_ids, num_shared[cell]
+        num_ids += -(-prompts[cell] // page_size) - shared
+        requests.append(
+            TraceRequest(
+                arrival_s=at_s,
+                input_tokens=prompts[cell],
+                output_tokens=outputs[cell],
+                block_ids=(*range(shared), *range(begin, num_ids)),
+                block_tokens=page_size,
+            )
+        )
+    return requests
 
 
 def _compute_s(demand: Demand, machine: Machine) -> Floats:

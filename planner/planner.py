@@ -360,8 +360,11 @@ class Planner:
         )
         return min([prediction.attainment, *streams])
 
-    def _confirm(self, target: Layout, later: Outlook) -> tuple[Layout, LayoutPrediction]:
-        """Rehearse the target; while it misses the goal that the model expects it to meet, add a worker."""
+    def _confirm(self, target: Layout, later: Outlook) -> tuple[Layout, LayoutPrediction | None]:
+        """Rehearse the target; while it misses the goal that the model expects it to meet, add a worker.
+
+        Returns the target with its rehearsal; None: the rehearser does not know the load.
+        """
         most, prediction = self._max_workers or 1, None
         for _ in range(CONFIRMATIONS):
             prediction = self._rehearser.rehearse(later, target)
@@ -372,7 +375,7 @@ class Planner:
             prefill, decode = target.num_prefill, target.num_decode
             is_prefill = prediction.prefill_use > prediction.decode_use
             target = Layout(num_prefill=prefill + is_prefill, num_decode=decode + (not is_prefill))
-        return target, prediction or self._model.rehearse(later, target)
+        return target, prediction
 
     def _within_bounds(self, wanted: Layout, ordered: Layout) -> Layout:
         """Limit the workers that one plan changes. Workers that are added come before those removed."""
@@ -427,11 +430,13 @@ class Planner:
     # What the plan says.
 
     def _predicted(self, plan: ScalingPlan, later: Outlook) -> ScalingPlan:
-        """Add the predictions, and remember the plan for its score."""
-        prediction = plan.prediction or self._model.rehearse(later, plan.target)
-        other = prediction
-        if plan.target != plan.inputs.ordered:
-            other = self._model.rehearse(later, plan.inputs.ordered)
+        """Add the predictions, both by the rehearser or both by the model, and remember the plan."""
+        target, ordered = plan.target, plan.inputs.ordered
+        prediction = other = plan.prediction
+        if prediction is not None and target != ordered:
+            other = self._rehearser.rehearse(later, ordered)
+        if prediction is None or other is None:
+            prediction, other = (self._model.rehearse(later, each) for each in (target, ordered))
         plan = msgspec.structs.replace(
             plan, prediction=prediction, counterfactual=other, inputs=_with_outlook(plan.inputs, later)
         )

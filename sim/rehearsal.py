@@ -120,6 +120,7 @@ class RehearsalSettings(msgspec.Struct, frozen=True, kw_only=True):
     sla: Sla = Sla()  # objectives that goodput counts
     shares_machine: bool = True  # all workers run on one machine, as the calibrated ones
     has_intervals: bool = True
+    num_warmup: int = 0  # first requests, which no latency counts: they fill the prefix caches
     seed: int = 0
 
 
@@ -240,7 +241,7 @@ def _run(
     if settings.mode == "fast":
         is_light = policy_class(settings.policy) is CostPolicy
         cluster = FastCluster(*arguments, seed=settings.seed, contention=contention, is_light=is_light)
-        outcomes = cluster.run(_fast_calls(trace, page_size))
+        outcomes = cluster.run(_fast_calls(trace, page_size))[settings.num_warmup :]
         busy_s = {worker.worker.name: worker.busy_s for worker in cluster.workers.values()}
         return _course(outcomes, layout, busy_s, cluster.parts, NUM_HOPS * BODY_S)
     full = FullCluster(*arguments, seed=settings.seed, contention=contention)
@@ -248,7 +249,7 @@ def _run(
         ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each, number), num_answered=each.output_tokens)
         for number, each in enumerate(trace)
     )
-    return _course(outcomes, layout, full.busy_s, full.parts)
+    return _course(outcomes[settings.num_warmup :], layout, full.busy_s, full.parts)
 
 
 def _fleet(layout: Layout, times: TimeModel, page_size: int) -> Fleet:

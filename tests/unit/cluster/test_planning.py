@@ -12,14 +12,15 @@ from baton.bench.sim.suite import usual_times
 from baton.clock import ManualClock
 from baton.cluster.planning import Planning, read_plans
 from baton.config.cluster import ServeConfig, WorkersConfig
-from baton.config.engine import CacheConfig, EngineSettings
+from baton.config.engine import CacheConfig, EngineSettings, SchedulerConfig
 from baton.config.planner import PlannerConfig
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError, PeerGone
 from baton.messages.operations import GatewayStatus, PlanSummary, Status
 from baton.messages.status import StreamCounts, cell_of
 from baton.messages.workers import Load, WorkerRole, WorkerStatus
-from baton.planner.layouts import Objectives, QueueModel, Room, linear
-from baton.sim.timed.times import FittedTimes, Machine
+from baton.planner.layouts import Objectives, QueueModel, Room, SimRehearser, linear
+from baton.sim.timed.times import FittedTimes, Machine, TimeModel
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker
 from tests.waiting import until
@@ -206,6 +207,27 @@ def test_workers_of_another_model_hold(tmp_path: Path) -> None:
     plan = read_plans(tmp_path / "plans.jsonl", 1)[-1]
     assert (plan.outcome, plan.reason) == ("hold", "1 workers have another model than those of planner.times")
     assert not workers.scaled
+
+
+def test_rehearsals_have_the_settings_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[EngineSettings, str]] = []
+
+    def made(
+        times: TimeModel, objectives: Objectives, sizes: dict[WorkerRole, int], policy: str
+    ) -> SimRehearser:
+        given.append((times.engine, policy))
+        return SimRehearser(times, objectives, sizes, policy)
+
+    monkeypatch.setattr("baton.cluster.planning.SimRehearser", made)
+    usual_times().save(tmp_path / "times.json")
+    config = ServeConfig(
+        model="tiny",
+        planner=PlannerConfig(mode="advise", ttft_ms=1000, times=str(tmp_path / "times.json")),
+        engine=EngineSettings(scheduler=SchedulerConfig(max_num_batched_tokens=512)),
+        router=RouterConfig(policy="round-robin"),
+    )
+    Planning(config, ManualClock(), FakeRouters(), FakeWorkers(), tmp_path / "plans.jsonl")
+    assert given == [(config.engine, "round-robin")]
 
 
 def test_each_role_is_predicted_by_the_times_of_its_workers(

@@ -7,10 +7,22 @@ import numpy as np
 import pytest
 
 from baton.bench.planner import GOAL, Planned, Workload, made, simulate
+from baton.bench.sim.suite import usual_times
+from baton.config.engine import EngineSettings, SchedulerConfig
 from baton.config.planner import PlannerConfig
 from baton.messages.status import StreamCounts, bucket, cell_of
+from baton.messages.workers import WorkerRole
 from baton.planner.demand import Stream
-from baton.planner.layouts import Demand, LayoutPrediction, Objectives, Outlook, QueueModel, Room
+from baton.planner.layouts import (
+    WEIGHTS,
+    Demand,
+    LayoutPrediction,
+    Objectives,
+    Outlook,
+    QueueModel,
+    Room,
+    SimRehearser,
+)
 from baton.planner.planner import Figures, Planner
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import Machine
@@ -68,13 +80,83 @@ def test_load_needs_half_as_many_workers_of_two_stages() -> None:
 
 def prediction(decode: Machine, prefill: Machine | None) -> LayoutPrediction:
     """Return what is predicted of four prefill and two decode workers with three prompts a second."""
-    cell = {"rate": 3.0, "prompt_tokens": 4000.0, "cached_tokens": 0.0, "output_tokens": 200.0}
-    arrays = {name: np.array([value]) for name, value in cell.items()}
-    demand = Demand(**arrays, stream=np.zeros(1, np.int64), streams=(Stream(),))
+    demand = demand_of(3.0, 4000.0, 0.0, 200.0)
     model = QueueModel(decode, Room(), Objectives(ttft_s=15.0, tpot_s=0.05), prefill)
     return model.rehearse(
         Outlook(demand=demand, factors=(1.0,), weights=(1.0,)), Layout(num_prefill=4, num_decode=2)
     )
+
+
+def demand_of(rate: float, prompt: float, cached: float, output: float) -> Demand:
+    cell = {"rate": rate, "prompt_tokens": prompt, "cached_tokens": cached, "output_tokens": output}
+    arrays = {name: np.array([value]) for name, value in cell.items()}
+    return Demand(**arrays, stream=np.zeros(1, np.int64), streams=(Stream(),))
+
+
+def rehearsed(demand: Demand, policy: str = "cost", **settings: Any) -> LayoutPrediction:
+    """Rehearse two prefill workers and a decode worker with these settings of the scheduler."""
+    engine = EngineSettings(scheduler=SchedulerConfig(**settings))
+    times = msgspec.structs.replace(usual_times(), engine=engine)
+    sizes = dict.fromkeys(WorkerRole, 1)
+    rehearser = SimRehearser(times, Objectives(ttft_s=1.0, tpot_s=0.1), sizes, policy)
+    found = rehearser.rehearse(
+        Outlook(demand=demand, factors=(1.0,) * len(WEIGHTS)), Layout(num_prefill=2, num_decode=1)
+    )
+    assert found is not None
+    return found
+
+
+def test_rehearsal_attends_to_cached_tokens_and_computes_them_not() -> None:
+    cached = rehearsed(demand_of(2.0, 4096.0, 3840.0, 60.0))
+    new, short = (rehearsed(demand_of(2.0, prompt, 0.0, 60.0)) for prompt in (4096.0, 256.0))
+    assert 1.05 * short.tpot_s < cached.tpot_s < new.tpot_s
+    assert 1.05 * short.ttft_s < cached.ttft_s < 0.1 * new.ttft_s
+    assert cached.attainment == 1.0
+
+
+def test_rehearsal_has_the_steps_and_the_policy_of_the_cluster() -> None:
+    demand = demand_of(8.0, 1024.0, 960.0, 60.0)
+    usual = rehearsed(demand)
+    assert rehearsed(demand, max_num_batched_tokens=16).ttft_s > 1.2 * usual.ttft_s
+    assert rehearsed(demand, max_num_seqs=1).tpot_s > 1.2 * usual.tpot_s
+    assert rehearsed(demand, policy="round-robin").decode_use != usual.decode_use
+
+
+class MadeRehearser:
+    """Predicts a TTFT of 123 s, which is good enough; nothing of a layout that it does not know."""
+
+    def __init__(self, unknown: Layout | None = None) -> None:
+        self.unknown = unknown
+
+    def rehearse(self, outlook: Outlook, layout: Layout) -> LayoutPrediction | None:
+        if layout == self.unknown:
+            return None
+        return LayoutPrediction(
+            attainment=1.0,
+            attainment_low=1.0,
+            attainment_high=1.0,
+            ttft_s=123.0,
+            tpot_s=0.0,
+            prefill_use=0.5,
+            decode_use=0.5,
+        )
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_both_predictions_are_of_one_rehearser(is_known: bool) -> None:
+    ordered = Layout(num_prefill=2, num_decode=1)
+    objectives = Objectives(ttft_s=15.0, tpot_s=0.05)
+    one = Planner(
+        PlannerConfig(ttft_ms=15_000.0, max_workers=32),
+        QueueModel(MACHINE, Room(), objectives),
+        MadeRehearser(None if is_known else ordered),
+    )
+    for tick in range(1, 20):
+        plan = one.plan(30.0 * tick, figures(tick, (2, 1)))
+        if plan.outcome == "change":
+            break
+    assert plan.prediction is not None and plan.counterfactual is not None
+    assert (plan.prediction.ttft_s == 123.0) is (plan.counterfactual.ttft_s == 123.0) is is_known
 
 
 def test_prompts_take_the_times_of_prefill_workers() -> None:
