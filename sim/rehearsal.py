@@ -236,7 +236,7 @@ def _run(
     prefill_tp = layout.prefill_tp if layout.num_prefill else layout.decode_tp
     sizes = {WorkerRole.PREFILL: prefill_tp, WorkerRole.DECODE: layout.decode_tp}
     by_role = {role: FittedTimes(times, size, validity, scale) for role, size in sizes.items()}
-    contention = Contention(times, shares_machine=settings.shares_machine)
+    contention = Contention(times, shares_machine=settings.shares_machine, validity=validity)
     arguments = config, _fleet(layout, times, page_size), by_role, page_size
     if settings.mode == "fast":
         is_light = policy_class(settings.policy) is CostPolicy

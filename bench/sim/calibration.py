@@ -68,7 +68,8 @@ CHUNKS: Final = (16, 64, 128, 256, 512, 1024, 2048, 8192)
 MOST_SETUP_TOKENS: Final = 40_000  # contexts of one batch, computed before its steps are timed
 MOST_TRANSFER: Final = 4096  # tokens
 NUM_TRANSFERS: Final = 6  # sizes, from one page on
-STREAMS: Final = (1, 2, 4)
+STREAMS: Final = (1, 2, 4, 8, 16)
+MOST_AT_ONCE: Final = 4 * MOST_TRANSFER  # tokens
 # Shares of the seconds that each part takes.
 STEPS_SHARE: Final = 0.45
 NEIGHBOURS_SHARE: Final = 0.2
@@ -380,7 +381,8 @@ def measure_transfers(
     """Move pages from this process to another, by one transfer and by several at once."""
     most_pages = layout.num_pages(min(MOST_TRANSFER, max_tokens))
     sizes = [layout.page_size * round(each) for each in np.geomspace(1, most_pages, NUM_TRANSFERS)]
-    num_pages = max(64, layout.num_pages(max(sizes)) * max(STREAMS))
+    kinds = [(num, streams) for num in sizes for streams in STREAMS if num * streams <= MOST_AT_ONCE]
+    num_pages = max(64, *(layout.num_pages(num) * streams for num, streams in kinds))
     samples: list[TransferSample] = []
     until_s, token_bytes = time.perf_counter() + seconds, layout.page_bytes // layout.page_size
     with ExitStack() as ends:
@@ -391,10 +393,9 @@ def measure_transfers(
         for _ in range(3):
             source.send(destination, sizes[-1])
         while not samples or time.perf_counter() < until_s:
-            for num_tokens in sizes:
-                for num_transfers in STREAMS:
-                    for taken_s in source.send_together(destination, num_tokens, num_transfers):
-                        samples.append(TransferSample(num_tokens * token_bytes, num_transfers, taken_s))
+            for num_tokens, num_transfers in kinds:
+                for taken_s in source.send_together(destination, num_tokens, num_transfers):
+                    samples.append(TransferSample(num_tokens * token_bytes, num_transfers, taken_s))
     return samples
 
 

@@ -199,7 +199,7 @@ def usual_times() -> TimeModel:
         machine={},
         replicas={1: ReplicaTimes(steps=steps, num_pages=8192, start_s=(2.0,))},
         transfer=TransferModel(
-            fixed_s=1e-3, curve=Curve((5e-10,)), streams=(1.0,), most_bytes=2**30, errors=alike
+            fixed_s=1e-3, curve=Curve((5e-10,)), streams=(1.0,) * 64, most_bytes=2**30, errors=alike
         ),
         kv_token_bytes=2048,
         page_size=16,

@@ -291,7 +291,7 @@ class FastWorker:
         context = round((self._num_context + num_seqs * (num_steps - 1) / 2) * scale)
         work = StepWork(num_seqs + len(chunks), context, round(num_new * scale), num_pairs * scale * scale)
         contention, now_s = cluster.contention, cluster.events.now_s
-        step_s = self.times.step_s(work) * contention.slowdown(cluster.num_busy, now_s)
+        step_s = contention.stretched_s(self.times.step_s(work), cluster.num_busy, now_s)
         contention.add_steps(num_steps, num_seqs * num_steps, cluster.num_busy, now_s)
         if contention.neighbours:
             self._most_steps = max(1, int(MOST_RUN_S / step_s))

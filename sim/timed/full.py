@@ -294,7 +294,7 @@ class FullCluster:
     def _step_s(self, times: WorkTimes, work: StepWork) -> float:
         """Return the seconds of a step that begins now, beside the workers that are busy now."""
         num_busy, now_s = self._num_busy, self.events.now_s
-        seconds = times.step_s(work) * self.contention.slowdown(num_busy, now_s)
+        seconds = self.contention.stretched_s(times.step_s(work), num_busy, now_s)
         self.contention.add_steps(1, work.num_sequences, num_busy, now_s)
         return seconds
 

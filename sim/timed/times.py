@@ -277,8 +277,17 @@ class Contention:
     take, as a fading mean, slow down workers that have no devices of their own.
     """
 
-    def __init__(self, model: TimeModel | None = None, *, shares_machine: bool = True) -> None:
-        """model: None for requests that wait for nothing. shares_machine: workers run on one machine."""
+    def __init__(
+        self,
+        model: TimeModel | None = None,
+        *,
+        shares_machine: bool = True,
+        validity: "Validity | None" = None,
+    ) -> None:
+        """model: None for requests that wait for nothing. shares_machine: workers run on one machine.
+        validity: counts the time in which more compute at once than were calibrated.
+        """
+        self._validity = validity or Validity()
         self.neighbours = model.neighbours if model is not None and shares_machine else ()
         self._over = model.overheads if model is not None else Overheads()
         self._load = self._backlog_s = self._now_s = 0.0
@@ -319,6 +328,17 @@ class Contention:
         high = min(low + 1, len(neighbours) - 1)
         return neighbours[low] + (place - low) * (neighbours[high] - neighbours[low])
 
+    def stretched_s(self, seconds: float, num_others: int, now_s: float) -> float:
+        """Return the seconds of a step that begins now, with so many other workers busy.
+
+        seconds: of the step alone.
+        """
+        slowdown = self.slowdown(num_others, now_s)
+        if self.neighbours:
+            num_busy, most = 1 + num_others + self._load, max(2, len(self.neighbours))
+            self._validity.count("busy processes", num_busy, most, seconds)
+        return slowdown * seconds
+
     def _add(self, gateway_s: float, others_s: float, slowdown: float) -> None:
         self._load += (gateway_s + others_s) / FADE_S
         self._backlog_s += slowdown * gateway_s
@@ -350,11 +370,15 @@ class Validity:
         """Say which quantities make the figures worthless."""
         total_s = max(self.inside_s, 1e-12)
         return [
-            f"{name}: up to {self.found[name][0]:,.0f}, calibrated to {self.found[name][1]:,.0f}, "
+            f"{name}: up to {_shown(self.found[name][0])}, calibrated to {_shown(self.found[name][1])}, "
             f"in {100 * min(1.0, outside_s / total_s):.1f} % of the time"
             for name, outside_s in sorted(self.outside_s.items())
             if outside_s > TOLERATED * total_s
         ]
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 class FittedTimes:
@@ -387,6 +411,7 @@ class FittedTimes:
         streams = transfer.streams[min(num_transfers, len(transfer.streams)) - 1]
         seconds = self._scale * streams * (transfer.fixed_s + transfer.curve.at(num_bytes))
         self.validity.count("bytes of a transfer", num_bytes, transfer.most_bytes, seconds)
+        self.validity.count("transfers at once", num_transfers, len(transfer.streams), seconds)
         return seconds
 
     def handoff_s(self, num_tokens: int, num_transfers: int = 1) -> float:

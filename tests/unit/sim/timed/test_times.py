@@ -125,6 +125,35 @@ def test_busy_neighbours_and_other_processes_slow_steps_down() -> None:
     assert Contention().slowdown(5, 0.0) == Contention(model, shares_machine=False).slowdown(5, 0.0) == 1.0
 
 
+def test_more_busy_processes_than_were_calibrated_are_complained_about() -> None:
+    over = Overheads(others=Cost(message_s=1e-2))
+    model = msgspec.structs.replace(usual_times(), neighbours=(1.0, 1.5, 3.0), overheads=over)
+    validity = Validity()
+    validity.inside_s = 100.0
+    contention = Contention(model, validity=validity)
+    assert contention.stretched_s(2.0, 2, 0.0) == pytest.approx(6.0)
+    assert not validity.complaints
+    contention.add_steps(50, 0, 0, 0.0)  # a processor, over half a second
+    contention.stretched_s(2.0, 2, 0.0)
+    assert validity.complaints == ["busy processes: up to 4, calibrated to 3, in 2.0 % of the time"]
+    apart = Contention(model, shares_machine=False, validity=Validity())
+    assert apart.stretched_s(2.0, 9, 0.0) == 2.0
+
+
+def test_more_transfers_at_once_than_were_calibrated_are_complained_about() -> None:
+    transfer = msgspec.structs.replace(usual_times().transfer, streams=(1.0, 2.0))
+    validity = Validity()
+    times = FittedTimes(msgspec.structs.replace(usual_times(), transfer=transfer), validity=validity)
+    validity.inside_s = 1.0
+    for _ in range(50):
+        times.transfer_s(2**20, 2)
+    assert not validity.complaints
+    for _ in range(50):
+        times.transfer_s(2**20, 3)
+    (complaint,) = validity.complaints
+    assert complaint.startswith("transfers at once: up to 3, calibrated to 2")
+
+
 def test_requests_and_tokens_wait_for_the_work_that_the_gateway_has() -> None:
     over = Overheads(first_token_s=2e-3, gateway=Cost(request_s=0.25, message_s=0.5))
     contention = Contention(msgspec.structs.replace(usual_times(), overheads=over))
