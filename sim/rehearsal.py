@@ -13,13 +13,16 @@
 
 Each figure has an interval: the cluster is rehearsed, in the fast mode, with all work as long as predicted,
 shorter and longer by the error of the time model, and the requests of all three are drawn anew in blocks.
+The interval of the attainment is at least Wilson's for as many requests.
 A rehearsal that spends more than TOLERATED of its time outside of the calibrated ranges has no figures.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from re import fullmatch
+from statistics import NormalDist
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -371,7 +374,21 @@ def _figures(course: Course, others: Sequence[Course], settings: RehearsalSettin
         low, high = np.quantile(drawn[name] or [base.get(name, value)], (rest, 1 - rest))
         ratio = value / base[name] if base.get(name) else 1.0
         figures[name] = Figure(value, min(value, float(low) * ratio), max(value, float(high) * ratio))
+    if (attained := figures.get("attainment")) is not None:
+        low, high = _wilson(attained.value, len(course.ttft_ms) + course.num_refused)
+        figures["attainment"] = Figure(
+            attained.value, min(low, attained.low), max(high, min(1.0, attained.high))
+        )
     return figures
+
+
+def _wilson(share: float, number: int) -> tuple[float, float]:
+    """Return Wilson's interval of a share: draws of requests that all met have no width."""
+    normal = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    spread = normal**2 / number
+    middle = (share + spread / 2) / (1 + spread)
+    half = math.sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _draw(random: np.random.Generator, number: int) -> np.ndarray:

@@ -36,6 +36,7 @@ def test_one_worker_is_enough_for_a_small_load() -> None:
     assert advice.chosen is not None and advice.chosen.layout.name == "1M"
     assert advice.chosen.full is not None and advice.chosen.headroom >= 2
     assert any(reason.startswith("do not disaggregate") for reason in advice.reasons)
+    assert any(reason.startswith("it may miss them") for reason in advice.reasons)  # few requests
     assert advice.runner_up is not None and "takes 1 more device" in advice.reasons[-1]
 
 

@@ -118,6 +118,15 @@ def test_interval_has_the_value_and_grows_with_the_error_of_the_model() -> None:
     assert 0 <= sure.figures["attainment"].value <= 1
 
 
+@pytest.mark.parametrize(("num_requests", "low"), [(20, 0.881), (400, 0.993)])
+def test_attainment_of_few_requests_is_not_certain(num_requests: int, low: float) -> None:
+    trace = [TraceRequest(arrival_s=0.5 * at, input_tokens=64, output_tokens=4) for at in range(num_requests)]
+    settings = RehearsalSettings(sla=Sla(ttft_ms=1000.0))
+    figure = rehearse(trace, Layout.parse("1M"), TIMES, settings).figures["attainment"]
+    assert (figure.value, figure.high) == (1.0, 1.0)
+    assert figure.low == pytest.approx(low, abs=0.001)
+
+
 def test_no_figure_outside_of_the_calibrated_ranges() -> None:
     trace = [TraceRequest(arrival_s=0.1 * at, input_tokens=12_000, output_tokens=3) for at in range(9)]
     steps = TIMES.replicas[1].steps
