@@ -313,6 +313,7 @@ def _asked(answer: Answer) -> Mapping[str, Value | None]:
     return {
         "gen_ai.operation.name": "chat" if call.is_chat else "text_completion",
         "gen_ai.request.model": call.model,
+        "gen_ai.response.model": call.served or None,
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,

@@ -67,7 +67,9 @@ class Tracer:
     """Decides which calls are exported, and exports them. `close` it in the end."""
 
     def __init__(self, settings: GatewaySettings, model: str) -> None:
-        """model: the name of the served model. ConfigError: the extra is not installed."""
+        """model: the name of the model that answers calls which name none. ConfigError: the extra is not
+        installed.
+        """
         assert settings.otlp_traces_endpoint is not None
         self._model = model
         self._slow_s = settings.trace_slow_s
@@ -112,9 +114,11 @@ class Tracer:
     ) -> None:
         """Export a call that a rule samples.
 
-        asked: the attributes of the root that the timeline lacks; those that are None are left out.
+        asked: the attributes of the root that the timeline lacks; those that are None are left out. Where
+        several models are served, the model that has answered is one of them.
         """
-        found = {**asked, **_attributes(timeline, self._model), "baton.sampled_by": rule}
+        found = {**asked, **_attributes(timeline), "baton.sampled_by": rule}
+        found["gen_ai.response.model"] = asked.get("gen_ai.response.model") or self._model
         attributes = {name: value for name, value in found.items() if value is not None}
         for span in _spans(timeline, context, attributes):
             self._processor.on_end(span)
@@ -136,11 +140,10 @@ def traces_url(endpoint: str) -> str:
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
 
 
-def _attributes(timeline: RequestTimeline, model: str) -> Mapping[str, Value | None]:
+def _attributes(timeline: RequestTimeline) -> Mapping[str, Value | None]:
     """Return the attributes of the root, by OpenTelemetry's names, vLLM's and Baton's own."""
     return {
         "gen_ai.provider.name": "baton",
-        "gen_ai.response.model": model,
         "gen_ai.response.id": timeline.request_id,
         "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
         "gen_ai.usage.output_tokens": timeline.num_tokens,

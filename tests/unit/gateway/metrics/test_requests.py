@@ -25,6 +25,7 @@ from baton.gateway.streams.request_stream import RequestMarks
 from baton.gateway.tenants.tenants import Tenant
 from baton.messages.operations import FindRequests
 from baton.messages.timeline import RequestTimeline
+from tests.otlp_collector import Collector
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway.calls import answer
 
@@ -34,10 +35,10 @@ CALENDAR_S = 1.7e9
 class History:
     """A history on a clock that the test moves; requests are opened and ended by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer | None = None) -> None:
         self.clock = ManualClock(100.0)
         self.metrics = Metrics(gateway="g")
-        self.history = RequestHistory(self.metrics, self.clock, lambda: CALENDAR_S)
+        self.history = RequestHistory(self.metrics, self.clock, lambda: CALENDAR_S, tracer)
 
     def end(self, seconds: float, tenant: str = "acme", **call: Any) -> str:
         """End a request that takes so long; return its id."""
@@ -180,6 +181,19 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match=r"pip install 'baton-serve\[otel\]'"):
         tracer()
+
+
+def test_span_names_the_model_that_answered() -> None:
+    with Collector() as collector:
+        exporting = Tracer(GatewaySettings(otlp_traces_endpoint=collector.endpoint), "first")
+        history, contexts = History(exporting), [exporting.context(None, None) for _ in range(2)]
+        history.end(1.0, model="second", served="second", trace=contexts[0])
+        history.end(1.0, model="first", trace=contexts[1])  # of a gateway of one model
+        exporting.close()
+        for context, name in zip(contexts, ("second", "first"), strict=True):
+            spans = collector.wait_for(f"{context.trace_id:032x}")
+            (root,) = (span for span in spans if "gen_ai.request.model" in span.attributes)
+            assert root.attributes["gen_ai.response.model"] == name
 
 
 def test_close_waits_only_a_while_for_a_collector_that_does_not_answer() -> None:
