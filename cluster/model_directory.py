@@ -126,7 +126,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
         raise ModelError(f"model {name!r}: {error}") from None
     try:
         directory = fetch(*_SMALL_FILES)
-        if not has_tokenizer(directory):  # said before hours of download
+        if not has_tokenizer(directory):  # warn before a download of hours
             logger.warning(
                 "model %r: the repository has no %s and no %s: prompts are token ids, and so are answers",
                 name,

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -29,6 +29,8 @@ from baton.messages.operations import (
     GatewayStatus,
     Migrate,
     Migrated,
+    Ordered,
+    PlanSummary,
     RecordingPart,
     RecordingQuery,
     RestartWorker,
@@ -241,8 +243,16 @@ class Operator:
             raise ConfigError(f"{worker} sleeps: wake its model first (baton wake)")
         await self._ask(Flip(worker=worker, role=role))
 
-    def tell(self, **changes: Any) -> None:
-        """Tell all connected routers the fields of a SupervisorReport that have changed."""
+    def tell(
+        self,
+        *,
+        head_away_s: float | None = None,
+        ordered: Ordered | None = None,
+        plans: tuple[PlanSummary, ...] | None = None,
+    ) -> None:
+        """Tell all routers what has changed of a SupervisorReport; routers that connect later hear it too."""
+        given = {"head_away_s": head_away_s, "ordered": ordered, "plans": plans}
+        changes = {name: value for name, value in given.items() if value is not None}
         self._report = msgspec.structs.replace(self._report, **changes)
         for router in self._routers:
             router.send(self._report)
@@ -345,6 +355,7 @@ class Operator:
         if self._watcher is not None:
             self._watcher.joined(peer.hello.id)
             peer.send(WatchWorkers())
+            peer.send(self._report)
         self._count()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:

@@ -179,7 +179,10 @@ class Cluster:
             process.spec = with_role(process.spec, role)
 
     async def _report(self, operator: Operator) -> None:
-        """Tell the routers the ordered workers, and how long Ray's head has been away; log the latter."""
+        """Tell the routers the ordered workers and the absence of Ray's head.
+
+        Log when the head goes away and when it comes back.
+        """
         was_away_s, told = 0.0, tuple[OrderedWorkers, ...]()
         while True:
             counts = Counter((model_of(each.spec), WorkerRole(each.spec.role)) for each in self._workers())
@@ -219,8 +222,8 @@ class Cluster:
     async def scale(self, num_prefill: int, num_decode: int, model: str = "") -> None:
         """Start missing workers of each role, and drain those that are too many, the last ones first.
 
-        Nothing changes when there is no room for the missing ones. Workers that an operator has drained do
-        not count, and go first.
+        Workers that an operator has drained are given up, so that others can have their room. No other worker
+        is taken away when there is no room for the missing ones.
         model: of the workers; "" is the model of a cluster that has one.
         """
         wanted = {WorkerRole.PREFILL: num_prefill, WorkerRole.DECODE: num_decode}
@@ -230,12 +233,14 @@ class Cluster:
         async with self._scaling:
             logger.warning("%s is scaled to %dP%dD", config.model_name, num_prefill, num_decode)
             workers = [each for each in self._workers() if model_of(each.spec) == config.model_name]
+            for drained in [each for each in workers if each.is_drained]:
+                workers.remove(drained)
+                self._remove(drained)
             pools = {role: [each for each in workers if each.spec.role == role] for role in wanted}
-            serving = Counter(each.spec.role for each in workers if not each.is_drained)
             try:
-                await self._add(config, {role: most - serving[role] for role, most in wanted.items()})
+                await self._add(config, {role: most - len(pools[role]) for role, most in wanted.items()})
             except ConfigError as error:
-                logger.error("nothing changes: %s", error)
+                logger.error("no worker is started or taken away: %s", error)
                 return
             for process in (process for role, most in wanted.items() for process in pools[role][most:]):
                 self._leaving.add(process)
@@ -271,6 +276,9 @@ class Cluster:
     async def _take_away(self, process: Supervised) -> None:
         """Let a worker hand its requests over and end, and give up its resources."""
         await process.stop(self._config.drain_timeout_s)
+        self._remove(process)
+
+    def _remove(self, process: Supervised) -> None:
         self._processes.remove(process)
         self._leaving.discard(process)
         self._runtime.release(process.name)
@@ -279,10 +287,9 @@ class Cluster:
         return Supervised(spec, self._runtime, self._clock, self._starts, self._config.start_timeout_s)
 
     def _workers(self) -> list[Supervised]:
-        """Return the workers that are to stay; those that have drained come last."""
+        """Return the workers that are to stay."""
         staying = [process for process in self._processes if process not in self._leaving]
-        workers = [process for process in staying if process.spec.kind is Kind.WORKER]
-        return sorted(workers, key=lambda process: process.is_drained)
+        return [process for process in staying if process.spec.kind is Kind.WORKER]
 
     def _replace(self, name: str, reason: str, age_s: float) -> None:
         if (process := self._worker(name)) is not None:

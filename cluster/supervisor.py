@@ -60,7 +60,7 @@ class Supervised:
     ) -> None:
         """starts: yields incarnation numbers, and is shared by all processes of the cluster.
 
-        start_timeout_s: for a process that the runtime has started, to serve.
+        start_timeout_s: seconds that a process has to serve after the runtime has started it.
         """
         self.spec = spec
         self.is_ready = False
@@ -86,7 +86,8 @@ class Supervised:
     async def start(self) -> None:
         """Start the process, and wait until it serves.
 
-        Raises ConfigError or WorkerLost when the process ends before it serves, WorkerLost when it is late.
+        Raises ConfigError or WorkerLost when the process ends before it serves, and WorkerLost when it does
+        not serve within `start_timeout_s`.
         """
         self._started_s = self._clock.now_s()
         self._hangs.clear()
@@ -151,7 +152,7 @@ class Supervised:
             self._hangs.set()
 
     def drain(self) -> None:
-        """Let the process, which has been told to drain, stay away however it ends."""
+        """Do not start the process again when it ends, for whatever reason: a router has told it to drain."""
         self._is_to_drain, self._restarts_after_drain = True, False
 
     async def undrain(self) -> None:
@@ -234,7 +235,7 @@ class Supervised:
     async def _start_again(self, why: str) -> None:
         """Start the process, as often as necessary, until it serves or `stop` was called.
 
-        why: it does not serve; "": it does.
+        why: the reason for a start; "": the process serves, and nothing is started.
         """
         while why:
             pause_s = self._back_off.after(self._clock.now_s() - self._started_s)

@@ -247,7 +247,7 @@ class HostedWorker:
             self.endpoint.check()
         except WorkerLost:
             if self._nodes is not None:
-                self._nodes.failure()  # returns when the host has told the reason
+                self._nodes.failure()  # waits for the reason that the host reports, FAILURE_S at most
                 self._nodes.check()
             raise
         if self._nodes is not None:

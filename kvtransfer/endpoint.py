@@ -359,7 +359,7 @@ class PageEndpoint(ABC):
             self._requested(link, message)
             return
         if isinstance(message, EndpointClosed):
-            self._peer_stopped(link)
+            self._peer_closed(link)
             return
         transfer = getattr(message, "transfer", b"")
         opened, fetching = self._transfers.get(transfer), self._fetches.get(transfer)
@@ -382,8 +382,10 @@ class PageEndpoint(ABC):
             actions = opened.handoff.peer_lost()
         self._perform(opened, actions)
 
-    def _peer_stopped(self, link: Link) -> None:
-        """Take every transfer with the peer as released, the unread requests too, and begin no other."""
+    def _peer_closed(self, link: Link) -> None:
+        """Release every transfer with the peer, also those whose requests it never read. No transfer begins
+        over this link any more.
+        """
         link.is_lost = True
         for opened in self._open_transfers():
             if opened.link.hello.incarnation == link.hello.incarnation:

@@ -273,7 +273,7 @@ class KvLinks:
         self._links: dict[Address, Link] = {}
         self._addresses: dict[str, Address] = {}  # of the listed workers, by id
         self._asked: set[Address] = set()
-        self._num_failures: dict[Address, int] = {}  # in a row, of listed workers
+        self._pauses: dict[Address, int] = {}  # calls of `keep_up` between two tries; 1 where it is not there
         self._num_calls = 0  # of `keep_up`
 
     def to(self, worker: str) -> Link | None:
@@ -283,7 +283,8 @@ class KvLinks:
         return None if link is None or link.is_lost else link
 
     def keep_up(self, workers: Collection[Worker]) -> None:
-        """Open the links that are missing; call in each tick. workers: the current list.
+        """Open the links that are missing. Called in each tick, and for each new list. workers: the current
+        list.
 
         Links that cannot be opened are tried less and less often: the peer may hold pages of another type.
         The link to a worker that has left the list stays open, unused: its process may return to the list,
@@ -292,12 +293,12 @@ class KvLinks:
         self._links = {address: link for address, link in self._links.items() if not link.is_lost}
         self._addresses = {worker.id: worker.kv_address for worker in workers}
         listed = set(self._addresses.values())
-        self._num_failures = {each: number for each, number in self._num_failures.items() if each in listed}
+        self._pauses = {each: pause for each, pause in self._pauses.items() if each in listed}
         self._num_calls += 1
         for address in self._addresses.values():
             if address in self._links or address in self._asked:
                 continue
-            if self._num_calls % min(MOST_CALLS, 2 ** self._num_failures.get(address, 0)) == 0:
+            if self._num_calls % self._pauses.get(address, 1) == 0:
                 self._asked.add(address)
                 self._connect(address, partial(self._answered, address))
 
@@ -312,7 +313,7 @@ class KvLinks:
     def _answered(self, address: Address, link: Link | None) -> None:
         self._asked.discard(address)
         if link is None:
-            self._num_failures[address] = self._num_failures.get(address, 0) + 1
+            self._pauses[address] = min(MOST_CALLS, 2 * self._pauses.get(address, 1))
         else:
-            self._num_failures.pop(address, None)
+            self._pauses.pop(address, None)
             self._links[address] = link

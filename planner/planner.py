@@ -363,7 +363,7 @@ class Planner:
     def _confirm(self, target: Layout, later: Outlook) -> tuple[Layout, LayoutPrediction | None]:
         """Rehearse the target; while it misses the goal that the model expects it to meet, add a worker.
 
-        Returns the target with its rehearsal; None: the rehearser does not know the load.
+        Returns the target with its rehearsal; None: the load leaves the calibrated ranges.
         """
         most, prediction = self._max_workers or 1, None
         for _ in range(CONFIRMATIONS):

@@ -446,6 +446,7 @@ class Router:
         worker = peer.hello.worker
         if worker is None or worker.id != peer.hello.id:
             raise ProtocolError("a worker's Hello must describe it")
+        orders = tuple(self.members.orders)
         former = self.members.join(worker, peer)
         self._first_joined_s = min(self._first_joined_s, self._clock.now_s())
         logger.info("%s joined", worker.name, extra={"worker": worker.id, "role": worker.role})
@@ -453,7 +454,9 @@ class Router:
             self._gone(former, f"{worker.id} has replaced it")
             former.peer.close()
         self.cluster_state.joined(worker, peer)
-        for member in self.members.all():  # the worker may have told of an order that others have missed
+        # The worker's description may name an order that other members have missed.
+        is_news = tuple(self.members.orders) != orders
+        for member in [each for each in self.members.all() if is_news or each.peer is peer]:
             order = self.members.missed_order(member.worker)
             if order is not None:
                 self._give(member, order)
@@ -541,8 +544,8 @@ class Router:
     # Members.
 
     def _begin_list_if_cut_off(self, removed: Collection[Removed]) -> None:
-        """Take the list as incomplete when the last members went without a word: perhaps this process was cut
-        off from all of them.
+        """Mark the list incomplete when the last members have fallen silent: a partition may separate this
+        router from them.
         """
         was_told = any(each.is_hung or each.member.is_draining for each in removed)
         if removed and not was_told and not len(self.members):

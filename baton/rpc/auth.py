@@ -66,7 +66,7 @@ _PURPOSES: Final[Mapping[Kind, tuple[str, ...]]] = {
     Kind.WORKER: (PAGES, RANKS),
     Kind.OPERATOR: (),
 }
-# The kinds that open control links to a process of a kind; None: to an end whose links are of one kind.
+# The kinds that open control links to a process of a kind. Other kinds accept none.
 _DIALLERS: Final[Mapping[Kind | None, tuple[Kind, ...]]] = {
     Kind.WORKER: (Kind.GATEWAY, Kind.WORKER),
     Kind.ROUTER: (Kind.GATEWAY, Kind.WORKER, Kind.OPERATOR),

@@ -69,7 +69,7 @@ TEMPLATE: Final = """\
 
 
 class Hostile(NamedTuple):
-    """A body that costs the gateway much, and where it is sent. b"": a GET."""
+    """An expensive request: its path and its body. An empty body makes it a GET."""
 
     name: str
     path: str

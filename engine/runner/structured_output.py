@@ -188,7 +188,7 @@ class StructuredOutputMask:
         return not token_ids or matcher.consume_tokens(token_ids)
 
     def _fill(self, mask_W: "np.ndarray[Any, Any]", row: Row) -> str | None:
-        """Write the mask of the row's next token; return the reason if there is none.
+        """Write the mask of the row's next token. Return why the row has no token; None: the mask is written.
 
         After drafts that break the form everything is allowed: the first of them is not kept.
         """

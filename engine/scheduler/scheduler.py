@@ -161,8 +161,8 @@ class Scheduler:
 
     @property
     def is_blocked(self) -> bool:
-        """True when no sequence runs and one waits for pages alone: it is not held, nor is the queue window
-        open. Holds after a step.
+        """True when no sequence runs and a waiting sequence lacks only pages: it is not held, and no queue
+        window delays it. Valid after a step.
         """
         is_ready = any(not each.is_held for each in self._queues.waiting)
         return is_ready and not self.num_running and self._wait_s is None

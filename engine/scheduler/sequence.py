@@ -33,6 +33,7 @@ from baton.adapters import Adapter
 from baton.errors import IntegrityError, InvalidRequest
 from baton.fair_queue import DecayedShares, Share
 from baton.request import TEXT_FIELDS, FinishReason, Request, SamplingParams, StepOutput
+from baton.tenants import without_public
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
 PageCopy: TypeAlias = tuple[int, int]  # (device_page, host_page), in either direction
@@ -158,9 +159,9 @@ class Sequence:
     def cache_group(self) -> bytes:
         """The group of its pages in eviction, which is fair among groups: one for all salts of a tenant.
 
-        Tenants share pages without a salt, which are a group of their own.
+        Tenants share pages without a salt of their own, which are one group.
         """
-        return self.scheduling_key.encode() if self.cache_salt else b""
+        return self.scheduling_key.encode() if without_public(self.cache_salt) else b""
 
     @property
     def is_running(self) -> bool:

@@ -114,8 +114,8 @@ class Tracer:
     ) -> None:
         """Export a call that a rule samples.
 
-        asked: the attributes of the root that the timeline lacks; those that are None are left out. Where
-        several models are served, the model that has answered is one of them.
+        asked: the attributes of the root that the timeline lacks; those that are None are left out. In a
+        cluster of several models it has `gen_ai.response.model`.
         """
         found = {**asked, **_attributes(timeline), "baton.sampled_by": rule}
         found["gen_ai.response.model"] = asked.get("gen_ai.response.model") or self._model

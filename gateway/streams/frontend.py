@@ -341,7 +341,7 @@ class Frontend:
     def _attempt_failed(self, peer: Peer, failed: AttemptFailed) -> None:
         stream = self._present(failed.key)
         if stream is None:
-            self.migrations.failed(failed.key, failed.reason)
+            self.migrations.failed(peer, failed)
             return
         if stream.is_decoding and peer.hello.process is Kind.ROUTER:
             return  # only the router's connection to the decode worker is lost
@@ -437,7 +437,7 @@ class Frontend:
         """Fail a request without an answer so far; a request that has begun waits for another attempt."""
         stream = self._present(rejected.key)
         if stream is None:
-            self.migrations.failed(rejected.key, rejected.reason)
+            self.migrations.rejected(rejected.key, rejected.reason)
             return
         if rejected.refusal is Refusal.NO_ROOM or stream.has_answer:
             self._again(stream, "rejected", at_once=False)

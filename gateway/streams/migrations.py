@@ -19,8 +19,8 @@ from baton.clock import Clock
 from baton.errors import WireError
 from baton.gateway.streams.request_stream import MIGRATED, Migration, RequestStream, StreamState
 from baton.gateway.streams.routers import AttemptReports
-from baton.messages.bounds import MAX_REASON_CHARS
-from baton.messages.control import Cancel, Prepared, Routed, Submit, TakeOver, age_s
+from baton.messages.bounds import MAX_REASON_CHARS, Kind
+from baton.messages.control import AttemptFailed, Cancel, Prepared, Routed, Submit, TakeOver, age_s
 from baton.messages.operations import Migrate, Migrated
 from baton.messages.workers import WorkerRole
 from baton.request import AttemptKey
@@ -132,11 +132,20 @@ class Migrations:
             self.give_up(stream, "its new worker is not connected")
         return True
 
-    def failed(self, key: AttemptKey, reason: str) -> None:
-        """End a migration that the router has rejected or its new worker has failed."""
+    def rejected(self, key: AttemptKey, reason: str) -> None:
+        """End a migration that the router has rejected."""
         stream = self._migrating(key)
         if stream is not None:
             self.give_up(stream, reason)
+
+    def failed(self, peer: Peer, failed: AttemptFailed) -> None:
+        """End a migration that its new worker, or the router, says has failed."""
+        stream = self._migrating(failed.key)
+        migration = None if stream is None else stream.migration
+        if stream is None or migration is None:
+            return
+        if peer.hello.process is not Kind.WORKER or migration.decode in ("", peer.hello.id):
+            self.give_up(stream, failed.reason)
 
     def prepared(self, peer: Peer, prepared: Prepared) -> None:
         """Have the new worker take over, or give the attempt up there if no stream waits for it."""

@@ -442,7 +442,9 @@ class RequestStream:
         return self.decode == worker or (self.prefill == worker and not self.has_started)
 
     def may_come_from(self, worker: str) -> bool:
-        """Return whether this worker answers the present attempt; any may while the router has not said."""
+        """Return whether this worker answers the present attempt; True of every worker until Routed names
+        them.
+        """
         return not self.decode or worker in (self.decode, self.prefill)
 
     def avoid_worker(self, worker: str) -> None:

@@ -357,7 +357,8 @@ def _read_message(message: object, name: str) -> Message:
 def _with_text(message: Message, *, keeps_parts: bool = False) -> Message:
     """Make a line of each part of a message's content, as vLLM does for templates that read text.
 
-    keeps_parts: of users' messages. Of other roles, templates that go through parts may read the first alone.
+    keeps_parts: keep the parts of users' messages. Templates that loop over parts may read only the first
+    part of other roles' messages.
     """
     content = message.get("content")
     if not isinstance(content, list) or (keeps_parts and message.get("role") == "user"):

@@ -219,6 +219,10 @@ static void sample_rows(const void *context, int64_t begin, int64_t end, int thr
     int64_t num_words = (s->size + WORD_BITS - 1) / WORD_BITS;
     for (int64_t i = begin; i < end; i++) {
         int64_t r = s->rows ? s->rows[i] : i;
+        if (!own && thread >= s->num_scratches) {  // no memory
+            s->tokens[r] = s->peaks[r] = NOT_A_TOKEN;
+            continue;
+        }
         float *logits = s->logits + r * s->stride;
         struct sampling p = {s->temperature[r], s->top_k[r], s->top_p[r], s->min_p[r], s->seed[r], s->choice[r], s->position[r]};
         s->tokens[r] = s->masks ? sample_allowed(&p, logits, s->masks + i * num_words, scratch, s->size, s->peaks + r)

@@ -203,8 +203,8 @@ class Released(TransferMessage, frozen=True):
 
 
 class EndpointClosed(TransferMessage, frozen=True):
-    """Either direction, when an endpoint closes and its process may live on: it writes no further byte of any
-    transfer, and takes none.
+    """Either direction: the endpoint closes. It writes and accepts no further byte of any transfer; its
+    process may live on.
     """
 
 

@@ -373,13 +373,13 @@ class SourceHandoff(Handoff):
             state.in_flight.clear()
         self._ledger.release(self.pages, self._reader)
         self.state = SourceState.CLOSED
-        return self.released()
+        return self._released()
 
     # Messages of the destination.
 
     def receive(self, message: AnyMessage) -> list[Action]:
         if self.has_ended:
-            return self.released() if isinstance(message, Abort) and self.is_closed else []
+            return self._released() if isinstance(message, Abort) and self.is_closed else []
         match message, self.state:
             case ((Verified() | Corrupt() | Extend() | Abort()), _) if message.epoch != self.epoch:
                 return []
@@ -491,6 +491,6 @@ class SourceHandoff(Handoff):
         self._extend_lease()
         return [self._push(corrupt.shard, first, stop) for first, stop in state.open_again(corrupt.units)]
 
-    def released(self) -> list[Action]:
+    def _released(self) -> list[Action]:
         """Return Released: no push runs, and no push will start."""
         return [Released(transfer=self.transfer)]

@@ -98,7 +98,7 @@ class RedisLink:
 
     def joined(self, worker: Worker) -> None:
         self._outbox.joined(worker)
-        self._feed.adopted(worker.id)
+        self._feed.unfollow(worker.id)
 
     @property
     def num_unsent(self) -> int:
@@ -143,7 +143,7 @@ class RedisLink:
             self._outbox.budget_bytes = stream_budget(await writer.max_memory_bytes())
             await self._relieve(writer)
             await self._rejoin(writer)
-            after = await self._feed.settle(reader, await last_stream_id(reader, self._names))
+            after = await self._feed.begin(reader)
             self.is_up = True
             self.has_learned.set()
             logger.info("the link to Redis is up")
@@ -282,9 +282,8 @@ class Feed:
         self._change_index = change_index
         self._on_shared = on_shared
         self._foreign: set[str] = set()  # workers that are not connected to this router
-        self._doubtful: set[str] = (
-            set()
-        )  # foreign workers without their pages: new ones, and those with a gap
+        # Foreign workers whose pages are unknown: new workers, and workers with a gap in their events.
+        self._doubtful: set[str] = set()
         self._unreadable: set[str] = set()  # ids in Redis without a description of this cluster
 
     async def read(self, redis: RedisConnection, after: str) -> str:
@@ -296,6 +295,16 @@ class Feed:
             self._read(fields)
         return after
 
+    async def begin(self, redis: RedisConnection) -> str:
+        """Follow the workers in Redis over a new connection. Returns the id of the entry to read on from.
+
+        Events may have been missed since the last connection: the snapshots of all foreign workers are read.
+        """
+        after = await last_stream_id(redis, self._names)
+        for worker_id in tuple(self._foreign):
+            after = min(after, await self._restore(redis, worker_id), key=_order)
+        return await self.settle(redis, after)
+
     async def settle(self, redis: RedisConnection, after: str) -> str:
         """Compare the foreign workers with those in Redis, and read the snapshots of doubtful ones.
 
@@ -305,7 +314,7 @@ class Feed:
         ids: list[bytes] = await redis.call("HKEYS", self._names.workers)
         alive = {worker_id.decode(errors="replace") for worker_id in ids}
         for worker_id in self._foreign - alive:
-            self.adopted(worker_id)
+            self.unfollow(worker_id)
             self._change_index(IndexForgotten(worker=worker_id))
         self._unreadable &= alive
         await self._meet(redis, alive - self._foreign - self._unreadable)
@@ -324,7 +333,9 @@ class Feed:
             return
         bodies: list[bytes | None] = await redis.call("HMGET", self._names.workers, *unknown)
         for worker_id, body in zip(unknown, bodies, strict=True):
-            worker = None if body is None else self._checked(self._codec.decode_worker, body)
+            if body is None:  # it has left meanwhile
+                continue
+            worker = self._checked(self._codec.decode_worker, body)
             if worker is None or worker.id != worker_id:
                 self._unreadable.add(worker_id)
             elif worker_id not in self._outbox.workers:
@@ -332,8 +343,8 @@ class Feed:
                 self._foreign.add(worker_id)
                 self._doubtful.add(worker_id)
 
-    def adopted(self, worker_id: str) -> None:
-        """A worker is foreign no more: it has joined this router, and reports its pages itself."""
+    def unfollow(self, worker_id: str) -> None:
+        """Stop following a worker: it has joined this router, or has left Redis."""
         self._foreign.discard(worker_id)
         self._doubtful.discard(worker_id)
 

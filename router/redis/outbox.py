@@ -4,9 +4,9 @@
 
 1. While the link is up, commands queue here. While the link is down, or when too many have queued, commands
    are dropped, and their workers are stale: Redis may lack some of their events.
-2. A stale worker's events are dropped until its snapshot is written, one before each batch. The snapshot has
-   the dropped events too: the router applies events to its index before it calls `pages`. Other routers find
-   a gap in the worker's numbers and read the snapshot.
+2. A stale worker's events are dropped until its snapshot is written. One snapshot is written before each
+   batch. It has the dropped events too: the router applies events to its index before it calls `pages`. Other
+   routers find a gap in the worker's numbers and read the snapshot.
 3. Leases are renewed every few seconds. Workers with changed pages get new snapshots in turn.
 """
 

@@ -33,6 +33,9 @@ NUM_FOLDS: Final = 5
 TOLERATED: Final = 0.01  # share of a rehearsal's time that may be outside of the calibrated ranges
 BEYOND: Final = 1.05  # multiple of the largest measured value that is still inside
 FADE_S: Final = 0.5  # of the processors that other processes take
+# Processors of gateway, router and clients that may be busy beside all calibrated workers: the slowdown that
+# they cause is left out then, as it is small.
+SPARE_LOAD: Final = 0.5
 VERSION: Final = 3
 
 
@@ -335,8 +338,8 @@ class Contention:
         """
         slowdown = self.slowdown(num_others, now_s)
         if self.neighbours:
-            num_busy, most = 1 + num_others + self._load, max(2, len(self.neighbours))
-            self._validity.count("busy processes", num_busy, most, seconds)
+            num_busy = 1 + num_others + max(0.0, self._load - SPARE_LOAD)
+            self._validity.count("busy processes", num_busy, max(2, len(self.neighbours)), seconds)
         return slowdown * seconds
 
     def _add(self, gateway_s: float, others_s: float, slowdown: float) -> None:

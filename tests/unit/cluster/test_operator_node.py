@@ -10,7 +10,7 @@ from baton.cluster.operator_node import SILENCE_GRACE_S, Verdicts, connected
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Members
-from baton.messages.operations import Drain, Undrain, WorkerRemoved
+from baton.messages.operations import Drain, OrderedWorkers, Undrain, WorkerRemoved
 from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Address, WorkerRole
 from baton.router.router import Router
@@ -206,6 +206,15 @@ class Judging:
     def passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.verdicts.tick()
+
+
+@on_loop
+async def test_router_that_connects_later_hears_the_report() -> None:
+    watcher = Judging().verdicts
+    async with a_router("a") as (router, address), connected([address], KEY, watcher) as operator:
+        operator.tell(ordered=(OrderedWorkers("m", WorkerRole.DECODE, 2),))
+        await until(lambda: bool(router.status().ordered))
+        assert router.status().ordered[0].number == 2
 
 
 def test_worker_that_the_only_router_removes_is_replaced_at_once() -> None:

@@ -120,8 +120,7 @@ async def known_from(url: str, keys: bytes = CHAIN) -> dict[str, int]:
     outbox = RedisOutbox(NAMES, CODEC, id_of("reader"), index, Counter())
     feed = Feed(outbox, index.change, lambda message: None)
     async with connected(url) as connection:
-        newest = await last_stream_id(connection, NAMES)
-        await read_all(feed, connection, await feed.settle(connection, newest))
+        await read_all(feed, connection, await feed.begin(connection))
         workers: list[bytes] = await connection.call("HKEYS", NAMES.workers)
     held = {worker.decode(): num_held(index, worker.decode(), keys) for worker in workers}
     return {worker_id: num_pages for worker_id, num_pages in held.items() if num_pages}

@@ -44,6 +44,7 @@ WORKERS = {
     for name in ("p0", "p1", "d0")
 }
 IDS = tuple(worker.id for worker in WORKERS.values())
+LONG = 60_000  # tokens, that take longer than a message of a slow machine
 
 
 class Linked:
@@ -92,9 +93,9 @@ async def two_routers(redis: RedisServer) -> AsyncIterator[tuple[Linked, Linked]
 async def test_prompts_of_two_routers_go_to_different_workers() -> None:
     async with RedisServer() as redis, two_routers(redis) as (one, other):
         for number in range(2):  # more would wait at the routers
-            first = one.submit(10_000 * (2 * number))
+            first = one.submit(10_000 * (2 * number), LONG)
             await until(lambda number=number: len(other.router.in_flight) == 2 * number + 1)  # type: ignore[misc]
-            second = other.submit(10_000 * (2 * number + 1))
+            second = other.submit(10_000 * (2 * number + 1), LONG)
             assert {first, second} == {id_of("p0"), id_of("p1")}
             await until(lambda number=number: len(one.router.in_flight) == 2 * number + 2)  # type: ignore[misc]
         for each in (one, other):

@@ -153,7 +153,7 @@ async def test_events_after_the_snapshot_that_settles_a_doubt_are_read_again() -
     writer.open()
     async with RedisServer() as redis, connected(redis.url) as connection:
         await connection.load()
-        after = await feed.settle(connection, link.FROM_THE_START)
+        after = await feed.begin(connection)
         for first, last in ((0, 30), (30, 40)):
             pages = range(first, last)
             events = KvEventBatch(
@@ -183,6 +183,30 @@ async def test_workers_of_a_router_that_reaches_redis_last_are_known() -> None:
             await until(lambda: early.held(W0) == 40)
             late.leave(W0)
             await until(lambda: early.held(W0) == 0)
+
+
+@on_loop
+async def test_events_between_two_connections_of_the_reader_are_not_missed() -> None:
+    index, known = (PrefixIndex(SystemClock(), 1000) for _ in range(2))
+    writer, reader = (
+        RedisOutbox(NAMES, CODEC, id_of(name), each, Counter())
+        for name, each in (("writer", index), ("reader", known))
+    )
+    feed = link.Feed(reader, known.change, lambda message: None)
+    index.join(W0)
+    writer.open()
+    writer.joined(W0)
+    async with RedisServer() as redis, connected(redis.url) as connection:
+        await connection.load()
+        for first, last in ((0, 30), (30, 40)):
+            pages = tuple(range(first, last))
+            keys = CHAIN[first * KEY_BYTES : last * KEY_BYTES]
+            events = KvEventBatch(first=first, keys=keys, pages=pages, generations=pages)
+            index.apply(W0.id, events)
+            writer.pages(W0.id, events)
+            await connection.run_all([*writer.take_batch(), *writer.snapshot(W0.id, "0-0")])
+            await feed.begin(connection)  # nothing is read over either connection
+    assert num_held(known, W0.id) == 40
 
 
 @on_loop

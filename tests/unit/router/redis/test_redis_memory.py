@@ -113,6 +113,16 @@ async def test_earlier_life_that_joins_a_redis_without_data_last_is_fenced() -> 
 
 
 @on_loop
+async def test_life_that_has_left_fences_none_whatever_its_number() -> None:
+    async with RedisServer() as redis, connected(redis.url) as connection:
+        lives = [(id_of(f"life {born}"), born) for born in (9, 10)]
+        lower, higher = (Command("join", (id_, "w0", born, b"", 1000)) for id_, born in lives)
+        await connection.load()
+        commands = [higher, Command("leave", (lives[1][0],)), lower, lower, higher]
+        assert await connection.run_all(commands) == [-1, 0, -1, -1, -2]
+
+
+@on_loop
 async def test_fenced_workers_stay_fenced_when_everything_else_is_dropped() -> None:
     async with RedisServer() as redis:
         former, newer = id_of("former"), id_of("newer")

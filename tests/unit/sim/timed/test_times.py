@@ -133,7 +133,10 @@ def test_more_busy_processes_than_were_calibrated_are_complained_about() -> None
     contention = Contention(model, validity=validity)
     assert contention.stretched_s(2.0, 2, 0.0) == pytest.approx(6.0)
     assert not validity.complaints
-    contention.add_steps(50, 0, 0, 0.0)  # a processor, over half a second
+    contention.add_steps(25, 0, 0, 0.0)  # half a processor, over half a second
+    contention.stretched_s(2.0, 2, 0.0)
+    assert not validity.complaints, "it is left out"
+    contention.add_steps(50, 0, 0, 0.0)
     contention.stretched_s(2.0, 2, 0.0)
     assert validity.complaints == ["busy processes: up to 4, calibrated to 3, in 2.0 % of the time"]
     apart = Contention(model, shares_machine=False, validity=Validity())
