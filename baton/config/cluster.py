@@ -43,9 +43,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     routers: Routers  # addresses of all routers of the cluster
     host: str = "127.0.0.1"  # address to listen on, for control connections and KV pages
     port: Port = 0  # for control connections; 0: any that is free
-    # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
+    # How KV pages move between workers: auto, shm, cuda_ipc, nccl, nixl, mooncake, gloo, tcp, or
+    # package.module:Class.
     transport: str = "auto"
-    kv_digests: bool = True  # check that KV pages arrive as they were sent; off: only if both workers say so
+    # Check that KV pages arrive as they were sent. Transfers skip the check only if both workers turn it off.
+    kv_digests: bool = True
     # CUDA streams that copy the KV pages of two ranks side by side, over nccl, nixl and mooncake.
     kv_streams: KvStreams = DEFAULT_KV_STREAMS
     drain_timeout_s: DrainTimeout = 30.0  # for running requests when draining
@@ -123,9 +125,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     routers: Annotated[int, Meta(ge=1, le=MAX_ROUTERS)] = 1
     prefill: WorkersConfig = WorkersConfig()
     decode: WorkersConfig = WorkersConfig()
-    # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
+    # How KV pages move between workers: auto, shm, cuda_ipc, nccl, nixl, mooncake, gloo, tcp, or
+    # package.module:Class.
     transport: str = "auto"
-    kv_digests: bool = True  # check that KV pages arrive as they were sent; off: only if both workers say so
+    # Check that KV pages arrive as they were sent. Transfers skip the check only if both workers turn it off.
+    kv_digests: bool = True
     # CUDA streams that copy the KV pages of two ranks side by side, over nccl, nixl and mooncake.
     kv_streams: KvStreams = DEFAULT_KV_STREAMS
     tenants: str | None = None  # YAML file of tenants and their keys; None: requests need no key
@@ -153,7 +157,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.tenants is None and not is_loopback(self.host):
             raise ConfigError(
                 f"host: {self.host!r} can be reached from other machines, which needs keys: "
-                "give --tenants FILE, or listen on 127.0.0.1"
+                "give --tenants FILE (`baton keys add NAME` makes the file), or listen on 127.0.0.1"
             )
         if self.router.link_timeout_s != LINK_TIMEOUT_S:
             raise ConfigError("router.link_timeout_s: set link_timeout_s, which all processes share")

@@ -76,8 +76,9 @@ class GatewaySettings(TextSettings, frozen=True, kw_only=True):
     wake_on_request: bool = False
     max_begun_wait_s: Timeout = 300.0  # an answer that has begun may wait for a worker in place of a lost one
     ping_interval_s: Timeout = 15.0  # silence in a stream until the gateway sends a keep-alive comment
-    # A port of 127.0.0.1 that serves /metrics, /load, /ui and /admin/ without a key; None: there is none.
-    # With tenants, the port for clients serves these to an admin's key alone, also on this machine.
+    # A port of 127.0.0.1 that serves /metrics, /load, /ui, /admin/, /sleep, /wake_up, /is_sleeping and the
+    # loading of LoRA adapters without a key; None: there is none. With tenants, the port for clients serves
+    # these to an admin's key alone, also on this machine.
     operator_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
     # Sites such as https://chat.example of which pages may use the API (CORS), as in vLLM; "*" is every site.
     allowed_origins: tuple[str, ...] = ()
@@ -138,7 +139,7 @@ class GatewayConfig(GatewaySettings, frozen=True):
         if self.tenants_file is None and not is_loopback(self.host):
             raise ConfigError(
                 f"gateway.host: {self.host!r} can be reached from other machines, which needs keys: "
-                "give --tenants FILE, or bind 127.0.0.1"
+                "give --tenants FILE (`baton keys add NAME` makes the file), or bind 127.0.0.1"
             )
 
 

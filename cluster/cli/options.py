@@ -50,6 +50,7 @@ FLAGS: Final = {
     "planner.mode": "--planner",
     "engine.tensor_parallel_size": "--tensor-parallel-size -tp",
     "engine.pipeline_parallel_size": "--pipeline-parallel-size -pp",
+    "engine.quantization": "--quantization -q",
     "engine.seed": "--engine-seed --seed",
     "engine.logits_processors": "--logits-processor --logits-processors",
     "engine.speculative": "--speculative-config",
@@ -89,47 +90,83 @@ METAVARS: Final = {
     "lora_modules": "NAME=PATH",
     "other_models": "NAME=PATH",
 }
-# vLLM's options that Baton lacks, and options of other commands: what to do instead.
+# vLLM's options that Baton lacks, and options of other commands: what to do instead. See `instead_of`.
 INSTEAD: Final = {
     "--model": "the model comes first and has no flag: baton COMMAND MODEL",
     "--prompt": "the prompt has no flag: baton generate MODEL PROMPT",
-    "--api-key": "keys belong to tenants, in a file: --tenants FILE",
+    "--api-key": "keys belong to tenants: `baton keys add NAME` makes a file of them, give --tenants FILE",
     "--enable-auto-tool-choice": "the chat template decides whether tools can be called; leave it out",
+    "--tool-parser-plugin": "a parser of your own is a class in Baton's registry: see docs/extending.md",
+    "--reasoning-parser-plugin": "a parser of your own is a class in Baton's registry: see docs/extending.md",
+    "--enable-reasoning": "the chat template decides whether there is reasoning, or --reasoning-parser",
+    "--chat-template-content-format": "the parts of a message become one text; leave it out",
     "--kv-transfer-config": "prefill and decode workers find each other; leave it out, or give --transport",
+    "--kv-events-config": "workers send their KV events to the routers; leave it out",
     "--node-rank": "Ray starts the ranks of --nnodes on its nodes; leave it out",
     "--master-addr": "Ray starts the ranks of --nnodes on its nodes; leave it out",
+    "--master-port": "Ray starts the ranks of --nnodes on its nodes; leave it out",
     "--scheduling-policy": "requests are served in their order; --scheduler-policy is about batches",
     "--tokenizer": "the tokenizer is read from the model's directory; leave it out",
+    "--tokenizer-mode": "the tokenizer is read from the model's directory; leave it out",
+    "--config-format": "config.json is read from the model's directory; leave it out",
     "--revision": "the revision of a repository follows its name: ORGANIZATION/NAME@REVISION",
     "--trust-remote-code": "no code of a model is ever run; leave it out",
+    "--model-impl": "the code of every model is Baton's own; leave it out",
+    "--task": "Baton generates text, and has no other task; leave it out",
+    "--runner": "Baton generates text, and has no other task; leave it out",
+    "--limit-mm-per-prompt": "Baton serves text alone; leave it out",
     "--shutdown-timeout": "give --drain-timeout",
     "--distributed-executor-backend": "give --runtime ray or --runtime local",
-    "--data-parallel-size": "give --prefill N and --decode N, the workers of each role",
+    "--data-parallel-": "give --prefill N and --decode N, the workers of each role",
+    "-dp": "give --prefill N and --decode N, the workers of each role",
     "--api-server-count": "give --gateways",
+    "-asc": "give --gateways",
     "--swap-space": "give --host-cache-memory, the host memory of KV pages",
     "--kv-offloading-size": "give --host-cache-memory, the host memory of KV pages",
     "--num-gpu-blocks-override": "give --kv-cache-memory",
     "--cpu-offload-gb": "weights stay on the device; leave it out",
     "--enable-chunked-prefill": "long prompts are always computed in chunks; leave it out",
+    "--enable-eplb": "experts stay on their ranks; leave it out",
     "--enable-sleep-mode": "every model can sleep; leave it out",
     "--enable-prompt-tokens-details": "usage always has the cached tokens; leave it out",
+    "--enable-request-id-headers": "every answer has the header x-request-id; leave it out",
+    "--enable-server-load-tracking": "/load always shows the load; leave it out",
     "--enable-log-requests": "no request is logged; `baton explain` shows what became of one",
     "--disable-log-requests": "no request is logged; leave it out",
+    "--disable-log-stats": "no statistics are logged, /metrics has them; leave it out",
+    "--max-log-len": "no request is logged; leave it out",
     "--uvicorn-log-level": "set BATON_LOG_LEVEL",
     "--ssl-keyfile": "a proxy in front ends TLS: see docs/operations.md",
     "--ssl-certfile": "a proxy in front ends TLS: see docs/operations.md",
     "--root-path": "a proxy in front takes a prefix off: see docs/operations.md",
+    "--middleware": "a proxy in front can change requests: see docs/operations.md",
+    "--allowed-methods": "--allowed-origins allows every method; leave it out",
+    "--allowed-headers": "--allowed-origins allows every header; leave it out",
+    "--uds": "give --host and --port",
     "--hf-overrides": "change config.json in the model's directory",
+    "--hf-token": "set HF_TOKEN",
     "--rope-scaling": "change config.json in the model's directory",
     "--download-dir": "set HF_HOME",
     "--max-logprobs": "a request may ask for 20; leave it out",
-    "--guided-decoding-backend": "llguidance keeps all forms; leave it out",
+    "--guided-decoding-backend": "llguidance keeps all structured outputs; leave it out",
+    "--structured-outputs-config": "llguidance keeps all structured outputs; leave it out",
     "--compilation-config": "nothing is compiled by torch; leave it out",
+    "-cc": "nothing is compiled by torch; leave it out",
+    "-O": "nothing is compiled by torch; leave it out",
     "--attention-backend": "the kernels are Baton's own; leave it out",
+    "--disable-custom-all-reduce": "it changes nothing here; leave it out",
     "--enforce-eager": "on a GPU, CUDA graphs are always used; leave it out",
+    "--max-seq-len-to-capture": "on a GPU, CUDA graphs are always used; leave it out",
 }
+MIN_LIKENESS: Final = 0.8  # of an unknown option and the known one that an error suggests
 
 Read: TypeAlias = Callable[[str], object]
+CHECKPOINT_FORMATS: Final = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4")
+# vLLM's values of --load-format that Baton lacks: what to do instead.
+LOAD_FORMATS: Final = {
+    "mistral": "a model is a directory in Hugging Face layout: give one with config.json and tokenizer.json",
+    "runai_streamer": "safetensors are read from a directory: copy them there, and leave this out",
+}
 COUNT_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -174,6 +211,20 @@ def count(text: str) -> int:
     return int(match[1]) * unit + round(float(match[2] or 0) * unit)
 
 
+def quantization(text: str) -> str:
+    """Refuse the formats of quantised checkpoints, which vLLM's option names too."""
+    if text in CHECKPOINT_FORMATS:
+        raise ArgumentTypeError(f"a checkpoint in {text} is recognised by its config.json; leave this out")
+    return text
+
+
+def load_format(text: str) -> str:
+    """Read "safetensors" as "auto", and refuse other formats of vLLM."""
+    if text in LOAD_FORMATS:
+        raise ArgumentTypeError(LOAD_FORMATS[text])
+    return "auto" if text == "safetensors" else text
+
+
 def routing_policy(text: str) -> str:
     """Check the name of a routing policy, or package.module:Class of one that can be imported."""
     from baton.router.policies.registry import policy_class  # numpy: --help does not wait for it
@@ -192,7 +243,9 @@ READERS: Final[Mapping[str, Read]] = {
     "allowed_origins": origins,
     "gateway.allowed_origins": origins,
     "engine.dtype": lambda text: {"half": "float16", "float": "float32"}.get(text, text),  # vLLM's names
-    "engine.load_format": lambda text: {"safetensors": "auto"}.get(text, text),
+    "engine.quantization": quantization,
+    "engine.load_format": load_format,
+    "engine.cache.kv_cache_dtype": lambda text: {"fp8_e4m3": "fp8"}.get(text, text),  # vLLM's name
     "engine.max_model_len": count,
     "engine.scheduler.max_num_batched_tokens": count,
     "engine.scheduler.preferred_batch_sizes": integers,
@@ -204,6 +257,18 @@ READERS: Final[Mapping[str, Read]] = {
     "sampling.allowed_token_ids": integers,
     "sampling.logit_bias": biases,
 }
+
+
+def instead_of(flag: str) -> str | None:
+    """Return what to do instead of an option of vLLM that Baton lacks; None for any other option.
+
+    --no-X stands for X, and a key of INSTEAD that ends with a dash for all options that it begins.
+    """
+    name = f"--{flag.removeprefix('--no-')}" if flag.startswith("--no-") else flag
+    if re.fullmatch(r"-O\d", name):  # vLLM's levels of optimisation
+        name = "-O"
+    begun = (key for key in INSTEAD if key.endswith("-") and name.startswith(key))
+    return INSTEAD.get(next(begun, name))
 
 
 class Setting(NamedTuple):
@@ -363,7 +428,8 @@ class Parser(argparse.ArgumentParser):
         arguments, unknown = self.parse_known_args(argv)
         self._take_late_positional(argv, arguments, unknown)
         if unknown:
-            self.error(self._unknown(unknown[0]))
+            is_text = not unknown[0].startswith("-")
+            self.error(self._unexpected(unknown[0], argv) if is_text else self._unknown(unknown[0]))
         return arguments
 
     def _take_late_positional(
@@ -379,15 +445,27 @@ class Parser(argparse.ArgumentParser):
             if is_empty and is_text and action.nargs == argparse.OPTIONAL:
                 setattr(arguments, action.dest, unknown.pop(0))
 
-    def _unknown(self, argument: str) -> str:
-        if not argument.startswith("-"):
+    def _unexpected(self, argument: str, argv: Sequence[str]) -> str:
+        """Return the error for a text that no option takes, such as the second value of an option."""
+        index = list(argv).index(argument)
+        flag, value = argv[index - 2 : index] if index >= 2 else ("", "")
+        action = self._option_string_actions.get(flag)
+        if not isinstance(action, _Store) or action.nargs == 0:
             return f"unexpected argument {argument!r}: put a text of several words in quotes"
+        if READERS.get(action.setting.key) in (names, integers, origins):
+            return f"{flag}: put commas between several values: {flag} {value},{argument}"
+        return f"{flag} takes one value: unexpected argument {argument!r}"
+
+    def _unknown(self, argument: str) -> str:
         flag = argument.partition("=")[0]
-        if flag in INSTEAD:
-            return f"unknown option {flag!r}: {INSTEAD[flag].replace('baton COMMAND', self.prog)}"
+        instead = instead_of(flag)
+        if instead is not None:
+            return f"unknown option {flag!r}: {instead.replace('baton COMMAND', self.prog)}"
         flags = list(self._option_string_actions)
         begun = [known for known in flags if len(flag) > 2 and known.startswith(flag)]
-        nearest = begun if len(begun) == 1 else difflib.get_close_matches(flag, flags, n=1, cutoff=0.7)
+        nearest = (
+            begun if len(begun) == 1 else difflib.get_close_matches(flag, flags, n=1, cutoff=MIN_LIKENESS)
+        )
         if nearest:
             return f"unknown option {argument!r}; did you mean {nearest[0]}?"
         if flag.startswith("--"):

@@ -8,18 +8,21 @@
 3. A call that ends early aborts its requests in the engine.
 """
 
+import re
 import threading
 import time
 import uuid
+import warnings
+from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from baton.cluster.cli.options import INSTEAD, settings_of
+from baton.cluster.cli.options import READERS, instead_of, settings_of
 from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.offline.generation import (
     Completion,
@@ -48,13 +51,22 @@ from baton.request import Request, SamplingParams, StepOutput, TokenIds
 from baton.rpc import process
 
 ItemT = TypeVar("ItemT")
+# Arguments of vLLM's LLM that change no answer here.
+WITHOUT_EFFECT: Final = frozenset(
+    {"compilation_config", "disable_custom_all_reduce", "disable_log_stats", "distributed_executor_backend"}
+    | {"enable_chunked_prefill", "enforce_eager", "limit_mm_per_prompt", "max_seq_len_to_capture"}
+    | {"trust_remote_code"}
+)
 
 
 def _by_key(settings: Mapping[str, object]) -> dict[str, Any]:
     """Return the settings of EngineConfig with those that are named as an option of `baton` under their keys.
 
+    Texts are read as on the command line. Warns about the arguments in WITHOUT_EFFECT, and leaves them out.
     Raises ConfigError for an option of vLLM that Baton lacks, and for a setting that is given twice.
     """
+    for name in sorted(settings.keys() & WITHOUT_EFFECT):
+        warnings.warn(f"{name} changes nothing in Baton; leave it out", stacklevel=3)
     known = settings_of(EngineConfig, "engine.")
     keys = {
         flag.lstrip("-").replace("-", "_"): key.removeprefix("engine.")
@@ -65,20 +77,40 @@ def _by_key(settings: Mapping[str, object]) -> dict[str, Any]:
     parts = {
         name: msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
         for name, value in settings.items()
+        if name not in WITHOUT_EFFECT
     }
     found: dict[str, object] = {}
     for name, value in flatten(parts, leaves(EngineConfig).keys() | keys).items():
         whole = name.partition(".")[0]  # of a mapping, such as hf_overrides
-        option = "--" + whole.replace("_", "-")
-        if name not in keys and option in INSTEAD:
-            raise ConfigError(f"{whole}: {INSTEAD[option]}")
+        instead = instead_of("--" + whole.replace("_", "-"))
+        if name not in keys and instead is not None:
+            raise ConfigError(f"{whole}: {_advice(instead, keys)}")
         key = keys.get(name, name)
         if key in found:
             raise ConfigError(f"{name}: {key} is given twice")
-        found[key] = value
+        found[key] = _read(key, name, value)
     for part in {key.partition(".")[0] for key in found if "." in key} & found.keys():
         raise ConfigError(f"{part}: expected a mapping, got {found[part]!r}")
     return nest(found)
+
+
+def _advice(instead: str, known: Mapping[str, str]) -> str:
+    """Return the advice in an entry of INSTEAD with keyword arguments in place of options."""
+    flags = re.findall(r"--[a-z-]+", instead)
+    if any(flag[2:].replace("-", "_") not in known for flag in flags):
+        return "an LLM has no such setting; leave it out"
+    return re.sub(r"--[a-z-]+", lambda flag: flag[0][2:].replace("-", "_"), instead)
+
+
+def _read(key: str, name: str, value: object) -> object:
+    """Return the value of a setting; a text is read as the option of this setting reads it."""
+    reader = READERS.get(f"engine.{key}")
+    if reader is None or not isinstance(value, str):
+        return value
+    try:
+        return reader(value)
+    except ArgumentTypeError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 class OneThread:
@@ -156,9 +188,10 @@ class LLM:
         generation_config: "auto" takes the sampling of calls without `sampling_params` from the model's
             generation_config.json, "vllm" takes SamplingParams().
         settings: fields of EngineConfig, such as `max_model_len=4096`; a part is a mapping or its struct,
-            such as `cache={"page_size": 64}`. The names of the command line, which are vLLM's, do as well:
-            `block_size=64, max_num_seqs=8`. With `load_format="dummy"` the directory may lack a tokenizer:
-            prompts are token ids then, and texts "".
+            such as `cache={"page_size": 64}`. The names and the texts of the command line, which are vLLM's,
+            do as well: `block_size=64, dtype="half", max_model_len="32k"`. Arguments of vLLM that change
+            nothing here, such as `enforce_eager`, give a warning. With `load_format="dummy"` the directory
+            may lack a tokenizer: prompts are token ids then, and texts "".
 
         Raises ModelError for the directory, and ConfigError for a setting; the message says what to change.
         """
@@ -194,6 +227,10 @@ class LLM:
                 "the model has no tokenizer.json: its prompts are token ids, text and chat need it"
             )
         return self._tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return `tokenizer`, as vLLM's method of this name does."""
+        return self.tokenizer
 
     def generate(
         self,

@@ -296,7 +296,7 @@ class ModelRunner:
         if config.quantization is not None and model_config.quantization is not None:
             raise ConfigError(
                 f"quantization: {config.quantization} was asked for, but the weights are in "
-                f"{model_config.quantization.method} already"
+                f"{model_config.quantization.method} already: leave quantization out"
             )
         check_latent(model_config, config)
         self.dtype = choose_dtype(config.dtype, model_config, self.device)

@@ -70,7 +70,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rank: Rank
     host: str  # the address that the rank listens on
     transport: str  # see kvtransfer/transports/registry.py
-    num_streams: KvStreams = 1  # of CUDA, on which one pair of ranks copies pages and sends them over NCCL
+    num_streams: KvStreams = 1  # of CUDA, for the copies of one pair of ranks over nccl, nixl or mooncake
     stream_priority: int = 0  # of all streams that copy pages, as torch counts priorities: -1 goes before 0
 
 

@@ -43,7 +43,7 @@ ENGINE_FLAGS = """
 --host-cache-memory --kv-disk-path --kv-disk-size
 --enable-prefix-caching --no-enable-prefix-caching --batch-invariant --no-batch-invariant --quantization
 --async-scheduling --no-async-scheduling --speculative-config --stream-priority
---enable-lora --no-enable-lora --max-loras --max-cpu-loras --max-lora-rank
+--enable-lora --no-enable-lora --max-loras --max-cpu-loras --max-lora-rank -q
 --logits-processor --logits-processors
 """
 GENERATE_FLAGS = """
@@ -136,6 +136,30 @@ def test_spellings_of_vllm() -> None:
     given = served("/models/l --max-num-batched-tokens 4k --seed 3 --max-model-len 4K --port 9000")
     assert (given.engine.scheduler.max_num_batched_tokens, given.engine.max_model_len) == (4000, 4096)
     assert (given.engine.seed, given.model_name, given.port) == (3, "l", 9000)
+    given = served("tiny -q int8 --kv-cache-dtype fp8_e4m3")
+    assert (given.engine.quantization, given.engine.cache.kv_cache_dtype) == ("int8", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--served-model-name a b", "--served-model-name takes one value: unexpected argument 'b'"),
+        ("--lora-modules a=/x b=/y", "put commas between several values: --lora-modules a=/x,b=/y"),
+        ("b", "unexpected argument 'b'"),
+    ],
+)
+def test_second_value_is_refused_by_the_name_of_its_option(
+    baton: Baton, options: str, complaint: str
+) -> None:
+    status, _, err = baton("serve", "tiny", *options.split())
+    assert status == 2 and complaint in err
+
+
+@pytest.mark.parametrize(
+    "flag", ["--enable-eplb", "--max-log-len", "--enable-reasoning", "--model-impl", "--expert-placement"]
+)
+def test_option_of_another_meaning_is_not_suggested(baton: Baton, flag: str) -> None:
+    assert "did you mean" not in baton("serve", "tiny", flag).err
 
 
 def test_roles_differ_in_number_ranks_and_pages() -> None:
@@ -186,6 +210,11 @@ def test_counts_may_have_a_unit(text: str, expected: int) -> None:
         ("--dtype=int3", "--dtype: expected one of 'auto', 'float32'"),
         ("--max-tokns=3", "unknown option '--max-tokns=3'; did you mean --max-tokens?"),
         ("--temp=0", "did you mean --temperature?"),
+        ("--no-enable-chunked-prefill", "long prompts are always computed in chunks"),
+        ("--data-parallel-size-local=2", "give --prefill N and --decode N"),
+        ("-O3", "nothing is compiled by torch"),
+        ("--quantization=awq", "a checkpoint in awq is recognised by its config.json"),
+        ("--load-format=mistral", "a model is a directory in Hugging Face layout"),
         ("-1+2=", "put -- before a text that starts with a dash"),
         *((f"{flag}=x", instead.partition(":")[0]) for flag, instead in INSTEAD.items()),
     ],

@@ -115,11 +115,27 @@ def test_settings_may_have_the_names_of_options() -> None:
     assert config.scheduler.max_num_seqs == 3 and config.speculative is not None
 
 
+def test_settings_may_have_the_values_of_options() -> None:
+    with LLM("tiny", dtype="float", max_model_len="1k", load_format="safetensors", cache=MEMORY) as llm:
+        config = llm.engine.runner.config
+    assert (config.dtype, config.max_model_len, config.load_format) == ("float32", 1000, "auto")
+
+
+def test_arguments_without_effect_give_a_warning() -> None:
+    ignored: dict[str, Any] = {"enforce_eager": True, "limit_mm_per_prompt": {"image": 1}}
+    with pytest.warns(UserWarning) as warned, LLM("tiny", **ignored, cache=MEMORY) as llm:
+        assert llm.get_tokenizer() is llm.tokenizer
+    assert [str(each.message).partition(" ")[0] for each in warned] == list(ignored)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"block_size": 8, "cache": {"page_size": 8}}, "page_size: cache.page_size is given twice"),
-        ({"swap_space": 4}, "swap_space: give --host-cache-memory"),
+        ({"swap_space": 4}, "swap_space: give host_cache_memory, the host memory"),
+        ({"data_parallel_size": 2}, "data_parallel_size: an LLM has no such setting"),
+        ({"max_model_len": "4.5K"}, "max_model_len: expected an integer such as 4096, 4k"),
+        ({"quantization": "awq"}, "quantization: a checkpoint in awq is recognised by its config.json"),
         ({"hf_overrides": {"rope_theta": 1e4}}, "hf_overrides: change config.json"),
         ({"max_num_seq": 4}, "unknown configuration key 'max_num_seq'; did you mean"),
         ({"cache": 5, "block_size": 8}, "cache: expected a mapping, got 5"),
