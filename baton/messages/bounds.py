@@ -5,6 +5,7 @@ A decoder refuses a value outside its bounds.
 
 import hashlib
 import json
+import re
 from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, Final, TypeAlias
@@ -24,6 +25,7 @@ MAX_BODY_BYTES: Final = MAX_FRAME_BYTES - 1 - SEAL_BYTES  # of one message: see 
 LINK_TIMEOUT_S: Final = 8.0  # default of the setting `link_timeout_s`
 STEP_TIMEOUT_S: Final = 30.0  # default of the setting `step_timeout_s`
 DEFAULT_KV_STREAMS: Final = 2  # default of the setting `kv_streams`
+_ANSWER_ID: Final = re.compile("(?:[a-z]+[-_])?([0-9a-f]{32})")
 MAX_NAME_CHARS: Final = 128
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Id: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -72,6 +74,15 @@ _NO_MEANING: Final = frozenset({"description", "title"})  # prose, and names tha
 def short_id(id: str) -> str:
     """Return the beginning of a process' id, as logs, metrics and commands show it where there is no name."""
     return id[:SHORT_ID_CHARS]
+
+
+def request_id_in(answer_id: str) -> str | None:
+    """Return the request's id in the `id` of an answer: ID itself, or such as chatcmpl-ID, msg_ID, resp_ID.
+
+    None: it does not end with 32 hex digits.
+    """
+    found = _ANSWER_ID.fullmatch(answer_id)
+    return None if found is None else found[1]
 
 
 def schema_hash(*types: Any) -> bytes:

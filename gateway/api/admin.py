@@ -4,7 +4,6 @@ gateway/http/auth.py admits operators alone.
 """
 
 import asyncio
-import re
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from baton.errors import BatonError, Overloaded, WorkerLost
 from baton.gateway.api.body import read_query
 from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.request_stream import Service
-from baton.messages.bounds import MAX_NAME_CHARS
+from baton.messages.bounds import MAX_NAME_CHARS, request_id_in
 from baton.messages.control import Decision
 from baton.messages.operations import Explain, FindRequests
 from baton.messages.timeline import RequestTimeline
@@ -30,7 +29,6 @@ from baton.request import Request, SamplingParams, TokenEvent, TokenIds
 
 ANSWER_TIMEOUT_S: Final = 5.0
 OTHERS_TIMEOUT_S: Final = 1.0  # for the answers of other gateways
-_ID: Final = re.compile("[0-9a-f]{32}")
 Find: TypeAlias = Callable[[FindRequests], Sequence[RequestTimeline]]
 
 
@@ -52,9 +50,9 @@ def add_admin_routes(app: FastAPI, service: Service, find: Find) -> None:
     @app.get("/admin/decisions/{request_id}", include_in_schema=False)
     async def decisions(request_id: str) -> dict[str, Any]:
         """Return how a request was routed, one entry an attempt, by the `id` of its answer."""
-        bare_id = request_id.rpartition("-")[2]
+        bare_id = request_id_in(request_id)
         found: list[Decision] = []
-        if _ID.fullmatch(bare_id):
+        if bare_id is not None:
             answers = await service.explain(Explain(request_id=bare_id), ANSWER_TIMEOUT_S)
             if not answers:
                 raise ApiError(503, "the router does not answer", code="unavailable", retry_after_s=1.0)
@@ -80,8 +78,8 @@ def add_admin_routes(app: FastAPI, service: Service, find: Find) -> None:
     @app.get("/admin/requests/{request_id}", include_in_schema=False)
     async def one_request(request_id: str) -> dict[str, Any]:
         """Return the timeline of an ended request, by the `id` of its answer."""
-        bare_id = request_id.rpartition("-")[2]
-        if _ID.fullmatch(bare_id):
+        bare_id = request_id_in(request_id)
+        if bare_id is not None:
             query = FindRequests(request_id=bare_id)
             for timeline in find(query) or await _find(service, find, query):
                 return {**msgspec.to_builtins(timeline), "seconds": timeline.seconds}

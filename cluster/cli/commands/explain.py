@@ -1,11 +1,10 @@
 """Show why a request went to its workers, and where its time went: predicted costs, then the timeline.
 
-REQUEST_ID is the `id` of the answer, such as chatcmpl-4f0c..., or its 32 hex digits.
+REQUEST_ID is the `id` of the answer, such as chatcmpl-4f0c... or msg_4f0c..., or its 32 hex digits.
 `baton explain plan` shows the latest plans of the planner instead.
 """
 
 import argparse
-import re
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,7 +17,7 @@ from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError
-from baton.messages.bounds import short_id
+from baton.messages.bounds import request_id_in, short_id
 from baton.messages.control import Decision, Weighed
 from baton.messages.operations import Status
 from baton.messages.timeline import RequestTimeline, TimelinePart
@@ -44,8 +43,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.request_id == "plan":
         _show_plans(arguments)
         return
-    request_id = arguments.request_id.rpartition("-")[2]
-    if not re.fullmatch("[0-9a-f]{32}", request_id):
+    request_id = request_id_in(arguments.request_id)
+    if request_id is None:
         raise ConfigError(f"request_id: expected 32 hex digits, got {arguments.request_id!r}")
 
     async def explain(operator: Operator) -> tuple[tuple[Decision, ...], Status, RequestTimeline | None]:

@@ -15,6 +15,7 @@ from baton.cluster.cli.connections import add_router_options, ask
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.messages.bounds import request_id_in
 from baton.messages.operations import Status
 from baton.messages.orders import Sleep, Wake, has_followed, is_superseded
 from baton.messages.workers import Worker, WorkerRole
@@ -180,10 +181,13 @@ def _find(status: Status, name: str) -> Worker | None:
 def _migrate(arguments: argparse.Namespace) -> None:
     if bool(arguments.request) == bool(arguments.worker):
         raise ConfigError("give one of REQUEST and --from WORKER")
+    request_id = request_id_in(arguments.request)
+    if arguments.request and request_id is None:
+        raise ConfigError(f"request: expected 32 hex digits, got {arguments.request!r}")
     moved = ask(
         arguments,
         lambda operator: operator.migrate(
-            request_id=arguments.request, worker=arguments.worker, to=arguments.to
+            request_id=request_id or "", worker=arguments.worker, to=arguments.to
         ),
     )
     if not moved.num_moved and moved.reason:
@@ -294,9 +298,9 @@ sees no replay. A request that cannot move stays where it is. The command return
 sleep = CliCommand(
     """Have a model sleep: its workers free their weights and their KV pages, and take no requests.
 
-Running requests end first; after `drain_timeout_s` the others are cut off. The worker processes stay. The
-command returns when all workers of the model sleep. It fails after --wait seconds, and when the model is
-woken meanwhile.
+Running requests end first. A request that has not ended within `drain_timeout_s` stops, and goes on after
+the wake if that comes within `gateway.max_begun_wait_s`. The worker processes stay. The command returns when
+all workers of the model sleep. It fails after --wait seconds, and when the model is woken meanwhile.
 """,
     _add_options(_model, _level, _wait(600.0)),
     _sleep,

@@ -76,6 +76,7 @@ async def test_decision_has_its_terms_and_its_regret() -> None:
     service = ToldDecisions((DECISION,))
     status, answer = await service.get(f"chatcmpl-{id_of('a')}")
     assert (status, service.asked) == (200, [id_of("a")])
+    assert (await service.get(f"resp_{id_of('a')}"))[1] == answer
     (decision,) = answer["data"]
     assert decision["chosen"]["terms"] == CHOSEN.terms
     assert [each["decode"] for each in decision["weighed"]] == [id_of("d0"), id_of("d1")]

@@ -1,7 +1,9 @@
 import msgspec
+import pytest
 
 from baton.cluster.cli import output
 from baton.cluster.cli.commands.explain import BAR_WIDTH, parts_of, waterfall
+from baton.messages.bounds import request_id_in
 from baton.messages.control import Decision, Weighed
 from baton.messages.timeline import RequestTimeline, TimelinePart
 from baton.messages.workers import PrefillTimes
@@ -107,3 +109,8 @@ def test_worker_that_is_gone_is_named_by_its_id() -> None:
 def test_wrong_id_is_refused(baton: Baton) -> None:
     status, _, err = baton("explain", "chatcmpl-7")
     assert status == 2 and "expected 32 hex digits, got 'chatcmpl-7'" in err
+
+
+@pytest.mark.parametrize("prefix", ["", "chatcmpl-", "cmpl-", "msg_", "resp_"])
+def test_id_of_any_answer_names_its_request(prefix: str) -> None:
+    assert request_id_in(prefix + id_of("r")) == id_of("r")
