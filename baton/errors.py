@@ -17,6 +17,11 @@ BROKEN_PIPE: Final = 141  # as after SIGPIPE
 STOPPED_TWICE: Final = 143  # as after SIGTERM
 
 
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an extra of Baton, for the end of an error message."""
+    return f"pip install '.[{extra}]', in Baton's checkout"
+
+
 class BatonError(Exception):
     """Root of every error that Baton raises on purpose."""
 

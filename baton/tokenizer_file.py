@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from baton.errors import ModelError
+from baton.errors import ModelError, how_to_install
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "config.json"
@@ -58,7 +58,7 @@ def _convert(directory: Path) -> str:
     if missing:
         raise ModelError(
             f"{path}: there is no {TOKENIZER_FILE} beside it, and {', '.join(missing)} to convert it is not "
-            f"installed: pip install 'baton-serve[sentencepiece]'"
+            f"installed: {how_to_install('sentencepiece')}"
         )
     from baton.sentencepiece_model import convert
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baton.clock import Clock
-from baton.errors import TransferFailed
+from baton.errors import TransferFailed, how_to_install
 from baton.kernels.pages import Offsets
 from baton.kernels.store_kv import decode_rows, encode_rows
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
@@ -74,7 +74,7 @@ def is_installed(name: str) -> bool:
 
 def needs(name: str) -> pytest.MarkDecorator:
     """Skip a test where the library of the transport is missing."""
-    reason = f"{name} is not installed: pip install 'baton-serve[{name}]'"
+    reason = f"{name} is not installed: {how_to_install(name)}"
     return pytest.mark.skipif(not is_installed(name), reason=reason)
 
 

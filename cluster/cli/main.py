@@ -17,10 +17,10 @@ from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.logs import set_up_logging
 from baton.config.environment import set_log_format
-from baton.errors import BROKEN_PIPE, INTERRUPTED, USER_ERROR, BatonError, status_of
+from baton.errors import BROKEN_PIPE, INTERRUPTED, USER_ERROR, BatonError, how_to_install, status_of
 
 # library -> the extra that installs it: not every machine has it
-EXTRAS: Final = {"numpy": "worker", "safetensors": "worker", "torch": "worker", "textual": "top"}
+EXTRAS: Final = {"safetensors": "worker", "torch": "worker", "xxhash": "worker", "textual": "top"}
 
 # command -> its module of cli/commands, imported when the command runs, and its help
 COMMANDS: Final = {
@@ -31,20 +31,20 @@ COMMANDS: Final = {
     "top": ("top", "watch the cluster in the terminal: workers, tenants, requests"),
     "explain": ("explain", "show why a request went to its workers, and how long it took"),
     "bundle": ("bundle", "write what the cluster did lately into one file, without secrets"),
-    "drain": ("workers", "let a worker finish its requests and take nothing new"),
+    "drain": ("workers", "stop a worker after its requests have ended"),
     "undrain": ("workers", "call a drained worker back"),
     "restart": ("workers", "drain a worker and start it again"),
-    "scale": ("workers", "have so many prefill and decode workers"),
-    "flip": ("workers", "have a worker take the other role, without loading weights again"),
-    "sleep": ("workers", "have a model free its memory until it is woken"),
-    "wake": ("workers", "have a model that sleeps serve again"),
+    "scale": ("workers", "set the number of prefill and decode workers"),
+    "flip": ("workers", "change the role of a worker, without loading weights again"),
+    "sleep": ("workers", "free a model's memory until `baton wake`"),
+    "wake": ("workers", "load a sleeping model again"),
     "migrate": ("workers", "move running requests to another decode worker"),
     "bench": ("bench", "measure this machine, or a server: kv, serve"),
-    "sim": ("sim", "run a cluster with faults in virtual time, from a seed, or a bundle again"),
+    "sim": ("sim", "simulate a cluster with faults, or replay a bundle"),
     "calibrate": ("rehearse", "measure workers of this machine, for rehearsals"),
     "rehearse": ("rehearse", "predict what a cluster does with a load, on a virtual clock"),
-    "advise": ("rehearse", "search the workers that a load needs, by rehearsals"),
-    "doctor": ("doctor", "look for problems of this machine, and say how to mend them"),
+    "advise": ("rehearse", "find the workers that a load needs, by rehearsals"),
+    "doctor": ("doctor", "look for problems of this machine, and say how to fix them"),
     "config": ("config", "settings: show, schema, validate"),
     "keys": ("keys", "the keys that open the API: add, revoke, list"),
     "cluster-key": ("cluster_key", "the key that the cluster's processes share: new, rotate, retire"),
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        install = f"pip install '.[{EXTRAS[error.name]}]', in Baton's checkout"
+        install = how_to_install(EXTRAS[error.name])
         return _fail(f"{error.name} is not installed: {install}", USER_ERROR)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -82,8 +82,12 @@ def _parse(argv: Sequence[str]) -> tuple[CliCommand, argparse.Namespace]:
         with output.told():  # argparse of an early Python 3.11 raises an error of writing the help
             parser = Parser("", "Serves large language models.")
             parser.add_argument("--version", action="version", version=f"baton {_version()}")
-            parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of those below")
-            parser.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="of the command")
+            parser.add_argument(
+                "command", metavar="COMMAND", choices=COMMANDS, help="a command from the list below"
+            )
+            parser.add_argument(
+                "options", metavar="...", nargs=argparse.REMAINDER, help="options of the command"
+            )
             shown = (f"  {name:<12} {help_}" for name, (_, help_) in COMMANDS.items())
             parser.epilog = "\n".join(["commands, each with a --help of its own:", *shown])
             given = parser.parse(argv)

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import baton
 from baton.config.environment import otel_service_name
 from baton.config.gateway import GatewaySettings
-from baton.errors import ConfigError
+from baton.errors import ConfigError, how_to_install
 from baton.gateway.streams.request_stream import CANCELLED, FINISHED
 from baton.messages.timeline import RequestTimeline, TimelineAttempt, TimelinePart
 
@@ -79,7 +79,7 @@ class Tracer:
             from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
         except ImportError as error:
             raise ConfigError(
-                f"gateway.otlp_traces_endpoint: traces need pip install 'baton-serve[otel]': {error}"
+                f"gateway.otlp_traces_endpoint: traces need {how_to_install('otel')}: {error}"
             ) from error
         self._exporter = OTLPSpanExporter(traces_url(settings.otlp_traces_endpoint))
         self._processor = BatchSpanProcessor(self._exporter)

@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Meta
 from torch import Tensor
 
-from baton.errors import BatonError, ConfigError, TransferFailed
+from baton.errors import BatonError, ConfigError, TransferFailed, how_to_install
 from baton.kvtransfer.protocol.messages import RankListenerAddresses
 from baton.kvtransfer.transports.base import LocalRank
 from baton.kvtransfer.transports.pages import PagePacking, poll
@@ -139,7 +139,7 @@ class OneSidedTransport(GroupTransport):
         except (ImportError, OSError) as error:  # OSError: a library that it needs
             raise ConfigError(
                 f"transport: {self.name} needs {self.module}, which cannot be imported: {error}; "
-                f"pip install 'baton-serve[{self.extra}]'"
+                f"{how_to_install(self.extra)}"
             ) from error
 
     def join(

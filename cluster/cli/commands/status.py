@@ -1,7 +1,7 @@
 """Show the workers, gateways, routers and tenants of a cluster: node, load, overload, Redis.
 
 running, waiting    sequences that have KV pages, and that wait for KV pages
-in, out             hand-offs of KV pages to the worker, and from the worker
+in, out             transfers of KV pages to the worker, and from the worker
 attempts            requests that routers have sent to the worker and that have not ended
 tokens              tokens generated since the worker started
 hits                share of prompt tokens whose KV was cached

@@ -100,7 +100,7 @@ def test_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: py
         return None if library == "sentencepiece" else ModuleSpec(library, None)
 
     monkeypatch.setattr("baton.tokenizer_file.find_spec", find)
-    with pytest.raises(ModelError, match=r"sentencepiece, google\.protobuf .*baton-serve\[sentencepiece\]"):
+    with pytest.raises(ModelError, match=r"sentencepiece, google\.protobuf .*'\.\[sentencepiece\]'"):
         read_tokenizer(tmp_path)
 
 

@@ -72,7 +72,7 @@ def connect(store: PairStore, *ends: OneSidedChannel) -> None:
 
 def test_missing_library_is_a_wrong_setting_when_the_rank_listens() -> None:
     rank = local_rank(torch.zeros((1, 1024), dtype=torch.uint8))
-    with pytest.raises(ConfigError, match=r"nixl needs no_such_library.*pip install 'baton-serve\[nixl\]'"):
+    with pytest.raises(ConfigError, match=r"nixl needs no_such_library.*pip install '\.\[nixl\]'"):
         MissingLibrary().listen(rank)
 
 
