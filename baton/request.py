@@ -158,7 +158,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The form that an answer must have. Exactly one field is set, beside `frame`; the names are vLLM's.
 
     Tokens that would break the form are never sampled. The answer ends when the form is complete and cannot
-    go on, or at an end token where the form allows one. Raises InvalidRequest for none or several forms.
+    go on, or at an end token where the form allows one. `json` may be a mapping and `choice` a list.
+    Raises InvalidRequest for none or several forms.
     """
 
     json: FormText | None = None  # a JSON schema, as JSON text
@@ -171,6 +172,12 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     frame: Annotated[str, Meta(max_length=MAX_FRAME_CHARS)] | None = None
 
     def __post_init__(self) -> None:
+        schema: object = self.json
+        choice: object = self.choice
+        if isinstance(schema, Mapping):  # vLLM takes a mapping and a list as well
+            msgspec.structs.force_setattr(self, "json", msgspec.json.encode(schema).decode())
+        if isinstance(choice, list):
+            msgspec.structs.force_setattr(self, "choice", tuple(choice))
         chosen = self._chosen()
         if len(chosen) != 1 and not (self.frame is not None and not chosen):
             raise InvalidRequest(
@@ -201,7 +208,7 @@ class SamplingParams(
     omit_defaults=True,
     metaclass=_NamesTheNearest,
 ):
-    """The choice of each next token, and the text that it becomes. Names, meanings and defaults are vLLM's.
+    """The choice of each next token, and the text that it becomes: fields of vLLM's class, though not all.
 
     Gateways and `LLM` read the fields of TEXT_FIELDS; an engine knows no text and refuses them (`of_tokens`).
     Raises InvalidRequest when a value is outside its range. The engine checks the limits that depend on the

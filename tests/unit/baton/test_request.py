@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.request import Request, SamplingParams, TokenIds
+from baton.request import Request, SamplingParams, StructuredOutputs, TokenIds
 
 
 @pytest.mark.parametrize(
@@ -130,3 +130,11 @@ def test_stop_strings_may_be_one_text_or_several() -> None:
 def test_an_engine_gets_no_text() -> None:
     sampling = SamplingParams(top_k=3, stop="x", bad_words=["y"], skip_special_tokens=False)
     assert sampling.of_tokens() == SamplingParams(top_k=3)
+
+
+def test_structured_outputs_take_a_list_and_a_mapping() -> None:
+    choice: Any = ["a", "b"]
+    schema: Any = {"type": "integer"}
+    assert StructuredOutputs(choice=choice) == StructuredOutputs(choice=("a", "b"))
+    assert StructuredOutputs(json=schema).json == '{"type":"integer"}'
+    assert len({StructuredOutputs(choice=choice), StructuredOutputs(json=schema)}) == 2
