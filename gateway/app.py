@@ -42,6 +42,11 @@ POSTS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/tokenize": (TokenizeBody, "Text, or a chat, as token ids."),
     "/detokenize": (DetokenizeBody, "Token ids as text."),
 }
+# Routes of vLLM for tasks that no model has here.
+OTHER_TASKS: Final = (
+    *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
+    *("/pooling", "/classify", "/v1/audio/transcriptions", "/v1/audio/translations"),
+)
 STATUSES: Final = {
     "200": "The answer",
     "400": "The request must change",
@@ -105,6 +110,7 @@ def make_app(
     )
     # The middleware sends a POST to its application directly; these routes refuse other methods.
     app.router.routes += [Route(path, _never, methods=["POST"]) for path in posts]
+    app.router.routes += [Route(path, _refuse_task, methods=["GET", "POST"]) for path in OTHER_TASKS]
     app.router.routes.append(WebSocketRoute("/v1/stream", websocket))
     service = models.first.service
     _add_health(app, models, canaries)
@@ -140,6 +146,13 @@ def _with_cors(app: ASGIApp, allowed_origins: Sequence[str]) -> ASGIApp:
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=EXPOSED_HEADERS,
+    )
+
+
+async def _refuse_task(request: Request) -> Response:
+    served = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages"
+    raise ApiError(
+        404, f"this server generates text, and has no other task: it has {served}", code="not_found"
     )
 
 

@@ -34,6 +34,19 @@ KEY: Final = re.compile(r"([a-z]+(?:_[a-z]+)*)(?:\[[^\]]*\])*(?::| must be )")
 # The key in an error of msgspec that says no place.
 FIELD: Final = re.compile(r"(?:missing required|contains unknown) field `(.+)`")
 MAX_KEY_CHARS: Final = 80
+# A key that this server does not serve -> what to do instead.
+INSTEAD: Final = {
+    "best_of": "give n",
+    "functions": "give tools",
+    "function_call": "give tool_choice",
+    "documents": "put their text into a message",
+    "chat_template": "start the server with --chat-template",
+    "regex": "give structured_outputs",
+    "ebnf": "give structured_outputs",
+    "json_schema": "give response_format",
+    "stop_regex": "give stop",
+    "lora_path": "give the adapter's name as model",
+}
 EXPECTED: Final = frozenset({503, 504})  # server errors that are no bugs: logged without a traceback
 Headers = list[tuple[bytes, bytes]]
 logger = logging.getLogger(__name__)
@@ -95,7 +108,8 @@ class ClientGone(Exception):
 def unsupported(key: str, value: str | None = None) -> ApiError:
     """Return the error for a key that this server does not serve. value: None where no value is served."""
     what = key if value is None else f"{key} = {value}"
-    return ApiError(400, f"{what} is not supported by this server", code="unsupported", param=key)
+    instead = f": {INSTEAD[key]}" if key in INSTEAD else ""
+    return ApiError(400, f"{what} is not supported by this server{instead}", code="unsupported", param=key)
 
 
 def invalid(key: str, problem: str) -> ApiError:

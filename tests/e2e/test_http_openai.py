@@ -285,6 +285,11 @@ def test_errors_have_the_types_of_the_client_library(client: openai.OpenAI) -> N
     assert tools.value.code == "unsupported"
 
 
+def test_task_of_another_kind_of_model_is_refused_with_what_is_served(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="this server generates text.*/v1/chat/completions"):
+        client.embeddings.create(model="tiny", input="sun")
+
+
 def test_error_before_the_first_token_of_a_stream_is_a_status(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="vocabulary"):
         client.completions.create(model="tiny", prompt=[5000], stream=True)

@@ -214,6 +214,11 @@ def test_unsupported_field_is_refused_by_name(read_one: Any, fields: dict[str, A
     assert refused.value.param == next(iter(fields))
 
 
+def test_unsupported_field_is_refused_with_what_to_give_instead() -> None:
+    with pytest.raises(ApiError, match="functions = .* is not supported by this server: give tools"):
+        chat(functions=[{}])
+
+
 @pytest.mark.parametrize(
     ("read_one", "fields"),
     [
