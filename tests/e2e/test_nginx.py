@@ -77,9 +77,16 @@ def test_tokens_come_one_by_one_through_the_proxy(proxy: httpx2.Client) -> None:
     assert 0.1 * len(moments) < num_early < 0.9 * len(moments), "they came in one piece"
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/load", "/ui", "/admin/requests/x", "/v1x", "/healthz", "/"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/metrics", "/load", "/ui", "/admin/requests/x", "/is_sleeping", "/v1x", "/healthz", "/"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    ],
+)
 def test_operators_paths_are_not_passed_on(proxy: httpx2.Client, path: str) -> None:
-    assert proxy.get(path).status_code == 404
+    answer = proxy.get(path)
+    assert answer.status_code == 404 and "nginx" in answer.headers["server"]
 
 
 def test_api_is_passed_on(proxy: httpx2.Client) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import yaml
 
+from baton.gateway.http.auth import OPERATORS_FOLDERS, OPERATORS_PATHS
 from tests.metric_scrapes import program
 from tests.unit.cluster.test_deploy import DEPLOY, ROOT, metrics_text
 
@@ -49,6 +50,18 @@ def test_unit_waits_for_drains_and_restarts_after_any_failure() -> None:
     assert int(settings["TimeoutStopSec"]) > 2 * 30 + 5  # drain_timeout_s of gateways, then of workers
     # `baton serve` also ends with status 2 when Ray cannot be joined yet, or has no room at the moment.
     assert settings["Restart"] == "on-failure" and "RestartPreventExitStatus" not in settings
+
+
+def test_proxy_passes_no_path_of_operators_on() -> None:
+    text = (DEPLOY / "nginx/baton.conf").read_text()
+    locations: list[tuple[str, str]] = re.findall(r"location (?:~ )?(\S+) \{(.*?)\n    \}", text, re.DOTALL)
+
+    def block(path: str) -> str:  # nginx takes the first expression that matches; "/" is the last here
+        return next(block for pattern, block in locations if re.search(pattern, path))
+
+    assert all("proxy_pass" in block(path) for path in ("/v1/models", "/v1/chat/completions", "/ping"))
+    operators = [*OPERATORS_PATHS, *(f"{folder}x" for folder in OPERATORS_FOLDERS)]
+    assert all("return 404;" in block(path) for path in operators)
 
 
 def test_promtool_accepts_the_rules() -> None:
