@@ -2,10 +2,11 @@
 
 `decode_worker/attempt.py` has the life of an attempt. The rules between its stages:
 
-- The first attempt in order that finds no free pages holds up the later ones.
-- When pages do not come although the prefill worker lives, the prompt is computed here: the tokens are the
+- Attempts get pages in their order: while one finds no free pages, later attempts wait.
+- When the prefill worker lives but its pages do not come, this worker computes the prompt: the tokens are the
   same.
-- Otherwise only one worker computes a prompt: a prompt that kills its worker must not kill two.
+- When the prefill worker may have died, this worker does not compute the prompt: a prompt that kills its
+  worker must not kill a second one.
 - A transfer that ends before the first token may mean that the prefill worker died of this prompt: the
   attempt waits for that worker's message, or for the router to remove the worker. If the source itself
   refuses to send the pages, the prompt is computed here at once.

@@ -1,4 +1,15 @@
-"""One model replica on this machine's devices: `load_engine` makes an Engine, which is a `Replica`."""
+"""One model replica on this machine's devices: `load_engine` makes an Engine, which is a `Replica`.
+
+Each call of `Engine.step` adds a step to a queue of steps in flight:
+
+1. The scheduler plans a batch, with placeholders for the tokens of the step in flight, and applies the plan.
+2. The runner launches the batch.
+3. Without a pipeline, the engine takes the step in flight from the queue, waits for its tokens and commits
+   them. Then it samples the new step and adds it to the queue. The next call takes its tokens; without
+   asynchronous scheduling this call does.
+4. In a pipeline of N stages, the engine adds the new step to the queue. When N steps are in flight, it
+   samples the oldest one, waits for its tokens and commits them.
+"""
 
 import logging
 import random

@@ -1,6 +1,6 @@
-"""A model replica without its model: requests, pages and their scheduling.
+"""The interface of a model replica, and the part that needs no model: requests, pages, scheduling.
 
-`Replica` is the interface that workers use. `Engine` (engine/engine.py) adds a model on this machine's
+Workers use `Replica`. `Engine` (engine/engine.py) adds a model on this machine's
 devices; the simulator adds a model of numbers.
 """
 

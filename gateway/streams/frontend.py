@@ -1,10 +1,10 @@
-"""The gateway's end of the cluster: it submits requests, passes their tokens on, and replays lost ones.
+"""The gateway's end of the cluster: it submits requests, passes their tokens on, and replays lost requests.
 
-A request that is open here has exactly one end: a token with a finish reason, or one error. Until then it is
-one `RequestStream`, whatever number of attempts it takes; gateway/streams/request_stream.py has its states
-and the rules of replay. An attempt is submitted once. When its fate is unknown, the next attempt takes its
-place, and a worker that shows up with the former attempt is told to cancel it. Nothing here knows text, HTTP
-or clients.
+An open request is one `RequestStream`, which ends exactly once: with a token that has a finish reason, or
+with one error. A request may take several attempts; gateway/streams/request_stream.py has its states and the
+rules of replay. Each attempt is submitted once. When the gateway cannot tell what became of an attempt, it
+submits the next one, and a worker that sends tokens of the former attempt gets a Cancel for it. This module
+knows no text, no HTTP and no clients.
 """
 
 import logging
