@@ -15,6 +15,16 @@ the docstrings; a test fails while the page differs from them. A class is shown 
 signatures and docstrings of its documented methods.
 
 `from baton import LLM, SamplingParams` loads neither torch nor Ray until the names are used.
+
+## Differences from vLLM
+
+- `generate` and `chat` show no progress unless `use_tqdm=True`.
+- A `Completion` has no `request_id`.
+- Log probabilities are structs (`TokenLogprobs`), not dictionaries of token ids.
+- An `LLM` has no `lora_request`, `beam_search`, `sleep`, `wake_up`, `embed`, `score` and `classify`.
+- `get_tokenizer()` returns Baton's own `Tokenizer`, with `encode` and `decode`.
+- `SamplingParams` lacks `detokenize`, `output_kind`, `truncate_prompt_tokens`, `logits_processors` and
+  `spaces_between_special_tokens`. `seed` is at least 0, and `logprobs` from 0 to 20.
 """
 # heading -> text below the heading, and the classes: module and names
 SECTIONS: Final = {
