@@ -95,7 +95,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     # ngram, suffix or draft_model; None: draft_model.
     method: Literal["ngram", "suffix", "draft_model"] | None = None
-    model: str | None = None  # the directory of the draft model
+    model: str | None = None  # the draft model: a directory, or a repository of Hugging Face
     # The most draft tokens of a sequence in a step. Fewer are computed where more are predicted not to pay.
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 8  # the longest match that ngram and suffix seek

@@ -113,7 +113,9 @@ def settings_from(struct_type: type[StructT], arguments: argparse.Namespace) -> 
 
 def add_file_options(parser: Parser) -> None:
     """Add --config and --log-format."""
-    parser.add_argument("--config", metavar="FILE", type=Path, help="settings as YAML; options go first")
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, help="settings as YAML; options have precedence"
+    )
     add_format_option(parser)
 
 
