@@ -6,7 +6,8 @@ The file is applied as in vLLM (`--generation-config`):
             them; max_new_tokens caps every answer
     vllm    nothing of the file: the defaults are vLLM's own
 
-`--override-generation-config` goes before both. The engine reads end tokens with either setting, as in vLLM.
+`--override-generation-config` has precedence over both. The engine reads end tokens with either setting, as
+in vLLM.
 """
 
 from pathlib import Path
@@ -53,7 +54,7 @@ def read_sampling_defaults(
 ) -> SamplingParams:
     """Return the parameters of a request without any; vLLM's, where `generation_config.json` names none.
 
-    generation_config: "auto", or "vllm" to ignore the file. override: goes before the file. max_tokens: for a
+    generation_config: "auto", or "vllm" to ignore the file. override: has precedence. max_tokens: for a
     model that caps no answer. Raises ModelError that names the file and the key.
     """
     path = directory / GENERATION_FILE
