@@ -3,8 +3,10 @@
 import logging
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -14,6 +16,8 @@ MAX_NODE_NAME: Final = 128  # characters
 LogFormat: TypeAlias = Literal["text", "json"]
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
 PREFIX: Final = "BATON_"
+DEVICES: Final = Path("/dev")
+_NVIDIA_SMI_S: Final = 60.0  # the driver of a machine with many GPUs may take seconds to start
 _MPS_PRIORITY: Final = "CUDA_MPS_CLIENT_PRIORITY"
 # Idle OpenMP threads of torch sleep. By default they spin and take cores from other workers: two workers that
 # loaded a model on two cores took twice the processor time.
@@ -68,12 +72,27 @@ def set_node_name(name: str) -> None:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the NVIDIA GPUs that a new process would see, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the NVIDIA GPUs that a new process would see, as CUDA_VISIBLE_DEVICES names them.
+
+    In a container these are the GPUs of the container: /proc/driver/nvidia may list all GPUs of the machine.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
-    present = Path("/proc/driver/nvidia/gpus")
-    return tuple(str(index) for index, _ in enumerate(present.iterdir())) if present.is_dir() else ()
+    num_gpus = _count_by_nvidia_smi()
+    if num_gpus is None:
+        num_gpus = len([*DEVICES.glob("nvidia[0-9]*")])
+    return tuple(map(str, range(num_gpus)))
+
+
+def _count_by_nvidia_smi() -> int | None:
+    """Return the number of GPUs that `nvidia-smi -L` lists; None: the program is missing, or fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run(
+            ("nvidia-smi", "-L"), capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_S
+        )
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return None
 
 
 def environment_of_child(

@@ -148,7 +148,7 @@ class LocalRuntime:
         self._gpus_of: dict[str, Sequence[str]] = {}  # by the name of a process
 
     async def open(self) -> None:
-        self._gpus = visible_gpus()
+        self._gpus = await asyncio.to_thread(visible_gpus)  # may run a program
         self.num_gpus = len(self._gpus)
 
     async def place(self, specs: list[ProcessSpec]) -> None:

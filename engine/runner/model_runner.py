@@ -605,7 +605,10 @@ def model_fingerprint(config: EngineConfig) -> str:
 def choose_device(name: str, rank: int) -> torch.device:
     """The device of a rank. `auto` takes a GPU when there is one; rank r of a group takes GPU r."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: expected a CUDA device, but torch finds none on this machine")
+        raise ConfigError(
+            "device: expected a CUDA device, but torch finds none on this machine: check the driver and "
+            "torch.version.cuda, or compute on a CPU (--device cpu)"
+        )
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())

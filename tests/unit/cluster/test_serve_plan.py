@@ -253,6 +253,15 @@ def test_workers_and_ranks_of_both_roles_are_counted() -> None:
 def test_device_cpu_is_used_beside_gpus() -> None:
     planned = plan(8, engine=EngineSettings(device="cpu"))
     assert [spec.gpus_per_rank for spec in planned] == [0.0] * 4
+    assert [worker.engine.device for worker in workers(planned)] == ["cpu"] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "asked", "planned"), [(0, "auto", "cpu"), (1, "auto", "cuda"), (0, "cuda", "cuda")]
+)
+def test_device_of_a_worker_is_planned_from_the_gpus(num_gpus: int, asked: str, planned: str) -> None:
+    processes = plan(num_gpus, engine={"device": asked})
+    assert [worker.engine.device for worker in workers(processes)] == [planned] * 2
 
 
 def test_policy_and_bounds_reach_the_router_and_the_workers() -> None:
