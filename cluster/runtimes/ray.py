@@ -155,9 +155,8 @@ class RayRuntime:
         num_cores = cores_for(sum(spec.num_ranks for spec in everyone), cores)
         shares = share_out(everyone, num_cores)
         workers = [spec for spec in everyone if spec.name not in self._placements]
-        for spec in workers:
-            self._needs[spec.name] = _needs(spec, shares[spec.name])
-            self._roles[spec.name] = spec.role
+        self._needs |= {spec.name: _needs(spec, shares[spec.name]) for spec in workers}
+        self._roles |= {spec.name: spec.role for spec in workers}
         self._request_nodes()
         with ExitStack() as releases:
             for spec in workers:
@@ -697,9 +696,20 @@ def least_used(
 
 
 def _needs(spec: ProcessSpec, num_cores: int) -> list[dict[str, float]]:
-    """Return the resources of each bundle: those that the worker's ranks on one node need."""
+    """Return the resources of each bundle: those that the worker's ranks on one node need.
+
+    Raises ConfigError for several ranks with parts of GPUs: each rank needs another GPU, and Ray would give
+    parts of one.
+    """
     if spec.gpus_per_rank:
-        needs = {"GPU": spec.num_ranks // spec.num_nodes * spec.gpus_per_rank, "CPU": 1.0, **spec.resources}
+        ranks_per_node = spec.num_ranks // spec.num_nodes
+        if spec.gpus_per_rank < 1 < ranks_per_node:
+            raise ConfigError(
+                f"{spec.name}: {ranks_per_node} ranks of one worker cannot share GPUs on Ray, and there "
+                "are fewer GPUs than ranks: lower tensor_parallel_size, start fewer workers, add GPUs or, on "
+                "one machine, serve with --runtime local"
+            )
+        needs = {"GPU": ranks_per_node * spec.gpus_per_rank, "CPU": 1.0, **spec.resources}
     else:
         needs = {"CPU": float(num_cores // spec.num_nodes), **spec.resources}
     return [needs] * spec.num_nodes

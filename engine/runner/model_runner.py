@@ -603,7 +603,10 @@ def model_fingerprint(config: EngineConfig) -> str:
 
 
 def choose_device(name: str, rank: int) -> torch.device:
-    """The device of a rank. `auto` takes a GPU when there is one; rank r of a group takes GPU r."""
+    """The device of a rank. `auto` takes a GPU when there is one; rank r of a group takes GPU r.
+
+    ConfigError when there is no such GPU.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device: expected a CUDA device, but torch finds none on this machine: check the driver and "
@@ -611,7 +614,13 @@ def choose_device(name: str, rank: int) -> torch.device:
         )
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    num_gpus = torch.cuda.device_count()
+    if rank >= num_gpus:  # ranks on one GPU could not be joined: NCCL refuses them
+        raise ConfigError(
+            f"device: rank {rank} of the worker needs a GPU of its own, and this process sees {num_gpus}: "
+            "lower tensor_parallel_size, or name more GPUs in CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", rank)
 
 
 def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> str:

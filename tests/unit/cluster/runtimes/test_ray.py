@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.cluster.runtimes import ray as ray_runtime
@@ -199,6 +200,16 @@ def test_worker_whose_host_ends_while_it_loads_is_lost(three_nodes: list[Any]) -
             await asyncio.wait_for(process.ready(), 5.0)
 
     asyncio.run(check())
+
+
+@on_loop
+async def test_ranks_of_one_worker_that_would_share_a_gpu_are_refused(three_nodes: list[Any]) -> None:
+    runtime = Runtime(three_nodes, "none")
+    pair = msgspec.structs.replace(SPEC, name="decode-1", num_nodes=1, gpus_per_rank=0.5)
+    alone = msgspec.structs.replace(pair, name="prefill-0", num_ranks=1)
+    with pytest.raises(ConfigError, match="decode-1: 2 ranks of one worker cannot share GPUs on Ray"):
+        await runtime.place([alone, pair])
+    assert set(runtime._needs) == {"decode-0"}
 
 
 class Group:

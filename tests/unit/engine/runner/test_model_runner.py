@@ -27,11 +27,19 @@ def loaded_runner(directory: Path, **settings: Any) -> ModelRunner:
 def test_devices() -> None:
     assert choose_device("cpu", 3) == torch.device("cpu")
     if torch.cuda.is_available():
-        assert choose_device("auto", torch.cuda.device_count()) == torch.device("cuda", 0)
+        assert choose_device("auto", 0) == torch.device("cuda", 0)
         return
     assert choose_device("auto", 1) == torch.device("cpu")
     with pytest.raises(ConfigError, match="device: expected a CUDA device"):
         choose_device("cuda", 0)
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [choose_device("cuda", rank).index for rank in range(2)] == [0, 1]
+    with pytest.raises(ConfigError, match="device: rank 2 of the worker needs a GPU of its own"):
+        choose_device("auto", 2)
 
 
 def test_models_length_may_be_lowered_never_raised(tiny_model: Path) -> None:
