@@ -94,6 +94,22 @@ class FakeGraph:
                 output.copy_(function(*arguments, **options))
 
 
+class FakeCudart:
+    """The functions of the runtime library that torch passes on; they return the number of an error, or 0."""
+
+    def __init__(self, cuda: "FakeCuda") -> None:
+        self._cuda = cuda
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self._cuda.note("pin", num_bytes)
+        self._cuda.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self._cuda.note("unpin", self._cuda.registered.pop(address))
+        return 0
+
+
 class FakeCuda(TorchFunctionMode):
     """The runtime; a context manager. `calls` is everything that it was asked to do."""
 
@@ -104,6 +120,7 @@ class FakeCuda(TorchFunctionMode):
         self.is_slow = False  # True: copies end when they are waited for
         self.streams: list[FakeStream] = []  # that were made, in this order
         self.events_on: Counter[int] = Counter()  # identity of a stream -> events recorded by it
+        self.registered: dict[int, int] = {}  # address -> bytes of pinned memory that torch did not allocate
         self._total_bytes, self._shared_bytes, self._driver_bytes = total_bytes, shared_bytes, driver_bytes
         self._graphs: WeakSet[FakeGraph] = WeakSet()
         self._stream = FakeStream(self)
@@ -120,6 +137,7 @@ class FakeCuda(TorchFunctionMode):
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "set_device": lambda device: None,
+            "cudart": lambda: FakeCudart(self),
             "Stream": self._make_stream,
             "set_stream": self._set_stream,
             "Event": lambda: FakeEvent(self),
@@ -184,8 +202,15 @@ class FakeCuda(TorchFunctionMode):
         if direction is None:
             return
         host = target if direction == "download" else source
-        is_blocking = direction != "on device" and not (non_blocking and isinstance(host, PinnedTensor))
+        is_blocking = direction != "on device" and not (non_blocking and self._is_pinned(host))
         self.note(f"blocking {direction}" if is_blocking else direction, source.nbytes)
+
+    def _is_pinned(self, host: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            first = host.data_ptr()
+        return isinstance(host, PinnedTensor) or any(
+            start <= first < start + size for start, size in self.registered.items()
+        )
 
     def _move(self, tensor: Tensor, place: torch.device | str, non_blocking: bool) -> Tensor:
         """A new tensor at the place; to the host it is pinned if the copy does not block, as torch's is."""

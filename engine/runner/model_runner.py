@@ -12,6 +12,7 @@
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
@@ -98,13 +99,10 @@ class KvPool:
             self.device: Tensor = zeros_on_cpu((num_pages, *shape), dtype)
         else:
             self.device = torch.zeros((num_pages, *shape), dtype=dtype, device=device)
-        is_pinned = device.type == "cuda" and num_host_pages > 0
-        if host_zeros is None and is_pinned:
-            self.host: Tensor = torch.zeros((num_host_pages, *shape), dtype=dtype, pin_memory=True)
-        else:  # page-aligned, for direct reads from a disk
-            self.host = (host_zeros or huge_zeros)((num_host_pages, *shape), dtype)
-            if is_pinned:
-                _pin(self.host)
+        # Page-aligned, for direct reads from a disk. Pinned memory of torch would be a power of two of bytes.
+        self.host: Tensor = (host_zeros or huge_zeros)((num_host_pages, *shape), dtype)
+        if device.type == "cuda" and num_host_pages:
+            _pin(self.host, device, owner=self)
 
     @torch.inference_mode()
     def copy(self, to_host: Ordered[PageCopy], to_device: Ordered[PageCopy]) -> None:
@@ -134,11 +132,23 @@ def _copy_pages(source: Tensor, destination: Tensor, copies: Ordered[tuple[int, 
     copy_runs(source, destination, from_N, to_N, page_bytes)
 
 
-def _pin(memory: Tensor) -> None:
-    """Pin memory for copies from and to GPUs. Where the driver refuses, copies are slower."""
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(status):
-        logger.warning("%s bytes of host pages cannot be pinned: %s", f"{memory.nbytes:,}", status)
+def _pin(memory: Tensor, device: torch.device, owner: object) -> None:
+    """Pin memory for copies from and to a GPU until its owner is freed, which is freed before the memory.
+
+    Where the driver refuses, copies are slower.
+    """
+    runtime, wait_for = torch.cuda.cudart(), torch.cuda.synchronize
+    address, num_bytes = memory.data_ptr(), memory.nbytes
+    if status := int(runtime.cudaHostRegister(address, num_bytes, 0)):
+        logger.warning("%s bytes of host pages cannot be pinned: CUDA error %d", f"{num_bytes:,}", status)
+        return
+
+    def unpin() -> None:
+        wait_for(device)  # no thread has waited for the last copies
+        if status := int(runtime.cudaHostUnregister(address)):
+            logger.warning("%s bytes of host pages stay pinned: CUDA error %d", f"{num_bytes:,}", status)
+
+    weakref.finalize(owner, unpin).atexit = False
 
 
 def page_bytes(pages: Tensor) -> NDArray[np.uint8]:

@@ -422,6 +422,17 @@ def test_page_copies_come_before_the_step_and_are_not_waited_for(
     assert bool((runner.pool.device[62] == 5.0).all())
 
 
+def test_host_pages_and_no_more_are_pinned_until_they_are_freed(cuda: FakeCuda, tiny_model: Path) -> None:
+    num_bytes = 3 * 2**14
+    runner = serving_runner(cuda, tiny_model, host_cache_memory_bytes=num_bytes)
+    assert cuda.registered == {runner.pool.host.data_ptr(): num_bytes}
+    cuda.calls.clear()
+    pages = runner.pool.host  # a user of the memory that lives on
+    del runner.pool
+    assert cuda.calls == [Call("wait for device"), Call("unpin", num_bytes)]
+    assert not cuda.registered and not pages.any()
+
+
 def test_step_of_copies_alone_uploads_nothing_else(cuda: FakeCuda, runner: ModelRunner) -> None:
     arrays = StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(make_batch(copies_to_device=((3, 1),)))
     assert runner.execute(arrays).shape == (0, VOCAB_SIZE)
