@@ -26,6 +26,8 @@ WAITING = (
     Tensor.__int__,
     torch.nonzero,
 )
+# Calls that only allocate, or look at a tensor.
+NO_KERNEL = (torch.empty, Tensor.__len__, Tensor.__getitem__, Tensor.data_ptr, Tensor.view)
 
 
 class DeviceTensor(Tensor):
@@ -101,6 +103,9 @@ class FakeCudart:
         self._cuda = cuda
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        if self._cuda.pins_nothing:
+            self._cuda.last_error = 801
+            return self._cuda.last_error
         self._cuda.note("pin", num_bytes)
         self._cuda.registered[address] = num_bytes
         return 0
@@ -120,6 +125,8 @@ class FakeCuda(TorchFunctionMode):
         self.is_slow = False  # True: copies end when they are waited for
         self.streams: list[FakeStream] = []  # that were made, in this order
         self.events_on: Counter[int] = Counter()  # identity of a stream -> events recorded by it
+        self.pins_nothing = False  # True: the driver refuses to pin memory that torch did not allocate
+        self.last_error = 0  # that torch raises, and clears, after the next kernel
         self.registered: dict[int, int] = {}  # address -> bytes of pinned memory that torch did not allocate
         self._total_bytes, self._shared_bytes, self._driver_bytes = total_bytes, shared_bytes, driver_bytes
         self._graphs: WeakSet[FakeGraph] = WeakSet()
@@ -187,6 +194,9 @@ class FakeCuda(TorchFunctionMode):
             self._note_copy(args[0], args[1], options.get("non_blocking", False))
         elif is_on_device and func in WAITING:
             self.note(f"wait in {func.__name__}")
+        if is_on_device and func not in NO_KERNEL and self.last_error:
+            error, self.last_error = self.last_error, 0
+            raise RuntimeError(f"CUDA error {error}")
         with torch._C.DisableTorchFunctionSubclass():
             output = func(*args, **options)
         if not isinstance(output, Tensor):

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, cast
@@ -141,6 +142,9 @@ def _pin(memory: Tensor, device: torch.device, owner: object) -> None:
     address, num_bytes = memory.data_ptr(), memory.nbytes
     if status := int(runtime.cudaHostRegister(address, num_bytes, 0)):
         logger.warning("%s bytes of host pages cannot be pinned: CUDA error %d", f"{num_bytes:,}", status)
+        # CUDA keeps the error, and torch raises it, and clears it, after the next kernel that it launches.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
         return
 
     def unpin() -> None:

@@ -433,6 +433,14 @@ def test_host_pages_and_no_more_are_pinned_until_they_are_freed(cuda: FakeCuda, 
     assert not cuda.registered and not pages.any()
 
 
+def test_refused_pinning_leaves_no_error_behind(cuda: FakeCuda, tiny_model: Path) -> None:
+    cuda.pins_nothing = True
+    runner = serving_runner(cuda, tiny_model)
+    arrays = mixed_step(3, 17)
+    assert runner.execute(arrays).tolist() == expected(arrays)
+    assert not cuda.registered
+
+
 def test_step_of_copies_alone_uploads_nothing_else(cuda: FakeCuda, runner: ModelRunner) -> None:
     arrays = StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(make_batch(copies_to_device=((3, 1),)))
     assert runner.execute(arrays).shape == (0, VOCAB_SIZE)
