@@ -4,6 +4,7 @@ A captured graph holds the torch calls of the capture and runs them again on the
 ours runs: models for this runtime are plain torch.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ class FakeEvent:
         self._cuda.note("record event")
 
     def query(self) -> bool:
+        self._cuda.check_device("query event")
         return self._is_done
 
     def synchronize(self) -> None:
@@ -67,6 +69,8 @@ class FakeEvent:
 
 
 class FakeStream:
+    device = DEVICE
+
     def __init__(self, cuda: "FakeCuda", priority: int = 0) -> None:
         self._cuda = cuda
         self.priority = priority
@@ -125,6 +129,8 @@ class FakeCuda(TorchFunctionMode):
         self.is_slow = False  # True: copies end when they are waited for
         self.streams: list[FakeStream] = []  # that were made, in this order
         self.events_on: Counter[int] = Counter()  # identity of a stream -> events recorded by it
+        self.strays: list[str] = []  # calls of threads that had not chosen the device: they open another one
+        self._of_thread = threading.local()  # has_device
         self.pins_nothing = False  # True: the driver refuses to pin memory that torch did not allocate
         self.last_error = 0  # that torch raises, and clears, after the next kernel
         self.registered: dict[int, int] = {}  # address -> bytes of pinned memory that torch did not allocate
@@ -143,7 +149,8 @@ class FakeCuda(TorchFunctionMode):
         fakes = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
-            "set_device": lambda device: None,
+            "set_device": self._set_device,
+            "device": self._on_device,
             "cudart": lambda: FakeCudart(self),
             "Stream": self._make_stream,
             "set_stream": self._set_stream,
@@ -233,6 +240,23 @@ class FakeCuda(TorchFunctionMode):
         self._note_copy(target, tensor, non_blocking)
         return target
 
+    def check_device(self, name: str) -> None:
+        """Note a call that is made on the current device of its thread."""
+        if not getattr(self._of_thread, "has_device", False):
+            self.strays.append(name)
+
+    def _set_device(self, device: torch.device) -> None:
+        self._of_thread.has_device = True
+
+    @contextmanager
+    def _on_device(self, device: torch.device) -> Iterator[None]:
+        before = getattr(self._of_thread, "has_device", False)
+        self._of_thread.has_device = True
+        try:
+            yield
+        finally:
+            self._of_thread.has_device = before
+
     @contextmanager
     def _on_stream(self, stream: FakeStream) -> Iterator[None]:
         before, self._stream = self._stream, stream
@@ -240,6 +264,7 @@ class FakeCuda(TorchFunctionMode):
             yield
         finally:
             self._stream = before
+            self.check_device("leave stream")
 
     @contextmanager
     def _capture(

@@ -263,7 +263,7 @@ class DeviceSteps:
     def __init__(self, device: torch.device) -> None:
         self.launched = ALWAYS_PASSED
         self._passed = ALWAYS_PASSED
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._events: deque[tuple[int, torch.cuda.Event]] = deque()  # oldest first
         self._lock = threading.Lock()
 
@@ -281,7 +281,8 @@ class DeviceSteps:
     def has_passed(self, mark: int) -> bool:
         """As `StepMarks.has_passed`."""
         if mark > self._passed and self._is_cuda:
-            with self._lock:
+            # The caller's thread may have chosen no GPU: a query would open a context of CUDA on GPU 0.
+            with self._lock, torch.cuda.device(self._device):
                 self._look()
         return mark <= self._passed
 

@@ -49,6 +49,7 @@ from baton.kvtransfer.transports.pages import (
     PagePacking,
     PeerGenerations,
     as_words,
+    on_stream,
 )
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.messages.bounds import schema_hash
@@ -439,7 +440,7 @@ class CudaIpcSender(DirectSender):
     def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
         source, destination = self._packing, self._pages
         assert isinstance(source, DevicePages) and isinstance(destination, DevicePages)
-        with torch.cuda.stream(source.streams[0]):
+        with on_stream(source.streams[0]):
             source.wait_for_writers()
             copy_pages(
                 source.of_rows(plan),

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -223,6 +223,16 @@ def packing_of(pool: Tensor, num_lanes: int = 1, stream_priority: int = 0) -> Pa
     return DevicePages(pool, [torch.cuda.Stream(pool.device, stream_priority) for _ in range(num_lanes)])
 
 
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Make a stream, and its GPU, the current ones of a thread that may have chosen no GPU.
+
+    `torch.cuda.stream` alone would go back to GPU 0 afterwards, and open a context of CUDA there.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+
+
 class HostPages:
     """`PagePacking` of a pool in this process's memory."""
 
@@ -276,17 +286,18 @@ class DevicePages:
 
     def staging(self, num_bytes: int) -> Tensor:
         # The allocator reuses the memory on this stream alone. Other lanes have ended before memory is freed.
-        with torch.cuda.stream(self.streams[0]):
+        with on_stream(self.streams[0]):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._content.device)
 
     def host_staging(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        with on_stream(self.streams[0]):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def note_written(self) -> None:
         self._written.append(torch.cuda.current_stream(self._content.device).record_event())
 
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
-        with torch.cuda.stream(self.streams[lane]):
+        with on_stream(self.streams[lane]):
             self.wait_for_writers()
             rows = self.rows(plan, offset_N)
             if plan.sent_codes is None:
@@ -295,7 +306,7 @@ class DevicePages:
                 encode_pages(*self._coded_rows(plan, plan.sent_codes, rows, staging))
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
-        with torch.cuda.stream(self.streams[lane]):
+        with on_stream(self.streams[lane]):
             rows = self.rows(plan, offset_N)
             if plan.sent_codes is None:
                 copy_pages(staging.view(-1, plan.row_bytes), None, self.of_rows(plan), rows)
@@ -303,14 +314,14 @@ class DevicePages:
                 decode_pages(*self._coded_rows(plan, plan.sent_codes, rows, staging))
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        with torch.cuda.stream(self.streams[0]):
+        with on_stream(self.streams[0]):
             target.copy_(source, non_blocking=True)
 
     def finish(self, timeout_s: float = math.inf, lane: int = 0) -> None:
-        with torch.cuda.stream(self.streams[lane]):
+        with on_stream(self.streams[lane]):
             done = self.streams[lane].record_event()
-        if not poll(done.query, timeout_s):
-            raise TransferFailed(f"the GPU did not finish within {timeout_s:g} s")
+            if not poll(done.query, timeout_s):
+                raise TransferFailed(f"the GPU did not finish within {timeout_s:g} s")
 
     def wait_for_writers(self) -> None:
         """Let all lanes wait for all work that `note_written` was told of.

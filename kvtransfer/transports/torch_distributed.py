@@ -36,7 +36,7 @@ from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.base import LocalRank, Part, QueueSender
-from baton.kvtransfer.transports.pages import DevicePages, PagePacking
+from baton.kvtransfer.transports.pages import DevicePages, PagePacking, on_stream
 from baton.kvtransfer.transports.rank_pair import (
     DESTINATION,
     FOREVER,
@@ -199,7 +199,7 @@ class NcclChannel(GlooChannel):
     def connect(self, rank: int, timeout_s: float) -> None:
         """Exchange a first message: NCCL fails to connect here, not in the middle of a transfer."""
         if rank == SOURCE:
-            with translated("nccl"), torch.cuda.stream(self._packing.streams[0]):
+            with translated("nccl"), on_stream(self._packing.streams[0]):
                 self._bulk.send([self.payload(0, 1)], self._peer, 0).wait()
             self._packing.finish(timeout_s)
         else:
@@ -207,7 +207,7 @@ class NcclChannel(GlooChannel):
             self.fetch_payload(0, 1, 0, timeout_s)
 
     def send_payload(self, part: int, num_bytes: int, lane: int) -> None:
-        with translated("nccl"), torch.cuda.stream(self._packing.streams[lane]):
+        with translated("nccl"), on_stream(self._packing.streams[lane]):
             work = self._bulk.send([self.payload(part, num_bytes)], self._peer, 0)
         self._bulk_work[part % NUM_SLOTS] = work
 
@@ -215,7 +215,7 @@ class NcclChannel(GlooChannel):
         """Nothing to post: NCCL receives in `expect_payload`, which knows the length."""
 
     def expect_payload(self, part: int, num_bytes: int, lane: int) -> None:
-        with translated("nccl"), torch.cuda.stream(self._packing.streams[lane]):
+        with translated("nccl"), on_stream(self._packing.streams[lane]):
             work = self._bulk.recv([self.payload(part, num_bytes)], self._peer, 0)
             work.wait()  # blocks the lane, not this thread
         self._bulk_work[part % NUM_SLOTS] = work

@@ -1,6 +1,7 @@
 """The runner calls CUDA in the right order: a stand-in for the CUDA runtime records the calls."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.clock import ManualClock
+from baton.engine.cache.page_pool import mark_of
 from baton.engine.engine import Engine
 from baton.engine.models.model import Model
 from baton.engine.models.parallel import ReplicaRank
@@ -431,6 +433,15 @@ def test_host_pages_and_no_more_are_pinned_until_they_are_freed(cuda: FakeCuda, 
     del runner.pool
     assert cuda.calls == [Call("wait for device"), Call("unpin", num_bytes)]
     assert not cuda.registered and not pages.any()
+
+
+def test_any_thread_may_ask_how_far_the_steps_are(cuda: FakeCuda, runner: ModelRunner) -> None:
+    cuda.is_slow = True
+    arrays = decode_step(3, 17)
+    runner.execute(arrays)
+    with ThreadPoolExecutor(1) as other:
+        assert not other.submit(runner.steps.has_passed, mark_of(arrays.step)).result()
+    assert not cuda.strays, "a thread has opened a context on another GPU"
 
 
 def test_refused_pinning_leaves_no_error_behind(cuda: FakeCuda, tiny_model: Path) -> None:

@@ -149,6 +149,16 @@ def test_each_lane_waits_for_writers_and_is_waited_for_alone(cuda: FakeCuda) -> 
     assert [cuda.events_on[lane] for lane in lanes] == [1, 1]
 
 
+def test_threads_that_chose_no_gpu_open_no_context_on_another(cuda: FakeCuda) -> None:
+    cut = layout(1, 16)
+    plan = plan_transfer(cut, cut, 0, 0)
+    packing = packing_of(torch.zeros(8, cut.page_bytes, dtype=torch.uint8, device=DEVICE))
+    parts = StagedParts(packing)
+    parts.fetch(plan, plan.source.offsets(0, 2, (6, 1)))
+    parts.store(plan, plan.destination.offsets(0, 2, (3, 4)))
+    assert not cuda.strays
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_packing_waits_for_the_stream_that_wrote_the_pages() -> None:
     pool = torch.zeros(64, 2**20, dtype=torch.uint8, device="cuda")

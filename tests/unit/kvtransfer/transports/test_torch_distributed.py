@@ -410,7 +410,7 @@ def laned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         yield
         current.lane = before
 
-    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch_distributed, "on_stream", stream)
     monkeypatch.setattr(LocalRank, "packing", lambda rank, num_lanes: LanedPages(PageMemory.of(rank.pool)))
     pair = Pair(LanedTransport(current))
     yield pair
