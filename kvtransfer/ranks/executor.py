@@ -411,6 +411,10 @@ class RankExecutor:
             clock=clock,
             dropped=dropped,
         )
+        # Before any transfer or step: the compiler would take longer than a transfer may stall.
+        self.rank.packing().warm_up(
+            plan_transfer(settings.layout, settings.layout, settings.rank, settings.rank)
+        )
         self._open_listeners = transports.listen(self.rank)
         self.listeners = RankListenerAddresses(
             incarnation=incarnation,

@@ -193,6 +193,9 @@ class PagePacking(Protocol):
     def host_staging(self, num_bytes: int) -> Tensor:
         """uint8 on the CPU, pinned where the pool is on a GPU."""
 
+    def warm_up(self, plan: TransferPlan) -> None:
+        """Compile what transfers by the plan launch. plan: of this rank with itself, as page 0 is written."""
+
     def note_written(self) -> None:
         """Let later packs see the pages that the caller's thread, or its current stream, has written."""
 
@@ -248,6 +251,9 @@ class HostPages:
     def host_staging(self, num_bytes: int) -> Tensor:
         return huge_zeros((num_bytes,), torch.uint8)
 
+    def warm_up(self, plan: TransferPlan) -> None:
+        """A CPU's kernels are compiled already."""
+
     def note_written(self) -> None:
         """A CPU's writes are visible at once."""
 
@@ -292,6 +298,17 @@ class DevicePages:
     def host_staging(self, num_bytes: int) -> Tensor:
         with on_stream(self.streams[0]):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def warm_up(self, plan: TransferPlan) -> None:
+        offset_N = plan.source.offsets(0, 1, (0,))
+        for each in (plan.as_stored(), plan):  # digests read pages as they are stored
+            staging = self.staging(len(offset_N) * each.sent_run_bytes)
+            self.pack(each, offset_N, staging)
+            self.unpack(each, offset_N, staging)
+        with on_stream(self.streams[0]):  # as cuda_ipc copies
+            rows = self.rows(plan, offset_N)
+            copy_pages(self.of_rows(plan), rows, self.of_rows(plan), rows)
+        self.finish()
 
     def note_written(self) -> None:
         self._written.append(torch.cuda.current_stream(self._content.device).record_event())

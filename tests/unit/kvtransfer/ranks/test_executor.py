@@ -28,7 +28,8 @@ from baton.kvtransfer.ranks.messages import (
     UnitsHashed,
     WriterStopped,
 )
-from baton.kvtransfer.transports.pages import SharedPool
+from baton.kvtransfer.transports.base import LocalRank, TransportListener, TransportSet
+from baton.kvtransfer.transports.pages import HostPages, SharedPool
 from baton.kvtransfer.transports.registry import transport_set
 from baton.pages import PageLayout
 from baton.rpc.connection import Call, DroppedPeers
@@ -102,6 +103,22 @@ def sources() -> Iterator[list[Rank]]:
     yield made
     for executor in made:
         executor.close()
+
+
+def test_kernels_of_transfers_are_compiled_before_any_peer_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[object] = []
+    monkeypatch.setattr(HostPages, "warm_up", lambda pages, plan: order.append(plan.unit_bytes))
+
+    class Transports(TransportSet):
+        def listen(self, rank: LocalRank) -> dict[str, TransportListener]:
+            order.append("listen")
+            return super().listen(rank)
+
+    monkeypatch.setattr(
+        "tests.unit.kvtransfer.ranks.test_executor.transport_set", lambda name: Transports(())
+    )
+    Rank(HALVES, 1).close()
+    assert order == [HALVES.page_bytes, "listen"]
 
 
 def open_shard(destination: Rank, source: Rank, shard: int) -> None:

@@ -1,12 +1,13 @@
 """Runs packed out of one pool and unpacked into another, directly or by way of host memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels.pages import copy_runs_reference
+from baton.kernels.coded_runs import decode_pages, encode_pages
+from baton.kernels.pages import copy_pages, copy_runs_reference
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking, StagedParts, packing_of
 from baton.pages import PageLayout
@@ -157,6 +158,36 @@ def test_threads_that_chose_no_gpu_open_no_context_on_another(cuda: FakeCuda) ->
     parts.fetch(plan, plan.source.offsets(0, 2, (6, 1)))
     parts.store(plan, plan.destination.offsets(0, 2, (3, 4)))
     assert not cuda.strays
+
+
+@pytest.mark.parametrize("transfer_dtype", ["auto", "int8"])
+def test_warm_up_launches_every_kernel_of_transfers_and_changes_no_page(
+    transfer_dtype: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: set[tuple[str, int]] = set()  # name, ids
+
+    def note(name: str, launch: Callable[..., None]) -> Callable[..., None]:
+        def noted(*given: Tensor | None) -> None:
+            sides = given[1::2] if name == "copy_pages" else ()
+            launched.add((name, sum(1 << side for side, ids_N in enumerate(sides) if ids_N is not None)))
+            launch(*given)
+
+        return noted
+
+    kernels: dict[str, Callable[..., None]] = {
+        "copy_pages": copy_pages,
+        "encode_pages": encode_pages,
+        "decode_pages": decode_pages,
+    }
+    for name, launch in kernels.items():
+        monkeypatch.setattr(f"baton.kvtransfer.transports.pages.{name}", note(name, launch))
+    cut = layout(2, 16, transfer_dtype)
+    pool = torch.zeros(3, cut.page_bytes, dtype=torch.uint8, device=DEVICE)
+    packing_of(pool, 2).warm_up(plan_transfer(cut, cut, 1, 1))
+    assert cuda.calls[-1].name == "record event" and not raw(pool).any()
+    copies = {("copy_pages", 1), ("copy_pages", 2), ("copy_pages", 3)}  # out of pages, into them, and both
+    coded = set() if transfer_dtype == "auto" else {("encode_pages", 0), ("decode_pages", 0)}
+    assert launched == copies | coded
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
