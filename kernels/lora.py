@@ -38,12 +38,15 @@ class AdapterRows:
 
     @cached_property
     def groups(self) -> list[tuple[int, Tensor]]:
-        """(slot, int64 rows on the device) of each adapter of the step."""
-        return [
-            (int(slot), torch.from_numpy((self.slots_T == slot).nonzero()[0]).to(self.device))
+        """(slot, int64 rows on the device) of each adapter of the step. A GPU is not waited for."""
+        found = [
+            (int(slot), torch.from_numpy((self.slots_T == slot).nonzero()[0]))
             for slot in np.unique(self.slots_T)
             if slot != NO_ADAPTER
         ]
+        if self.device.type != "cuda":
+            return found
+        return [(slot, row_I.pin_memory().to(self.device, non_blocking=True)) for slot, row_I in found]
 
 
 class LowRankWeights:

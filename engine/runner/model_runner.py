@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from baton.adapters import Adapter, AdapterFiles, read_adapter
 from baton.config.engine import CacheConfig, EngineConfig
@@ -402,8 +403,11 @@ class ModelRunner:
         max_num_seqs, max_num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         self._uploads = StepUploads(max_num_tokens, max_num_seqs, max_pages, self.device)
         trial = KvPool(self.layout, 1, 0, self.device).device
+        self._put_dummy_adapter()
         for arrays in warmup_steps(max_num_tokens, max_num_seqs, max_pages):
             self._forward(arrays, trial)
+            if self.adapters is not None:
+                self._forward(_with_dummy_adapter(arrays), trial)
         model = self.model
         self._graphs = StepGraphs(
             lambda step, kv_pool: model.logits(model.forward(step, kv_pool)),
@@ -417,15 +421,27 @@ class ModelRunner:
         graph_bytes = self._graphs.measure_bytes(trial)
         logger.info("CUDA graphs: %.2f GiB", graph_bytes / 2**30)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.run_largest_step()
+        self.run_largest_step(has_adapter=self.adapters is not None)
+        self.put_adapter(DUMMY_SLOT, None)
         return graph_bytes
 
+    def _put_dummy_adapter(self) -> None:
+        """Place an adapter of zeros that changes every layer of this rank that adapters may change."""
+        if self.adapters is None:
+            return
+        rank, shapes = self.config.max_lora_rank, self.adapters.shapes
+        pairs = {
+            name: (torch.zeros(rank, shapes[name][1]), torch.zeros(shapes[name][0], rank))
+            for name in self.adapters.projections
+        }
+        self.put_adapter(DUMMY_SLOT, AdapterTensors(rank, 1.0, pairs))
+
     @torch.inference_mode()
-    def run_largest_step(self) -> None:
+    def run_largest_step(self, *, has_adapter: bool = False) -> None:
         """Compute a step that takes as much memory as any may; store nothing.
 
         It has as many decodes as possible, which keep partial sums of the longest context, and asks for the
-        logits of every token, as prompt logprobs do.
+        logits of every token, as prompt logprobs do. has_adapter: every token has the adapter of DUMMY_SLOT.
         """
         scheduler = self.config.scheduler
         num_tokens = scheduler.max_num_batched_tokens
@@ -436,6 +452,8 @@ class ModelRunner:
             num_decodes=num_decodes,
             num_pages=self.layout.num_pages(self.max_model_len),
         )
+        if has_adapter:
+            arrays = _with_dummy_adapter(arrays)
         self._forward(arrays, KvPool(self.layout, 1, 0, self.device).device)
 
     def describe_pool(self) -> str:
@@ -460,7 +478,7 @@ class ModelRunner:
         """
         if self.adapters is not None and self.rank.index:
             for slot, files in arrays.adapters:
-                self.adapters.put(slot, None if files is None else self.adapters.read(files))
+                self.put_adapter(slot, None if files is None else self.adapters.read(files))
         num_tokens = arrays.num_last_tokens
         last_tokens_R = self._share_tokens(num_tokens, last_tokens_R) if num_tokens else None
         groups = self._layer_groups(arrays, on_layers) if arrays.num_layer_groups else None
@@ -523,9 +541,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, tensors: AdapterTensors | None) -> None:
-        """Place this rank's part of an adapter in a slot; None: leave the slot free."""
-        if self.adapters is not None:
-            self.adapters.put(slot, tensors)
+        """Place this rank's part of an adapter in a slot; None: leave the slot free.
+
+        On a GPU every adapter has the highest rank, by zeros: another rank would compile other kernels.
+        """
+        if self.adapters is None:
+            return
+        if tensors is not None and self.device.type == "cuda":
+            tensors = _padded(tensors, self.config.max_lora_rank)
+        self.adapters.put(slot, tensors)
 
     def _share_tokens(self, num_tokens: int, tokens_R: Tensor | None) -> Tensor:
         """Rank 0 samples; return its tokens on every rank."""
@@ -589,6 +613,23 @@ class ModelRunner:
             return model.logits(hidden)
         pp.send_on(hidden)
         return hidden
+
+
+DUMMY_SLOT: Final = 0  # free again when a request may have an adapter
+
+
+def _with_dummy_adapter(arrays: StepArrays) -> StepArrays:
+    return arrays._replace(adapter_slots=np.full(len(arrays.token_ids), DUMMY_SLOT, np.int32))
+
+
+def _padded(tensors: AdapterTensors, rank: int) -> AdapterTensors:
+    """The adapter with zeros up to the rank: the product of its matrices is the same."""
+    missing = rank - tensors.rank
+    pairs = {
+        name: (functional.pad(a_RK, (0, 0, 0, missing)), functional.pad(b_NR, (0, missing)))
+        for name, (a_RK, b_NR) in tensors.pairs.items()
+    }
+    return AdapterTensors(rank, tensors.scale, pairs)
 
 
 def open_checkpoint(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Checkpoint:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from baton.kernels.lora import NO_ADAPTER, AdapterRows, LowRankWeights
 from baton.kernels.native import HugeArena
+from tests.fake_cuda import DEVICE, FakeCuda
 
 NUM_INPUTS, NUM_OUTPUTS = 70, 83  # no multiple of a vector or a panel
 RANKS = {0: 1, 1: 6, 3: 16}  # slot 2 has no weights for this projection
@@ -41,6 +42,15 @@ def update(weights: LowRankWeights, x_TK: Tensor, slots_T: np.ndarray, num_split
     weights.expand(hidden_TR, rows, y_TN[:, 4 : 4 + NUM_OUTPUTS])
     assert bool((y_TN[:, :4] == 1).all()) and bool((y_TN[:, 4 + NUM_OUTPUTS :] == 1).all())
     return y_TN[:, 4 : 4 + NUM_OUTPUTS]
+
+
+def test_rows_of_adapters_go_to_a_gpu_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    with cuda:
+        groups = AdapterRows(SLOTS, max(RANKS.values()), DEVICE).groups
+    assert [call.name for call in cuda.calls if "load" in call.name] == ["upload"] * 4
+    assert {slot: row_I.tolist() for slot, row_I in groups} == {0: [0], 1: [1, 4], 2: [5], 3: [3, 6]}
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -13,6 +13,7 @@ from torch import Tensor
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import mark_of
 from baton.engine.engine import Engine
+from baton.engine.models.loading.weights import AdaptedProjection, Adapters, AdapterTensors
 from baton.engine.models.model import Model
 from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import read_model_config
@@ -26,12 +27,15 @@ from baton.engine.runner.step_inputs import (
     StepArrays,
     StepBuilder,
     padding_step,
+    warmup_steps,
 )
 from baton.engine.scheduler.sequence import Sequence
+from baton.kernels import lora
 from baton.kernels.decoder_stack import LayerGroups
+from baton.kernels.lora import AdapterRows, LowRankWeights
 from baton.kernels.sample import SamplingTensors, sample
 from tests.batches import make_batch, make_sequence, rest_of
-from tests.fake_cuda import Call, DeviceTensor, FakeCuda
+from tests.fake_cuda import DEVICE, Call, DeviceTensor, FakeCuda
 from tests.tiny_models import VOCAB_SIZE, add, run_to_end, tiny_config
 
 MAX_NUM_SEQS = 20
@@ -88,19 +92,22 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield cuda
 
 
-def gpu_runner(directory: Path, stream_priority: int = 0, **cache: Any) -> ModelRunner:
+def gpu_runner(
+    directory: Path, stream_priority: int = 0, cache: dict[str, Any] | None = None, **settings: Any
+) -> ModelRunner:
     config = tiny_config(
         directory,
         device="cuda",
         stream_priority=stream_priority,
         scheduler={"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_TOKENS},
-        cache={"host_cache_memory_bytes": 2**16, **cache},
+        cache={"host_cache_memory_bytes": 2**16, **(cache or {})},
+        **settings,
     )
     return ModelRunner(config, read_model_config(directory), ReplicaRank())
 
 
 def serving_runner(cuda: FakeCuda, directory: Path, stream_priority: int = 0, **cache: Any) -> ModelRunner:
-    runner = gpu_runner(directory, stream_priority, **cache)
+    runner = gpu_runner(directory, stream_priority, cache)
     runner.model = NumberModel(cuda.note)
     runner.allocate()
     return runner
@@ -218,6 +225,71 @@ def test_start_computes_every_kind_of_step_and_writes_no_page(cuda: FakeCuda, ti
     runner.model = loaded_model(tiny_model)
     runner.allocate()
     assert not runner.pool.device.any()
+
+
+class AdaptedModel(NumberModel):
+    """Notes the rows of each step that have an adapter."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        super().__init__()
+        self._adapters = adapters
+        self.adapted: list[tuple[int, AdapterRows | None]] = []  # tokens of a step, their adapters
+
+    def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
+        self.adapted.append((len(step.token_ids_T), self._adapters.rows))
+        return super().forward(step, kv_pool, groups)
+
+
+def adapted_runner(directory: Path) -> ModelRunner:
+    """With adapters of up to rank 6, and one layer that they change."""
+    runner = gpu_runner(directory, enable_lora=True, max_lora_rank=6)
+    assert runner.adapters is not None
+    name, (num_outputs, num_inputs) = next(iter(runner.adapters.shapes.items()))
+    weights = LowRankWeights(num_outputs, num_inputs, torch.float32, DEVICE)
+    runner.adapters.projections[name] = AdaptedProjection(
+        0, 0, num_outputs, lambda rows: rows, weights, runner.adapters
+    )
+    return runner
+
+
+def test_start_computes_every_kind_of_step_with_an_adapter_of_the_highest_rank(
+    cuda: FakeCuda, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = adapted_runner(tiny_model)
+    assert runner.adapters is not None
+    runner.model = model = AdaptedModel(runner.adapters)
+    runner.allocate()
+    plain = {num_tokens for num_tokens, rows in model.adapted if rows is None}
+    adapted = {num_tokens for num_tokens, rows in model.adapted if rows is not None}
+    steps = warmup_steps(MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_PAGES)
+    assert adapted == {len(step.token_ids) for step in steps} <= plain
+    assert {rows.max_rank for _, rows in model.adapted if rows is not None} == {6}
+    assert model.adapted[-1][1] is None, "graphs have no adapters"
+    (projection,) = runner.adapters.projections.values()
+    monkeypatch.setattr(lora, "linear", lambda *given, **options: pytest.fail("the slot is not free"))
+    rows = AdapterRows(np.zeros(1, np.int32), 6, DEVICE)
+    projection.weights.shrink(torch.ones(1, projection.weights.num_inputs), rows)
+
+
+def test_adapter_of_a_lower_rank_computes_the_same_with_the_kernels_of_the_highest(
+    cuda: FakeCuda, tiny_model: Path
+) -> None:
+    runner = adapted_runner(tiny_model)
+    assert runner.adapters is not None
+    (name, projection), *_ = runner.adapters.projections.items()
+    num_outputs, num_inputs = runner.adapters.shapes[name]
+    random = torch.Generator().manual_seed(0)
+    a_RK, b_NR = (torch.randn(shape, generator=random) for shape in ((2, num_inputs), (num_outputs, 2)))
+    x_TK = torch.randn((3, num_inputs), generator=random)
+    runner.put_adapter(1, AdapterTensors(2, 0.5, {name: (a_RK, b_NR)}))
+    rows = np.ones(3, np.int32), np.arange(3)
+    with runner.adapters.step(*rows):
+        assert runner.adapters.rows is not None and runner.adapters.rows.max_rank == 6
+        hidden_TR = projection.weights.shrink(x_TK, runner.adapters.rows)
+        y_TN = torch.zeros(3, num_outputs)
+        projection.weights.expand(hidden_TR, runner.adapters.rows, y_TN)
+    assert hidden_TR.shape == (3, 6)
+    torch.testing.assert_close(y_TN.as_subclass(Tensor), x_TK @ a_RK.T @ (0.5 * b_NR).T)
 
 
 def test_a_graph_derives_the_inputs_of_attention_by_itself(runner: ModelRunner) -> None:
