@@ -54,6 +54,7 @@ from baton.rpc.server import RpcThread
 from baton.rpc.worker_node import SleepingWorker
 
 IDLE_S: Final = 0.25  # longest sleep: deadlines are checked between sleeps
+EXPECTED_RESERVED_BYTES: Final = 2**29  # of a GPU, without an engine: workspaces of libraries
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +206,14 @@ class HostedWorker:
         del self.engine, self.endpoint, self.node, self._links, self._thread, self._steps
         gc.unfreeze()
         gc.collect()
-        give_back_freed_memory()
+        reserved_bytes = give_back_freed_memory()
+        if reserved_bytes > EXPECTED_RESERVED_BYTES:
+            logger.warning(
+                "%s has freed its engine, but %.1f GiB of its GPU are still in use: other processes may have "
+                "its KV pages mapped",
+                self._config.name,
+                reserved_bytes / 2**30,
+            )
 
     def _wait_for_wake(self, hello: Hello, port: int, stop: threading.Event) -> bool:
         """Join the cluster as a worker that sleeps; return whether it was woken."""

@@ -136,13 +136,23 @@ def _keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def give_back_freed_memory() -> None:
-    """Give the memory that glibc and torch keep for later steps back to the system and to the GPU."""
+def give_back_freed_memory() -> int:
+    """Give the memory that glibc and torch keep for later steps back to the system and to the GPU.
+
+    Returns the bytes of the current GPU that torch still has; 0 without a GPU.
+    """
+    num_bytes = 0
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()  # frees what other processes had mapped, so it goes before the cache
+        torch.cuda.empty_cache()
+        empty_host_cache = getattr(torch._C, "_host_emptyCache", None)  # of pinned memory
+        if empty_host_cache is not None:
+            empty_host_cache()
+        num_bytes = torch.cuda.memory_reserved()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    return num_bytes
 
 
 def _built_library(compiler: str) -> Path:

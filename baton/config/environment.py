@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -72,10 +73,12 @@ def set_node_name(name: str) -> None:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the NVIDIA GPUs that a new process would see, as CUDA_VISIBLE_DEVICES names them.
+    """Return the NVIDIA GPUs that a new process would use, as CUDA_VISIBLE_DEVICES names them.
 
     In a container these are the GPUs of the container: /proc/driver/nvidia may list all GPUs of the machine.
     """
+    if is_torch_for_cpus():
+        return ()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
@@ -83,6 +86,13 @@ def visible_gpus() -> tuple[str, ...]:
     if num_gpus is None:
         num_gpus = len([*DEVICES.glob("nvidia[0-9]*")])
     return tuple(map(str, range(num_gpus)))
+
+
+def is_torch_for_cpus() -> bool:
+    """Return whether the installed torch is a build without CUDA: its workers compute on CPUs beside GPUs."""
+    with suppress(PackageNotFoundError):
+        return version("torch").endswith("+cpu")
+    return False
 
 
 def _count_by_nvidia_smi() -> int | None:

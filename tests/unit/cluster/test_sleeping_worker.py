@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.cluster import worker_process
 from baton.engine.engine import Engine
 from baton.messages.operations import Drain
 from baton.messages.orders import Sleep, Wake
@@ -81,6 +82,19 @@ def test_sleep_frees_weights_and_pages_and_the_tokens_after_the_wake_are_those_b
     assert cluster.router.cluster_state.index.num_pages == 0
     order(cluster, Wake(number=2), are_asleep=False)
     assert answers(cluster, "after") == expected
+
+
+@pytest.mark.parametrize(("reserved_bytes", "num_warnings"), [(2**28, 0), (3 * 2**30, 2)])
+def test_memory_of_a_gpu_that_sleep_does_not_free_is_logged(
+    reserved_bytes: int,
+    num_warnings: int,
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(worker_process, "give_back_freed_memory", lambda: reserved_bytes)
+    order(cluster, Sleep(level=2, number=1), are_asleep=True)
+    assert caplog.text.count("3.0 GiB of its GPU are still in use") == num_warnings
 
 
 def send(gateway: GatewayThread, *messages: Sleep | Wake) -> None:

@@ -3,9 +3,10 @@
 import gc
 import weakref
 
+import pytest
 import torch
 
-from baton.kernels.native import CHUNK_BYTES, HugeArena, huge_zeros
+from baton.kernels.native import CHUNK_BYTES, HugeArena, give_back_freed_memory, huge_zeros
 
 
 def test_zeros_have_their_shape_and_can_be_written() -> None:
@@ -43,3 +44,21 @@ def test_memory_goes_with_the_last_tensor_in_it() -> None:
     del piece
     gc.collect()
     assert chunk() is None
+
+
+def test_memory_that_others_had_mapped_is_freed_before_the_cache_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("ipc"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("device"))
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append("host"), raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 7)
+    assert give_back_freed_memory() == 7
+    assert calls == ["ipc", "device", "host"]
+
+
+def test_without_a_gpu_torch_has_no_memory_of_one() -> None:
+    if not torch.cuda.is_initialized():
+        assert give_back_freed_memory() == 0
