@@ -9,7 +9,7 @@ text. The extra `sentencepiece` installs what reads the file; models with a toke
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ MAX_FILE_BYTES: Final = 64 * 2**20
 _TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 _ADDED_FILE: Final = "added_tokens.json"
 _LIBRARIES: Final = ("sentencepiece", "google.protobuf")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 def read_text(path: Path) -> str | None:
@@ -84,16 +85,84 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
     return found
 
 
+class _AddedToken(msgspec.Struct, frozen=True):
+    content: str
+    id: int | None = None
+
+
+class _NamedTemplate(msgspec.Struct, frozen=True):
+    name: str
+    template: str
+
+
+class TokenizerConfig(msgspec.Struct, frozen=True):
+    """The keys of `tokenizer_config.json` that Baton uses; the file has dozens that only training uses."""
+
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+    unk_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+    added_tokens_decoder: dict[int, _AddedToken] = {}
+    chat_template: str | list[_NamedTemplate] | None = None
+    tokenizer_class: str | None = None
+    add_bos_token: bool | None = None
+
+    def special_tokens(self) -> dict[str, str]:
+        """Return the model's special tokens by the names that templates use: `{"bos_token": "<s>", ...}`."""
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        named = {name: getattr(self, name) for name in names}
+        return {
+            name: token.content if isinstance(token, _AddedToken) else token
+            for name, token in named.items()
+            if token is not None
+        }
+
+    def template(self, name: str) -> str | None:
+        """Return a named chat template; one without a name is the "default"."""
+        if isinstance(self.chat_template, list):
+            return {entry.name: entry.template for entry in self.chat_template}.get(name)
+        return self.chat_template if name == "default" else None
+
+
+def read_tokenizer_config(directory: Path) -> TokenizerConfig:
+    """Return the tokenizer's settings, empty for an absent file. Raises ModelError for a damaged one."""
+    return _decoded(directory / _TOKENIZER_CONFIG_FILE, TokenizerConfig) or TokenizerConfig()
+
+
+class _TokenizerFile(msgspec.Struct, frozen=True):
+    added_tokens: tuple[_AddedToken, ...] = ()
+
+
+def read_end_token(directory: Path) -> int | None:
+    """Return the id of the tokenizer's end token; None where no file names the token or has its id.
+
+    Raises ModelError for a damaged file.
+    """
+    config = read_tokenizer_config(directory)
+    end = config.special_tokens().get("eos_token")
+    if end is None:
+        return None
+    for token_id, token in config.added_tokens_decoder.items():
+        if token.content == end:
+            return token_id
+    file = _decoded(directory / TOKENIZER_FILE, _TokenizerFile) or _TokenizerFile()
+    return next((token.id for token in file.added_tokens if token.content == end), None)
+
+
+def _decoded(path: Path, kind: type[StructT]) -> StructT | None:
+    """Return the keys of a JSON file that `kind` has; None for an absent file."""
+    text = read_text(path)
+    try:
+        return None if text is None else msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
 class _Vocabulary(msgspec.Struct, frozen=True):
     vocab_size: int | None = None
 
 
 def read_vocab_size(directory: Path) -> int | None:
     """Return the model's vocabulary size from `config.json`, or None when the file does not say."""
-    text = read_text(directory / _CONFIG_FILE)
-    if text is None:
-        return None
-    try:
-        return msgspec.json.decode(text, type=_Vocabulary).vocab_size
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ModelError(f"{directory / _CONFIG_FILE}: {error}") from None
+    found = _decoded(directory / _CONFIG_FILE, _Vocabulary)
+    return None if found is None else found.vocab_size

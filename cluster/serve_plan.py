@@ -99,9 +99,7 @@ def _worker(
     pool = config.pools[role]
     shares_gpu = 0 < gpus_per_rank < 1
     settings = pool.engine(config.engine)
-    if (
-        settings.device == "auto"
-    ):  # planned here: a worker that misses its GPU fails, and loads no GPU unasked
+    if settings.device == "auto":  # a worker that misses its GPU fails, and one on a CPU takes no GPU
         settings = msgspec.structs.replace(settings, device="cuda" if gpus_per_rank else "cpu")
     if shares_gpu:
         settings = _share_of_gpu(settings, gpus_per_rank, role)

@@ -114,7 +114,7 @@ class GatewayProcess:
 
     def _routes(self, clock: Clock) -> Iterator[Callable[[FastAPI], None]]:
         stored = self._inference.responses
-        yield partial(add_response_routes, store=stored, limiter=self.limiter, clock=clock)
+        yield partial(add_response_routes, store=stored, answers=self.limiter.answers, clock=clock)
         yield partial(add_sleep_routes, models=self._models)
         yield partial(add_adapter_routes, adapters=self._adapters)
 

@@ -383,7 +383,7 @@ class PageEndpoint(ABC):
         self._perform(opened, actions)
 
     def _peer_closed(self, link: Link) -> None:
-        """Release every transfer with the peer, also those whose requests it never read. No transfer begins
+        """Release every transfer with the peer, whether it has read the request or not. No transfer begins
         over this link any more.
         """
         link.is_lost = True

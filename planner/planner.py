@@ -65,7 +65,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     startups_s: tuple[float, ...] = ()  # start-ups of workers since the last figures
     num_queued: int = 0  # requests at the routers
     num_planners: int = 1  # processes that plan for this cluster
-    num_strangers: int = 0  # workers whose model is not the calibrated one
+    num_strangers: int = 0  # workers of another model than the calibrated one
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,7 +98,7 @@ def layouts(times: TimeModel, max_ranks: int) -> list[Layout]:
 
 
 def _spread(given: Sequence[Layout]) -> list[Layout]:
-    """Return the layouts in an order whose beginning has few and many devices, and both kinds of layouts."""
+    """Return the layouts so that the first ones have few and many devices, and are of both kinds."""
     counts = sorted({each.num_ranks for each in given})
     first = set(counts)
     if len(counts) > NUM_COUNTS:

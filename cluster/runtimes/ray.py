@@ -43,7 +43,7 @@ from baton.cluster.runtimes.base import (
     share_out,
     started_at,
 )
-from baton.config.environment import mps_variables, prepare_ray
+from baton.config.environment import is_torch_for_cpus, mps_variables, prepare_ray
 from baton.errors import ConfigError, WorkerLost
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys
@@ -434,7 +434,8 @@ class RayRuntime:
             return remote(type(f"baton-{name}", (base,), {"__module__": base.__module__}))
 
         self._actor_class, self._host_class = partial(named, ProcessActor), partial(named, RankHostActor)
-        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        is_for_cpus = self._is_alone and is_torch_for_cpus()
+        self.num_gpus = 0 if is_for_cpus else int(ray.cluster_resources().get("GPU", 0))
 
     def _shortage(self, bundles: list[dict[str, float]]) -> str:
         total, free = self._ray.cluster_resources(), self._ray.available_resources()

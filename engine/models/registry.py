@@ -24,7 +24,7 @@ from baton.engine.models.loading.checkpoint import (
 )
 from baton.errors import ConfigError, ModelError
 from baton.pages import DTYPE_BYTES
-from baton.tokenizer_file import TOKENIZER_FILE, read_text
+from baton.tokenizer_file import read_end_token
 
 T = TypeVar("T")
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
@@ -347,7 +347,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         rope=read_rope_config(keys),
         num_kv_planes=1 if spelling.is_latent else 2,
         tie_word_embeddings=keys.flag("tie_word_embeddings", spelling.tie_word_embeddings),
-        eos_token_ids=_eos_token_ids(tokens, _tokenizer_end(directory), vocab_size),
+        eos_token_ids=_eos_token_ids(tokens, read_end_token(directory), vocab_size),
         dtype=_dtype(keys),
         initializer_range=keys.positive("initializer_range", 0.02),
         quantization=read_quantization(keys, spelling.quant_methods),
@@ -423,43 +423,6 @@ def _eos_token_ids(tokens: JsonObject, tokenizer_end: int | None, vocab_size: in
     if tokenizer_end is None or tokenizer_end in ids or not 0 <= tokenizer_end < vocab_size:
         return ids
     return (*ids, tokenizer_end)
-
-
-class _AddedToken(msgspec.Struct, frozen=True):
-    content: str
-    id: int | None = None
-
-
-class _TokenizerConfig(msgspec.Struct, frozen=True):
-    eos_token: str | _AddedToken | None = None
-    added_tokens_decoder: dict[int, _AddedToken] = {}
-
-
-class _TokenizerFile(msgspec.Struct, frozen=True):
-    added_tokens: tuple[_AddedToken, ...] = ()
-
-
-def _tokenizer_end(directory: Path) -> int | None:
-    """Return the id of the tokenizer's end token; None where no file names the token or has its id."""
-    config = _decoded(directory / "tokenizer_config.json", _TokenizerConfig)
-    if config is None or config.eos_token is None:
-        return None
-    end = config.eos_token if isinstance(config.eos_token, str) else config.eos_token.content
-    for token_id, token in config.added_tokens_decoder.items():
-        if token.content == end:
-            return token_id
-    file = _decoded(directory / TOKENIZER_FILE, _TokenizerFile)
-    added = () if file is None else file.added_tokens
-    return next((token.id for token in added if token.content == end), None)
-
-
-def _decoded(path: Path, kind: type[T]) -> T | None:
-    """Return the keys of a JSON file that `kind` has; None for an absent file."""
-    text = read_text(path)
-    try:
-        return None if text is None else msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}") from None
 
 
 def choose_max_model_len(config: EngineSettings, model: ModelConfig) -> int:

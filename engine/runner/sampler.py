@@ -311,7 +311,7 @@ class Sampler:
         for chunk in batch.chunks:
             wants_prompt = chunk.sequence.needs_prompt_logprobs
             num_rows = chunk.num_tokens if wants_prompt else 1 + len(chunk.drafts) if chunk.samples else 0
-            if wants_prompt and chunk.sequence.finish_reason is None:  # nobody would take the rows
+            if wants_prompt and chunk.sequence.finish_reason is None:  # an ended sequence takes no rows
                 self._record_prompt(chunk, logits_RV[first : first + num_rows])
             first += num_rows
             if chunk.samples:

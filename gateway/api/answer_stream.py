@@ -33,7 +33,7 @@ from baton.gateway.api.call import BYTES_PER_LOGPROB
 from baton.gateway.api.errors import ClientGone, as_api_error
 from baton.gateway.http.protocol import ResponseWriter
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
-from baton.gateway.tenants.limiter import Charge
+from baton.gateway.tenants.budget import Charge
 from baton.gateway.text.answer_reader import Delta, ToolCallDelta, joined_calls
 from baton.request import TOKEN_ID_BYTES, TokenIds, TokenLogprobs
 

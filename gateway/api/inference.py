@@ -81,7 +81,8 @@ from baton.gateway.streams.resume import (
     EventIds,
     ResumePoint,
 )
-from baton.gateway.tenants.limiter import Charge, Limiter
+from baton.gateway.tenants.budget import Charge
+from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.tenants.tenants import Tenant, read_objectives
 from baton.tenants import Refusal
 

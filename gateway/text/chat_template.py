@@ -19,7 +19,7 @@ import msgspec
 
 from baton.errors import ConfigError, InvalidRequest, ModelError, shown
 from baton.gateway.api.body import check_depth
-from baton.tokenizer_file import read_text
+from baton.tokenizer_file import read_text, read_tokenizer_config
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TOOLS_TEMPLATE_FILE: Final = "additional_chat_templates/tool_use.jinja"
@@ -57,55 +57,6 @@ CONTINUE: Final = "continue_final_message"  # a key of bodies
 END_MARK: Final = "\ue000end of the last message\ue001 "  # of private characters; the space shows stripping
 
 Message: TypeAlias = Mapping[str, object]
-
-
-class _AddedToken(msgspec.Struct, frozen=True):
-    content: str
-
-
-class _NamedTemplate(msgspec.Struct, frozen=True):
-    name: str
-    template: str
-
-
-class TokenizerConfig(msgspec.Struct, frozen=True):
-    """The keys of `tokenizer_config.json` that Baton uses; the file has dozens that only training uses."""
-
-    bos_token: str | _AddedToken | None = None
-    eos_token: str | _AddedToken | None = None
-    unk_token: str | _AddedToken | None = None
-    pad_token: str | _AddedToken | None = None
-    chat_template: str | list[_NamedTemplate] | None = None
-    tokenizer_class: str | None = None
-    add_bos_token: bool | None = None
-
-    def special_tokens(self) -> dict[str, str]:
-        """Return the model's special tokens by the names that templates use: `{"bos_token": "<s>", ...}`."""
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        named = {name: getattr(self, name) for name in names}
-        return {
-            name: token.content if isinstance(token, _AddedToken) else token
-            for name, token in named.items()
-            if token is not None
-        }
-
-    def template(self, name: str) -> str | None:
-        """Return a named chat template; one without a name is the "default"."""
-        if isinstance(self.chat_template, list):
-            return {entry.name: entry.template for entry in self.chat_template}.get(name)
-        return self.chat_template if name == "default" else None
-
-
-def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Return the tokenizer's settings, empty for an absent file. Raises ModelError for a damaged one."""
-    path = directory / "tokenizer_config.json"
-    text = read_text(path)
-    if text is None:
-        return TokenizerConfig()
-    try:
-        return msgspec.json.decode(text, type=TokenizerConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}") from None
 
 
 class ChatTemplate:

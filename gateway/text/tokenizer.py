@@ -28,9 +28,8 @@ import tokenizers
 
 from baton.errors import InvalidRequest, ModelError
 from baton.gateway.text.answer_reader import overlap
-from baton.gateway.text.chat_template import TokenizerConfig, read_tokenizer_config
 from baton.request import FinishReason, SamplingParams
-from baton.tokenizer_file import TOKENIZER_FILE, read_tokenizer
+from baton.tokenizer_file import TOKENIZER_FILE, TokenizerConfig, read_tokenizer, read_tokenizer_config
 
 Decode = Callable[[Sequence[int]], str]
 INCOMPLETE: Final = "\ufffd"  # decoders write this for bytes that are not, or not yet, a character

@@ -282,7 +282,7 @@ class Feed:
         self._change_index = change_index
         self._on_shared = on_shared
         self._foreign: set[str] = set()  # workers that are not connected to this router
-        # Foreign workers whose pages are unknown: new workers, and workers with a gap in their events.
+        # Foreign workers with unknown pages: new workers, and workers with a gap in their events.
         self._doubtful: set[str] = set()
         self._unreadable: set[str] = set()  # ids in Redis without a description of this cluster
 

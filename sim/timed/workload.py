@@ -195,7 +195,7 @@ def _log_rows(path: Path) -> Iterator[TraceRequest]:
         raise ConfigError(f"decision log {path}: no end in it tells the tokens of its answer")
     if num_left_out:
         told = {"log": str(path), "requests": num_left_out}
-        logger.warning("requests whose ends do not tell the tokens of their answers are left out", extra=told)
+        logger.warning("requests without the number of answered tokens are left out", extra=told)
 
 
 def _traced(line: DispatchedLine, num_output: int, blocks: dict[bytes, int], begun_s: float) -> TraceRequest:

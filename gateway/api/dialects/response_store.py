@@ -24,7 +24,7 @@ from baton.gateway.api.body import read_query
 from baton.gateway.api.errors import ApiError, ClientGone, invalid, unsupported
 from baton.gateway.http.protocol import RESPONSE_WRITER, blocks_of, respond_in_turns
 from baton.gateway.peer_gateways import PeerGateways
-from baton.gateway.tenants.limiter import Limiter
+from baton.gateway.tenants.budget import Budget
 
 ID_PREFIX: Final = "resp_"
 OVERHEAD_BYTES: Final = 512  # of an entry, beside its content
@@ -185,8 +185,8 @@ def list_items(stored: StoredResponse, id: str, query: Mapping[str, str]) -> Ite
     yield b'],"has_more":%s,"first_id":%s,"last_id":%s}' % (has_more, first_id, last_id)
 
 
-def add_response_routes(app: FastAPI, store: ResponseStore, limiter: Limiter, clock: Clock) -> None:
-    """Add the routes under `/v1/responses/{id}`."""
+def add_response_routes(app: FastAPI, store: ResponseStore, answers: Budget, clock: Clock) -> None:
+    """Add the routes under `/v1/responses/{id}`. answers: the bytes of answers that clients read."""
     missing: dict[int | str, dict[str, Any]] = {404: {"description": "The tenant has no such response"}}
 
     @app.get("/v1/responses/{id}", responses=missing)
@@ -195,13 +195,13 @@ def add_response_routes(app: FastAPI, store: ResponseStore, limiter: Limiter, cl
         for key in request.query_params:
             raise unsupported(key[:40])
         body = (await store.find(request.state.tenant.name, id)).response
-        return _InTurns(blocks_of(body), len(body), limiter, clock)
+        return _InTurns(blocks_of(body), len(body), answers, clock)
 
     @app.get("/v1/responses/{id}/input_items", responses=missing)
     async def input_items(id: str, request: Request) -> Response:
         """List the items of the conversation before the answer, the latest first unless `order=asc`."""
         stored = await store.find(request.state.tenant.name, id)
-        return _InTurns(list_items(stored, id, request.query_params), stored.num_bytes, limiter, clock)
+        return _InTurns(list_items(stored, id, request.query_params), stored.num_bytes, answers, clock)
 
     @app.delete("/v1/responses/{id}", responses=missing)
     async def delete(id: str, request: Request) -> dict[str, Any]:
@@ -213,15 +213,15 @@ def add_response_routes(app: FastAPI, store: ResponseStore, limiter: Limiter, cl
 class _InTurns(Response):
     """JSON that is made in parts while the client reads; `num_bytes` are charged as those of an answer."""
 
-    def __init__(self, parts: Iterable[bytes], num_bytes: int, limiter: Limiter, clock: Clock) -> None:
+    def __init__(self, parts: Iterable[bytes], num_bytes: int, answers: Budget, clock: Clock) -> None:
         super().__init__()
         self._parts = parts
         self._num_bytes = num_bytes
-        self._limiter = limiter
+        self._answers = answers
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = scope["state"]["tenant"]
-        with self._limiter.answers.charge(tenant.name, tenant.policy.quotas) as held, suppress(ClientGone):
+        with self._answers.charge(tenant.name, tenant.policy.quotas) as held, suppress(ClientGone):
             held.add(self._num_bytes)
             await respond_in_turns(send, self._parts, self._clock, scope["extensions"][RESPONSE_WRITER])

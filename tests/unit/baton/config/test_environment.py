@@ -30,6 +30,17 @@ def add_nvidia_smi(folder: Path, listed: str, status: int = 0) -> None:
     program.chmod(0o755)
 
 
+@pytest.fixture(autouse=True)
+def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "version", lambda name: "2.13.0+cu130")
+
+
+def test_torch_without_cuda_uses_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_nvidia_smi(folder, LISTED)
+    monkeypatch.setattr(environment, "version", lambda name: "2.13.0+cpu")
+    assert environment.visible_gpus() == ()
+
+
 def test_gpus_are_those_that_nvidia_smi_lists(folder: Path) -> None:
     add_nvidia_smi(folder, LISTED)
     assert environment.visible_gpus() == ("0", "1")

@@ -11,7 +11,8 @@ from baton.errors import Overloaded, Refused
 from baton.gateway.api.call import Call
 from baton.gateway.api.errors import ApiError
 from baton.gateway.metrics.metrics import MAX_TENANTS, OTHERS, Metrics, TenantCounts
-from baton.gateway.tenants.limiter import Budget, Limiter, Permit
+from baton.gateway.tenants.budget import Budget
+from baton.gateway.tenants.limiter import Limiter, Permit
 from baton.gateway.tenants.tenants import Tenant
 from baton.tenants import Quotas, Refusal, SchedulingKey, Sla
 from tests.unit.gateway.calls import PROMPT, call
