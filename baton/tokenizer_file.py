@@ -102,7 +102,6 @@ class TokenizerConfig(msgspec.Struct, frozen=True):
     eos_token: str | _AddedToken | None = None
     unk_token: str | _AddedToken | None = None
     pad_token: str | _AddedToken | None = None
-    added_tokens_decoder: dict[int, _AddedToken] = {}
     chat_template: str | list[_NamedTemplate] | None = None
     tokenizer_class: str | None = None
     add_bos_token: bool | None = None
@@ -129,6 +128,13 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     return _decoded(directory / _TOKENIZER_CONFIG_FILE, TokenizerConfig) or TokenizerConfig()
 
 
+class _EndToken(msgspec.Struct, frozen=True):
+    """The keys that name the end token; others may be odd where no template is used."""
+
+    eos_token: str | _AddedToken | None = None
+    added_tokens_decoder: dict[int, _AddedToken] = {}
+
+
 class _TokenizerFile(msgspec.Struct, frozen=True):
     added_tokens: tuple[_AddedToken, ...] = ()
 
@@ -138,10 +144,10 @@ def read_end_token(directory: Path) -> int | None:
 
     Raises ModelError for a damaged file.
     """
-    config = read_tokenizer_config(directory)
-    end = config.special_tokens().get("eos_token")
-    if end is None:
+    config = _decoded(directory / _TOKENIZER_CONFIG_FILE, _EndToken)
+    if config is None or config.eos_token is None:
         return None
+    end = config.eos_token if isinstance(config.eos_token, str) else config.eos_token.content
     for token_id, token in config.added_tokens_decoder.items():
         if token.content == end:
             return token_id

@@ -240,7 +240,7 @@ class Cluster:
             try:
                 await self._add(config, {role: most - len(pools[role]) for role, most in wanted.items()})
             except ConfigError as error:
-                logger.error("no worker is started or taken away: %s", error)
+                logger.error("no worker is started, and none that serves is taken away: %s", error)
                 return
             for process in (process for role, most in wanted.items() for process in pools[role][most:]):
                 self._leaving.add(process)

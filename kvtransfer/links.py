@@ -273,7 +273,7 @@ class KvLinks:
         self._links: dict[Address, Link] = {}
         self._addresses: dict[str, Address] = {}  # of the listed workers, by id
         self._asked: set[Address] = set()
-        self._pauses: dict[Address, int] = {}  # calls of `keep_up` between two tries; 1 where it is not there
+        self._pauses: dict[Address, int] = {}  # calls of `keep_up` between two tries; absent: 1
         self._num_calls = 0  # of `keep_up`
 
     def to(self, worker: str) -> Link | None:

@@ -3,11 +3,8 @@
 import logging
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -17,8 +14,6 @@ MAX_NODE_NAME: Final = 128  # characters
 LogFormat: TypeAlias = Literal["text", "json"]
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
 PREFIX: Final = "BATON_"
-DEVICES: Final = Path("/dev")
-_NVIDIA_SMI_S: Final = 60.0  # the driver of a machine with many GPUs may take seconds to start
 _MPS_PRIORITY: Final = "CUDA_MPS_CLIENT_PRIORITY"
 # Idle OpenMP threads of torch sleep. By default they spin and take cores from other workers: two workers that
 # loaded a model on two cores took twice the processor time.
@@ -72,37 +67,12 @@ def set_node_name(name: str) -> None:
     os.environ.setdefault("BATON_NODE_NAME", name)
 
 
-def visible_gpus() -> tuple[str, ...]:
-    """Return the NVIDIA GPUs that a new process would use, as CUDA_VISIBLE_DEVICES names them.
-
-    In a container these are the GPUs of the container: /proc/driver/nvidia may list all GPUs of the machine.
-    """
-    if is_torch_for_cpus():
-        return ()
+def chosen_gpus() -> tuple[str, ...] | None:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names; None where it is not set."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
-    num_gpus = _count_by_nvidia_smi()
-    if num_gpus is None:
-        num_gpus = len([*DEVICES.glob("nvidia[0-9]*")])
-    return tuple(map(str, range(num_gpus)))
-
-
-def is_torch_for_cpus() -> bool:
-    """Return whether the installed torch is a build without CUDA: its workers compute on CPUs beside GPUs."""
-    with suppress(PackageNotFoundError):
-        return version("torch").endswith("+cpu")
-    return False
-
-
-def _count_by_nvidia_smi() -> int | None:
-    """Return the number of GPUs that `nvidia-smi -L` lists; None: the program is missing, or fails."""
-    with suppress(OSError, subprocess.SubprocessError):
-        listed = subprocess.run(
-            ("nvidia-smi", "-L"), capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_S
-        )
-        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    return None
+    if chosen is None:
+        return None
+    return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
 
 
 def environment_of_child(

@@ -26,7 +26,7 @@ from baton.bench.serve.load import Hammer, Point
 from baton.bench.serve.overhead import Plane, Target, hosted
 from baton.bench.serve.simulated_cluster import SimulatedCluster, served
 from baton.cluster.cli.connections import HttpClient
-from baton.errors import ConfigError
+from baton.errors import ConfigError, how_to_install
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, CDPSession, Page
@@ -58,7 +58,7 @@ async def chromium() -> AsyncIterator["Browser"]:
     try:
         from playwright.async_api import async_playwright
     except ModuleNotFoundError:
-        raise ConfigError("playwright is not installed: pip install 'baton-serve[dev]'") from None
+        raise ConfigError(f"playwright is not installed: {how_to_install('dev')}") from None
     async with async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         yield browser

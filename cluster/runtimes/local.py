@@ -30,8 +30,9 @@ from baton.cluster.runtimes.base import (
     kill_tree,
     share_out_threads,
 )
+from baton.cluster.runtimes.gpus import usable_gpus
 from baton.cluster.template import ForkedProcess, Template
-from baton.config.environment import environment_of_child, visible_gpus
+from baton.config.environment import environment_of_child
 from baton.errors import DRAINED, ConfigError
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
@@ -148,7 +149,7 @@ class LocalRuntime:
         self._gpus_of: dict[str, Sequence[str]] = {}  # by the name of a process
 
     async def open(self) -> None:
-        self._gpus = await asyncio.to_thread(visible_gpus)  # may run a program
+        self._gpus = await asyncio.to_thread(usable_gpus)  # may run a program
         self.num_gpus = len(self._gpus)
 
     async def place(self, specs: list[ProcessSpec]) -> None:

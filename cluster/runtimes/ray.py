@@ -43,7 +43,8 @@ from baton.cluster.runtimes.base import (
     share_out,
     started_at,
 )
-from baton.config.environment import is_torch_for_cpus, mps_variables, prepare_ray
+from baton.cluster.runtimes.gpus import is_torch_for_cpus
+from baton.config.environment import mps_variables, prepare_ray
 from baton.errors import ConfigError, WorkerLost
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys

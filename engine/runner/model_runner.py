@@ -135,7 +135,7 @@ def _copy_pages(source: Tensor, destination: Tensor, copies: Ordered[tuple[int, 
 
 
 def _pin(memory: Tensor, device: torch.device, owner: object) -> None:
-    """Pin memory for copies from and to a GPU until its owner is freed, which is freed before the memory.
+    """Pin memory for copies from and to a GPU; unpin it when `owner` is freed, which comes before the memory.
 
     Where the driver refuses, copies are slower.
     """
@@ -143,17 +143,24 @@ def _pin(memory: Tensor, device: torch.device, owner: object) -> None:
     address, num_bytes = memory.data_ptr(), memory.nbytes
     if status := int(runtime.cudaHostRegister(address, num_bytes, 0)):
         logger.warning("%s bytes of host pages cannot be pinned: CUDA error %d", f"{num_bytes:,}", status)
-        # CUDA keeps the error, and torch raises it, and clears it, after the next kernel that it launches.
-        with suppress(RuntimeError):
-            torch.ones(1, device=device)
+        _clear_error(device)
         return
 
     def unpin() -> None:
         wait_for(device)  # no thread has waited for the last copies
         if status := int(runtime.cudaHostUnregister(address)):
             logger.warning("%s bytes of host pages stay pinned: CUDA error %d", f"{num_bytes:,}", status)
+            _clear_error(device)
 
     weakref.finalize(owner, unpin).atexit = False
+
+
+def _clear_error(device: torch.device) -> None:
+    """Have torch raise and forget the error of a refused call, which it does at the next kernel that it
+    launches.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def page_bytes(pages: Tensor) -> NDArray[np.uint8]:

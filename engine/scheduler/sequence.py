@@ -159,7 +159,7 @@ class Sequence:
     def cache_group(self) -> bytes:
         """The group of its pages in eviction, which is fair among groups: one for all salts of a tenant.
 
-        Tenants share pages without a salt of their own, which are one group.
+        Pages without a tenant's own salt are shared by all tenants and form one group.
         """
         return self.scheduling_key.encode() if without_public(self.cache_salt) else b""
 

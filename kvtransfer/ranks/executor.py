@@ -411,7 +411,7 @@ class RankExecutor:
             clock=clock,
             dropped=dropped,
         )
-        # Before any transfer or step: the compiler would take longer than a transfer may stall.
+        # Now: a transfer that waited for the compiler would time out.
         self.rank.packing().warm_up(
             plan_transfer(settings.layout, settings.layout, settings.rank, settings.rank)
         )

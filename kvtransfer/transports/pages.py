@@ -194,7 +194,9 @@ class PagePacking(Protocol):
         """uint8 on the CPU, pinned where the pool is on a GPU."""
 
     def warm_up(self, plan: TransferPlan) -> None:
-        """Compile what transfers by the plan launch. plan: of this rank with itself, as page 0 is written."""
+        """Compile the kernels that transfers launch. plan: of this rank with itself: page 0 is copied onto
+        itself.
+        """
 
     def note_written(self) -> None:
         """Let later packs see the pages that the caller's thread, or its current stream, has written."""

@@ -33,8 +33,8 @@ NUM_FOLDS: Final = 5
 TOLERATED: Final = 0.01  # share of a rehearsal's time that may be outside of the calibrated ranges
 BEYOND: Final = 1.05  # multiple of the largest measured value that is still inside
 FADE_S: Final = 0.5  # of the processors that other processes take
-# Processors of gateway, router and clients that may be busy beside all calibrated workers: the slowdown that
-# they cause is left out then, as it is small.
+# Busy processors of gateway, router and clients that a rehearsal tolerates beyond the calibrated range: the
+# slowdown that they cause is small, and is ignored.
 SPARE_LOAD: Final = 0.5
 VERSION: Final = 3
 

@@ -32,9 +32,10 @@ from baton.cluster.cluster_record import is_served
 from baton.cluster.operator_node import connected
 from baton.cluster.redis_server import find_program
 from baton.cluster.runtimes.base import LOOPBACK
+from baton.cluster.runtimes.gpus import is_torch_for_cpus, visible_gpus
 from baton.cluster.runtimes.ray import MIN_RAY
 from baton.config.cluster import ServeConfig
-from baton.config.environment import prepare_ray, ray_asks_for_token, visible_gpus
+from baton.config.environment import prepare_ray, ray_asks_for_token
 from baton.config.gateway import is_loopback
 from baton.errors import FAILED, BatonError, ConfigError, PeerGone
 from baton.messages.operations import Status
@@ -191,6 +192,13 @@ def gpus(config: ServeConfig) -> Iterator[Finding]:
         yield _error(
             "engine.device is cuda, and this machine shows no GPU",
             "check nvidia-smi and CUDA_VISIBLE_DEVICES",
+        )
+    elif found and is_torch_for_cpus():
+        yield _judge(
+            config.engine.device == "cpu",
+            "the engine computes on CPUs",
+            f"torch has no CUDA: workers do not use this machine's GPUs ({len(found)})",
+            "install a torch that was built with CUDA, or give --device cpu",
         )
     elif found:
         yield _ok(f"{len(found)} GPU{'s' * (len(found) != 1)}")

@@ -1,6 +1,6 @@
 -- ARGV: id, name, incarnation, description, milliseconds of the lease
--- Of two lives of one name, the earlier is fenced; of equal incarnations, the one that joins last is the later. A life
--- that has left fences no other: its number may come from a clock that was ahead.
+-- Of two lives of one name, the earlier is fenced; of equal incarnations, the one that joins last is the later. A worker
+-- that has left Redis fences no other, even with a higher incarnation: its clock may have been ahead.
 -- Returns the number of the worker's next event; -1: unknown, -2: the worker is fenced.
 local id, name, incarnation = ARGV[1], ARGV[2], tonumber(ARGV[3])
 if redis.call('ZSCORE', fenced, id) then return -2 end

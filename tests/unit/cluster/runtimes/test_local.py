@@ -209,7 +209,7 @@ PRINT_GPU: Final = PRINT_THREADS.replace("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICE
 async def test_further_workers_get_free_gpus_and_those_of_released_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("baton.cluster.runtimes.local.visible_gpus", lambda: ["3", "5"])
+    monkeypatch.setattr("baton.cluster.runtimes.local.usable_gpus", lambda: ["3", "5"])
     a, b, c = (
         msgspec.structs.replace(spec(name, num_ranks=1), gpus_per_rank=1.0, role="decode") for name in "abc"
     )

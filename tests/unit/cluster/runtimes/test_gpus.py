@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import environment
+from baton.cluster.runtimes import gpus
 
 LISTED = """\
 GPU 0: NVIDIA H200 (UUID: GPU-5d1f)
@@ -18,7 +18,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with three device files of GPUs; the only folder of programs, and of devices."""
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(environment, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
@@ -32,35 +32,39 @@ def add_nvidia_smi(folder: Path, listed: str, status: int = 0) -> None:
 
 @pytest.fixture(autouse=True)
 def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr(gpus, "version", lambda name: "2.13.0+cu130")
 
 
-def test_torch_without_cuda_uses_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_uses_no_gpu_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     add_nvidia_smi(folder, LISTED)
-    monkeypatch.setattr(environment, "version", lambda name: "2.13.0+cpu")
-    assert environment.visible_gpus() == ()
+    assert gpus.usable_gpus() == ("0", "1") and not caplog.records
+    monkeypatch.setattr(gpus, "version", lambda name: "2.13.0+cpu")
+    assert gpus.usable_gpus() == () and gpus.visible_gpus() == ("0", "1")
+    assert "torch 2.13.0+cpu has no CUDA: workers compute on CPUs beside 2 GPUs" in caplog.text
 
 
 def test_gpus_are_those_that_nvidia_smi_lists(folder: Path) -> None:
     add_nvidia_smi(folder, LISTED)
-    assert environment.visible_gpus() == ("0", "1")
+    assert gpus.visible_gpus() == ("0", "1")
 
 
-def test_no_gpus_are_listed_by_nvidia_smi(folder: Path) -> None:
+def test_empty_list_of_nvidia_smi_means_no_gpu(folder: Path) -> None:
     add_nvidia_smi(folder, "No devices found.\n")
-    assert environment.visible_gpus() == ()
+    assert gpus.visible_gpus() == ()
 
 
 def test_device_files_are_counted_without_nvidia_smi(folder: Path) -> None:
-    assert environment.visible_gpus() == ("0", "1", "2")
+    assert gpus.visible_gpus() == ("0", "1", "2")
 
 
 def test_device_files_are_counted_when_nvidia_smi_fails(folder: Path) -> None:
     add_nvidia_smi(folder, "Failed to initialize NVML: Driver/library version mismatch\n", status=18)
-    assert environment.visible_gpus() == ("0", "1", "2")
+    assert gpus.visible_gpus() == ("0", "1", "2")
 
 
-def test_chosen_gpus_go_before_those_of_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_visible_devices_has_precedence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_nvidia_smi(folder, LISTED)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
-    assert environment.visible_gpus() == ("3", "5")
+    assert gpus.visible_gpus() == ("3", "5")
