@@ -130,6 +130,8 @@ class Migrations:
         stream.migration.routed, stream.migration.router_clock = routed, router.clock_offset
         if self._peer_registry.peer(routed.decode) is None:
             self.give_up(stream, "its new worker is not connected")
+        else:
+            self._take_over(stream, stream.migration)
         return True
 
     def rejected(self, key: AttemptKey, reason: str) -> None:
@@ -148,19 +150,29 @@ class Migrations:
             self.give_up(stream, failed.reason)
 
     def prepared(self, peer: Peer, prepared: Prepared) -> None:
-        """Have the new worker take over, or give the attempt up there if no stream waits for it."""
-        stream = self._migrating(prepared.key)
-        if stream is None or stream.migration is None or stream.migration.decode != peer.hello.id:
+        """Have the new worker take over, or give the attempt up there if no stream waits for it.
+
+        A Prepared may come before the Routed that names the worker: they come over different links.
+        """
+        stream, worker = self._migrating(prepared.key), peer.hello.id
+        if stream is None or stream.migration is None or stream.migration.decode not in ("", worker):
             peer.send(Cancel(request_id=prepared.request_id, attempt=prepared.attempt))
             return
-        migration, now_s = stream.migration, self._clock.now_s()
-        stream.migration = None
-        peer.send(
+        stream.migration.prepared.add(worker)
+        self._take_over(stream, stream.migration)
+
+    def _take_over(self, stream: RequestStream, migration: Migration) -> None:
+        """Have the new worker of a migration take over, once the router has named it and it is prepared."""
+        if migration.decode not in migration.prepared:
+            return
+        now_s, stream.migration = self._clock.now_s(), None
+        self._peer_registry.tell(
+            migration.decode,
             TakeOver(
-                request_id=prepared.request_id,
-                attempt=prepared.attempt,
+                request_id=stream.request_id,
+                attempt=migration.attempt,
                 token_ids=tuple(stream.log[migration.num_tokens :]),
-            )
+            ),
         )
         self._stop_attempt(stream)
         stream.marks.ended(MIGRATED, stream.num_answered, now_s)
@@ -193,7 +205,10 @@ class Migrations:
     def lose_worker(self, worker: str) -> None:
         """Give up the migrations to a worker that is not connected any more."""
         for stream in list(self._running.values()):
-            if stream.migration is not None and stream.migration.decode == worker:
+            if stream.migration is None:
+                continue
+            stream.migration.prepared.discard(worker)
+            if stream.migration.decode == worker:
                 self.give_up(stream, "its new worker is gone")
 
     def lose_router(self, router: str) -> None:

@@ -278,6 +278,7 @@ class Migration:
     on_end: Callable[[str, str], None] | None  # gets the request's id, and why it stays; "": it has moved
     routed: Routed | None = None  # the router's answer
     router_clock: ClockOffset | None = None
+    prepared: set[str] = field(default_factory=set)  # workers whose Prepared has come
 
     @property
     def decode(self) -> str:

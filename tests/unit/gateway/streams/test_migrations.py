@@ -45,6 +45,29 @@ def migrating(*workers: str) -> tuple[Gateway, Answer]:
     return g, sink
 
 
+def test_prepared_may_come_before_the_router_names_the_worker() -> None:
+    g, _ = running("d0", "d1", "d2")
+    order(g)
+    prepared(g)
+    prepared(g, "d2")
+    assert not g["d1"].take(TakeOver) and not g["d1"].take(Cancel)
+    g.route("d1")
+    assert g["d1"].only(TakeOver).attempt == 1 and not g["d2"].take(TakeOver)
+    assert answer(g) == (1, 0, "")
+
+
+def test_a_new_worker_that_is_lost_after_prepared_is_prepared_no_more() -> None:
+    g, _ = running("d0", "d1")
+    order(g)
+    prepared(g)
+    g["d1"].leave()
+    g.join("d1")
+    g.route("d1")
+    assert not g["d1"].take(TakeOver)
+    prepared(g)
+    assert g["d1"].only(TakeOver).attempt == 1
+
+
 def drain(g: Gateway, *names: str) -> None:
     members = tuple(map(worker_at, ("d0", "d1")))
     g["router"].say(Members(workers=members, draining=tuple(map(id_of, names))))
