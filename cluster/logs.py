@@ -54,7 +54,7 @@ def say(text: str, process: str = "serve") -> None:
 
 
 class TextLines(logging.Formatter):
-    """Formats a record as text. Its message is one line, whatever another process has put into it."""
+    """Formats a record as text, its message on one line: other processes may have written parts of it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
         """Return the line, with control characters of the message escaped."""

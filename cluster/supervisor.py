@@ -152,7 +152,7 @@ class Supervised:
             self._hangs.set()
 
     def drain(self) -> None:
-        """Do not start the process again when it ends, for whatever reason: a router has told it to drain."""
+        """Keep the process down once it ends, also when it dies: a router has told it to drain."""
         self._is_to_drain, self._restarts_after_drain = True, False
 
     async def undrain(self) -> None:

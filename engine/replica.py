@@ -1,7 +1,7 @@
 """The interface of a model replica, and the part that needs no model: requests, pages, scheduling.
 
-Workers use `Replica`. `Engine` (engine/engine.py) adds a model on this machine's
-devices; the simulator adds a model of numbers.
+Workers use `Replica`. `Engine` (engine/engine.py) adds a model on this machine's devices; the simulator adds
+a model of numbers.
 """
 
 from abc import ABC, abstractmethod

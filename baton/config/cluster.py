@@ -46,7 +46,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # How KV pages move between workers: auto, shm, cuda_ipc, nccl, nixl, mooncake, gloo, tcp, or
     # package.module:Class.
     transport: str = "auto"
-    # Check that KV pages arrive as they were sent. Transfers skip the check only if both workers turn it off.
+    # Check that KV pages arrive as they were sent. Both workers must turn it off to skip the check.
     kv_digests: bool = True
     # CUDA streams that copy the KV pages of two ranks side by side, over nccl, nixl and mooncake.
     kv_streams: KvStreams = DEFAULT_KV_STREAMS
@@ -128,7 +128,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # How KV pages move between workers: auto, shm, cuda_ipc, nccl, nixl, mooncake, gloo, tcp, or
     # package.module:Class.
     transport: str = "auto"
-    # Check that KV pages arrive as they were sent. Transfers skip the check only if both workers turn it off.
+    # Check that KV pages arrive as they were sent. Both workers must turn it off to skip the check.
     kv_digests: bool = True
     # CUDA streams that copy the KV pages of two ranks side by side, over nccl, nixl and mooncake.
     kv_streams: KvStreams = DEFAULT_KV_STREAMS

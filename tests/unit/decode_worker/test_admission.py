@@ -171,7 +171,8 @@ def test_decode_worker_grants_no_more_pages_than_it_has(make_pair: MakePair, alo
     assert not pair.decode_worker.counters["recomputed_prefills"]
 
 
-def test_cancelled_grant_makes_room(make_pair: MakePair) -> None:
+def two_granted_of_four(make_pair: MakePair) -> tuple[WorkerPair, list[Request]]:
+    """Requests 0 and 1 have pages, 2 and 3 wait for them, and no prompt is computed."""
     pair = make_pair(num_pages=(96, NUM_PAGES))
     requests = [a_request(number, (number, *PROMPT[1:])) for number in range(4)]
     pair.hold(Prefill)
@@ -179,6 +180,11 @@ def test_cancelled_grant_makes_room(make_pair: MakePair) -> None:
         pair.dispatch(request)
     pair.turn()
     assert pair.decode_worker.load().num_waiting == 2
+    return pair, requests
+
+
+def test_cancelled_grant_makes_room(make_pair: MakePair) -> None:
+    pair, requests = two_granted_of_four(make_pair)
     pair.cancel(requests[0])
     pair.turns_until(lambda: pair.decode_worker.load().num_waiting == 1)
     pair.cancel(requests[3])  # which waits
@@ -189,13 +195,7 @@ def test_cancelled_grant_makes_room(make_pair: MakePair) -> None:
 
 def test_waiting_attempt_whose_prompt_goes_with_the_link_is_retried_at_once(make_pair: MakePair) -> None:
     """A grant after the link is back would wait for the prompt that the prefill worker has dropped."""
-    pair = make_pair(num_pages=(96, NUM_PAGES))
-    requests = [a_request(number, (number, *PROMPT[1:])) for number in range(4)]
-    pair.hold(Prefill)
-    for request in requests:
-        pair.dispatch(request)
-    pair.turn()
-    assert pair.decode_worker.load().num_waiting == 2
+    pair, _ = two_granted_of_four(make_pair)
     for host, other in ((pair.decode, pair.prefill), (pair.prefill, pair.decode)):
         pair.leave(host, other.hello)
         pair.join(host, other.hello)

@@ -140,15 +140,20 @@ async def test_idle_worker_is_added_to_a_redis_that_lost_its_data_without_a_disc
         await until_known(redis, {W0.id: 40})
 
 
-@on_loop
-async def test_events_after_the_snapshot_that_settles_a_doubt_are_read_again() -> None:
+def writer_and_reader() -> tuple[tuple[PrefixIndex, RedisOutbox], tuple[PrefixIndex, link.Feed]]:
+    """The index of a router that has worker W0, with its outbox, and that of one that follows it."""
     index, known = (PrefixIndex(SystemClock(), 1000) for _ in range(2))
     writer, reader = (
         RedisOutbox(NAMES, CODEC, id_of(name), each, Counter())
         for name, each in (("writer", index), ("reader", known))
     )
-    feed = link.Feed(reader, known.change, lambda message: None)
     index.join(W0)
+    return (index, writer), (known, link.Feed(reader, known.change, lambda message: None))
+
+
+@on_loop
+async def test_events_after_the_snapshot_that_settles_a_doubt_are_read_again() -> None:
+    (index, writer), (known, feed) = writer_and_reader()
     writer.joined(W0)  # the link is down
     writer.open()
     async with RedisServer() as redis, connected(redis.url) as connection:
@@ -187,13 +192,7 @@ async def test_workers_of_a_router_that_reaches_redis_last_are_known() -> None:
 
 @on_loop
 async def test_events_between_two_connections_of_the_reader_are_not_missed() -> None:
-    index, known = (PrefixIndex(SystemClock(), 1000) for _ in range(2))
-    writer, reader = (
-        RedisOutbox(NAMES, CODEC, id_of(name), each, Counter())
-        for name, each in (("writer", index), ("reader", known))
-    )
-    feed = link.Feed(reader, known.change, lambda message: None)
-    index.join(W0)
+    (index, writer), (known, feed) = writer_and_reader()
     writer.open()
     writer.joined(W0)
     async with RedisServer() as redis, connected(redis.url) as connection:

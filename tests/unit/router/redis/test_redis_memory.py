@@ -94,6 +94,11 @@ async def test_full_redis_is_relieved_and_gets_all_pages_again(
             assert router.link.counters["redis_reliefs"] >= 1
 
 
+def join_of(born: int) -> Command:
+    """The join of the life of worker w0 with this incarnation."""
+    return Command("join", (id_of(f"life {born}"), "w0", born, b"", 1000))
+
+
 @on_loop
 async def test_worker_that_left_is_fenced_by_its_next_life() -> None:
     async with RedisServer() as redis, connected(redis.url) as connection:
@@ -106,8 +111,7 @@ async def test_worker_that_left_is_fenced_by_its_next_life() -> None:
 @on_loop
 async def test_earlier_life_that_joins_a_redis_without_data_last_is_fenced() -> None:
     async with RedisServer() as redis, connected(redis.url) as connection:
-        lives = [(id_of(f"life {born}"), born) for born in (9, 10)]
-        earlier, later = (Command("join", (id_, "w0", born, b"", 1000)) for id_, born in lives)
+        earlier, later = (join_of(born) for born in (9, 10))
         await connection.load()
         assert await connection.run_all([later, earlier, later, earlier]) == [-1, -2, -1, -2]
 
@@ -115,10 +119,9 @@ async def test_earlier_life_that_joins_a_redis_without_data_last_is_fenced() -> 
 @on_loop
 async def test_life_that_has_left_fences_none_whatever_its_number() -> None:
     async with RedisServer() as redis, connected(redis.url) as connection:
-        lives = [(id_of(f"life {born}"), born) for born in (9, 10)]
-        lower, higher = (Command("join", (id_, "w0", born, b"", 1000)) for id_, born in lives)
+        lower, higher = (join_of(born) for born in (9, 10))
         await connection.load()
-        commands = [higher, Command("leave", (lives[1][0],)), lower, lower, higher]
+        commands = [higher, Command("leave", higher.arguments[:1]), lower, lower, higher]
         assert await connection.run_all(commands) == [-1, 0, -1, -1, -2]
 
 
