@@ -103,7 +103,19 @@ class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float  # mean
     prefill_use: float  # share of the prefill workers' time
     decode_use: float  # share of the sequences that decode workers can hold within the objectives
-    by_stream: Mapping[str, float] = {}  # attainment, by tenant/class
+    by_stream: Mapping[str, float] = {}  # attainment, by tenant/class; streams without load are left out
+
+
+# The course without any request: nothing misses an objective.
+IDLE: Final = LayoutPrediction(
+    attainment=1.0,
+    attainment_low=1.0,
+    attainment_high=1.0,
+    ttft_s=0.0,
+    tpot_s=0.0,
+    prefill_use=0.0,
+    decode_use=0.0,
+)
 
 
 class Rehearser(Protocol):
@@ -193,6 +205,8 @@ class QueueModel:
         local_share: of the prompts, computed on their decode worker. shed_share: of the requests, refused.
         """
         demand, backlog, probability = outlook.demand, outlook.backlog, np.array(outlook.weights)
+        if not demand.total_rate:
+            return IDLE
         local = local_share if layout.num_prefill else 1.0
         keeps = 1.0 - shed_share
         load = np.array(outlook.factors)[:, None] * keeps  # [factors, 1]
@@ -207,7 +221,7 @@ class QueueModel:
             ("decode", layout.num_decode, *given),
             lambda: self._decode(demand, load[:, 0], layout.num_decode, local),
         )
-        share = demand.rate / max(demand.total_rate, 1e-12)
+        share = demand.rate / demand.total_rate
         met = in_ttft * in_tpot * keeps  # [factors, cells]
         by_factor = met @ share
         by_cell = probability @ met
@@ -221,8 +235,9 @@ class QueueModel:
             prefill_use=float(probability @ use),
             decode_use=float(probability @ decode_use),
             by_stream={
-                name: value / max(of_stream[name], 1e-12)
+                name: value / of_stream[name]
                 for name, value in demand.by_stream(share * by_cell).items()
+                if of_stream[name]
             },
         )
 
@@ -324,6 +339,8 @@ class SimRehearser:
 
     def rehearse(self, outlook: Outlook, layout: Layout) -> LayoutPrediction | None:
         """See Rehearser. None: the load leaves the calibrated ranges. The backlog is not rehearsed."""
+        if not outlook.demand.total_rate:
+            return IDLE
         factors, edges = outlook.factors, np.cumsum(outlook.weights)
         chosen = (1, len(factors) // 2, len(factors) - 2)
         parts = np.diff([0.0, edges[2], edges[-3], 1.0])
