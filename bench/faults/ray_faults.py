@@ -30,7 +30,7 @@ from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.faults.clients import Clients, Question, make_questions
 from baton.bench.processes import free_port, redis_on_tcp, stopped
 from baton.bench.report import Report, Row, at_most, option, suite
-from baton.cluster.runtimes.base import descendants, kill_tree
+from baton.cluster.runtimes.base import descendants, kill_tree, started_at
 from baton.messages.operations import Status
 
 START_S: Final = 180.0
@@ -115,7 +115,8 @@ class RayNodes:
 
     def kill(self, address: str) -> None:
         """End a node at once."""
-        kill_tree(self._processes[address].pid)
+        pid = self._processes[address].pid
+        kill_tree(pid, started_at(pid))
         self._processes[address].wait()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Final, Protocol, TypeAlias
+from typing import Annotated, Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -79,6 +79,14 @@ class ProcessFailed(msgspec.Struct, frozen=True, tag=True):
         """Describe an error. The text of an error that is not Baton's begins with its type."""
         reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
         return cls(reason[:MAX_REPORT_CHARS], is_users_error(error))
+
+
+class ActorPlace(NamedTuple):
+    """The process of a Ray actor. Containers of one node have process ids of their own."""
+
+    pid: int
+    started: int  # see `started_at`
+    node_id: str
 
 
 Report: TypeAlias = ProcessStarted | ProcessFailed
@@ -232,20 +240,22 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill_tree(pid: int) -> None:
-    """Send SIGKILL to `pid` and its descendants, such as a worker's ranks. Stopped processes die too.
+def kill_tree(pid: int, started: int) -> None:
+    """Send SIGKILL to a process and its descendants, such as a worker's ranks. Stopped processes die too.
 
-    Nothing happens when `pid` has ended.
+    started: the clock tick at which the process started. Nothing happens when the process has ended.
     """
+    if not started or started_at(pid) != started:
+        return
     for each in (*reversed(descendants(pid)), pid):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
 
 
 def started_at(pid: int) -> int:
-    """Return the clock tick at which the process started; 0: the process has ended.
+    """Return the clock tick since boot at which the process started; 0: the process has ended.
 
-    A process id and this tick together identify one process.
+    A process id and this tick together identify one process, also where containers have the same ids.
     """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

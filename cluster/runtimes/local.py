@@ -29,6 +29,7 @@ from baton.cluster.runtimes.base import (
     generations_of,
     kill_tree,
     share_out_threads,
+    started_at,
 )
 from baton.cluster.runtimes.gpus import usable_gpus
 from baton.cluster.template import ForkedProcess, Template
@@ -95,7 +96,7 @@ class LocalProcess:
 
     def kill(self) -> None:
         if self.is_alive:
-            kill_tree(self._process.pid)
+            kill_tree(self._process.pid, started_at(self._process.pid))
 
     def give_up(self) -> None:
         self.kill()

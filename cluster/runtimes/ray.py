@@ -33,6 +33,7 @@ import msgspec
 from baton.cluster.cluster_key import Keys
 from baton.cluster.runtimes.base import (
     LOOPBACK,
+    ActorPlace,
     Loading,
     ProcessSpec,
     Report,
@@ -236,24 +237,24 @@ class RayRuntime:
             for actor in actors:
                 _in_background(self._ray.kill, actor)
 
-    def give_up(self, name: str, actors: Sequence[Any], places: Sequence[tuple[int, str] | None]) -> None:
+    def give_up(self, name: str, actors: Sequence[Any], places: Sequence[ActorPlace | None]) -> None:
         """End actors that may not answer: through Ray, and by SIGKILL to their processes and their ranks.
 
-        places: the process and the node of each actor; None: the actor has not said them, so its node is
-        suspected, and no other is.
+        places: one an actor; None: it has not said its place, so its node is suspected, and no other is.
         """
         self._given_up.add(name)
         self.kill(actors)
         known = [place for place in places if place is not None]
-        suspects = {node_id for _, node_id in known}
+        suspects = {place.node_id for place in known}
         if len(known) < len(places) and name in self._placements:
             suspects = set(self._placements[name].node_ids) - suspects
         self._suspects |= dict.fromkeys(suspects, time.monotonic())
-        for pid, node_id in known:
-            if node_id == self._node_id:
-                kill_tree(pid)
+        for place in known:
+            # A process of this node may be in another container, where its id means another process.
+            if place.node_id == self._node_id and started_at(place.pid) == place.started:
+                kill_tree(place.pid, place.started)
             else:
-                _in_background(self._kill_there, node_id, pid)
+                _in_background(self._kill_there, place)
 
     # Placement groups of workers.
 
@@ -397,13 +398,13 @@ class RayRuntime:
             hosts.append(host.options(name=None, **self._where(spec, node)).remote(given, node))
         return [actor, *hosts]
 
-    def _kill_there(self, node_id: str, pid: int) -> None:
-        """Run `kill_tree` on another node. The task never ends if that node hangs."""
+    def _kill_there(self, place: ActorPlace) -> None:
+        """Run `kill_tree` beside the raylet of a node. The task never ends if that node hangs."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        strategy = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         killer = self._ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(kill_tree)
-        killer.remote(pid)
+        killer.remote(place.pid, place.started)
 
     def _open(self) -> None:
         self._ray = ray = _import_ray()
@@ -488,8 +489,8 @@ class RayProcess:
         self._kind = spec.kind
         self._errors = runtime.errors
         self._has_loop = not spec.num_ranks  # a router or a gateway, which reports that its event loop runs
-        # Of each actor, once `ready` has asked: its process id, and the id of its node.
-        self._asked_places: list[asyncio.Future[tuple[int, str]]] = []
+        # Calls of `place`, one an actor, made by `ready`.
+        self._asked_places: list[asyncio.Future[ActorPlace]] = []
         hosts = actors[1:]
         self._end = self.actor.serve.remote(*(host.host_place.remote() for host in hosts))
         self._host_ends = [host.serve.remote() for host in hosts]

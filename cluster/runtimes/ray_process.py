@@ -15,6 +15,7 @@ from baton.cluster.logs import set_up_logging
 from baton.cluster.process import run
 from baton.cluster.rank_host import RankHost
 from baton.cluster.runtimes.base import (
+    ActorPlace,
     Assignment,
     Loading,
     LoopAlive,
@@ -43,9 +44,10 @@ class NodeActor:
         node_id: str = ray.get_runtime_context().get_node_id()  # several nodes may share a machine
         set_node_name(f"{socket.gethostname()}/{node_id[:8]}")
 
-    def place(self) -> tuple[int, str]:
-        """Return the ids of the process and of its node."""
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+    def place(self) -> ActorPlace:
+        """Return the process and its node."""
+        pid = os.getpid()
+        return ActorPlace(pid, started_at(pid), ray.get_runtime_context().get_node_id())
 
     def use_keys(self, generations: bytes) -> None:
         """Replace the process's keys. generations: Generations, as JSON."""

@@ -22,12 +22,15 @@ def test_kill_tree_ends_stopped_descendants_in_groups_of_their_own() -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         assert descendants(parent.pid) == [child.pid]
         child.suspend()
+        started = started_at(parent.pid)
+        kill_tree(parent.pid, started - 1)  # an earlier process of its id
+        assert parent.poll() is None
         parent.send_signal(signal.SIGSTOP)
-        kill_tree(parent.pid)
+        kill_tree(parent.pid, started)
         assert parent.wait(10) == -signal.SIGKILL
         _, alive = psutil.wait_procs([child], timeout=10)
         assert alive == [] or alive[0].status() == psutil.STATUS_ZOMBIE
-    kill_tree(parent.pid)  # it has ended: no error
+    kill_tree(parent.pid, started)  # it has ended: no error
 
 
 def test_wait_for_end_returns_when_that_process_has_ended() -> None:

@@ -1,6 +1,9 @@
 import asyncio
+import signal
 import socket
 import socketserver
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -11,7 +14,7 @@ import msgspec
 import pytest
 
 from baton.cluster.runtimes import ray as ray_runtime
-from baton.cluster.runtimes.base import ProcessFailed, ProcessSpec
+from baton.cluster.runtimes.base import ActorPlace, ProcessFailed, ProcessSpec, started_at
 from baton.errors import ConfigError, WorkerLost
 from baton.messages.bounds import Kind
 from tests.event_loop import on_loop
@@ -100,7 +103,7 @@ class Actor:
     def __init__(self, node_id: str | None = "a", *, ends: bool = False) -> None:
         self.serve = Call(RuntimeError("its node is lost") if ends else None)
         self.report, self.host_place = Call(), Call()
-        self.place = Call(None if node_id is None else (NO_PID, node_id))
+        self.place = Call(None if node_id is None else ActorPlace(NO_PID, 1, node_id))
 
 
 class Runtime(ray_runtime.RayRuntime):
@@ -116,6 +119,7 @@ class Runtime(ray_runtime.RayRuntime):
             is_initialized=lambda: False,
         )
         self._node_id = "head"
+        self.killed: ActorPlace | None = None
         self._needs["decode-0"] = [{"CPU": 1.0}] * 2
         self._roles["decode-0"] = "decode"
         self._placements["decode-0"] = ray_runtime.Placement("first", ("a", "b"))
@@ -127,8 +131,8 @@ class Runtime(ray_runtime.RayRuntime):
         chosen = tuple(node_ids)[: len(bundles)]
         return None if self.hung in chosen else ray_runtime.Placement("second", chosen)
 
-    def _kill_there(self, node_id: str, pid: int) -> None:
-        self.killed = node_id, pid
+    def _kill_there(self, place: ActorPlace) -> None:
+        self.killed = place
 
 
 NO_PID = 2**22 + 1
@@ -186,9 +190,22 @@ def test_worker_that_cannot_start_on_a_hung_node_is_placed_beside_it(
             await asyncio.wait_for(process.ready(), 5.0)
         await asyncio.wait_for(runtime._move_if_needed("decode-0"), 5.0)
         assert set(runtime._placements["decode-0"].node_ids) == {"a", "b", "c"} - {hung}
-        assert runtime.killed == ("b" if hung == "a" else "a", NO_PID), "the actor that has started"
+        has_started = ActorPlace(NO_PID, 1, "b" if hung == "a" else "a")
+        assert runtime.killed == has_started
 
     asyncio.run(check())
+
+
+@on_loop
+async def test_process_of_another_container_of_this_node_is_killed_there(three_nodes: list[Any]) -> None:
+    runtime = Runtime(three_nodes, "none")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as namesake:
+        place = ActorPlace(namesake.pid, started_at(namesake.pid) - 1, "head")
+        runtime.give_up("router-0", [], [place])
+        await until(lambda: runtime.killed == place)
+        assert namesake.poll() is None, "a process of this container with the same id"
+        runtime.give_up("router-0", [], [place._replace(started=place.started + 1)])
+        assert namesake.wait(10) == -signal.SIGKILL
 
 
 def test_worker_whose_host_ends_while_it_loads_is_lost(three_nodes: list[Any]) -> None:
