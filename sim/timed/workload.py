@@ -8,9 +8,10 @@ on each other.
 
 import csv
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from math import exp, log, sqrt
 from pathlib import Path
 from random import Random
@@ -118,7 +119,7 @@ def _azure_rows(path: Path) -> Iterator[TraceRequest]:
         first_s: float | None = None
         for number, row in enumerate(csv.DictReader(file), start=2):
             try:
-                moment_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+                moment_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).replace(tzinfo=UTC).timestamp()
                 tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{path}, line {number}: {error!r}") from error
@@ -286,7 +287,14 @@ class Lengths(NamedTuple):
 
 
 def synthetic(rate: float, seconds: float, lengths: Lengths, seed: int = 0) -> list[TraceRequest]:
-    """Draw requests that come as a Poisson process, `rate` a second on average."""
+    """Draw requests that come as a Poisson process, `rate` a second on average.
+
+    Raises ConfigError for a rate without which no request comes, or for an endless time.
+    """
+    if not (rate > 0 and math.isfinite(seconds)):
+        raise ConfigError(
+            f"expected a rate of more than 0 requests/s for a finite time, got {rate:g}/s for {seconds:g} s"
+        )
     random, base = Random(seed), 1 + 1009 * seed  # of the numbers of prompts: other seeds share nothing
     requests, now_s, rest = list[TraceRequest](), 0.0, sqrt(1 - lengths.correlation**2)
     while (now_s := now_s + random.expovariate(rate)) < seconds:

@@ -1,5 +1,7 @@
 """Traces in the formats of Mooncake, Azure and Baton, and synthetic ones."""
 
+import math
+import time
 import zipfile
 from pathlib import Path
 
@@ -50,6 +52,17 @@ def test_azure_times_count_from_the_first_row(tmp_path: Path) -> None:
     assert second.arrival_s == pytest.approx(0.5)
 
 
+def test_azure_times_do_not_depend_on_the_time_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour of the night in which Berlin's clocks go forward is an hour."""
+    rows = AZURE.splitlines()[0], "2024-03-31 01:30:00.0000000,100,10", "2024-03-31 03:30:00.0000000,100,10"
+    with monkeypatch.context() as berlin:
+        berlin.setenv("TZ", "Europe/Berlin")
+        time.tzset()
+        first, second = read_trace(written(tmp_path, "trace.csv", "\n".join(rows) + "\n"))
+    time.tzset()
+    assert second.arrival_s - first.arrival_s == 7200.0
+
+
 def test_scale_divides_lengths_and_blocks(tmp_path: Path) -> None:
     (first,) = read_trace(written(tmp_path, "trace.jsonl", MOONCAKE), scale=32, limit=1)
     assert (first.input_tokens, first.output_tokens, first.block_tokens) == (32, 2, 16)
@@ -90,6 +103,14 @@ def test_synthetic_lengths_and_arrivals_are_as_asked_for() -> None:
 def test_other_lengths_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="P50-P90"):
         Lengths.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("rate", "seconds"), [(0.0, 10.0), (-1.0, 10.0), (math.nan, 10.0), (1.0, math.inf), (1.0, math.nan)]
+)
+def test_load_that_never_comes_or_never_ends_is_refused(rate: float, seconds: float) -> None:
+    with pytest.raises(ConfigError, match="expected a rate of more than 0 requests/s for a finite time"):
+        synthetic(rate, seconds, Lengths.parse("400-1600,64-256"))
 
 
 def test_keys_of_pages_are_alike_where_prompts_are() -> None:
