@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -53,6 +53,7 @@ ANSWER_TIMEOUT_S: Final = 5.0
 MIGRATE_TIMEOUT_S: Final = 150.0  # longer than a gateway tries
 MOMENT_S: Final = 0.5  # for connections to further routers, and for gateways behind them
 
+RelayedT = TypeVar("RelayedT", FoundRequests, Migrated)
 Answer: TypeAlias = "asyncio.Future[AnyMessage]"
 # Messages that a router sends to operators that start workers.
 WatcherMessage: TypeAlias = Members | WorkerRemoved | Drain | Undrain | RestartWorker | Flip | Scale
@@ -173,12 +174,19 @@ class Operator:
         self._routers: dict[Peer, deque[Answer]] = {}  # router -> its unanswered questions, in order
         self._is_connected = asyncio.Event()  # to at least one router
         self._has_all = asyncio.Event()
-        self._found: asyncio.Queue[FoundRequests] = asyncio.Queue()
-        self._moves: asyncio.Queue[Migrated] = asyncio.Queue()
+        self._num_relayed = 0  # questions that a router has relayed to gateways
+        self._relayed_answers: asyncio.Queue[FoundRequests | Migrated] = asyncio.Queue()  # of the last one
 
     async def status(self) -> Status:
         """Return the joined status of all routers that answer."""
         return _joined([each for each in await self._ask(StatusQuery()) if isinstance(each, Status)])
+
+    async def status_or_none(self) -> Status | None:
+        """Return the joined status of all routers that answer; None when none does."""
+        try:
+            return await self.status()
+        except (PeerGone, TimeoutError):
+            return None
 
     async def explain(self, request_id: str) -> tuple[Decision, ...]:
         """Return one decision for each attempt of the request."""
@@ -189,14 +197,9 @@ class Operator:
     async def timeline(self, request_id: str) -> RequestTimeline | None:
         """Return the timeline of an ended request; None when no gateway that answers in time has it."""
         await self._until_connected()
-        self._found = asyncio.Queue()
-        next(iter(self._routers)).send(FindRequests(request_id=request_id))
-        num_answers, num_asked = 0, 1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MOMENT_S):
-                while num_answers < num_asked:
-                    found = await self._found.get()
-                    num_answers, num_asked = num_answers + 1, found.num_asked
+                async for found in self._relayed(FindRequests(request_id=request_id), FoundRequests):
                     for timeline in found.timelines:
                         return timeline
         return None
@@ -204,7 +207,7 @@ class Operator:
     async def recording(self, last_s: float) -> list[bytes]:
         """Return the chunks of one router's recording that the last `last_s` seconds need, in order.
 
-        None when it records nothing. Raises PeerGone when the chunks leave its memory meanwhile.
+        An empty list: the router records nothing. Raises PeerGone when the chunks leave its memory meanwhile.
         """
         chunks, body, query = list[bytes](), b"", RecordingQuery(last_s=min(last_s, MAX_SECONDS))
         while True:
@@ -267,14 +270,9 @@ class Operator:
         to: the decode worker; "": the router chooses. Requests that have not moved run on where they are.
         """
         await self._until_connected()
-        self._moves = asyncio.Queue()
         order = Migrate(request_id=request_id, worker=worker, to=to)
-        next(iter(self._routers)).send(order)
-        num_asked, answers = 1, list[Migrated]()
         async with asyncio.timeout(MIGRATE_TIMEOUT_S):
-            while len(answers) < num_asked:
-                answers.append(await self._moves.get())
-                num_asked = answers[-1].num_asked
+            answers = [each async for each in self._relayed(order, Migrated)]
         return msgspec.structs.replace(
             answers[0],
             num_moved=sum(each.num_moved for each in answers),
@@ -303,6 +301,23 @@ class Operator:
     async def send_order(self, order: Sleep | Wake) -> Status:
         """Give a numbered order about a model, and return the status; to repeat the order changes nothing."""
         return _joined([each for each in await self._ask(order) if isinstance(each, Status)])
+
+    async def _relayed(
+        self, question: FindRequests | Migrate, kind: type[RelayedT]
+    ) -> AsyncIterator[RelayedT]:
+        """Have one router ask all gateways, and yield their answers until all have come.
+
+        Later answers to an earlier question are dropped.
+        """
+        self._num_relayed = number = self._num_relayed + 1
+        self._relayed_answers = asyncio.Queue()
+        next(iter(self._routers)).send(msgspec.structs.replace(question, question=number))
+        num_answers, num_asked = 0, 1
+        while num_answers < num_asked:
+            answer = await self._relayed_answers.get()
+            if isinstance(answer, kind) and answer.question == number:
+                num_answers, num_asked = num_answers + 1, answer.num_asked
+                yield answer
 
     async def _ask_one_router(self, order: Undrain | RestartWorker | Scale) -> None:
         """Send an order to one router. Two routers would pass it on twice, and a second stop kills."""
@@ -365,10 +380,8 @@ class Operator:
             return
         if self._watcher is not None and isinstance(message, WatcherMessage):
             self._watcher.told(peer.hello.id, message)
-        if isinstance(message, FoundRequests):
-            self._found.put_nowait(message)
-        if isinstance(message, Migrated):
-            self._moves.put_nowait(message)
+        if isinstance(message, FoundRequests | Migrated):
+            self._relayed_answers.put_nowait(message)
         if answers and isinstance(message, Status | Decisions | RecordingPart):
             answer = answers.popleft()
             if not answer.done():

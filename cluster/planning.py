@@ -17,7 +17,7 @@ import msgspec
 from baton.clock import Clock
 from baton.config.cluster import ServeConfig
 from baton.config.environment import cache_directory
-from baton.errors import BatonError, ConfigError, PeerGone
+from baton.errors import BatonError, ConfigError
 from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS
 from baton.messages.operations import MAX_PLANS, PlanSummary, Status
 from baton.messages.workers import WorkerRole
@@ -55,8 +55,8 @@ class Workers(Protocol):
 class Routers(Protocol):
     """The routers of a cluster, as an operator asks them."""
 
-    async def status(self) -> Status:
-        """Return the joined status of all routers."""
+    async def status_or_none(self) -> Status | None:
+        """Return the joined status of all routers that answer; None when none does."""
         ...
 
     async def flip(self, worker: str, role: WorkerRole) -> None:
@@ -137,7 +137,7 @@ class Planning:
         workers: Workers,
         log: Path,
     ) -> None:
-        """Raises ConfigError for the file of times."""
+        """Raises ConfigError for the file of times, or for a log without a folder."""
         settings = config.planner
         assert settings.times is not None, "PlannerConfig has checked that"
         times = TimeModel.read(Path(settings.times))
@@ -166,7 +166,10 @@ class Planning:
         self._clock = clock
         self._routers = routers
         self._workers = workers
-        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"planner.log: {log.parent} cannot be made: {error.strerror}") from None
         self._log = log
         self._latest: deque[ScalingPlan] = deque(maxlen=MAX_PLANS)  # the latest first
         self._came: deque[Score] = deque(maxlen=2 * MAX_PLANS)
@@ -233,10 +236,7 @@ class Planning:
         )
 
     async def _figures(self) -> Figures:
-        try:
-            status = await self._routers.status()
-        except (PeerGone, TimeoutError):
-            status = Status()
+        status = await self._routers.status_or_none() or Status()
         serving = [each.worker.role for each in status.workers if not each.is_draining]
         return Figures(
             counts={

@@ -32,7 +32,7 @@ from baton.cluster.supervisor import Supervised
 from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.environment import cache_directory
 from baton.config.loader import without_credentials
-from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.errors import ConfigError, WorkerLost
 from baton.messages.bounds import MAX_SECONDS, Kind
 from baton.messages.operations import Drain, Flip, OrderedWorkers, RestartWorker, Scale, Status, Undrain
 from baton.messages.workers import Address, WorkerRole
@@ -366,7 +366,7 @@ class Cluster:
                 operator = await self._resources.enter_async_context(connecting)
                 self._keep(self._report(operator))
                 self._plan_with(operator, topology.port)
-                while not self._is_whole(await _status(operator)):
+                while not self._is_whole(await operator.status_or_none()):
                     await asyncio.sleep(ASK_EVERY_S)
         except TimeoutError:
             late = f"after {self._config.start_timeout_s:.0f} s the cluster still waits for"
@@ -417,13 +417,6 @@ def _age_s(folder: Path) -> float:
         return time.time() - folder.stat().st_mtime
     except OSError:  # done meanwhile
         return LONGEST_COMPILATION_S
-
-
-async def _status(operator: Operator) -> Status | None:
-    try:
-        return await operator.status()
-    except (PeerGone, TimeoutError):
-        return None
 
 
 async def serve(

@@ -10,7 +10,7 @@ from baton.cluster.operator_node import SILENCE_GRACE_S, Verdicts, connected
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Members
-from baton.messages.operations import Drain, OrderedWorkers, Undrain, WorkerRemoved
+from baton.messages.operations import Drain, Migrate, Migrated, OrderedWorkers, Undrain, WorkerRemoved
 from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Address, WorkerRole
 from baton.router.router import Router
@@ -173,6 +173,22 @@ async def test_a_router_that_is_gone_keeps_no_other_from_answering(monkeypatch: 
             assert len((await operator.status()).routers) == 2
         async with connected([first, second], KEY) as operator:
             assert [router.id for router in (await operator.status()).routers] == [id_of("a")]
+
+
+@on_loop
+async def test_late_answer_to_an_earlier_question_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_router("a") as (router, address), connected([address], KEY) as operator:
+        gateway = TestPeer.gateway(router, "g")
+        with monkeypatch.context() as patched:
+            patched.setattr(operator_node, "MIGRATE_TIMEOUT_S", 0.05)
+            with pytest.raises(TimeoutError):
+                await operator.migrate(request_id="r")
+        late = gateway.only(Migrate)
+        asking = asyncio.create_task(operator.migrate(request_id="s"))
+        await until(lambda: any(isinstance(each, Migrate) for each in gateway.received))
+        gateway.say(Migrated.answer_to(late, num_moved=1))
+        gateway.say(Migrated.answer_to(gateway.only(Migrate), num_moved=2))
+        assert (await asking).num_moved == 2
 
 
 UNLISTED_S = 600.0

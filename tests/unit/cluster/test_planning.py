@@ -15,7 +15,7 @@ from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings, SchedulerConfig
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
-from baton.errors import ConfigError, PeerGone
+from baton.errors import ConfigError
 from baton.messages.operations import GatewayStatus, PlanSummary, Status
 from baton.messages.status import StreamCounts, cell_of
 from baton.messages.workers import Load, WorkerRole, WorkerStatus
@@ -38,9 +38,9 @@ class FakeRouters:
     def tell(self, *, plans: tuple[PlanSummary, ...]) -> None:
         self.told = plans
 
-    async def status(self) -> Status:
+    async def status_or_none(self) -> Status | None:
         if self.is_gone:
-            raise PeerGone("gone")
+            return None
         counts = StreamCounts(arrived={40: self.num}, ended={cell_of(1000, 0, 180): self.num})
         gateway = GatewayStatus(id="a" * 32, demand=(counts,))
         return Status(gateways=(gateway,), workers=self.workers, num_watchers=1)
@@ -100,6 +100,14 @@ def test_missing_times_are_an_error(tmp_path: Path) -> None:
     config = ServeConfig(model="tiny", planner=planner)
     with pytest.raises(ConfigError):
         Planning(config, ManualClock(), FakeRouters(), FakeWorkers(), tmp_path / "plans.jsonl")
+
+
+def test_log_whose_folder_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    usual_times().save(tmp_path / "times.json")
+    planner = PlannerConfig(mode="advise", ttft_ms=1000, times=str(tmp_path / "times.json"))
+    log = tmp_path / "times.json" / "plans.jsonl"
+    with pytest.raises(ConfigError, match=r"planner.log: .*times.json cannot be made: File exists"):
+        Planning(ServeConfig(model="tiny", planner=planner), ManualClock(), FakeRouters(), FakeWorkers(), log)
 
 
 def test_log_that_is_none_is_an_error(tmp_path: Path) -> None:
@@ -298,7 +306,7 @@ async def test_planner_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytes
         num_calls += 1
         raise RuntimeError("this was not foreseen")
 
-    monkeypatch.setattr(routers, "status", fails)
+    monkeypatch.setattr(routers, "status_or_none", fails)
     monkeypatch.setattr(one, "_settings", msgspec.structs.replace(one._settings, interval_s=0.001))
     keeping = asyncio.create_task(one.keep_planning())
     await until(lambda: num_calls >= 3)
