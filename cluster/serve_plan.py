@@ -90,7 +90,9 @@ def _gpus_per_rank(config: ServeConfig, num_gpus: int) -> float:
     """Return the share of a GPU for each rank: 0 on CPUs, below 1 when ranks must share GPUs."""
     if config.engine.device == "cpu" or (config.engine.device == "auto" and not num_gpus):
         return 0.0
-    return 1.0 if config.num_ranks <= num_gpus else 1 / math.ceil(config.num_ranks / max(1, num_gpus))
+    if config.num_ranks <= num_gpus or not num_gpus:  # without any, GPUs of later nodes of Ray
+        return 1.0
+    return 1 / math.ceil(config.num_ranks / num_gpus)
 
 
 def _worker(

@@ -158,7 +158,7 @@ class RayRuntime:
         shares = share_out(everyone, num_cores)
         workers = [spec for spec in everyone if spec.name not in self._placements]
         self._needs |= {spec.name: _needs(spec, shares[spec.name]) for spec in workers}
-        self._roles |= {spec.name: spec.role for spec in workers}
+        self._roles = {spec.name: spec.role for spec in everyone}
         self._request_nodes()
         with ExitStack() as releases:
             for spec in workers:
@@ -185,6 +185,7 @@ class RayRuntime:
         await asyncio.gather(*(self._place(name, None, self._place_timeout_s) for name in late))
 
     def release(self, name: str) -> None:
+        self._given_up.discard(name)
         placement = self._placements.pop(name, None)
         if placement is not None:
             _in_background(self._ray.util.remove_placement_group, placement.group)

@@ -210,6 +210,13 @@ def test_roles_have_ranks_and_pages_of_their_own() -> None:
     assert [spec.num_ranks for spec in planned] == [2, 1, 0, 0]
 
 
+def test_workers_that_wait_for_gpus_have_one_each() -> None:
+    """Nodes with GPUs may join Ray later."""
+    planned = plan(num_gpus=0, engine={"device": "cuda"})
+    assert [spec.gpus_per_rank for spec in planned] == [1.0] * 2 + [0.0] * 2
+    assert [worker.engine.cache.gpu_memory_utilization for worker in workers(planned)] == [0.9] * 2
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "gpus_per_rank", "share"), [(0, 0.0, 0.9), (1, 0.5, 0.45), (2, 1.0, 0.9), (8, 1.0, 0.9)]
 )

@@ -131,6 +131,9 @@ class Runtime(ray_runtime.RayRuntime):
         chosen = tuple(node_ids)[: len(bundles)]
         return None if self.hung in chosen else ray_runtime.Placement("second", chosen)
 
+    def _request_nodes(self) -> None:
+        pass
+
     def _kill_there(self, place: ActorPlace) -> None:
         self.killed = place
 
@@ -227,6 +230,27 @@ async def test_ranks_of_one_worker_that_would_share_a_gpu_are_refused(three_node
     with pytest.raises(ConfigError, match="decode-1: 2 ranks of one worker cannot share GPUs on Ray"):
         await runtime.place([alone, pair])
     assert set(runtime._needs) == {"decode-0"}
+
+
+@on_loop
+async def test_worker_that_has_flipped_counts_by_its_new_role(three_nodes: list[Any]) -> None:
+    runtime = Runtime(three_nodes, "none")
+    flipped = msgspec.structs.replace(SPEC, role="prefill")
+    later = msgspec.structs.replace(SPEC, name="decode-1", role="decode", num_ranks=1, num_nodes=1)
+    await runtime.place([flipped, later])
+    runtime._placements["decode-0"] = ray_runtime.Placement("first", ("a", "b"))
+    assert runtime._preferred("decode-1", three_nodes) == ["a", "b", "c"]
+
+
+@on_loop
+async def test_released_worker_that_was_given_up_is_no_longer_moved(three_nodes: list[Any]) -> None:
+    runtime = Runtime(three_nodes, "none")
+    runtime.give_up("decode-0", [], [])
+    runtime.release("decode-0")
+    runtime._needs["decode-0"] = [{"CPU": 1.0}] * 2
+    runtime._placements["decode-0"] = ray_runtime.Placement("again", ("a", "b"))
+    await runtime._move_if_needed("decode-0")
+    assert runtime._placements["decode-0"].group == "again"
 
 
 class Group:
