@@ -1,9 +1,9 @@
 """The router as a node: it tracks which workers are alive and loaded, and gives every attempt its workers.
 
 The router persists nothing. A new router learns the workers from their Hello and Heartbeat, and the
-connections of gateways from Reachable. Its list of workers is complete SETTLE_S after the first worker has
-joined; so is the list of a router that had lost all workers. Running attempts go on meanwhile. Gateways
-submit the attempts again that the earlier router has not answered.
+connections of gateways from Reachable. It takes its list of workers for complete SETTLE_S after the first
+worker has joined; a router that has lost all workers starts that wait again. Running attempts continue in
+the meantime. Gateways resubmit the attempts that the earlier router has not answered.
 
 `serve_router` runs a router in a process: an RPC server, the router and, if configured, a link to Redis, on
 one event loop.
