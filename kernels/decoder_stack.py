@@ -182,7 +182,9 @@ class DecoderStack:
 
 
 def can_stack(layers: Sequence[StackLayer], shape: StackShape) -> bool:
-    """True when the native call takes these weights: packed, and heads it has room for."""
+    """True when the native call takes these weights: packed, with experts of one size, and heads it has room
+    for.
+    """
     products = [
         product
         for layer in layers
@@ -190,8 +192,10 @@ def can_stack(layers: Sequence[StackLayer], shape: StackShape) -> bool:
         if product is not None
     ]
     mixtures = [layer.experts for layer in layers if layer.experts is not None]
+    sizes = {(each.num_experts, each.routing.top_k, each.gate_up.num_outputs) for each in mixtures}
     return (
         all(weight.is_packed for weight, _ in products)
+        and len(sizes) <= 1
         and all(mixture.arguments is not None for mixture in mixtures)
         and native_handles(products[0][0].dtype, shape.num_heads // shape.num_kv_heads, shape.head_dim)
     )

@@ -8,11 +8,11 @@ dim, V vocabulary. A tensor-parallel rank has its share of N, H, V and the kv he
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
-from typing import ClassVar, Final, Literal, NamedTuple, Protocol
+from typing import ClassVar, Final, Literal, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -332,6 +332,15 @@ class Attention:
         )
         return out_THD.flatten(1)
 
+    def is_plain(self, config: ModelConfig) -> bool:
+        """True for the config's heads, with the default scale, and norms of queries and keys in each head, if
+        any: no soft cap, no sinks.
+        """
+        heads, expected = (self.num_heads, self.num_kv_heads), (config.num_heads, config.num_kv_heads)
+        is_usual = self.scale == self.head_dim**-0.5 and not self.norms_projection
+        has_more = self.softcap is not None or self.sinks_H is not None
+        return heads == expected and self.head_dim == config.head_dim and is_usual and not has_more
+
     def _norm_projection(self, norm: RmsNorm, heads_THD: Tensor, num_shards: int) -> Tensor:
         """The norm over the heads of all ranks; each rank norms all of them, so that no bit differs."""
         ranks_TRN = self.tp.all_gather(heads_THD.flatten(1)).unflatten(1, (self.tp.size, -1))
@@ -521,14 +530,12 @@ class DecoderNames(NamedTuple):
 class Decoder(ABC):
     """A `Model` of decoder layers between an embedding and a head; an architecture makes the layers.
 
-    An architecture of plain attention, RMS norms, and SwiGLU as a `GatedMlp` or a `SparseMlp` sets
-    `fuses_layers`: on a CPU all layers then run in one native call where the kernels allow it, with the same
-    bits as layer by layer.
+    On a CPU, layers of plain attention, RMS norms, and SwiGLU as a `GatedMlp` or a `SparseMlp` run in one
+    native call where the kernels allow it, with the same bits as layer by layer.
 
     A pipeline stage has some of the layers: the first stage has the embedding, the last one norm and head.
     """
 
-    fuses_layers: ClassVar[bool] = False
     names: ClassVar[DecoderNames] = DecoderNames()
 
     def __init__(self, config: ModelConfig, parameters: Parameters, max_model_len: int) -> None:
@@ -552,7 +559,7 @@ class Decoder(ABC):
         }
         self.cos_sin_MD = [tables[rope] for rope in ropes]
         self.adapters = parameters.adapters
-        self.stack = self._fused_stack() if self.fuses_layers and parameters.tp.size == 1 else None
+        self.stack = self._fused_stack(parameters.dtype) if parameters.tp.size == 1 else None
 
     @abstractmethod
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
@@ -617,8 +624,16 @@ class Decoder(ABC):
         """As `Model.logits`."""
         return self.head(hidden_RE)
 
-    def _fused_stack(self) -> DecoderStack | None:
-        config, layers = self.config, _stack_layers(self.layers)
+    def _fused_stack(self, dtype: torch.dtype) -> DecoderStack | None:
+        """The layers in one native call; None where csrc/decoder.c cannot compute a part of them."""
+        config = self.config
+        layers = [stacked for layer in self.layers if (stacked := _stack_layer(layer, config, dtype))]
+        norm = self.norm if self.is_last else None
+        has_one_table = all(cos_sin_MD is self.cos_sin_MD[0] for cos_sin_MD in self.cos_sin_MD)
+        if len(layers) < len(self.layers) or not has_one_table:
+            return None
+        if norm is not None and not _is_plain(norm, config, dtype):
+            return None
         shape = StackShape(
             hidden=config.hidden_size,
             num_heads=config.num_heads,
@@ -630,36 +645,45 @@ class Decoder(ABC):
         )
         if not can_stack(layers, shape):
             return None
-        norm = self.norm if self.is_last else None
-        assert norm is None or isinstance(norm, RmsNorm), "only RMS norms can be fused"
         return DecoderStack(layers, None if norm is None else norm.weight_E, self.cos_sin_MD[0], shape)
 
 
-def _stack_layers(layers: Sequence[DecoderLayer]) -> list[StackLayer]:
-    stack_layers = []
-    for layer in layers:
-        attention, mlp = layer.attention, layer.mlp
-        sparse = mlp if isinstance(mlp, SparseMlp) else None
-        dense = mlp if sparse is None else sparse.shared
-        assert isinstance(attention, Attention), "only plain attention can be fused"
-        assert dense is None or isinstance(dense, GatedMlp), "only SwiGLU layers can be fused"
-        assert isinstance(layer.input_norm, RmsNorm) and isinstance(layer.post_norm, RmsNorm)
-        stack_layers.append(
-            StackLayer(
-                input_norm_E=layer.input_norm.weight_E,
-                post_norm_E=layer.post_norm.weight_E,
-                query_norm_D=None if attention.query_norm is None else attention.query_norm.weight_E,
-                key_norm_D=None if attention.key_norm is None else attention.key_norm.weight_E,
-                qkv=(attention.qkv.weight, attention.qkv.bias_N),
-                out=(attention.out.weight, attention.out.bias_N),
-                gate_up=None if dense is None else (dense.gate_up.weight, dense.gate_up.bias_N),
-                down=None if dense is None else (dense.down.weight, dense.down.bias_N),
-                window=attention.window,
-                router=None if sparse is None else (sparse.router, sparse.router_bias_X),
-                experts=None if sparse is None else sparse.mixture,
-            )
-        )
-    return stack_layers
+def _stack_layer(layer: DecoderLayer, config: ModelConfig, dtype: torch.dtype) -> StackLayer | None:
+    """The layer for a `DecoderStack`; None where csrc/decoder.c cannot compute a part of it.
+
+    Types are compared exactly, because a subclass may compute anything.
+    """
+    attention, mlp = layer.attention, layer.mlp
+    if type(attention) is not Attention or not attention.is_plain(config) or layer.out is not attention.out:
+        return None
+    sparse = mlp if type(mlp) is SparseMlp else None
+    dense = mlp if sparse is None else sparse.shared
+    if dense is not None and not (type(dense) is GatedMlp and dense.activation == SILU):
+        return None
+    if not (_is_plain(layer.input_norm, config, dtype) and _is_plain(layer.post_norm, config, dtype)):
+        return None
+    head_norms = attention.query_norm, attention.key_norm
+    if not all(norm is None or _is_plain(norm, config, dtype) for norm in head_norms):
+        return None
+    query_norm_D, key_norm_D = (None if norm is None else norm.weight_E for norm in head_norms)
+    return StackLayer(
+        input_norm_E=layer.input_norm.weight_E,
+        post_norm_E=layer.post_norm.weight_E,
+        query_norm_D=query_norm_D,
+        key_norm_D=key_norm_D,
+        qkv=(attention.qkv.weight, attention.qkv.bias_N),
+        out=(attention.out.weight, attention.out.bias_N),
+        gate_up=None if dense is None else (dense.gate_up.weight, dense.gate_up.bias_N),
+        down=None if dense is None else (dense.down.weight, dense.down.bias_N),
+        window=attention.window,
+        router=None if sparse is None else (sparse.router, sparse.router_bias_X),
+        experts=None if sparse is None else sparse.mixture,
+    )
+
+
+def _is_plain(norm: Norm, config: ModelConfig, dtype: torch.dtype) -> TypeGuard[RmsNorm]:
+    """True for an RMS norm with a weight in the dtype of the model and the config's epsilon."""
+    return type(norm) is RmsNorm and norm.weight_E.dtype == dtype and norm.eps == config.rms_norm_eps
 
 
 def _rope_table(head_dim: int, rope: RopeConfig, max_model_len: int) -> Tensor:

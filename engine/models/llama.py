@@ -8,8 +8,6 @@ from baton.engine.models.registry import ModelConfig
 class Llama(Decoder):
     """Reads `attention_bias` and `mlp_bias`."""
 
-    fuses_layers = True
-
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
         bias = config.keys.flag("attention_bias")

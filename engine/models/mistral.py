@@ -19,8 +19,6 @@ from baton.engine.models.registry import ModelConfig
 class Mistral(Decoder):
     """Reads `sliding_window`; null turns it off."""
 
-    fuses_layers = True
-
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
         keys = config.keys
@@ -31,8 +29,6 @@ class Mistral(Decoder):
 
 class Mixtral(Decoder):
     """Reads `num_local_experts`, `num_experts_per_tok` and `sliding_window`."""
-
-    fuses_layers = True
 
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""

@@ -8,8 +8,6 @@ from baton.engine.models.registry import ModelConfig
 class Phi3(Decoder):
     """Reads `sliding_window`."""
 
-    fuses_layers = True
-
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
         keys = config.keys

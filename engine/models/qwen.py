@@ -22,8 +22,6 @@ from baton.engine.models.registry import ModelConfig, read_layer_types
 class Qwen2(Decoder):
     """Reads the sliding windows."""
 
-    fuses_layers = True
-
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
         window = layer_window(config, index)
@@ -51,8 +49,6 @@ def layer_window(config: ModelConfig, index: int) -> int | None:
 class Qwen3(Decoder):
     """Reads `attention_bias` and the sliding windows."""
 
-    fuses_layers = True
-
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
         bias = config.keys.flag("attention_bias")
@@ -68,8 +64,6 @@ class Qwen3(Decoder):
 
 class Qwen2Moe(Decoder):
     """Reads the experts, `qkv_bias`, and `layer_types` for the sliding windows."""
-
-    fuses_layers = True
 
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
@@ -113,8 +107,6 @@ def _moe_window(config: ModelConfig, index: int) -> int | None:
 
 class Qwen3Moe(Decoder):
     """Reads the experts, `attention_bias`, and a sliding window of all layers."""
-
-    fuses_layers = True
 
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,26 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, Norm, RmsNorm, then
 from baton.engine.models.loading.checkpoint import METHODS, JsonObject, SafetensorsCheckpoint
 from baton.engine.models.loading.quantised_weights import read_matrix
-from baton.engine.models.loading.weights import Parameters, ParameterSurvey
+from baton.engine.models.loading.weights import DummyCheckpoint, Parameters, ParameterSurvey
 from baton.engine.models.model import (
     attention_mlp_crossover,
     build_model,
     check_parameters,
     parameter_shapes,
 )
-from baton.engine.models.registry import ARCHITECTURES, Architecture, ModelConfig, read_model_config
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.registry import (
+    ARCHITECTURES,
+    Architecture,
+    ModelConfig,
+    RopeConfig,
+    read_model_config,
+)
 from baton.errors import ModelError
+from baton.kernels.gated import GELU_TANH
 from baton.kernels.quantised import QuantisedMatrix
 from tests.tiny_models import generate, tiny_engine, token_ids, write_config
 
@@ -219,12 +228,6 @@ class Outside(Decoder):
         return DecoderLayer(config, parameters, attention, GatedMlp(config, parameters.scope("mlp")))
 
 
-class OutsideFused(Outside):
-    """The same layers in one native call."""
-
-    fuses_layers = True
-
-
 def answer(directory: Path, **keys: object) -> list[int | None]:
     with closing(tiny_engine(write_config(directory, **keys))) as engine:
         return token_ids(generate(engine, [5, 9, 2, 7, 1, 8, 3], max_tokens=12, ignore_eos=True))
@@ -233,11 +236,77 @@ def answer(directory: Path, **keys: object) -> list[int | None]:
 def test_outside_architecture_generates_by_name_and_by_model_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("Outside", "OutsideFused"):
-        entry = Architecture(name.lower(), f"{__name__}:{name}")
-        monkeypatch.setitem(ARCHITECTURES, f"{name}ForCausalLM", entry)
+    monkeypatch.setitem(ARCHITECTURES, "OutsideForCausalLM", Architecture("outside", f"{__name__}:Outside"))
     named = answer(tmp_path, architectures=["OutsideForCausalLM"], model_type="llama")
     assert len(named) == 12
     assert answer(tmp_path, architectures=None, model_type="outside") == named
-    assert answer(tmp_path, architectures=["OutsideFusedForCausalLM"]) == named
     assert answer(tmp_path, architectures=["LlamaForCausalLM"], model_type="outside") != named
+    with monkeypatch.context() as layer_by_layer:
+        layer_by_layer.setattr("baton.engine.models.decoder.can_stack", lambda *_: False)
+        assert answer(tmp_path, architectures=["OutsideForCausalLM"]) == named
+
+
+class Halved(GatedMlp):
+    """A part of a layer that an architecture from outside has changed."""
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x_TE) / 2
+
+
+NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+
+
+def model_of(directory: Path, parts: dict[str, Any]) -> Decoder:
+    """A model in bf16 of the usual layers, with other parts or other arguments of parts."""
+
+    class Varied(Decoder):
+        def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+            arguments = parts.get("attention", {})
+            if "ropes" in parts:
+                arguments = {"rope": parts["ropes"][index]}
+            attention = Attention(config, parameters.scope("self_attn"), **arguments)
+            mlp = parts.get("mlp", GatedMlp)(config, parameters.scope("mlp"))
+            norms = {
+                each: RmsNorm(parameters, NORMS[each], config.hidden_size, **parts[each])
+                for each in NORMS.keys() & parts
+            }
+            out = then(attention.out, parts["out"]) if "out" in parts else None
+            return DecoderLayer(config, parameters, attention, mlp, out=out, **norms)
+
+        def make_norm(self, config: ModelConfig, parameters: Parameters, name: str) -> Norm:
+            return RmsNorm(parameters, name, config.hidden_size, **parts.get("last_norm", {"eps": 1e-5}))
+
+    config, survey = read_model_config(directory), ParameterSurvey()
+    Varied(config, survey, 1)
+    dtype = torch.bfloat16
+    checkpoint = DummyCheckpoint(survey.shapes, dtype=dtype, deviation=0.2, seed=1)
+    return Varied(config, Parameters(checkpoint, TensorParallel(), dtype, torch.device("cpu")), 8)
+
+
+def test_usual_layers_run_in_one_native_call(tiny_model: Path) -> None:
+    assert model_of(tiny_model, {}).stack is not None
+    assert model_of(tiny_model, {"attention": {"qk_norm": "head", "window": 2}}).stack is not None
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"attention": {"scale": 1.0}},
+        {"attention": {"softcap": 5.0}},
+        {"attention": {"has_sinks": True}},
+        {"attention": {"qk_norm": "projection"}},
+        {"attention": {"qk_norm": "head", "norm_offset": 1.0}},
+        {"ropes": [RopeConfig(theta=1e4), RopeConfig(theta=1e6)]},
+        {"out": torch.neg},
+        {"mlp": partial(GatedMlp, activation=GELU_TANH)},
+        {"mlp": Halved},
+        {"input_norm": {"eps": 1e-5, "offset": 1.0}},
+        {"post_norm": {"eps": 1e-3}},
+        {"last_norm": {"eps": 1e-5, "offset": 1.0}},
+        {"last_norm": {"eps": 1e-3}},
+    ],
+)
+def test_layers_that_the_native_call_cannot_compute_run_one_by_one(
+    tiny_model: Path, parts: dict[str, Any]
+) -> None:
+    assert model_of(tiny_model, parts).stack is None
