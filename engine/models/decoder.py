@@ -26,6 +26,7 @@ from baton.kernels.decoder_stack import DecoderStack, LayerGroups, StackLayer, S
 from baton.kernels.experts import Mixture, Routing
 from baton.kernels.gated import SILU, Activation, gated
 from baton.kernels.linear import LinearWeight, embedding, linear, linear_gated
+from baton.kernels.lora import LowRankWeights
 from baton.kernels.ragged_attention import ragged_attention
 from baton.kernels.rms_norm import rms_norm
 from baton.kernels.store_kv import rope_and_store
@@ -112,10 +113,13 @@ class ColumnParallelLinear:
             reordered = [reorder(name, rows) for name, rows in zip(num_outputs, biases, strict=True)]
             self.bias_N = parameters.join(reordered).float()
         self._adapters = parameters.adapters
-        self._adapted = [
-            sharded[name].adapted(name, (n, num_inputs), 0, partial(reorder, name)) if fused is None else None
-            for name, n in num_outputs.items()
-        ]
+        first_outputs = accumulate((matrix.shape[0] for matrix in matrices), initial=0)
+        self._adapted: list[tuple[int, LowRankWeights]] = []  # the first output of each, its adapters
+        for first, (name, n) in zip(first_outputs, num_outputs.items(), strict=False):
+            if fused is None and (
+                adapted := sharded[name].adapted(name, (n, num_inputs), 0, partial(reorder, name))
+            ):
+                self._adapted.append((first, adapted.weights))
 
     @staticmethod
     def _read_weights(
@@ -143,11 +147,10 @@ class ColumnParallelLinear:
         rows = None if self._adapters is None else self._adapters.rows
         if rows is None:
             return linear(x_TK, self.weight, self.bias_N)
-        y_TN, start = linear(x_TK, self.weight, self.bias_N, out_dtype=torch.float32), 0
-        for projection in filter(None, self._adapted):
-            weights, stop = projection.weights, start + projection.weights.num_outputs
-            weights.expand(weights.shrink(x_TK, rows), rows, y_TN[:, start:stop])
-            start = stop
+        y_TN = linear(x_TK, self.weight, self.bias_N, out_dtype=torch.float32)
+        for first, weights in self._adapted:
+            own_TN = y_TN[:, first : first + weights.num_outputs]
+            weights.expand(weights.shrink(x_TK, rows), rows, own_TN)
         return y_TN.to(x_TK.dtype)
 
     def gated(self, x_TK: Tensor, activation: Activation) -> Tensor:

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from baton.engine.models.decoder import ColumnParallelLinear
+from baton.engine.models.loading.weights import Adapters, AdapterTensors, DummyCheckpoint, Parameters
 from baton.engine.models.parallel import ReplicaRank, TensorParallel
 from baton.errors import ConfigError
 from baton.kernels.linear import linear
@@ -28,6 +30,23 @@ def test_heads_that_cannot_be_split_are_refused_by_name(tiny_model: Path) -> Non
     parameters = dummy_parameters(tiny_model, TensorParallel(0, 5)).scope("model.layers.0.self_attn")
     with pytest.raises(ConfigError, match=r"q_proj.weight: 64 cannot be split over 5"):
         ColumnParallelLinear(parameters, {"q_proj": 64}, 32)
+
+
+@torch.inference_mode()
+def test_adapter_changes_the_outputs_of_its_projection_behind_one_that_takes_none() -> None:
+    cpu, dtype = torch.device("cpu"), torch.float32
+    shapes = {"g_proj.weight": (7, 32), "q_proj.weight": (16, 32)}
+    adapters = Adapters(cpu, {"q_proj": (16, 32)})
+    checkpoint = DummyCheckpoint(shapes, dtype=dtype, deviation=0.2, seed=1)
+    parameters = Parameters(checkpoint, TensorParallel(), dtype, cpu, adapters=adapters)
+    layer = ColumnParallelLinear(parameters, {"g_proj": 7, "q_proj": 16}, 32)
+    a, b, x = torch.randn(4, 32), torch.randn(16, 4), torch.randn(2, 32)
+    adapters.put(0, AdapterTensors(rank=4, scale=1.0, pairs={"q_proj": (a, b)}))
+    plain = layer(x)
+    with adapters.step(np.zeros(2, np.int32), np.arange(2)):
+        changed = layer(x)
+    assert torch.equal(changed[:, :7], plain[:, :7])
+    torch.testing.assert_close(changed[:, 7:], plain[:, 7:] + x @ a.T @ b.T)
 
 
 def test_experts_in_different_formats_are_dequantised(tiny_model: Path) -> None:
