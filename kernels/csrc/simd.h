@@ -215,7 +215,7 @@ INLINE f32s select_lanes(i32s mask, f32s yes, f32s no) {
     return (f32s)((mask & (i32s)yes) | (~mask & (i32s)no));
 }
 
-// exp(x) within 2 ulp for x <= 88; 0 below -87. Cody-Waite reduction, degree-6 polynomial (Cephes expf).
+// exp(x) within 2 ulp for x <= 88; 0 below -87; NaN for a NaN. Cody-Waite reduction, degree-6 polynomial (Cephes expf).
 INLINE f32s exp_lanes(f32s x) {
     f32s clamped = select_lanes(x < splat(-87.0f), splat(-87.0f), x);
     clamped = select_lanes(clamped > splat(88.0f), splat(88.0f), clamped);
@@ -234,7 +234,8 @@ INLINE f32s exp_lanes(f32s x) {
     p = multiply_add(p, r, splat(5.0000001201e-1f));
     p = multiply_add(p * r, r, r) + splat(1.0f);
     f32s scaled = (f32s)((i32s)p + (exponent << 23));
-    return select_lanes(x < splat(-87.0f), splat(0.0f), scaled);
+    f32s result = select_lanes(x < splat(-87.0f), splat(0.0f), scaled);
+    return select_lanes(x == x, result, x);  // the shifts make a number of some NaNs
 }
 
 // cap * tanh(x / cap).

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kernels.gated import gated, gated_reference
+from baton.kernels.gated import gated, gated_reference, soft_cap
 from tests.kernels.outcomes import DTYPES, normal
 
 CPU = torch.device("cpu")
@@ -44,3 +44,10 @@ def test_element_has_the_same_bits_in_any_batch_and_column(dtype: torch.dtype) -
     gate, up = gate_up[0].chunk(2)
     for width in range(1, 48):  # the last width % 16 elements go one by one
         assert torch.equal(gated(torch.cat((gate[:width], up[:width]))[None])[0], whole[0, :width])
+
+
+def test_exponential_of_any_nan_is_nan() -> None:
+    payloads = torch.tensor([0, 1, 0x1FF, 0x3FFFFF], dtype=torch.int32)
+    nans = torch.cat((payloads + 0x7FC00000, payloads - 0x400000)).view(torch.float32)
+    assert nans.isnan().all()
+    assert soft_cap(nans, 5.0).isnan().all()
