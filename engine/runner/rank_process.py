@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Final, Protocol
@@ -119,21 +119,26 @@ class TpWorkerProcess:
     """A TP worker in a process of this machine: its process and its channel."""
 
     def __init__(self, assignment: TpAssignment) -> None:
+        """Start the process. Owns the assignment's `host_fd`, also when the start fails with an OSError."""
         self.rank = assignment.rank
         self.host_fd = assignment.host_fd
-        self._reader, writer = Pipe(duplex=False)
         self._is_ready = False
         self._failure: BatonError | None = None
-        # A process group of its own: Ctrl-C in the terminal is for rank 0, which then sends STOP_COMMAND.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "baton.engine.runner.tp_worker", str(writer.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=ERROR_OUTPUT,
-            pass_fds=(writer.fileno(), *((self.host_fd,) if self.host_fd >= 0 else ())),
-            cwd=_import_root(),
-            process_group=0,
-        )
-        writer.close()  # the process has the only writer now: its end closes the pipe
+        with ExitStack() as unless_started:
+            unless_started.callback(self._close_host_fd)
+            self._reader, writer = Pipe(duplex=False)
+            unless_started.enter_context(self._reader)
+            with writer:  # the process then has the only writer: its end closes the pipe
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "baton.engine.runner.tp_worker", str(writer.fileno())],
+                    stdin=subprocess.PIPE,
+                    stdout=ERROR_OUTPUT,
+                    pass_fds=(writer.fileno(), *((self.host_fd,) if self.host_fd >= 0 else ())),
+                    cwd=_import_root(),
+                    # Ctrl-C in the terminal is for rank 0, which then sends STOP_COMMAND.
+                    process_group=0,
+                )
+            unless_started.pop_all()
         self.tell(msgspec.json.encode(assignment))  # `is_ready` reports a process that died
         if not assignment.has_guardian:
             self._close_stdin()
@@ -193,6 +198,9 @@ class TpWorkerProcess:
         self.end(timeout_s)
         self._close_stdin()
         self._reader.close()
+        self._close_host_fd()
+
+    def _close_host_fd(self) -> None:
         if self.host_fd >= 0:
             os.close(self.host_fd)
             self.host_fd = -1

@@ -231,6 +231,21 @@ def test_tp_worker_that_does_not_start_is_reported_and_none_is_left(
     assert children() == before and not list(temporary.iterdir())
 
 
+def test_process_that_cannot_be_started_leaves_no_descriptor_open(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    cache = {"host_cache_memory_bytes": 2**20, "kv_disk_path": str(tmp_path), "kv_disk_bytes": 2**20}
+    config = tiny_config(tiny_model, tensor_parallel_size=2, cache=cache)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = psutil.Process().num_fds()
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        TpWorkers(config)
+    assert psutil.Process().num_fds() == before
+
+
 def test_tp_worker_that_cannot_load_reports_its_error(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
