@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Final, Protocol
 
+from baton.messages.bounds import MAX_EVENTS
 from baton.messages.control import Decision, KvEventBatch, KvEventsWanted, Measured, Rejected, Submit, Weighed
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request
@@ -116,14 +117,11 @@ class ClusterState:
         """Learn from a worker's measurements."""
         self.model.learn(worker_id, measured)
         for times in measured.prefills:
-            decision = self.decisions.get((times.request_id, times.attempt))
-            if decision is None or worker_id not in (decision.chosen.prefill, decision.chosen.decode):
+            known = self.decisions.measured(worker_id, times)
+            if known is None:
                 continue
-            key = (times.request_id, times.attempt)
-            known = self.decisions.measured(times)
-            if known is not None and decision.measured is None:
-                self.hindsight.measured(known, self.decisions.candidates(key))
-            chosen = decision.chosen
+            self.hindsight.measured(*known)
+            chosen = known[0].chosen
             if times.pulled_bytes and chosen.source:
                 self.model.learn_pull(chosen.source, worker_id, times)
             if times.moved_bytes and chosen.prefill == worker_id:
@@ -199,8 +197,9 @@ class ClusterState:
         """Attempts have ended. num_tokens: as of `Dispatchers.ended`."""
         for key in attempts:
             self.keys.forget(key)
-        if self.sharing is not None and attempts:
-            self.sharing.share(SharedEnded(attempts=tuple(attempts)))
+        if self.sharing is not None:
+            for first in range(0, len(attempts), MAX_EVENTS):
+                self.sharing.share(SharedEnded(attempts=tuple(attempts[first : first + MAX_EVENTS])))
         if self.log is not None:
             for key, number in zip(attempts, chain(num_tokens, repeat(None)), strict=False):
                 self.log(encode_line(self._ended_line(key, number)))

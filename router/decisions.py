@@ -84,11 +84,6 @@ class DecisionHistory:
         kept = self._kept.get(key)
         return None if kept is None else kept.decision
 
-    def candidates(self, key: AttemptKey) -> Sequence[PairCandidate]:
-        """The compared pairs of a decision; none when it is not kept."""
-        kept = self._kept.get(key)
-        return () if kept is None else kept.candidates
-
     def full(self, key: AttemptKey) -> Decision:
         """A kept decision with all compared pairs."""
         now_s, kept = self._clock.now_s(), self._kept[key]
@@ -102,13 +97,20 @@ class DecisionHistory:
             first_token_s = min(self._clock.now_s() - kept.decided_s, MAX_SECONDS)
             kept.decision = replace(kept.decision, first_token_s=first_token_s)
 
-    def measured(self, times: PrefillTimes) -> Decision | None:
-        """Note the measured times of the prefill; return the decision, None when it is not kept."""
+    def measured(
+        self, worker_id: str, times: PrefillTimes
+    ) -> tuple[Decision, Sequence[PairCandidate]] | None:
+        """Note the times of a prefill, measured by one of its workers; return the decision and all pairs.
+
+        None: the decision is not kept, names other workers, or has its times already.
+        """
         kept = self._kept.get((times.request_id, times.attempt))
-        if kept is None:
+        if kept is None or kept.decision.measured is not None:
+            return None
+        if worker_id not in (kept.decision.chosen.prefill, kept.decision.chosen.decode):
             return None
         kept.decision = replace(kept.decision, measured=times)
-        return kept.decision
+        return kept.decision, kept.candidates
 
     def of(self, request_id: str) -> Iterator[Decision]:
         """The decisions of a request's last MAX_ATTEMPTS attempts, with all compared pairs."""

@@ -51,14 +51,13 @@ from baton.router.policies.base import (
 )
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.admission import AdmissionQueue, Capacity, SharedAdmission
-from baton.router.queue.quotas import QuotaRefusal
+from baton.router.queue.quotas import QuotaRefusal, no_room
 from baton.router.queue.tenant_queues import QueuedAttempt
 from baton.router.sliced_work import SlicedWork
 from baton.rpc.peers import Peer
-from baton.tenants import Refusal, has_slots
+from baton.tenants import has_slots
 
 TRANSFER_BYTES: Final = 16
-RETRY_AFTER_S: Final = 1.0
 MAX_DISPATCHED: Final = 2  # attempts in one call of `dispatch_queued`; later turns of the loop go on
 
 
@@ -165,7 +164,7 @@ class Dispatcher:
         num_own = 0 if submit.is_begun else self.admission_queue.quotas.num_requests(submit.request.tenant)
         if not has_slots(submit.request.tenant, 1, num_own, num_free):
             reason = f"of {self._max_attempts} attempts {num_free} are free, {num_own} are the tenant's"
-            self._reject(gateway.id, key, _no_room(reason))
+            self._reject(gateway.id, key, no_room(reason))
             return False
         if self._cluster_state.has_keys(submit):
             return self._enqueue(gateway, submit)
@@ -182,11 +181,10 @@ class Dispatcher:
         self._arriving.pop(key, None)
         self.admission_queue.ended(key, num_tokens)
 
-    def gateway_left(self, gateway_id: str) -> None:
-        """Drop all attempts of a gateway."""
-        others = ((key, each) for key, each in self._arriving.items() if each.gateway.id != gateway_id)
-        self._arriving = dict(others)
-        self.admission_queue.gateway_left(gateway_id)
+    def attempts_of(self, gateway_id: str) -> list[AttemptKey]:
+        """The open attempts of a gateway, with those whose page keys are being computed."""
+        arriving = (key for key, each in self._arriving.items() if each.gateway.id == gateway_id)
+        return [*arriving, *self.admission_queue.attempts_of(gateway_id)]
 
     def tick(self) -> None:
         """Update the overload level, and reject attempts that have waited too long or are shed."""
@@ -258,7 +256,7 @@ class Dispatcher:
             submit, gateway.reached, lambda member: capacity.can_decode(member, num_tokens)
         )
         if not isinstance(pair, Pair):
-            self._reject(gateway.id, submit.request.key, _no_room(pair.value))
+            self._reject(gateway.id, submit.request.key, no_room(pair.value))
             return False
         queued = self.admission_queue.migrate(gateway.id, submit)
         entry = make_entry(gateway.id, submit.request, pair, self._cluster_state.model, 0.0)
@@ -321,7 +319,7 @@ class Dispatcher:
             self._dispatch(gateway, queued, pair)
             return None
         if pair is Unpaired.UNREACHED or pair is Unpaired.NO_PREFILL:
-            refused = _no_room(pair.value)
+            refused = no_room(pair.value)
             self.admission_queue.refuse(queued.key, refused)
             self._reject(queued.gateway, queued.key, refused)
             return None
@@ -451,8 +449,7 @@ class Dispatchers:
 
     def started(self, attempts: Sequence[AttemptKey]) -> None:
         """These attempts have their first token, so their prompts are computed."""
-        for key in attempts:
-            self._in_flight.started(key)
+        for key in filter(self._in_flight.started, attempts):
             for each in self:
                 each.started(key)
         self._cluster_state.started(attempts)
@@ -482,11 +479,8 @@ class Dispatchers:
             self.dispatch_queued()
 
     def gateway_left(self, gateway_id: str) -> None:
-        """Drop all attempts of a gateway."""
-        self._in_flight.gateway_left(gateway_id)
-        for each in self:
-            each.gateway_left(gateway_id)
-        self.dispatch_queued()
+        """End all attempts of a gateway. Workers that still compute them report them as unknown load."""
+        self.ended([key for each in self for key in each.attempts_of(gateway_id)])
 
     def worker_left(self, member: Member, reason: str) -> None:
         """Fail the attempts on a decode worker that has left.
@@ -616,7 +610,3 @@ def _send(gateway: GatewayPeer, request: Request, pair: Pair, queued: QueuedAtte
         ahead_tenant=queued.ahead_tenant,
     )
     gateway.peer.send(routed)
-
-
-def _no_room(reason: str) -> QuotaRefusal:
-    return QuotaRefusal(Refusal.NO_ROOM, reason, RETRY_AFTER_S)

@@ -189,19 +189,13 @@ class InFlight:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._entries: dict[AttemptKey, InFlightAttempt] = {}
-        # Dictionaries for sets: floats are summed in their order, which must not depend on hashes of strings.
-        self._by_gateway: defaultdict[str, dict[AttemptKey, None]] = defaultdict(dict)
+        self.num_others = 0  # attempts that other routers dispatched
         self._accounts: defaultdict[str, WorkerInFlight] = defaultdict(WorkerInFlight)
         self._waiting: set[AttemptKey] = set()  # without a first token
         self._reported_s: defaultdict[str, dict[AttemptKey, float]] = defaultdict(dict)  # by decode worker
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def num_others(self) -> int:
-        """Attempts that other routers dispatched."""
-        return len(self._by_gateway.get(OTHERS, ()))
 
     @property
     def num_own(self) -> int:
@@ -220,7 +214,7 @@ class InFlight:
         assert key not in self._entries, key
         self._entries[key] = entry
         self._reported_s[entry.decode][key] = self._clock.now_s()
-        self._by_gateway[entry.gateway][key] = None
+        self.num_others += entry.gateway == OTHERS
         decode = self._accounts[entry.decode]
         decode.num_attempts += 1
         decode.num_tokens += entry.num_tokens
@@ -263,7 +257,7 @@ class InFlight:
         if entry is None:
             return
         del self._reported_s[entry.decode][key]
-        self._by_gateway[entry.gateway].pop(key, None)
+        self.num_others -= entry.gateway == OTHERS
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
         num, num_tokens = decode.decoding.pop(entry.scheduling_class)
@@ -283,12 +277,6 @@ class InFlight:
     def decoded_at(self, worker: str) -> list[tuple[AttemptKey, InFlightAttempt]]:
         """The attempts of a decode worker, sorted by key."""
         return sorted((key, self._entries[key]) for key in self._reported_s.get(worker, ()))
-
-    def gateway_left(self, gateway_id: str) -> None:
-        """Remove the attempts of a gateway. Until they end, the workers' reports count them as unknown."""
-        for key in list(self._by_gateway.pop(gateway_id, ())):
-            self.ended(key)
-        self._by_gateway.pop(gateway_id, None)
 
     def beat(self, worker: Worker, beat: Heartbeat) -> list[tuple[AttemptKey, InFlightAttempt]]:
         """Count the attempts of a heartbeat that no entry names; return those that the worker has dropped.
@@ -342,7 +330,7 @@ class InFlight:
                 num_output_tokens[entry.scheduling_class].append(entry.num_output_tokens)
             decoding = {each: Decoding(len(nums), sum(nums)) for each, nums in num_output_tokens.items()}
             assert account.decoding == decoding, worker_id
-        assert sum(map(len, self._by_gateway.values())) == len(self._entries)
+        assert self.num_others == sum(entry.gateway == OTHERS for entry in self._entries.values())
         assert sum(map(len, self._reported_s.values())) == len(self._entries)
 
 

@@ -13,6 +13,7 @@ The life of a member:
    its peers were told to drop it, so its earlier work is lost by then.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
@@ -203,22 +204,30 @@ class Membership:
         return dead
 
     def num_ready(self, reached: Reached) -> int:
-        """The number of members that every gateway reaches and that reach all members they work with.
+        """The number of members that every gateway reaches and that have links with all their partners.
 
-        A prefill worker and a decode worker of the same weights work together. A sleeping worker needs no
-        other, and a gateway reaches it when it knows that the worker sleeps. The count compares all members
-        with each other, so it is cached until the members or `reached` change.
+        A prefill worker and a decode worker of the same weights are partners; they have a link when each
+        reaches the other. A sleeping worker needs no link, and a gateway reaches it when it knows that the
+        worker sleeps. The count is cached until the members or `reached` change.
         """
         present = (self.version, reached)
         if present != self._counted:
             self._counted = present
-            members = list(self._members.values())
-            self._num_ready = sum(
-                all(member.id in each for each in reached)
-                and (member.worker.is_asleep or all(_are_connected(member, other) for other in members))
-                for member in members
-            )
+            self._num_ready = self._count_ready(reached)
         return self._num_ready
+
+    def _count_ready(self, reached: Reached) -> int:
+        ready = set[str]()
+        awake = defaultdict[tuple[str, WorkerRole], list[Member]](list)  # by weights and role
+        for member in self._members.values():
+            if member.worker.is_asleep:
+                ready.add(member.id)
+            else:
+                awake[member.worker.fingerprint, member.worker.role].append(member)
+        for (fingerprint, role), members in awake.items():
+            partners = WorkerRole.DECODE if role is WorkerRole.PREFILL else WorkerRole.PREFILL
+            ready |= _linked(members, awake.get((fingerprint, partners), ()))
+        return len(ready.intersection(*reached))
 
     def _remember(self, worker: Worker) -> None:
         self._latest.pop(worker.name, None)
@@ -254,10 +263,8 @@ class ModelMembers:
 MemberView: TypeAlias = Membership | ModelMembers  # the members that one admission queue dispatches to
 
 
-def _are_connected(member: Member, other: Member) -> bool:
-    """True for members that reach each other, or that do not work together."""
-    if other.worker.is_asleep:
-        return True
-    if member.worker.role is other.worker.role or member.worker.fingerprint != other.worker.fingerprint:
-        return True
-    return member.id in other.reached and other.id in member.reached
+def _linked(members: Iterable[Member], partners: Sequence[Member]) -> set[str]:
+    """Return the ids of the members that have a link with each partner."""
+    ids = {partner.id for partner in partners}
+    linked = {member.id for member in members if ids <= member.reached}
+    return linked.intersection(*(partner.reached for partner in partners))

@@ -34,7 +34,7 @@ from typing import Final
 import msgspec
 
 from baton.clock import Clock
-from baton.messages.bounds import MAX_SECONDS
+from baton.messages.bounds import MAX_EVENTS, MAX_SECONDS
 from baton.messages.control import Submit
 from baton.messages.status import MAX_TENANTS, OverloadLevel, QueueStatus, TenantStatus, Times
 from baton.messages.workers import PrefillTimes, WorkerRole
@@ -46,7 +46,7 @@ from baton.router.policies.base import TenantClaim
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.objectives import OUTLOOK_AGE_S, Forecast, ObjectiveChecker, Prediction, objective_of
 from baton.router.queue.overload import OverloadManager
-from baton.router.queue.quotas import QuotaRefusal, RequestWork, TenantQuotas, WorkEstimator
+from baton.router.queue.quotas import QuotaRefusal, RequestWork, TenantQuotas, WorkEstimator, no_room
 from baton.router.queue.tenant_queues import Deadlines, QueuedAttempt, TenantQueues
 
 OVERCOMMIT: Final = 1.25  # of a decode worker's limits
@@ -75,15 +75,21 @@ class Capacity:
         """Everything but the cached lists, which may name workers that have left."""
         return attributes_of(self) | {"_taking": {}, "_version": -1}
 
+    def serves(self, model: str) -> bool:
+        """True when there are workers for the model, though none may take work now."""
+        return any(member.worker.serves(model) for member in self._members.all())
+
     def can_decode(self, member: Member, num_tokens: int) -> bool:
-        """True when a decode worker has room for an attempt with KV of `num_tokens`; an idle worker always
-        has.
+        """True when a decode worker has room for an attempt with KV of `num_tokens`.
+
+        An idle worker always has. No worker has more attempts than one heartbeat names: the others would
+        count as lost.
         """
         account, worker = self.in_flight.account(member.id), member.worker
         num_attempts = account.num_attempts + account.num_unknown
         if not num_attempts:
             return True
-        if num_attempts >= max(1, worker.max_num_seqs) * OVERCOMMIT:
+        if num_attempts >= min(max(1, worker.max_num_seqs) * OVERCOMMIT, MAX_EVENTS):
             return False
         num_slots = worker.num_pages * worker.page_size * OVERCOMMIT
         return account.num_tokens + account.num_unknown_tokens + num_tokens <= num_slots
@@ -291,6 +297,8 @@ class AdmissionQueue:
         due_s = since_s + (0.0 if is_begun else objective.due_s)
         attempt = QueuedAttempt(gateway, submit, since_s=since_s, due_s=due_s, work=work)
         refused = None if is_begun else self._refusal(attempt)
+        if refused is None and not self.capacity.serves(request.model):
+            refused = no_room("no worker serves the model")
         if refused is not None:
             self.tallies.of(request.tenant).count_refused(refused.refusal)
             return refused
@@ -435,10 +443,9 @@ class AdmissionQueue:
         if key in self._attempts:
             self._end(self._attempts[key], num_answered)
 
-    def gateway_left(self, gateway: str) -> None:
-        """End all attempts of a gateway."""
-        for key in [key for key, attempt in self._attempts.items() if attempt.gateway == gateway]:
-            self.ended(key, None)
+    def attempts_of(self, gateway: str) -> list[AttemptKey]:
+        """The open attempts of a gateway, waiting or dispatched."""
+        return [key for key, attempt in self._attempts.items() if attempt.gateway == gateway]
 
     def tick(self) -> Iterator[tuple[QueuedAttempt, QuotaRefusal]]:
         """Refuse attempts that have waited too long or are shed, and yield them."""

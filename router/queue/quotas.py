@@ -30,6 +30,7 @@ MAX_IDLE: Final = 4096  # tenants without a request; above this, those with a fu
 FULL_RETRY_S: Final = 1.0  # the end of a tenant's request cannot be predicted
 MAX_TENANTS: Final = 4096  # with an estimate; the least recently seen is forgotten
 LEAST_GAIN: Final = 0.05  # weight of a new figure in a mean
+NO_ROOM_RETRY_S: Final = 1.0
 
 
 class QuotaRefusal(NamedTuple):
@@ -40,6 +41,11 @@ class QuotaRefusal(NamedTuple):
     retry_after_s: float
     should_retry: bool = True  # the client may retry by itself after `retry_after_s`
     is_overload: bool = True  # other tenants' work is the cause
+
+
+def no_room(reason: str) -> QuotaRefusal:
+    """The refusal of an attempt that no worker has room for now."""
+    return QuotaRefusal(Refusal.NO_ROOM, reason, NO_ROOM_RETRY_S)
 
 
 class Bucket:

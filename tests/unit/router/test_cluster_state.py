@@ -1,5 +1,6 @@
 """The policy `cost` through the router's messages: workers' reports decide where prompts go."""
 
+import msgspec
 import pytest
 
 from baton.messages.control import (
@@ -169,6 +170,17 @@ def test_worker_cannot_report_times_of_another_worker() -> None:
     other = "p1" if routed.prefill == id_of("p0") else "p0"
     c[other].say(Measured(prefills=(PrefillTimes(id_of("a"), 0, 0.1, 0.3, 1, 1),)))
     assert explained(c, id_of("a")).measured is None
+
+
+def test_repeated_times_are_learned_once() -> None:
+    c = cost_cluster("p0", "d0")
+    busy(c, "d0", 32)
+    route(c, long_request("a"))
+    times = PrefillTimes(id_of("a"), 0, 0.1, 0.3, 8000, 8000, moved_bytes=8000, exposed_s=0.01)
+    c["p0"].say(Measured(prefills=(times,)))
+    c["p0"].say(Measured(prefills=(msgspec.structs.replace(times, moved_bytes=10**9),)))
+    assert explained(c, id_of("a")).measured == times
+    assert c.router.cluster_state.model.bytes_a_token == 1.0
 
 
 def test_unknown_request_has_no_decisions() -> None:

@@ -28,6 +28,7 @@ from baton.messages.control import (
 from baton.messages.workers import Load, Worker
 from baton.pages import PageKeys
 from baton.request import AttemptKey, Request, SamplingParams, TokenIds
+from baton.router.decisions import EndedLine, decode_lines
 from baton.router.dispatcher import MAX_DISPATCHED, make_entry
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, SchedulingClass
 from baton.router.membership import Member
@@ -49,6 +50,7 @@ from tests.unit.router.queue_cases import (
     names,
     start,
     submit,
+    tenant_of,
 )
 from tests.unit.router.router_cluster import Cluster, Turns, cluster
 
@@ -145,6 +147,25 @@ def test_heartbeats_without_an_ended_attempt_are_not_shared(c: Cluster) -> None:
     c.router.link(link)
     c.beat("p0", "d0")
     assert link.shared == []
+
+
+def test_attempts_of_a_gateway_that_leaves_end_in_the_log_and_at_other_routers(c: Cluster) -> None:
+    link, lines = RecordingLink(), list[bytes]()
+    c.router.link(link)
+    c.router.cluster_state.log = lines.append
+    submit(c, asked("r"))
+    start(c, "r")
+    c["g"].leave()
+    ended = decode_lines(lines, "log")
+    assert [each.num_tokens for each in ended if isinstance(each, EndedLine)] == [None]
+    assert link.shared[-1] == SharedEnded(attempts=((id_of("r"), 0),))
+
+
+def test_repeated_first_token_counts_once_for_an_objective(c: Cluster) -> None:
+    submit(c, asked("r", sla=Sla(ttft_ms=60_000)))
+    for _ in range(2):
+        start(c, "r")
+    assert tenant_of(c, "a").num_met == 1
 
 
 def test_room_that_another_router_reports_is_used(c: Cluster) -> None:

@@ -53,12 +53,6 @@ class InFlightMachine(RuleBasedStateMachine):
         self.in_flight.ended(key)
         self._forget(key)
 
-    @rule(gateway=GATEWAYS)
-    def leave(self, gateway: str) -> None:
-        self.in_flight.gateway_left(gateway)
-        for key in [key for key, entry in self.open.items() if entry.gateway == gateway]:
-            self._forget(key)
-
     @rule(worker=WORKERS)
     def forget_worker(self, worker: str) -> None:
         self.in_flight.forget([worker])

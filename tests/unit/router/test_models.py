@@ -20,6 +20,7 @@ from baton.messages.control import (
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.orders import Sleep, Wake
 from baton.messages.workers import Load
+from baton.router.queue.admission import MIN_COMPUTING
 from baton.tenants import Quotas, Refusal, SchedulingKey
 from tests.node_peers import TestPeer, a_request, id_of, name_of
 from tests.unit.router.router_cluster import Cluster, cluster
@@ -115,6 +116,20 @@ def test_request_for_a_model_without_workers_is_rejected_and_no_other_worker_hea
     c.add("d-c", model="c")
     routed = submit(c, "r", "c")
     assert isinstance(routed, Routed) and (name_of(routed.decode), routed.prefill) == ("d-c", "")
+
+
+def test_request_for_a_model_without_workers_does_not_wait_for_slots_of_others() -> None:
+    c = cluster(policy="least-loaded", local_prefill_tokens=0)
+    for name in ("p-a", "d-a"):
+        c.add(name, model="a", num_pages=10_000, max_model_len=65_536)
+    request = a_request("b", model="b")
+    for number in range(MIN_COMPUTING):
+        assert isinstance(answer(c, Submit(request=a_request(f"a{number}", 3000, model="a"))), Routed)
+    assert isinstance(answer(c, Submit(request=a_request("waiting", 3000, model="a"))), Queued)
+    for is_begun in (False, True):
+        refused = answer(c, Submit(request=request, is_begun=is_begun))
+        assert isinstance(refused, Rejected) and refused.refusal is Refusal.NO_ROOM
+    check(c)
 
 
 def test_active_requests_of_a_tenant_count_over_all_models(c: Cluster) -> None:

@@ -1,3 +1,5 @@
+from random import Random
+
 import msgspec
 import pytest
 
@@ -39,9 +41,10 @@ from baton.messages.operations import (
 from baton.messages.workers import Load, RunningStep
 from baton.router import membership
 from baton.router.in_flight import SILENCE_S
+from baton.router.membership import Member, Membership
 from baton.router.router import SETTLE_S, Router
 from baton.tenants import Quotas, SchedulingKey
-from tests.node_peers import TestPeer, a_request, a_worker, id_of
+from tests.node_peers import ListeningPeer, TestPeer, a_request, a_worker, hello_of, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
 
@@ -438,6 +441,32 @@ def test_workers_of_other_weights_need_not_reach_each_other() -> None:
     for name, fingerprint in (("p", "f"), ("d", "others")):
         TestPeer.worker(router, a_worker(name, fingerprint=fingerprint))
     assert router.status().num_ready == 2
+
+
+def test_ready_workers_are_those_that_pairs_of_workers_tell() -> None:
+    for seed in range(200):
+        random, members = Random(seed), Membership(ManualClock())
+        for name in ("p0", "p1", "d0", "d1", "d2"):
+            worker = a_worker(name, fingerprint=random.choice("ff2"), is_asleep=random.random() < 0.2)
+            members.join(worker, ListeningPeer(hello_of(worker)))
+        ids = [member.id for member in members.all()]
+        for member in members.all():
+            members.reach(member, (each for each in ids if random.random() < 0.9))
+        by_gateways = tuple(frozenset(each for each in ids if random.random() < 0.9) for _ in range(seed % 3))
+        assert members.num_ready(by_gateways) == sum(
+            all(one.id in reached for reached in by_gateways)
+            and (one.worker.is_asleep or all(are_connected(one, other) for other in members.all()))
+            for one in members.all()
+        )
+
+
+def are_connected(one: Member, other: Member) -> bool:
+    """True for workers that reach each other, or that do not work together."""
+    if other.worker.is_asleep:
+        return True
+    if one.worker.role is other.worker.role or one.worker.fingerprint != other.worker.fingerprint:
+        return True
+    return one.id in other.reached and other.id in one.reached
 
 
 def join(c: Cluster, which: str, incarnation: int) -> TestPeer:

@@ -2,6 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.messages.bounds import MAX_EVENTS
+from baton.messages.control import Heartbeat
+from baton.messages.workers import Load
 from baton.router.in_flight import InFlightAttempt, NewPrompt, SchedulingClass
 from baton.router.queue.admission import AHEAD_S, MAX_ASKED, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS, Capacity
 from tests.node_peers import id_of
@@ -69,6 +72,18 @@ def test_decode_worker_takes_a_quarter_more_than_it_runs() -> None:
         assert fleet.can_decode(10)
         fleet.dispatch(str(number))
     assert not fleet.can_decode(10)
+
+
+def test_decode_worker_takes_no_more_attempts_than_a_heartbeat_names() -> None:
+    fleet = SmallWorkers("p0")
+    fleet.join("d0", max_num_seqs=2**16, num_pages=2**20)
+    member = fleet.members.get(id_of("d0"))
+    assert member is not None
+    attempts = tuple((id_of(f"a{number}"), 0) for number in range(MAX_EVENTS))
+    fleet.in_flight.beat(member.worker, Heartbeat(load=Load(), attempts=attempts[1:]))
+    assert fleet.can_decode(1)
+    fleet.in_flight.beat(member.worker, Heartbeat(load=Load(), attempts=attempts))
+    assert not fleet.can_decode(1)
 
 
 def test_decode_worker_takes_as_many_tokens_as_its_pages_hold() -> None:
