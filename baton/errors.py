@@ -3,7 +3,9 @@
 A process of the cluster drains and ends with 0 when it is told once to end.
 """
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 from typing import Final
 
 from baton.tenants import Refusal
@@ -92,6 +94,12 @@ class ProtocolError(WireError):
 def shown(value: object) -> str:
     """Return a value of any size for an error message: shortened, with its type."""
     return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def nearest_hint(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the end of an error message; "" if no known name is alike."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def is_users_error(error: BaseException) -> bool:

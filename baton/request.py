@@ -1,6 +1,5 @@
 """Requests, their packed token ids, and outputs of engines: the values that travel between the layers."""
 
-import difflib
 import struct
 import sys
 from abc import ABCMeta
@@ -14,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.adapters import Adapter
-from baton.errors import InvalidRequest, shown
+from baton.errors import InvalidRequest, nearest_hint, shown
 from baton.messages.bounds import Attempt, Count, Id
 from baton.messages.workers import WorkerTimes
 from baton.tenants import SchedulingKey, Sla, without_public
@@ -134,12 +133,9 @@ class _NamesTheNearest(msgspec.StructMeta):
             unknown = [name for name in fields if name not in self.__struct_fields__]
             if not unknown:
                 raise
-            raise TypeError(f"{error}; {_hint(unknown[0], self.__struct_fields__)}") from None
-
-
-def _hint(unknown: str, known: tuple[str, ...]) -> str:
-    nearest = difflib.get_close_matches(unknown, known, n=1)
-    return f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
+            known = self.__struct_fields__
+            hint = nearest_hint(unknown[0], known) or f"; known are {', '.join(known)}"
+            raise TypeError(f"{error}{hint}") from None
 
 
 _ExtraInteger: TypeAlias = Annotated[int, Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]

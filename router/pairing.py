@@ -4,7 +4,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -85,14 +85,12 @@ class Pairing:
         self._local_tokens = 0 if policy.weighs_local_prefill else config.local_prefill_tokens
         self._decoders: dict[_Reach, list[Member]] = {}
         self._views: dict[_Reach, ClusterView] = {}
-        self._no_partners: Mapping[str, Collection[str]] = defaultdict(tuple)
         # Called with each question and its answer, to compare the choices of another policy.
         self.on_pair: Callable[[PairQuestion, Pair | Unpaired | NoSlot], object] | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """Everything but the caches, which follow from the membership."""
-        state = attributes_of(self) | {"_version": -1, "_decoders": {}, "_views": {}, "on_pair": None}
-        return state | {"_no_partners": defaultdict(tuple)}
+        return attributes_of(self) | {"_version": -1, "_decoders": {}, "_views": {}, "on_pair": None}
 
     def pair(self, question: PairQuestion) -> Pair | Unpaired | NoSlot:
         """Choose the workers of an attempt, or return why there are none now."""
@@ -162,7 +160,6 @@ class Pairing:
         """Drop the cache; to be called when a gateway reaches other workers."""
         self._decoders.clear()
         self._views.clear()
-        self._no_partners = defaultdict(tuple)
 
     def _choose(
         self,
@@ -182,7 +179,7 @@ class Pairing:
             left_out = {each.id for each in view.decoders.members if each.id not in taking}
             view = view._replace(left_out=left_out)
         if is_local:
-            view = view._replace(partners=self._no_partners)
+            view = view._replace(partners=defaultdict(tuple))
         elif submit.avoid and any(member.id not in submit.avoid for member in view.prefills.members):
             view = view._replace(avoided=submit.avoid)
         choice = policy.choose(submit.request, view, claim)

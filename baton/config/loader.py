@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get
 
 import msgspec
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, nearest_hint
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 MAX_SHOWN: Final = 500  # characters of a wrong value in an error
@@ -111,10 +111,8 @@ def import_class(setting: str, name: str, protocol: type, known: Collection[str]
     """
     module, colon, attribute = name.partition(":")
     if not colon:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         expected = f"expected one of {', '.join(known)} or package.module:Class"
-        raise ConfigError(f"{setting}: {expected}, got {name!r}{hint}")
+        raise ConfigError(f"{setting}: {expected}, got {name!r}{nearest_hint(name, known)}")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

@@ -7,8 +7,8 @@ from msgspec import Meta
 
 from baton.errors import ConfigError
 from baton.messages.bounds import MAX_WORKERS
+from baton.tenants import Milliseconds
 
-Milliseconds = Annotated[float, Meta(gt=0, le=86_400_000)]
 PlannerMode = Literal["off", "advise", "apply"]
 
 

@@ -22,7 +22,7 @@ from baton.messages.status import MAX_STREAMS, QueueStatus, RouterStatus, Stream
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, WorkerRole, WorkerStatus
 
-MAX_GATEWAYS: Final = 1024
+MAX_REPORTED_GATEWAYS: Final = 1024
 MAX_PART_BYTES: Final = 2**19  # of a recording, in one message
 MAX_PLANS: Final = 32  # of the planner, in a status
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
@@ -180,7 +180,8 @@ class Status(Message, frozen=True):
 
     workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
     num_gateways: Count = 0
-    gateways: Annotated[tuple[GatewayStatus, ...], Meta(max_length=MAX_GATEWAYS)] = ()  # that have reported
+    # Gateways that have reported.
+    gateways: Annotated[tuple[GatewayStatus, ...], Meta(max_length=MAX_REPORTED_GATEWAYS)] = ()
     num_ready: Count = 0  # workers that are ready: all gateways and all workers of the other role reach them
     num_attempts: Count = 0
     num_watchers: Count = 0  # `baton serve` processes, which restart workers

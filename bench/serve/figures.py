@@ -9,13 +9,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from statistics import fmean, pstdev
 from typing import Any, Final, NamedTuple
 
 from baton.bench.report import percentile
 from baton.bench.serve.client import Answer
-from baton.errors import ConfigError
+from baton.errors import ConfigError, nearest_hint
 
 PERCENTILES: Final = (50, 90, 99)
 WORST_SHARE: Final = 0.1
@@ -78,9 +77,8 @@ class Slo(NamedTuple):
             name, _, value = each.partition(":")
             if name not in GOODPUT_NAMES:
                 known = ", ".join(GOODPUT_NAMES)
-                hits = get_close_matches(name, GOODPUT_NAMES, 1)
-                near = "".join(f"; did you mean {hit!r}?" for hit in hits)
-                raise ConfigError(f"--goodput: expected one of {known}, got {name!r}{near}")
+                hint = nearest_hint(name, GOODPUT_NAMES)
+                raise ConfigError(f"--goodput: expected one of {known}, got {name!r}{hint}")
             try:
                 limit_s = float(value) / 1e3
             except ValueError:

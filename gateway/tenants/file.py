@@ -22,7 +22,6 @@ the text where YAML says that keys stand, and read the result again: unless it i
 keys, it is not used.
 """
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -33,7 +32,7 @@ import yaml
 from msgspec import Meta
 
 from baton.config.loader import build, unknown_key
-from baton.errors import ConfigError
+from baton.errors import ConfigError, nearest_hint
 from baton.tenants import MAX_CLASSES, ONLY_CLASS, ClassName, TenantName, TenantPolicy
 
 KEY_FORM: Final = re.compile(r"sha256:([0-9a-f]{64})")
@@ -236,9 +235,8 @@ def _check_known(where: str, name: str, known: Collection[str], what: str) -> No
 
 def unknown_name(what: str, name: str, known: Collection[str]) -> str:
     """Return the error message for a name that is not among the known ones."""
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known) or 'none'}"
-    return f"there is no {what} {name!r}; {hint}"
+    hint = nearest_hint(name, known) or f"; known are {', '.join(known) or 'none'}"
+    return f"there is no {what} {name!r}{hint}"
 
 
 def _check_keys_are_distinct(entries: Mapping[str, TenantEntry]) -> None:
