@@ -19,7 +19,17 @@ from itertools import chain, repeat
 from typing import Final, Protocol
 
 from baton.messages.bounds import MAX_EVENTS
-from baton.messages.control import Decision, KvEventBatch, KvEventsWanted, Measured, Rejected, Submit, Weighed
+from baton.messages.control import (
+    Decision,
+    Ended,
+    KvEventBatch,
+    KvEventsWanted,
+    Measured,
+    Rejected,
+    Started,
+    Submit,
+    Weighed,
+)
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request
 from baton.router.checkpoint import attributes_of
@@ -36,7 +46,7 @@ from baton.router.in_flight import OTHERS, InFlightAttempt
 from baton.router.index.prefix_index import EXPECTED_FOR_S, first_halves, with_zeros
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice, RoutingPolicy
 from baton.router.policies.candidates import PairCandidate
-from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
+from baton.router.redis.messages import AnyShared, SharedDispatch
 from baton.router.sliced_work import Family, family_of
 from baton.rpc.peers import Peer
 
@@ -191,7 +201,7 @@ class ClusterState:
         for key in attempts:
             self.decisions.started(key)
         if self.sharing is not None and attempts:
-            self.sharing.share(SharedStarted(attempts=tuple(attempts)))
+            self.sharing.share(Started(attempts=tuple(attempts)))
 
     def ended(self, attempts: Sequence[AttemptKey], num_tokens: Sequence[int] = ()) -> None:
         """Attempts have ended. num_tokens: as of `Dispatchers.ended`."""
@@ -199,7 +209,7 @@ class ClusterState:
             self.keys.forget(key)
         if self.sharing is not None:
             for first in range(0, len(attempts), MAX_EVENTS):
-                self.sharing.share(SharedEnded(attempts=tuple(attempts[first : first + MAX_EVENTS])))
+                self.sharing.share(Ended(attempts=tuple(attempts[first : first + MAX_EVENTS])))
         if self.log is not None:
             for key, number in zip(attempts, chain(num_tokens, repeat(None)), strict=False):
                 self.log(encode_line(self._ended_line(key, number)))
@@ -209,10 +219,10 @@ class ClusterState:
         match message:
             case SharedDispatch():
                 self._enter_anothers(message)
-            case SharedStarted():
+            case Started():
                 for key in filter(self.in_flight.is_anothers, message.attempts):
                     self.in_flight.started(key)
-            case SharedEnded():
+            case Ended():
                 for key in filter(self.in_flight.is_anothers, message.attempts):
                     self.in_flight.ended(key)
 

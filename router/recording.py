@@ -56,7 +56,7 @@ from baton.router.checkpoint import KEPT_REQUEST, KEPT_SAMPLING, kept, request_f
 from baton.router.index.prefix_index import IndexChange, first_halves
 from baton.router.policies.base import RoutingChoice
 from baton.router.policies.candidates import PairCandidate
-from baton.router.redis.messages import SharedDispatch, SharedEnded, SharedStarted
+from baton.router.redis.messages import SharedDispatch
 from baton.router.sliced_work import Family
 from baton.rpc.peers import Peer
 from baton.tenants import SchedulingKey, Sla
@@ -209,8 +209,6 @@ Record: TypeAlias = (
     | Sleep
     | Wake
     | SharedDispatch
-    | SharedStarted
-    | SharedEnded
 )
 Outcome: TypeAlias = Decided | Rejected
 

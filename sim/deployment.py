@@ -26,7 +26,7 @@ from baton.messages.workers import Address, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.router.decisions import DecisionLog
 from baton.router.recording import Recording
-from baton.router.redis.messages import AnyShared, Codec
+from baton.router.redis.messages import MESSAGE, AnyShared, Codec
 from baton.router.router import Router
 from baton.rpc.liveness import BEAT_S, StepWatchdog
 from baton.rpc.peers import PeerRegistry, new_router_id
@@ -85,7 +85,7 @@ class SharedStream:
         """Deliver a message to the other routers."""
         for reader, (end, hear) in list(self._readers.items()):
             if reader is not sender and self._random.random() >= self._loss_chance:
-                self._network.deliver(end, lambda hear=hear: hear(CODEC.decode_shared(body)), 0.0)  # type: ignore[misc]
+                self._network.deliver(end, lambda hear=hear: hear(CODEC.decode(MESSAGE, body)), 0.0)  # type: ignore[misc]
 
 
 class SharedLink(UnsharedLink):
@@ -96,7 +96,7 @@ class SharedLink(UnsharedLink):
         self._process = process
 
     def share(self, message: AnyShared) -> None:
-        body = CODEC.encode_shared(message)
+        body = CODEC.encode(MESSAGE, message)
         self._process.send(lambda: self._stream.carry(self._process, body))
 
 

@@ -24,7 +24,7 @@ import msgspec
 from baton.clock import TurnClock
 from baton.errors import ConfigError
 from baton.messages.codec import AnyMessage
-from baton.messages.control import Decision, Hello, KvEventBatch, Rejected
+from baton.messages.control import Decision, Ended, Hello, KvEventBatch, Rejected, Started
 from baton.messages.workers import Worker
 from baton.request import AttemptKey
 from baton.router.checkpoint import UNREADABLE, load
@@ -41,6 +41,7 @@ from baton.router.policies.base import Pair, PolicyContext, RoutingChoice
 from baton.router.policies.cost import predicted
 from baton.router.policies.registry import POLICIES, load_policy, policy_class
 from baton.router.recording import (
+    NO_PEER,
     Decided,
     Inputs,
     Joined,
@@ -57,7 +58,7 @@ from baton.router.recording import (
     decode_chunk,
     outcome_of,
 )
-from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
+from baton.router.redis.messages import AnyShared, SharedDispatch
 from baton.router.router import Router
 from baton.rpc.peer_clock import ClockOffset
 from baton.sim.process import Events, OffsetClock
@@ -338,7 +339,9 @@ class _Host:
                 router.link(UnsharedLink())
             case Logs():
                 router.log_to(_discard)
-            case SharedDispatch() | SharedStarted() | SharedEnded():
+            case SharedDispatch():
+                router.heard(record)
+            case Started() | Ended() if peer == NO_PEER:  # of another router
                 router.heard(record)
             case IndexJoined() | IndexForgotten() | IndexEvents() | IndexRestored():
                 router.change_index(record)

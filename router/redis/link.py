@@ -23,7 +23,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from baton.errors import WireError
@@ -44,7 +43,16 @@ from baton.router.redis.client import (
     Reply,
     is_full,
 )
-from baton.router.redis.messages import AnyShared, Codec, Snapshot
+from baton.router.redis.messages import (
+    MESSAGE,
+    WORKER,
+    AnyShared,
+    Codec,
+    Place,
+    Snapshot,
+    pages_of,
+    snapshot_of,
+)
 from baton.router.redis.outbox import RedisOutbox, stream_budget
 
 RENEW_S: Final = 2.0
@@ -335,7 +343,7 @@ class Feed:
         for worker_id, body in zip(unknown, bodies, strict=True):
             if body is None:  # it has left meanwhile
                 continue
-            worker = self._checked(self._codec.decode_worker, body)
+            worker = self._checked(WORKER, body)
             if worker is None or worker.id != worker_id:
                 self._unreadable.add(worker_id)
             elif worker_id not in self._outbox.workers:
@@ -352,14 +360,14 @@ class Feed:
         if fields.get(b"r") == self._outbox.router_id.encode():
             return
         if b"m" in fields:
-            message = self._checked(self._codec.decode_shared, fields[b"m"])
+            message = self._checked(MESSAGE, fields[b"m"])
             if message is not None:
                 self._on_shared(message)
             return
         worker_id = fields.get(b"w", b"").decode(errors="replace")
         if worker_id not in self._foreign:
             return  # `settle` reads these events again once it has met the worker
-        events = self._checked(partial(self._codec.decode_pages, worker_id), fields.get(b"p", b""))
+        events = self._checked(pages_of(worker_id), fields.get(b"p", b""))
         if events is None:
             return
         if not self._change_index(IndexEvents(worker=worker_id, events=events)):
@@ -370,8 +378,7 @@ class Feed:
         needed.
         """
         body = await redis.call("GET", self._names.snapshot(worker_id))
-        read = partial(self._codec.decode_snapshot, worker_id)
-        snapshot = None if body is None else self._checked(read, body)
+        snapshot = None if body is None else self._checked(snapshot_of(worker_id), body)
         if snapshot is None:
             return FROM_THE_START
         if worker_id in self._foreign and self._is_news(worker_id, snapshot):
@@ -384,9 +391,9 @@ class Feed:
         known = self._index.next_number(worker_id)
         return known is None or known < snapshot.next_number
 
-    def _checked(self, decoder: Callable[[bytes], _T], body: bytes) -> _T | None:
+    def _checked(self, place: Place[_T], sealed: bytes) -> _T | None:
         try:
-            return decoder(body)
+            return self._codec.decode(place, sealed)
         except WireError:
             self._outbox.counters["redis_malformed"] += 1
             return None

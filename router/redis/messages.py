@@ -5,26 +5,19 @@ load by the worker's own reports (router/in_flight.py).
 """
 
 import hmac
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Annotated, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from baton.errors import WireError
-from baton.messages import codec
-from baton.messages.bounds import MAX_EVENTS, MAX_PULLED_PAGES, Attempt, Count, Id
-from baton.messages.control import KvEventBatch
+from baton.messages.bounds import MAX_PULLED_PAGES, Attempt, Count, Id, Message
+from baton.messages.control import Ended, KvEventBatch, Started
 from baton.messages.workers import Worker
 from baton.router.index.prefix_index import SHORT_KEY_BYTES
 
 
-class SharedMessage(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
-):
-    """One of the classes below."""
-
-
-class SharedDispatch(SharedMessage, frozen=True, kw_only=True):
+class SharedDispatch(Message, frozen=True, kw_only=True):
     """A router has sent an attempt to these workers; it weighs there until it has ended."""
 
     request_id: Id
@@ -38,19 +31,7 @@ class SharedDispatch(SharedMessage, frozen=True, kw_only=True):
     keys: Annotated[bytes, Meta(max_length=SHORT_KEY_BYTES * MAX_PULLED_PAGES)] = b""
 
 
-class SharedStarted(SharedMessage, frozen=True):
-    """These attempts have their first token."""
-
-    attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
-
-
-class SharedEnded(SharedMessage, frozen=True):
-    """These attempts have ended."""
-
-    attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
-
-
-AnyShared: TypeAlias = SharedDispatch | SharedStarted | SharedEnded
+AnyShared: TypeAlias = SharedDispatch | Started | Ended
 
 
 class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,14 +50,33 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SEAL_BYTES: Final = 16
-_WORKER_PLACE: Final = "worker"
-_SHARED_PLACE: Final = "message"
 
 _T = TypeVar("_T")
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_SHARED: Final[msgspec.msgpack.Decoder[AnyShared]] = msgspec.msgpack.Decoder(AnyShared)
+
+
+class Place(NamedTuple, Generic[_T]):
+    """A place in Redis, and the decoder of the values there."""
+
+    name: str
+    decoder: msgspec.msgpack.Decoder[_T]
+
+
+_MESSAGE: Final[msgspec.msgpack.Decoder[AnyShared]] = msgspec.msgpack.Decoder(AnyShared)
 _SNAPSHOT: Final = msgspec.msgpack.Decoder(Snapshot)
-_WORKER: Final = msgspec.msgpack.Decoder(Worker)
+_PAGES: Final = msgspec.msgpack.Decoder(KvEventBatch)
+WORKER: Final = Place("worker", msgspec.msgpack.Decoder(Worker))
+MESSAGE: Final = Place("message", _MESSAGE)
+
+
+def snapshot_of(worker_id: str) -> Place[Snapshot]:
+    """The place of a worker's snapshot."""
+    return Place(f"snapshot {worker_id}", _SNAPSHOT)
+
+
+def pages_of(worker_id: str) -> Place[KvEventBatch]:
+    """The place of a worker's KV events."""
+    return Place(f"pages {worker_id}", _PAGES)
 
 
 class Codec:
@@ -91,32 +91,17 @@ class Codec:
         """key: derived from the cluster's key for this purpose (REDIS_VALUES)."""
         self._key = key
 
-    def encode_worker(self, worker: Worker) -> bytes:
-        return self._seal(_WORKER_PLACE, _ENCODER.encode(worker))
+    def encode(self, place: Place[_T], value: _T) -> bytes:
+        """Encode and seal a value of this place."""
+        return self._seal(place.name, _ENCODER.encode(value))
 
-    def decode_worker(self, sealed: bytes) -> Worker:
-        return _decoded(_WORKER, self._open(_WORKER_PLACE, sealed))
-
-    def encode_shared(self, message: AnyShared) -> bytes:
-        return self._seal(_SHARED_PLACE, _ENCODER.encode(message))
-
-    def decode_shared(self, sealed: bytes) -> AnyShared:
-        return _decoded(_SHARED, self._open(_SHARED_PLACE, sealed))
-
-    def encode_snapshot(self, worker_id: str, snapshot: Snapshot) -> bytes:
-        return self._seal(_snapshot_place(worker_id), _ENCODER.encode(snapshot))
-
-    def decode_snapshot(self, worker_id: str, sealed: bytes) -> Snapshot:
-        return _decoded(_SNAPSHOT, self._open(_snapshot_place(worker_id), sealed))
-
-    def encode_pages(self, worker_id: str, events: KvEventBatch) -> bytes:
-        return self._seal(_pages_place(worker_id), codec.encode(events))
-
-    def decode_pages(self, worker_id: str, sealed: bytes) -> KvEventBatch:
-        events = codec.decode(self._open(_pages_place(worker_id), sealed))
-        if not isinstance(events, KvEventBatch):
-            raise WireError(f"Redis has a {type(events).__name__} where pages belong", reason="message")
-        return events
+    def decode(self, place: Place[_T], sealed: bytes) -> _T:
+        """Decode a value of this place. Raises WireError unless a router of the cluster wrote it there."""
+        body = self._open(place.name, sealed)
+        try:
+            return place.decoder.decode(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise WireError(f"Redis has something that can't be read: {error}", reason="message") from error
 
     def _seal(self, place: str, body: bytes) -> bytes:
         return body + self._digest(place, body)
@@ -129,18 +114,3 @@ class Codec:
 
     def _digest(self, place: str, body: bytes) -> bytes:
         return hmac.digest(self._key, place.encode() + b"\0" + body, "sha256")[:SEAL_BYTES]
-
-
-def _snapshot_place(worker_id: str) -> str:
-    return f"snapshot {worker_id}"
-
-
-def _pages_place(worker_id: str) -> str:
-    return f"pages {worker_id}"
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise WireError(f"Redis has something that can't be read: {error}", reason="message") from error

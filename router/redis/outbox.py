@@ -19,7 +19,7 @@ from baton.messages.control import KvEventBatch
 from baton.messages.workers import Worker
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.redis.client import KEEP_MS, Argument, Command, Names, Reply
-from baton.router.redis.messages import AnyShared, Codec, Snapshot
+from baton.router.redis.messages import MESSAGE, WORKER, AnyShared, Codec, Snapshot, pages_of, snapshot_of
 
 STREAM_ENTRIES: Final = 16_384
 MAX_STREAM_BYTES: Final = 2**26
@@ -98,7 +98,7 @@ class RedisOutbox:
 
     def share(self, message: AnyShared) -> None:
         """Send a message to the other routers."""
-        body = self.codec.encode_shared(message)
+        body = self.codec.encode(MESSAGE, message)
         fields: tuple[Argument, ...] = ("*", "r", self.router_id, "m", body)
         limit: tuple[Argument, ...] = ("MAXLEN", "~", max_entries(len(body), self.budget_bytes))
         self._put(Command("", ("XADD", self.names.events, *limit, *fields)))
@@ -146,7 +146,7 @@ class RedisOutbox:
 
     def join(self, worker: Worker) -> Command:
         """The command that adds a worker."""
-        body = self.codec.encode_worker(worker)
+        body = self.codec.encode(WORKER, worker)
         return Command("join", (worker.id, worker.name, worker.incarnation, body, LEASE_MS), worker.id)
 
     def renew(self) -> Command:
@@ -186,7 +186,7 @@ class RedisOutbox:
             return commands
         keys, values = self.index.export(worker_id)
         body = Snapshot(number, stream_id, keys.astype("<u8").tobytes(), values.astype("<u8").tobytes())
-        sealed = self.codec.encode_snapshot(worker_id, body)
+        sealed = self.codec.encode(snapshot_of(worker_id), body)
         self._snapshots.pop(worker_id, None)
         self._snapshots[worker_id] = number
         key = self.names.snapshot(worker_id)
@@ -213,7 +213,7 @@ class RedisOutbox:
         self._snapshots.pop(worker_id, None)
 
     def _publish(self, worker_id: str, events: KvEventBatch, *, is_restart: bool) -> Command:
-        body = self.codec.encode_pages(worker_id, events)
+        body = self.codec.encode(pages_of(worker_id), events)
         most = max_entries(len(body), self.budget_bytes)
         arguments = (worker_id, self.router_id, events.first, len(events.pages), int(is_restart), body, most)
         return Command("publish", arguments, worker_id)

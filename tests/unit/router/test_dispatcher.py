@@ -35,7 +35,7 @@ from baton.router.membership import Member
 from baton.router.policies.base import Pair
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.admission import MIN_COMPUTING
-from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded
+from baton.router.redis.messages import AnyShared, SharedDispatch
 from baton.router.sliced_work import PromptKeys, family_of
 from baton.rpc.peers import TICK_S
 from baton.tenants import Degradation, Quotas, Refusal, Sla
@@ -158,7 +158,7 @@ def test_attempts_of_a_gateway_that_leaves_end_in_the_log_and_at_other_routers(c
     c["g"].leave()
     ended = decode_lines(lines, "log")
     assert [each.num_tokens for each in ended if isinstance(each, EndedLine)] == [None]
-    assert link.shared[-1] == SharedEnded(attempts=((id_of("r"), 0),))
+    assert link.shared[-1] == Ended(attempts=((id_of("r"), 0),))
 
 
 def test_repeated_first_token_counts_once_for_an_objective(c: Cluster) -> None:
@@ -183,7 +183,7 @@ def test_room_that_another_router_reports_is_used(c: Cluster) -> None:
     end(c, "f0")
     c.router.heard(other)
     assert submit(c, asked("r", num_tokens=LONG)) == []
-    c.router.heard(SharedEnded(attempts=((id_of("o"), 0),)))
+    c.router.heard(Ended(attempts=((id_of("o"), 0),)))
     assert names(answers(c)) == ["r"]
 
 

@@ -5,10 +5,10 @@ from random import Random
 from baton.errors import ProtocolError
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import AnyMessage
-from baton.messages.control import Hello, Started
+from baton.messages.control import Ended, Hello, Started
 from baton.messages.operations import StatusQuery
 from baton.messages.workers import Address
-from baton.router.redis.messages import AnyShared, SharedEnded
+from baton.router.redis.messages import AnyShared
 from baton.rpc.peers import TICK_S, Peer
 from baton.sim.deployment import SharedStream
 from baton.sim.network import MAX_DEATH_DELAY_S, NOTICE_S, End, Host, Network, Recorder
@@ -266,7 +266,7 @@ class Streamed:
         self.links = [self.stream.join(process, heard.append) for process, heard in joined]
 
     def say(self, router: int, number: int) -> AnyShared:
-        message = SharedEnded(attempts=((id_of("r"), number),))
+        message = Ended(attempts=((id_of("r"), number),))
         self.links[router].share(message)
         return message
 

@@ -1,18 +1,23 @@
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import WireError
-from baton.messages.control import KvEventBatch
+from baton.messages.control import Ended, KvEventBatch, Started
 from baton.router.redis.messages import (
+    MESSAGE,
     SEAL_BYTES,
+    WORKER,
     AnyShared,
     Codec,
+    Place,
     SharedDispatch,
-    SharedEnded,
-    SharedStarted,
     Snapshot,
+    pages_of,
+    snapshot_of,
 )
 from tests.node_peers import a_worker, id_of
 
@@ -24,52 +29,47 @@ MESSAGES: list[AnyShared] = [
     SharedDispatch(
         request_id=id_of("r"), attempt=0, decode=W0.id, num_prompt_tokens=1, num_tokens=2, num_output_tokens=1
     ),
-    SharedStarted(attempts=ATTEMPTS),
-    SharedEnded(attempts=ATTEMPTS),
+    Started(attempts=ATTEMPTS),
+    Ended(attempts=ATTEMPTS),
 ]
 SNAPSHOT = Snapshot(3, "1-0", bytes(8), bytes(8))
+PLACES: tuple[Place[Any], ...] = (MESSAGE, WORKER, snapshot_of(W0.id), pages_of(W0.id))
 PAGES = KvEventBatch(first=0, keys=bytes(16), pages=(1,), generations=(1,))
 
 
 def test_written_values_are_read() -> None:
-    assert [CODEC.decode_shared(CODEC.encode_shared(message)) for message in MESSAGES] == MESSAGES
-    assert CODEC.decode_snapshot(W0.id, CODEC.encode_snapshot(W0.id, SNAPSHOT)) == SNAPSHOT
-    assert CODEC.decode_worker(CODEC.encode_worker(W0)) == W0
-    assert CODEC.decode_pages(W0.id, CODEC.encode_pages(W0.id, PAGES)) == PAGES
+    assert [CODEC.decode(MESSAGE, CODEC.encode(MESSAGE, message)) for message in MESSAGES] == MESSAGES
+    assert CODEC.decode(snapshot_of(W0.id), CODEC.encode(snapshot_of(W0.id), SNAPSHOT)) == SNAPSHOT
+    assert CODEC.decode(WORKER, CODEC.encode(WORKER, W0)) == W0
+    assert CODEC.decode(pages_of(W0.id), CODEC.encode(pages_of(W0.id), PAGES)) == PAGES
 
 
 @given(st.binary(max_size=200))
 def test_other_bytes_are_refused(body: bytes) -> None:
-    for read in (
-        CODEC.decode_shared,
-        CODEC.decode_worker,
-        lambda sealed: CODEC.decode_snapshot(W0.id, sealed),
-        lambda sealed: CODEC.decode_pages(W0.id, sealed),
-    ):
+    for place in PLACES:
         with pytest.raises(WireError):
-            read(body)
+            CODEC.decode(place, body)
 
 
 @given(st.sampled_from(MESSAGES), st.integers(0, 200), st.integers(1, 255))
 def test_changed_message_is_refused(message: AnyShared, at: int, change: int) -> None:
-    sealed = bytearray(CODEC.encode_shared(message))
+    sealed = bytearray(CODEC.encode(MESSAGE, message))
     sealed[at % len(sealed)] ^= change
     with pytest.raises(WireError, match="no router of this cluster"):
-        CODEC.decode_shared(bytes(sealed))
+        CODEC.decode(MESSAGE, bytes(sealed))
 
 
 def test_value_of_another_cluster_or_place_is_refused() -> None:
-    for read, sealed in (
-        (CODEC.decode_worker, OTHER.encode_worker(W0)),
-        (CODEC.decode_shared, CODEC.encode_worker(W0)),
-        (CODEC.decode_worker, CODEC.encode_shared(MESSAGES[0])),
-    ):
+    cases: tuple[tuple[Place[Any], bytes], ...] = (
+        (WORKER, OTHER.encode(WORKER, W0)),
+        (MESSAGE, CODEC.encode(WORKER, W0)),
+        (WORKER, CODEC.encode(MESSAGE, MESSAGES[0])),
+        (snapshot_of(id_of("w1")), CODEC.encode(snapshot_of(W0.id), SNAPSHOT)),
+        (pages_of(id_of("w1")), CODEC.encode(pages_of(W0.id), PAGES)),
+    )
+    for place, sealed in cases:
         with pytest.raises(WireError, match="no router of this cluster"):
-            read(sealed)
-    with pytest.raises(WireError, match="no router of this cluster"):
-        CODEC.decode_snapshot(id_of("w1"), CODEC.encode_snapshot(W0.id, SNAPSHOT))
-    with pytest.raises(WireError, match="no router of this cluster"):
-        CODEC.decode_pages(id_of("w1"), CODEC.encode_pages(W0.id, PAGES))
+            CODEC.decode(place, sealed)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_sealed_but_invalid_snapshot_is_refused(
     snapshot: dict[str, int | str | bytes], complaint: str
 ) -> None:
     """A router of another version may write such a snapshot."""
-    place = f"snapshot {W0.id}"
+    place: Place[Any] = snapshot_of(W0.id)
     with pytest.raises(WireError, match=complaint):
-        CODEC.decode_snapshot(W0.id, CODEC._seal(place, msgspec.msgpack.encode(snapshot)))
+        CODEC.decode(place, CODEC.encode(place, snapshot))
 
 
 def test_seal_has_sixteen_bytes() -> None:
-    assert len(CODEC.encode_worker(W0)) - len(msgspec.msgpack.encode(W0)) == SEAL_BYTES == 16
+    assert len(CODEC.encode(WORKER, W0)) - len(msgspec.msgpack.encode(W0)) == SEAL_BYTES == 16

@@ -14,6 +14,7 @@ from baton.pages import KEY_BYTES
 from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex
 from baton.router.redis import outbox
 from baton.router.redis.client import Command
+from baton.router.redis.messages import pages_of, snapshot_of
 from baton.router.redis.outbox import (
     MAX_STREAM_BYTES,
     STREAM_ENTRIES,
@@ -68,9 +69,9 @@ class OutboxCase:
     def _receive(self, command: Command) -> None:
         bodies = [body for body in command.arguments if isinstance(body, bytes)]
         if command.script == "publish":
-            assert self.other.apply(W0.id, CODEC.decode_pages(W0.id, bodies[0])), "there is no gap"
+            assert self.other.apply(W0.id, CODEC.decode(pages_of(W0.id), bodies[0])), "there is no gap"
         elif command.arguments[0] == "SET":
-            snapshot = CODEC.decode_snapshot(W0.id, bodies[0])
+            snapshot = CODEC.decode(snapshot_of(W0.id), bodies[0])
             keys, values = np.frombuffer(snapshot.keys, "<u8"), np.frombuffer(snapshot.values, "<u8")
             self.other.restore(W0.id, snapshot.next_number, keys, values)
 

@@ -11,10 +11,10 @@ from functools import partial
 import pytest
 
 from baton.cluster.redis_server import RedisServer, find_program
-from baton.messages.control import KvEventBatch
+from baton.messages.control import Ended, KvEventBatch
 from baton.messages.workers import Worker
 from baton.pages import KEY_BYTES
-from baton.router.redis.messages import Codec, SharedEnded, Snapshot
+from baton.router.redis.messages import MESSAGE, WORKER, Codec, Snapshot, pages_of, snapshot_of
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
@@ -131,7 +131,7 @@ async def test_values_that_no_router_of_the_cluster_has_written_are_ignored() ->
         forger = Codec(b"another key" * 3)
         forged = KvEventBatch(first=0, keys=CHAIN, pages=tuple(range(40)), generations=(1,) * 40)
         async with connected(redis.url) as connection:
-            await connection.call("HSET", NAMES.workers, W1.id, forger.encode_worker(W1))
+            await connection.call("HSET", NAMES.workers, W1.id, forger.encode(WORKER, W1))
             async with running(first, second):
                 await until(lambda: first.link.is_up and second.link.is_up)
                 assert second.index.slot(W1.id) is None
@@ -143,18 +143,19 @@ async def test_values_that_no_router_of_the_cluster_has_written_are_ignored() ->
                 written = await connection.call("XREVRANGE", NAMES.events, "+", "-")
                 of_w0 = next(fields[b"p"] for _, fields in written if fields.get(b"w") == W0.id.encode())
                 for entry in (
-                    ("m", forger.encode_shared(SharedEnded(attempts=((id_of("r"), 0),)))),
+                    ("m", forger.encode(MESSAGE, Ended(attempts=((id_of("r"), 0),)))),
                     ("m", of_w0),
-                    ("w", W2.id, "p", forger.encode_pages(W2.id, forged)),
+                    ("w", W2.id, "p", forger.encode(pages_of(W2.id), forged)),
                     ("w", W2.id, "p", of_w0),
                 ):
                     await connection.call("XADD", NAMES.events, "*", *entry)
                 await until(lambda: second.link.counters["redis_malformed"] == 5)
                 assert second.index.slot(W1.id) is None
                 assert (second.held(W0), second.held(W2)) == (40, 0)
-                assert not any(isinstance(heard, SharedEnded) for heard in second.heard)
+                assert not any(isinstance(heard, Ended) for heard in second.heard)
                 snapshot = await connection.call("GET", NAMES.snapshot(W0.id))
-            for each in (snapshot, forger.encode_snapshot(W2.id, Snapshot(40, "0-0", bytes(8), bytes(8)))):
+            forged_snapshot = forger.encode(snapshot_of(W2.id), Snapshot(40, "0-0", bytes(8), bytes(8)))
+            for each in (snapshot, forged_snapshot):
                 await connection.call("SET", NAMES.snapshot(W2.id), each)
                 third = RouterStandIn(redis.url, "third")
                 async with running(third):
@@ -182,7 +183,7 @@ async def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
             first.join(W0)
             first.report(W0, CHAIN[: 10 * KEY_BYTES])
             await until(lambda: second.held(W0) == 10)
-            odd = CODEC.encode_snapshot(W0.id, Snapshot(2**40, "here", b"", b""))
+            odd = CODEC.encode(snapshot_of(W0.id), Snapshot(2**40, "here", b"", b""))
             await connection.call("SET", NAMES.snapshot(W0.id), odd)
             for name in (NAMES.workers, NAMES.names, NAMES.numbers, NAMES.leases):
                 await connection.call("HSET", name, W0.id, b"\xfe junk", b"\xff\xfe", b"\xff")

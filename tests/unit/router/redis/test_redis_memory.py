@@ -11,7 +11,7 @@ from baton.cluster.redis_server import RedisServer, find_program
 from baton.messages.bounds import MAX_PULLED_PAGES
 from baton.router.index.prefix_index import SHORT_KEY_BYTES
 from baton.router.redis.client import Command, RedisConnection, is_full
-from baton.router.redis.messages import SharedDispatch
+from baton.router.redis.messages import MESSAGE, SharedDispatch
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
@@ -61,7 +61,7 @@ async def test_long_prompts_do_not_fill_redis() -> None:
 
 
 async def fill_stream(connection: RedisConnection, number: int) -> None:
-    body = CODEC.encode_shared(dispatch(number))
+    body = CODEC.encode(MESSAGE, dispatch(number))
     await connection.call("XADD", NAMES.events, "*", "r", id_of("gone"), "m", body)
 
 
