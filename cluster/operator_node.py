@@ -11,11 +11,11 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 import msgspec
 
-from baton.errors import ConfigError, PeerGone, WireError
+from baton.errors import ConfigError, PeerGone, WireError, WorkerLost
 from baton.messages.bounds import MAX_SECONDS, Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Decision, Hello, Members
@@ -47,13 +47,13 @@ from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, WorkerRole, WorkerStatus
 from baton.rpc.auth import ClusterKeys
 from baton.rpc.peers import EMPTY_LIST, Dial, Peer
+from baton.rpc.questions import Questions
 from baton.rpc.server import RpcServer
 
 ANSWER_TIMEOUT_S: Final = 5.0
 MIGRATE_TIMEOUT_S: Final = 150.0  # longer than a gateway tries
 MOMENT_S: Final = 0.5  # for connections to further routers, and for gateways behind them
 
-RelayedT = TypeVar("RelayedT", FoundRequests, Migrated)
 Answer: TypeAlias = "asyncio.Future[AnyMessage]"
 # Messages that a router sends to operators that start workers.
 WatcherMessage: TypeAlias = Members | WorkerRemoved | Drain | Undrain | RestartWorker | Flip | Scale
@@ -171,11 +171,10 @@ class Operator:
         self._addresses = routers
         self._dial = dial
         self._report = SupervisorReport()
-        self._routers: dict[Peer, deque[Answer]] = {}  # router -> its unanswered questions, in order
+        self._routers: dict[Peer, deque[Answer]] = {}  # router -> open questions without a number, in order
         self._is_connected = asyncio.Event()  # to at least one router
         self._has_all = asyncio.Event()
-        self._num_relayed = 0  # questions that a router has relayed to gateways
-        self._relayed_answers: asyncio.Queue[FoundRequests | Migrated] = asyncio.Queue()  # of the last one
+        self._questions = Questions()
 
     async def status(self) -> Status:
         """Return the joined status of all routers that answer."""
@@ -190,24 +189,25 @@ class Operator:
 
     async def explain(self, request_id: str) -> tuple[Decision, ...]:
         """Return one decision for each attempt of the request."""
-        answers = await self._ask(Explain(request_id=request_id))
-        decisions = [found for each in answers if isinstance(each, Decisions) for found in each.decisions]
+        await self._until_connected()
+        question = Explain(request_id=request_id)
+        answers = await self._questions.ask(question, list(self._routers), Decisions, ANSWER_TIMEOUT_S)
+        if not answers:
+            raise TimeoutError
+        decisions = [found for each in answers for found in each.decisions]
         return tuple(sorted(decisions, key=lambda decision: decision.attempt))
 
     async def timeline(self, request_id: str) -> RequestTimeline | None:
         """Return the timeline of an ended request; None when no gateway that answers in time has it."""
         await self._until_connected()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MOMENT_S):
-                async for found in self._relayed(FindRequests(request_id=request_id), FoundRequests):
-                    for timeline in found.timelines:
-                        return timeline
-        return None
+        question = FindRequests(request_id=request_id)
+        answers = await self._questions.ask(question, list(self._routers)[:1], FoundRequests, MOMENT_S)
+        return next((timeline for each in answers for timeline in each.timelines), None)
 
     async def recording(self, last_s: float) -> list[bytes]:
         """Return the chunks of one router's recording that the last `last_s` seconds need, in order.
 
-        An empty list: the router records nothing. Raises PeerGone when the chunks leave its memory meanwhile.
+        Returns [] when the router records nothing. PeerGone: the chunks have left its memory meanwhile.
         """
         chunks, body, query = list[bytes](), b"", RecordingQuery(last_s=min(last_s, MAX_SECONDS))
         while True:
@@ -268,14 +268,22 @@ class Operator:
         """Move one request, or all requests of a decode worker, and return how many have moved.
 
         to: the decode worker; "": the router chooses. Requests that have not moved run on where they are.
+        WorkerLost: not every gateway has answered.
         """
         await self._until_connected()
         order = Migrate(request_id=request_id, worker=worker, to=to)
-        async with asyncio.timeout(MIGRATE_TIMEOUT_S):
-            answers = [each async for each in self._relayed(order, Migrated)]
+        answers = await self._questions.ask(order, list(self._routers)[:1], Migrated, MIGRATE_TIMEOUT_S)
+        if not answers:
+            raise TimeoutError
+        num_moved, num_asked = sum(each.num_moved for each in answers), answers[0].num_asked
+        if len(answers) < num_asked:
+            raise WorkerLost(
+                f"{num_moved} moved, but only {len(answers)} of {num_asked} gateways have told about their "
+                "requests: run the command again"
+            )
         return msgspec.structs.replace(
             answers[0],
-            num_moved=sum(each.num_moved for each in answers),
+            num_moved=num_moved,
             num_left=sum(each.num_left for each in answers),
             reason=max((each.num_left, each.reason) for each in answers)[1],
         )
@@ -301,23 +309,6 @@ class Operator:
     async def send_order(self, order: Sleep | Wake) -> Status:
         """Give a numbered order about a model, and return the status; to repeat the order changes nothing."""
         return _joined([each for each in await self._ask(order) if isinstance(each, Status)])
-
-    async def _relayed(
-        self, question: FindRequests | Migrate, kind: type[RelayedT]
-    ) -> AsyncIterator[RelayedT]:
-        """Have one router ask all gateways, and yield their answers until all have come.
-
-        Later answers to an earlier question are dropped.
-        """
-        self._num_relayed = number = self._num_relayed + 1
-        self._relayed_answers = asyncio.Queue()
-        next(iter(self._routers)).send(msgspec.structs.replace(question, question=number))
-        num_answers, num_asked = 0, 1
-        while num_answers < num_asked:
-            answer = await self._relayed_answers.get()
-            if isinstance(answer, kind) and answer.question == number:
-                num_answers, num_asked = num_answers + 1, answer.num_asked
-                yield answer
 
     async def _ask_one_router(self, order: Undrain | RestartWorker | Scale) -> None:
         """Send an order to one router. Two routers would pass it on twice, and a second stop kills."""
@@ -380,9 +371,9 @@ class Operator:
             return
         if self._watcher is not None and isinstance(message, WatcherMessage):
             self._watcher.told(peer.hello.id, message)
-        if isinstance(message, FoundRequests | Migrated):
-            self._relayed_answers.put_nowait(message)
-        if answers and isinstance(message, Status | Decisions | RecordingPart):
+        if isinstance(message, Decisions | FoundRequests | Migrated):
+            self._questions.take(peer, message)
+        if answers and isinstance(message, Status | RecordingPart):
             answer = answers.popleft()
             if not answer.done():
                 answer.set_result(message)
@@ -394,6 +385,7 @@ class Operator:
         for answer in self._routers.pop(peer):
             if not answer.done():
                 answer.set_exception(PeerGone("the router has closed the connection"))
+        self._questions.lose(peer)
         if self._watcher is not None and all(each.hello.id != peer.hello.id for each in self._routers):
             self._watcher.left(peer.hello.id)
         self._count()

@@ -34,7 +34,6 @@ from baton.gateway.streams.request_stream import (
 from baton.gateway.streams.routers import (
     SILENT_S,
     AttemptReports,
-    Questions,
     RouterWatch,
     SubmitWindow,
 )
@@ -68,6 +67,7 @@ from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, Worker, WorkerRole, WorkerTimes, are_asleep
 from baton.request import AttemptKey, FinishReason, Request, TokenEvent
 from baton.rpc.peers import Dial, Peer, PeerRegistry
+from baton.rpc.questions import Questions
 from baton.tenants import Refusal
 
 STATUS_S: Final = 1.0
@@ -107,7 +107,7 @@ class Frontend:
         self._peer_registry = PeerRegistry(self.hello, routers, dial, wanted=list(WorkerRole))
         self._connections = WorkerConnections(self._peer_registry, clock)
         self._watch = RouterWatch(self._peer_registry, clock)
-        self._questions = Questions(self._peer_registry)
+        self._questions = Questions()
         self._reports = AttemptReports(self._peer_registry)
         self._window = SubmitWindow(clock)
         self._clock = clock
@@ -194,10 +194,11 @@ class Frontend:
         return stream.decode if stream is not None else ""
 
     async def explain(self, question: Explain, timeout_s: float) -> list[Decisions]:
-        return await self._questions.explain(question, timeout_s)
+        return await self._questions.ask(question, self._peer_registry.routers, Decisions, timeout_s)
 
     async def find_requests(self, query: FindRequests, timeout_s: float) -> list[FoundRequests]:
-        return await self._questions.find_requests(query, timeout_s)
+        router = self._peer_registry.router
+        return await self._questions.ask(query, [router] if router else [], FoundRequests, timeout_s)
 
     def send_order(self, order: Sleep | Wake) -> None:
         for router in self._peer_registry.routers:

@@ -1,10 +1,8 @@
-"""A gateway's dealings with its routers: status and silence, queries, submissions and their ends."""
+"""A gateway's dealings with its routers: status and silence, submissions and their ends."""
 
-import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final, TypeVar
 
@@ -13,26 +11,15 @@ from msgspec.structs import replace
 from baton.clock import Clock
 from baton.messages.bounds import MAX_EVENTS
 from baton.messages.control import Ended, Started
-from baton.messages.operations import (
-    Decisions,
-    Explain,
-    FindRequests,
-    FoundRequests,
-    GatewayReport,
-    GatewayStatus,
-    Status,
-    StatusQuery,
-)
+from baton.messages.operations import GatewayReport, GatewayStatus, Status, StatusQuery
 from baton.messages.workers import REMOTE_PREFILLS
 from baton.request import AttemptKey, Request
 from baton.rpc.peers import Peer, PeerRegistry
 
 SILENT_S: Final = 3.0
-MAX_ASKED: Final = 64  # questions at once
 MAX_UNANSWERED_TOKENS: Final = 3_072
 TOKENS_PER_SUBMIT: Final = 1024  # added to the prompt's: routing takes a router as long as so many tokens
 ItemT = TypeVar("ItemT")
-AnswerT = TypeVar("AnswerT", Decisions, FoundRequests)
 ACTIVE_S: Final = 60.0  # since a tenant's last Submit
 
 
@@ -115,79 +102,6 @@ class RouterWatch:
         now_s, routers = self._clock.now_s(), self._peer_registry.routers
         silent = [each for each in routers if now_s - self._heard_s.get(each.hello.id, now_s) > SILENT_S]
         return silent if len(silent) < len(routers) else []
-
-
-class Questions:
-    """Questions about requests: to all routers how one was routed, or through a router to all gateways."""
-
-    def __init__(self, peer_registry: PeerRegistry) -> None:
-        self._peer_registry = peer_registry
-        self._num_asked = 0
-        self._open: dict[int, _Question] = {}  # by number
-
-    async def explain(self, question: Explain, timeout_s: float) -> list[Decisions]:
-        """Return the answers of all routers that come in time."""
-        return await self._ask(question, Decisions, self._peer_registry.routers, timeout_s)
-
-    async def find_requests(self, query: FindRequests, timeout_s: float) -> list[FoundRequests]:
-        """Return the answers of all gateways that come in time, through one router."""
-        router = self._peer_registry.router
-        return await self._ask(query, FoundRequests, [] if router is None else [router], timeout_s)
-
-    async def _ask(
-        self,
-        question: Explain | FindRequests,
-        answer: type[AnswerT],
-        routers: Sequence[Peer],
-        timeout_s: float,
-    ) -> list[AnswerT]:
-        """Return the answers that come in time; none without a router, or with MAX_ASKED questions open."""
-        if not routers or len(self._open) >= MAX_ASKED:
-            return []
-        self._num_asked = number = self._num_asked + 1
-        asked = self._open[number] = _Question(routers)
-        try:
-            for router in routers:
-                router.send(replace(question, question=number, num_asked=1))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await asked.has_ended.wait()
-        finally:
-            del self._open[number]
-        return [each for each in asked.answers if isinstance(each, answer)]
-
-    def take(self, router: Peer, answer: Decisions | FoundRequests) -> None:
-        """Take an answer; one that comes too late changes nothing."""
-        asked = self._open.get(answer.question)
-        if asked is not None:
-            asked.take(router, answer)
-
-    def lose(self, router: Peer) -> None:
-        """Expect no more answers of a router."""
-        for asked in self._open.values():
-            asked.lose(router)
-
-
-class _Question:
-    """A question that waits for answers, until each of its routers has given its last one or is lost."""
-
-    def __init__(self, routers: Iterable[Peer]) -> None:
-        self.answers: list[Decisions | FoundRequests] = []
-        self.has_ended = asyncio.Event()
-        self._num_answers = {router.hello.id: 0 for router in routers}  # of the routers that have more
-
-    def take(self, router: Peer, answer: Decisions | FoundRequests) -> None:
-        if router.hello.id not in self._num_answers:
-            return
-        self.answers.append(answer)
-        self._num_answers[router.hello.id] += 1
-        if self._num_answers[router.hello.id] >= answer.num_asked:
-            self.lose(router)
-
-    def lose(self, router: Peer) -> None:
-        self._num_answers.pop(router.hello.id, None)
-        if not self._num_answers:
-            self.has_ended.set()
 
 
 class SubmitWindow:

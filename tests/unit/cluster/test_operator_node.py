@@ -8,7 +8,7 @@ from baton.clock import ManualClock, SystemClock
 from baton.cluster import operator_node
 from baton.cluster.operator_node import SILENCE_GRACE_S, Verdicts, connected
 from baton.config.router import RouterConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, WorkerLost
 from baton.messages.control import Members
 from baton.messages.operations import Drain, Migrate, Migrated, OrderedWorkers, Undrain, WorkerRemoved
 from baton.messages.orders import Sleep, Wake
@@ -113,6 +113,46 @@ async def test_operator_with_another_key_gets_no_answer(monkeypatch: pytest.Monk
     ):
         with pytest.raises(TimeoutError):
             await operator.status()
+
+
+@on_loop
+async def test_migration_whose_router_is_lost_ends_at_once() -> None:
+    async with AsyncExitStack() as router_ends:
+        router, address = await router_ends.enter_async_context(a_router("a"))
+        TestPeer.worker(router, a_worker("d0"))
+        gateway = TestPeer.gateway(router)
+        async with connected([address], KEY) as operator, asyncio.timeout(5.0):
+            moves = asyncio.create_task(operator.migrate(worker="d0"))
+            await until(lambda: bool(gateway.take(Migrate)))
+            await router_ends.aclose()
+            with pytest.raises(TimeoutError):
+                await moves
+
+
+def num_orders(gateway: TestPeer) -> int:
+    return sum(isinstance(message, Migrate) for message in gateway.received)
+
+
+@on_loop
+async def test_moves_are_counted_for_the_order_that_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_router("a") as (router, address):
+        for name in ("d0", "d1"):
+            TestPeer.worker(router, a_worker(name))
+        gateways = [TestPeer.gateway(router, name) for name in ("g0", "g1")]
+        async with connected([address], KEY) as operator:
+            first = asyncio.create_task(operator.migrate(worker="d0"))
+            await until(lambda: num_orders(gateways[1]) == 1)
+            monkeypatch.setattr(operator_node, "MIGRATE_TIMEOUT_S", 1.0)
+            second = asyncio.create_task(operator.migrate(worker="d1"))
+            await until(lambda: num_orders(gateways[1]) == 2)
+            for number, gateway in enumerate(gateways, 1):
+                one, other = gateway.take(Migrate)
+                if number == 1:  # the second gateway does not answer the second order
+                    gateway.say(Migrated.answer_to(other, num_moved=5))
+                gateway.say(Migrated.answer_to(one, num_moved=number))
+            assert (await first).num_moved == 3
+            with pytest.raises(WorkerLost, match="5 moved, but only 1 of 2 gateways have told"):
+                await second
 
 
 @on_loop

@@ -11,7 +11,6 @@ from baton.errors import Overloaded
 from baton.gateway.streams.frontend import UNHEARD_S, Frontend
 from baton.gateway.streams.routers import (
     ACTIVE_S,
-    MAX_ASKED,
     MAX_UNANSWERED_TOKENS,
     SILENT_S,
     TOKENS_PER_SUBMIT,
@@ -33,6 +32,7 @@ from baton.messages.control import (
 from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Status, StatusQuery
 from baton.messages.status import RouterStatus
 from baton.request import FinishReason, Request
+from baton.rpc.questions import MAX_ASKED
 from tests.answer import Answer
 from tests.event_loop import on_loop
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
