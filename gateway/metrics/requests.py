@@ -1,7 +1,7 @@
 """The ended requests of one gateway: the latest ones, and the slowest of the last minutes, with their
 timelines.
 
-An `EndedRequest` keeps what is known at the end of a call: the marks of the choice that ended last
+An `EndedRequest` has the figures of a call at its end: the marks of the choice that ended last
 (gateway/streams/request_stream.py), and the times of routers and workers, with the offsets of their clocks.
 Its timeline is assembled, by the gateway's clock, when an operator asks and when the request is traced. The
 metrics count the parts of one call in COUNT_S, so a busy gateway counts a sample.
@@ -13,10 +13,10 @@ another worker took over has parts as the last one has. Computing and waiting al
 are shown one after the other in the interval that they share.
 """
 
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from heapq import heappush, heappushpop
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -48,6 +48,7 @@ COUNT_S: Final = 0.05  # between two timelines for the metrics: they take 0.05 %
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A call that has ended, by the gateway's clock."""
 
+    answer_id: str  # of a resumed answer: the id of its first request
     known: RequestTimeline  # without its parts and the figures that follow from the marks
     marks: RequestMarks  # of the choice that ended last
     received_s: float  # the first byte of its head
@@ -237,7 +238,8 @@ class RequestHistory:
         self._tracer = tracer
         self._name = f"gateway {metrics.gateway}".rstrip()
         self._latest: deque[EndedRequest] = deque(maxlen=MAX_LATEST)
-        self._slowest: deque[_Interval] = deque(maxlen=round(SLOWEST_S / INTERVAL_S))
+        # The begin of each interval, and its slowest requests, the slowest last.
+        self._slowest: deque[tuple[float, list[EndedRequest]]] = deque(maxlen=round(SLOWEST_S / INTERVAL_S))
         self._counted_s = -COUNT_S
 
     def finished(self, answer: Answer, outcome: str) -> None:
@@ -262,6 +264,7 @@ class RequestHistory:
             is_streamed=call.is_streamed,
         )
         ended = EndedRequest(
+            answer_id=answer.name.hex(),
             known=known,
             marks=marks,
             received_s=received_s,
@@ -270,9 +273,7 @@ class RequestHistory:
             ended_s=now_s,
         )
         self._latest.append(ended)
-        if not self._slowest or now_s - self._slowest[-1].began_s >= INTERVAL_S:
-            self._slowest.append(_Interval(now_s))
-        self._slowest[-1].add(ended)
+        self._keep_slowest(ended)
         if now_s - self._counted_s >= COUNT_S:
             self._counted_s = now_s
             self._count(ended.parts())
@@ -286,7 +287,7 @@ class RequestHistory:
         """Return the requests that a query asks for, the latest or the slowest first."""
         if query.request_id is not None:
             known = (*reversed(self._latest), *self._recent_slowest())
-            of_id = (each for each in known if each.known.request_id == query.request_id)
+            of_id = (each for each in known if query.request_id in (each.known.request_id, each.answer_id))
             return [each.timeline() for each in islice(of_id, 1)]
         found: Iterable[EndedRequest] = reversed(self._latest)
         if query.order == "slowest":
@@ -299,11 +300,23 @@ class RequestHistory:
         for part in parts.added:
             self._metrics.parts_us[part.name] += round(part.seconds * 1e6)
 
+    def _keep_slowest(self, ended: EndedRequest) -> None:
+        """Keep a request if it is one of the slowest of its interval."""
+        if not self._slowest or ended.ended_s - self._slowest[-1][0] >= INTERVAL_S:
+            self._slowest.append((ended.ended_s, []))
+        slowest = self._slowest[-1][1]
+        if len(slowest) < MAX_SLOWEST or _total_s(ended) > _total_s(slowest[0]):
+            insort(slowest, ended, key=_total_s)
+            del slowest[:-MAX_SLOWEST]
+
     def _recent_slowest(self) -> list[EndedRequest]:
         since_s = self._clock.now_s() - SLOWEST_S
-        recent = [each for each in self._slowest if each.began_s >= since_s]
-        requests = (request for each in recent for request in each.requests())
-        return sorted(requests, key=lambda request: -request.known.total_s)
+        requests = (each for began_s, slowest in self._slowest if began_s >= since_s for each in slowest)
+        return sorted(requests, key=_total_s, reverse=True)
+
+
+def _total_s(request: EndedRequest) -> float:
+    return request.known.total_s
 
 
 def _asked(answer: Answer) -> Mapping[str, Value | None]:
@@ -319,6 +332,7 @@ def _asked(answer: Answer) -> Mapping[str, Value | None]:
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.choice.count": call.num_choices if call.num_choices > 1 else None,
         "gen_ai.response.finish_reasons": reasons or None,
+        "gen_ai.response.id": answer.name.hex(),
     }
 
 
@@ -330,23 +344,3 @@ def _last_marks(choices: Iterable[AnswerChoice]) -> RequestMarks | None:
         if marks is not None and (last is None or marks.last_token_s > last.last_token_s):
             last = marks
     return last
-
-
-class _Interval:
-    """The slowest requests that ended within INTERVAL_S."""
-
-    def __init__(self, began_s: float) -> None:
-        self.began_s = began_s
-        self._heap: list[tuple[float, int, EndedRequest]] = []
-        self._serials = count()
-
-    def add(self, request: EndedRequest) -> None:
-        """Keep a request if it is one of the slowest."""
-        total_s, heap = request.known.total_s, self._heap
-        if len(heap) < MAX_SLOWEST:
-            heappush(heap, (total_s, next(self._serials), request))
-        elif total_s > heap[0][0]:
-            heappushpop(heap, (total_s, next(self._serials), request))
-
-    def requests(self) -> Iterator[EndedRequest]:
-        return (request for _, _, request in self._heap)

@@ -144,7 +144,6 @@ def _attributes(timeline: RequestTimeline) -> Mapping[str, Value | None]:
     """Return the attributes of the root, by OpenTelemetry's names, vLLM's and Baton's own."""
     return {
         "gen_ai.provider.name": "baton",
-        "gen_ai.response.id": timeline.request_id,
         "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
         "gen_ai.usage.output_tokens": timeline.num_tokens,
         "gen_ai.usage.cache_read.input_tokens": timeline.num_cached_tokens,

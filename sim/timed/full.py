@@ -252,6 +252,7 @@ class FullCluster:
                 total_s=0.0,
             )
             ended = EndedRequest(
+                answer_id=known.request_id,
                 known=known,
                 marks=client.marks,
                 received_s=outcome.asked_s,

@@ -22,6 +22,7 @@ from baton.gateway.metrics.requests import (
 )
 from baton.gateway.metrics.tracing import CLOSE_S, TraceContext, Tracer, traces_url
 from baton.gateway.streams.request_stream import RequestMarks
+from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.messages.operations import FindRequests
 from baton.messages.timeline import RequestTimeline
@@ -89,9 +90,19 @@ def test_each_minute_keeps_a_bounded_number() -> None:
     history = History()
     for number in range(MAX_SLOWEST + 50):
         history.end(0.01 + number * 1e-4)
-    interval = history.history._slowest[-1]
-    kept = sorted(request.known.total_s for request in interval.requests())
-    assert len(kept) == MAX_SLOWEST and kept[0] == pytest.approx(0.01 + 50 * 1e-4)
+    kept = history.find(order="slowest", limit=MAX_SLOWEST)
+    assert kept[-1].total_s == pytest.approx(0.01 + 50 * 1e-4)
+    assert len(history.find(order="slowest")) == MAX_SLOWEST
+
+
+def test_resumed_answer_is_found_by_its_id_and_by_the_id_of_its_request() -> None:
+    history = History()
+    point = ResumePoint(b"a" * 16, b"d" * 16, 7, 1_700_000_000, 2_000_000_000, False, (DeliveredChoice(),))
+    request_id = history.end(1.0, is_streamed=True, resumed=point)
+    assert request_id != point.answer.hex()
+    assert (
+        history.found(request_id=point.answer.hex()) == history.found(request_id=request_id) == [request_id]
+    )
 
 
 def test_requests_of_one_tenant_are_found_alone() -> None:

@@ -85,7 +85,7 @@ def timeline(
     known = RequestTimeline(
         request_id=id_of("r"), outcome="answered", gateway="gateway 1", began_s=0.0, total_s=0.0
     )
-    return EndedRequest(known=known, marks=marks, **call).timeline()
+    return EndedRequest(answer_id=known.request_id, known=known, marks=marks, **call).timeline()
 
 
 def check(found: RequestTimeline) -> None:
