@@ -8,10 +8,13 @@ import asyncio
 import http.client
 import json
 from argparse import ArgumentTypeError
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
 
 from baton.cluster.cli.options import Parser
 from baton.cluster.cluster_key import Keys, read_keys
@@ -23,7 +26,10 @@ from baton.messages.bounds import MAX_ROUTERS
 from baton.messages.workers import Address, Routers
 
 HTTP_TIMEOUT_S: Final = 600.0
+MAX_ERROR_BYTES: Final = 1 << 16
+BROKEN_OFF: Final = "has broken off its answer"
 AnswerT = TypeVar("AnswerT")
+ValueT = TypeVar("ValueT")
 
 
 def add_router_options(parser: Parser) -> None:
@@ -117,7 +123,7 @@ def url_of(arguments: argparse.Namespace) -> str:
 
 
 class HttpClient:
-    """One gateway. The key comes from BATON_API_KEY or OPENAI_API_KEY."""
+    """A client of one gateway. The key comes from BATON_API_KEY or OPENAI_API_KEY."""
 
     def __init__(self, url: str, *, timeout_s: float = HTTP_TIMEOUT_S) -> None:
         """url: with or without /v1. timeout_s: of silence. ConfigError: it is no HTTP URL."""
@@ -127,6 +133,7 @@ class HttpClient:
         secure = parts.scheme == "https"
         self._kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         self._host, self._port = parts.hostname, parts.port
+        self._where = parts.netloc.rpartition("@")[2]
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         # The answer owns the socket: it ends with the last byte that is read, or with `close`.
@@ -139,32 +146,57 @@ class HttpClient:
 
         Raises ConfigError for a wrong key, InvalidRequest and WorkerLost with the gateway's message.
         """
-        where = f"{self._host}:{self._port or ''}"
-        connection = self._kind(self._host, self._port, timeout=self._timeout_s)
-        try:
+        with self._lost("does not answer"):
+            connection = self._kind(self._host, self._port, timeout=self._timeout_s)
             connection.request(method, self._path + route, body, self._headers)
             answer = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            raise WorkerLost(f"the API at {where} does not answer: {error}") from None
+            error = answer.read(MAX_ERROR_BYTES) if answer.status >= 400 else b""
         if answer.status == 401:
             wrong = (
                 "does not know the key" if "Authorization" in self._headers else "wants a key, none was given"
             )
-            raise ConfigError(f"the API at {where} {wrong}: set BATON_API_KEY or OPENAI_API_KEY")
+            raise ConfigError(f"the API at {self._where} {wrong}: set BATON_API_KEY or OPENAI_API_KEY")
         if answer.status >= 400:
             kind = InvalidRequest if answer.status < 500 else WorkerLost
-            raise kind(_message(answer.read(1 << 16)) or f"the API at {where} answers {answer.status}")
+            raise kind(_message(error) or f"the API at {self._where} answers {answer.status}")
         return answer
 
+    def read(self, route: str, max_bytes: int | None = None) -> bytes:
+        """Return the body of a GET, or its first `max_bytes`. Raises as `ask`."""
+        with self.ask("GET", route) as answer, self._lost(BROKEN_OFF):
+            return answer.read(max_bytes)
 
-def events(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the data of each server-sent event. Raises OSError and HTTPException."""
-    name = ""
-    for line in answer:
-        if line.startswith(b"event:"):
-            name = line[6:].strip().decode()
-        elif line.startswith(b"data:"):
-            yield name, line[5:].strip()
+    def read_json(self, route: str, type_: type[ValueT]) -> ValueT:
+        """Return the body of a GET. Raises as `ask`, and WorkerLost for a body that is not of the type."""
+        return decoded(self.read(route), type_)
+
+    def events(
+        self, method: str, route: str, body: bytes | None = None
+    ) -> Generator[tuple[str, bytes], None, None]:
+        """Yield the name and the data of each server-sent event. Raises as `ask`."""
+        name = ""
+        with self.ask(method, route, body) as answer, self._lost(BROKEN_OFF):
+            for line in answer:
+                if line.startswith(b"event:"):
+                    name = line[6:].strip().decode()
+                elif line.startswith(b"data:"):
+                    yield name, line[5:].strip()
+
+    @contextmanager
+    def _lost(self, how: str) -> Iterator[None]:
+        """Raise WorkerLost for an error of the connection."""
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            raise WorkerLost(f"the API at {self._where} {how}: {error}") from None
+
+
+def decoded(data: bytes, type_: type[ValueT]) -> ValueT:
+    """Decode JSON of an API. WorkerLost: the data are not JSON of the type, as of another version."""
+    try:
+        return msgspec.json.decode(data, type=type_)
+    except msgspec.MsgspecError as error:
+        raise WorkerLost(f"the API's answer cannot be read: {error}") from None
 
 
 def _message(body: bytes) -> str:

@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import datetime
-import http.client
 import re
 import time
 import zipfile
@@ -127,7 +126,7 @@ async def _scrape(bundle: Bundle, statuses: Sequence[Status]) -> None:
     for address in sorted(addresses, key=lambda address: (address.host, address.port)):
         try:
             metrics = await asyncio.to_thread(_metrics_of, address)
-        except (BatonError, OSError, http.client.HTTPException) as error:
+        except BatonError as error:
             bundle.missing.append(f"the metrics of the gateway at {spelled((address,))}: {error}")
             continue
         bundle.files[f"metrics/{re.sub('[^0-9A-Za-z.-]', '_', spelled((address,)))}.prom"] = metrics
@@ -136,8 +135,7 @@ async def _scrape(bundle: Bundle, statuses: Sequence[Status]) -> None:
 def _metrics_of(address: Address) -> bytes:
     """Scrape a gateway. Raises BatonError when it does not answer, or wants another key."""
     client = HttpClient(url(address.host, address.port), timeout_s=SCRAPE_TIMEOUT_S)
-    with client.ask("GET", "/metrics") as answer:
-        return answer.read(MAX_SCRAPE_BYTES)
+    return client.read("/metrics", MAX_SCRAPE_BYTES)
 
 
 def _add_options(parser: Parser) -> None:

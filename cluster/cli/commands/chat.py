@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from baton.cluster.cli import output
-from baton.cluster.cli.connections import HttpClient, add_url_options, events, url_of
+from baton.cluster.cli.connections import HttpClient, add_url_options, decoded, url_of
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.errors import ConfigError, WorkerLost
 
@@ -66,7 +66,7 @@ def _typed() -> Iterator[str]:
 
 def first_model(client: HttpClient) -> str:
     """Return the id of the first model of the API. Raises WorkerLost."""
-    models = json.load(client.ask("GET", "/v1/models"))["data"]
+    models = client.read_json("/v1/models", dict[str, Any])["data"]
     if not models:
         raise WorkerLost("the API has no model")
     return str(models[0]["id"])
@@ -77,16 +77,15 @@ def stream_answer(
 ) -> Iterator[str]:
     """Yield the answer in pieces as they come. Raises InvalidRequest or WorkerLost with the API's message."""
     body = {"model": model, "messages": list(messages), "stream": True, **settings}
-    answer = client.ask("POST", "/v1/chat/completions", json.dumps(body).encode())
-    for _, data in events(answer):
+    for _, data in client.events("POST", "/v1/chat/completions", json.dumps(body).encode()):
         if data == DONE:
             return
-        chunk = json.loads(data)
+        chunk = decoded(data, dict[str, Any])
         if "error" in chunk:
             raise WorkerLost(chunk["error"]["message"])
         for choice in chunk.get("choices", ()):
             yield choice["delta"].get("content") or ""
-    raise WorkerLost("the answer ended before its end")
+    raise WorkerLost("the connection ended before the answer was complete")
 
 
 chat = CliCommand(__doc__, _add_options, _run)

@@ -10,7 +10,6 @@ With tenants the key of an admin is needed, in BATON_API_KEY or OPENAI_API_KEY; 
 
 import argparse
 import contextlib
-import http.client
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,9 +34,9 @@ from textual.worker import Worker, get_current_worker
 
 from baton.cluster.cli import output
 from baton.cluster.cli.commands.explain import parts_of, waterfall
-from baton.cluster.cli.connections import HttpClient, add_url_options, events, url_of
+from baton.cluster.cli.connections import HttpClient, add_url_options, decoded, url_of
 from baton.cluster.cli.options import CliCommand
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequest
 from baton.gateway.metrics.snapshot import ClusterSnapshot, Point, TenantRow, WorkerRow
 from baton.messages.bounds import short_id
 from baton.messages.control import Decision
@@ -422,32 +421,31 @@ class TopApp(App[None]):
         while not worker.is_cancelled:
             try:
                 self._read_events(worker)
-            except (BatonError, OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+            except BatonError as error:
                 self.call_from_thread(self._say, f"the connection is lost; connecting again ({error})")
             time.sleep(RETRY_S)
 
     def _read_events(self, worker: Worker[None]) -> None:
         """Hand on each event until the stream ends or the app does."""
-        with contextlib.closing(self._client.ask("GET", "/ui/events")) as answer:
-            for name, data in events(answer):
+        with contextlib.closing(self._client.events("GET", "/ui/events")) as events:
+            for name, data in events:
                 if worker.is_cancelled:
                     return
                 self._taken(name, data)
 
     def _taken(self, name: str, data: bytes) -> None:
         if name == "history":
-            points = msgspec.json.decode(data, type=list[Point])
-            self.call_from_thread(self._take_history, points)
+            self.call_from_thread(self._take_history, decoded(data, list[Point]))
         elif name == "snapshot":
-            self.call_from_thread(self.take, msgspec.json.decode(data, type=ClusterSnapshot))
+            self.call_from_thread(self.take, decoded(data, ClusterSnapshot))
 
     @work(thread=True, exclusive=True, group="requests")
     def ask_requests(self) -> None:
         """Ask for the slowest requests."""
         try:
             route = f"/admin/requests?order=slowest&limit={NUM_REQUESTS}"
-            found = msgspec.json.decode(self._client.ask("GET", route).read(), type=Requests).data
-        except (BatonError, OSError, http.client.HTTPException) as error:
+            found = self._client.read_json(route, Requests).data
+        except BatonError as error:
             self.call_from_thread(self._say, str(error))
         else:
             self.call_from_thread(self._take_requests, found)
@@ -455,7 +453,10 @@ class TopApp(App[None]):
     @work(thread=True, exclusive=True, group="request")
     def ask_request(self, screen: DetailsScreen, request_id: str, names: Mapping[str, str]) -> None:
         """Ask for the timeline of a request, and how it was routed."""
-        content = Group(*_request_parts(self._client, request_id, dict(names)))
+        try:
+            content = Group(*_request_parts(self._client, request_id, dict(names)))
+        except (BatonError, msgspec.MsgspecError) as error:
+            content = Group(Text(f"the request cannot be shown: {error}"))
         self.call_from_thread(screen.show, content)
 
     # The app's own thread.
@@ -608,18 +609,17 @@ def _plain(part: RenderableType) -> RenderableType:
 
 
 def _loaded(client: HttpClient, route: str) -> dict[str, Any] | None:
-    """Return the JSON of a path, or None when it cannot be had."""
+    """Return the JSON of a path; None when the gateway does not know the request. Raises BatonError."""
     try:
-        found: dict[str, Any] = msgspec.json.decode(client.ask("GET", route).read())
-    except (BatonError, OSError, http.client.HTTPException):
+        return client.read_json(route, dict[str, Any])
+    except InvalidRequest:
         return None
-    return found
 
 
 def _run(arguments: argparse.Namespace) -> None:
     output.check()
     client = HttpClient(url_of(arguments), timeout_s=SILENCE_S)
-    client.ask("GET", "/load").read()  # reports a wrong address or key before the screen opens
+    client.read("/load")  # reports a wrong address or key before the screen opens
     TopApp(client).run()
 
 

@@ -46,13 +46,21 @@ class Api(BaseHTTPRequestHandler):
                 self._answer(200, delta("half") + event({"error": {"message": "a worker died"}}))
             case "cut":
                 self._answer(200, delta("half"))
+            case "cut chunk":
+                self._answer(200, "20\r\nhalf", **{"Transfer-Encoding": "chunked"})
+            case "cut error":
+                self._answer(500, "20\r\nhalf", **{"Transfer-Encoding": "chunked"})
+            case "page":
+                self._answer(200, "data: <html>\n\n")
             case _:
                 number = len(asked["messages"])
                 parts = [": ping\n\n", delta(f"{number}:"), delta(said), delta(None), "data: [DONE]\n\n"]
                 self._answer(200, "".join(parts))
 
-    def _answer(self, status: int, body: str) -> None:
+    def _answer(self, status: int, body: str, **headers: str) -> None:
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body.encode())
 
@@ -84,7 +92,10 @@ def test_answer_comes_in_pieces(url: str, suffix: str) -> None:
         ("bad", InvalidRequest, "temperature is too high"),
         ("broken", WorkerLost, "answers 502"),
         ("lost", WorkerLost, "a worker died"),
-        ("cut", WorkerLost, "the answer ended before its end"),
+        ("cut", WorkerLost, "the connection ended before the answer was complete"),
+        ("cut chunk", WorkerLost, "has broken off its answer: IncompleteRead"),
+        ("cut error", WorkerLost, "does not answer: IncompleteRead"),
+        ("page", WorkerLost, "the API's answer cannot be read: "),
     ],
 )
 def test_errors_of_the_api_are_raised(url: str, text: str, kind: type[Exception], message: str) -> None:

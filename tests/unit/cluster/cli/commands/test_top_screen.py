@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from http.client import HTTPResponse
 
 import httpx2
 import pytest
@@ -10,6 +11,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from baton.bench.serve.simulated_cluster import TENANTS, SimulatedCluster, served
 from baton.cluster.cli.connections import HttpClient
+from tests.event_loop import on_loop
 
 pytest.importorskip("textual", reason="textual is not installed")
 
@@ -40,9 +42,10 @@ def url(portal: BlockingPortal) -> Iterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def running(url: str) -> AsyncIterator[tuple[TopApp, Pilot[None]]]:
-    """Yield the app once it shows a snapshot."""
-    app = TopApp(HttpClient(url, timeout_s=10.0))
+async def running(gateway: str | HttpClient) -> AsyncIterator[tuple[TopApp, Pilot[None]]]:
+    """Yield the app once it shows a snapshot. gateway: its URL, or a client of it."""
+    client = HttpClient(gateway, timeout_s=10.0) if isinstance(gateway, str) else gateway
+    app = TopApp(client)
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: bool(app.listing.rows))
         yield app, pilot
@@ -52,14 +55,6 @@ async def until(pilot: Pilot[None], holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not holds():
             await pilot.pause(0.02)
-
-
-def drive(url: str, act: Callable[[TopApp, Pilot[None]], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with running(url) as (app, pilot):
-            await act(app, pilot)
-
-    asyncio.run(run())
 
 
 def lines(app: TopApp) -> list[str]:
@@ -75,19 +70,19 @@ def details(app: TopApp) -> str:
     return captured.get()
 
 
-def test_workers_are_listed_with_their_load(url: str) -> None:
-    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+@on_loop
+async def test_workers_are_listed_with_their_load(url: str) -> None:
+    async with running(url) as (app, _):
         head, first, *_ = lines(app)
         assert head.split()[:4] == ["name\u25b2", "role", "node", "state"]
         assert first.split()[:4] == ["decode-0", "decode", "node-001", "serves"]
         names = [line.split()[0] for line in lines(app)[1:]]
         assert names == [f"decode-{number}" for number in range(len(names))], "decode-2 before decode-10"
 
-    drive(url, act)
 
-
-def test_cursor_moves_by_vim_keys_and_the_list_scrolls(url: str) -> None:
-    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+@on_loop
+async def test_cursor_moves_by_vim_keys_and_the_list_scrolls(url: str) -> None:
+    async with running(url) as (app, pilot):
         listing = app.listing
         await pilot.press("j", "j", "k")
         assert listing.cursor == 1
@@ -100,20 +95,18 @@ def test_cursor_moves_by_vim_keys_and_the_list_scrolls(url: str) -> None:
         await pilot.press("ctrl+d")
         assert listing.cursor == listing.size.height // 2
 
-    drive(url, act)
 
-
-def test_cursor_stays_on_its_row_when_the_order_changes(url: str) -> None:
-    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+@on_loop
+async def test_cursor_stays_on_its_row_when_the_order_changes(url: str) -> None:
+    async with running(url) as (app, pilot):
         await pilot.press("j", "j", "S")
         assert app.listing.rows[app.listing.cursor].name == "decode-2"
         assert app.listing.rows[0].name == "prefill-11"
 
-    drive(url, act)
 
-
-def test_tab_goes_through_the_lists(url: str) -> None:
-    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+@on_loop
+async def test_tab_goes_through_the_lists(url: str) -> None:
+    async with running(url) as (app, pilot):
         await pilot.press("tab")
         assert [row.status.tenant for row in app.listing.rows] == sorted(TENANTS)
         assert any(line.startswith(TENANTS[-1]) for line in lines(app)), "names are shown as they are"
@@ -123,11 +116,10 @@ def test_tab_goes_through_the_lists(url: str) -> None:
         await pilot.press("tab", "shift+tab")
         assert app.listing.kind is REQUESTS
 
-    drive(url, act)
 
-
-def test_filter_is_typed_and_cleared(url: str) -> None:
-    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+@on_loop
+async def test_filter_is_typed_and_cleared(url: str) -> None:
+    async with running(url) as (app, pilot):
         await pilot.press("slash", *"prefill", "enter")
         assert {row.role for row in app.listing.rows} == {"prefill"} and len(app.listing.rows) == 12
         await pilot.press("j")
@@ -135,11 +127,10 @@ def test_filter_is_typed_and_cleared(url: str) -> None:
         await pilot.press("escape")
         assert len(app.listing.rows) == 42
 
-    drive(url, act)
 
-
-def test_worker_shows_everything_and_q_closes_before_it_quits(url: str) -> None:
-    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+@on_loop
+async def test_worker_shows_everything_and_q_closes_before_it_quits(url: str) -> None:
+    async with running(url) as (app, pilot):
         await pilot.press("G", "enter")
         assert len(app.screen_stack) == 2
         assert "prefix hits tokens" in details(app) and "MB/s" in details(app)
@@ -148,30 +139,39 @@ def test_worker_shows_everything_and_q_closes_before_it_quits(url: str) -> None:
         await pilot.press("q")
         await until(pilot, lambda: not app.is_running)
 
-    drive(url, act)
 
-
-def test_request_shows_its_waterfall_and_its_decision(url: str) -> None:
-    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+@on_loop
+async def test_request_shows_its_waterfall_and_its_decision(url: str) -> None:
+    async with running(url) as (app, pilot):
         await pilot.press("tab", "tab")
         await until(pilot, lambda: len(app.listing.rows) == 2)
         await pilot.press("enter")
         await until(pilot, lambda: "prefill_computing" in details(app))
         assert "decode-0 < prefill-0" in details(app) and "first token after 0.0710 s" in details(app)
 
-    drive(url, act)
 
-
-def test_lost_gateway_is_said(portal: BlockingPortal) -> None:
+@on_loop
+async def test_lost_gateway_is_said(portal: BlockingPortal) -> None:
     serving = portal.wrap_async_context_manager(served(SimulatedCluster(1, 1), history_s=10.0))
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(serving)
-
-        async def act(app: TopApp, pilot: Pilot[None]) -> None:
+        address = await asyncio.to_thread(stack.enter_context, serving)
+        async with running(f"http://{address.host}:{address.port}") as (app, pilot):
             await asyncio.to_thread(stack.close)
             await until(pilot, lambda: "the connection is lost" in str(app.state.content))
 
-        drive(f"http://{address.host}:{address.port}", act)
+
+class BehindLogin(HttpClient):
+    """A client behind a proxy that answers what admins ask with a page."""
+
+    def ask(self, method: str, route: str, body: bytes | None = None) -> HTTPResponse:
+        return super().ask(method, "/ui" if route.startswith("/admin/") else route, body)
+
+
+@on_loop
+async def test_answer_that_is_no_list_of_requests_is_said(url: str) -> None:
+    async with running(BehindLogin(url)) as (app, pilot):
+        await pilot.press("tab", "tab")
+        await until(pilot, lambda: "the API's answer cannot be read" in str(app.state.content))
 
 
 def test_shares_are_sorted_as_numbers_and_names_by_their_numbers() -> None:
