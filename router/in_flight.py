@@ -13,6 +13,7 @@ prompts would be computed before a new one.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import ceil
 from typing import Final, NamedTuple, TypeAlias
 
@@ -53,33 +54,46 @@ class NewPrompt(NamedTuple):
     lag_of: LagOf | None = None
 
 
+@dataclass(slots=True)
+class _ClassPrompts:
+    """The waiting prompts of one scheduling class."""
+
+    num: int = 0
+    num_tokens: int = 0
+    charged: float = 0.0  # work that the tenant was charged for them
+
+
+_NO_PROMPTS: Final = _ClassPrompts()
+
+
 class WaitingPrompts:
     """The prompts of one worker that have no first token yet, summed by scheduling class."""
 
-    __slots__ = ("_charged", "_num", "_tokens", "total")
+    __slots__ = ("_by_class", "total")
 
     def __init__(self) -> None:
-        self._tokens: dict[SchedulingClass, int] = {}
-        # Work that the tenants were charged for these prompts.
-        self._charged: dict[SchedulingClass, float] = {}
-        self._num: dict[SchedulingClass, int] = {}
+        self._by_class: dict[SchedulingClass, _ClassPrompts] = {}
         self.total = 0  # tokens
 
     def add(self, scheduling_class: SchedulingClass, num_tokens: int, charged: float = 0.0) -> None:
         """charged: work that the tenant was charged for the prompt and its answer."""
-        self._tokens[scheduling_class] = self._tokens.get(scheduling_class, 0) + num_tokens
-        self._charged[scheduling_class] = self._charged.get(scheduling_class, 0.0) + charged
-        self._num[scheduling_class] = self._num.get(scheduling_class, 0) + 1
+        prompts = self._by_class.get(scheduling_class)
+        if prompts is None:
+            prompts = self._by_class[scheduling_class] = _ClassPrompts()
+        prompts.num += 1
+        prompts.num_tokens += num_tokens
+        prompts.charged += charged
         self.total += num_tokens
 
     def remove(self, scheduling_class: SchedulingClass, num_tokens: int, charged: float = 0.0) -> None:
         """Remove a prompt that was added with the same arguments."""
-        self._num[scheduling_class] -= 1
-        self._tokens[scheduling_class] -= num_tokens
-        self._charged[scheduling_class] -= charged
+        prompts = self._by_class[scheduling_class]
+        prompts.num -= 1
+        prompts.num_tokens -= num_tokens
+        prompts.charged -= charged
         self.total -= num_tokens
-        if not self._num[scheduling_class]:
-            del self._num[scheduling_class], self._tokens[scheduling_class], self._charged[scheduling_class]
+        if not prompts.num:
+            del self._by_class[scheduling_class]
 
     def ahead_of(self, prompt: NewPrompt) -> tuple[int, float]:
         """Return the numbers of prompts and of tokens that the worker computes before `prompt`.
@@ -89,31 +103,31 @@ class WaitingPrompts:
         share of the time until `prompt` is computed, minus the work that the tenant has had.
         """
         scheduling_class, num_tokens, lag, lag_of = prompt
-        own, num = self._tokens.get(scheduling_class, 0), self._num.get(scheduling_class, 0)
-        ahead = float(own)
+        own = self._by_class.get(scheduling_class, _NO_PROMPTS)
+        num, ahead = own.num, float(own.num_tokens)
         # The virtual time at which `prompt` is computed.
-        finish = (own if lag is None else -lag * scheduling_class.weight) + num_tokens
+        finish = (own.num_tokens if lag is None else -lag * scheduling_class.weight) + num_tokens
         finish /= scheduling_class.weight
-        for other, waiting in self._tokens.items():
+        for other, prompts in self._by_class.items():
             if other.rank < scheduling_class.rank:
-                ahead += waiting
-                num += self._num[other]
+                ahead += prompts.num_tokens
+                num += prompts.num
             elif other.rank == scheduling_class.rank and other != scheduling_class:
                 tokens_ahead = finish * other.weight
                 others_lag = lag_of(other) if lag_of is not None else None
                 if others_lag is not None:
-                    tokens_ahead += self._charged[other] + others_lag * other.weight
-                if tokens_ahead >= waiting:
-                    ahead += waiting
-                    num += self._num[other]
+                    tokens_ahead += prompts.charged + others_lag * other.weight
+                if tokens_ahead >= prompts.num_tokens:
+                    ahead += prompts.num_tokens
+                    num += prompts.num
                 elif tokens_ahead > 0.0:
                     ahead += tokens_ahead
-                    num += ceil(self._num[other] * tokens_ahead / waiting)
+                    num += ceil(prompts.num * tokens_ahead / prompts.num_tokens)
         return num, ahead
 
     def share_ahead_of(self, prompt: NewPrompt) -> float:
         """The share, 0 to 1, of all tokens here that is computed before `prompt`."""
-        if self.total <= 0 or (len(self._tokens) == 1 and prompt.scheduling_class in self._tokens):
+        if self.total <= 0 or (len(self._by_class) == 1 and prompt.scheduling_class in self._by_class):
             return 1.0
         return self.ahead_of(prompt)[1] / self.total
 

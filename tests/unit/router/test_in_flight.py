@@ -240,4 +240,4 @@ def test_share_is_between_0_and_1_and_removed_prompts_leave_nothing(
     assert 0.0 <= found.share_ahead_of(NewPrompt(scheduling_class, 10, lag)) <= 1.0
     for each, num_tokens in prompts:
         found.remove(each, num_tokens, num_tokens)
-    assert found.share_ahead_of(NewPrompt(scheduling_class, 10)) == 1.0 and not found._num
+    assert found.share_ahead_of(NewPrompt(scheduling_class, 10)) == 1.0 and not found._by_class
