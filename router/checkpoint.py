@@ -40,15 +40,8 @@ _OURS: Final = ("baton.router.", "baton.messages.", "baton.config.")
 _VALUES: Final = ("baton.clock", "baton.fair_queue", "baton.request", "baton.tenants")
 # Structs of these modules hold values alone, so msgspec writes and reads them whole.
 _LEAVES: Final = ("baton.messages.", "baton.config.", "baton.tenants", "baton.request")
-# What the attributes of a router refer to by name, beside builtins and the code of a policy.
-_REFERRED: Final = frozenset(
-    {
-        "baton.messages.status:Times",
-        "baton.router.in_flight:WorkerInFlight",
-        "baton.router.policies.candidates:cheapest",
-        "baton.router.policies.candidates:longest",
-    }
-)
+# Names that a router's attributes may refer to, apart from builtins and the policy's module.
+_REFERRED: Final = frozenset({"baton.messages.status:Times", "baton.router.in_flight:WorkerInFlight"})
 # The fields that routing reads, apart from the numbers of tokens.
 KEPT_REQUEST: Final = (
     *("request_id", "attempt", "choice", "is_probe"),

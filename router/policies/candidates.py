@@ -218,10 +218,6 @@ def remote_pair(cost: PromptCost, decode: DecodeCandidate, handoff_s: float) -> 
     return PairCandidate(total_s, cost.candidate.worker, cost, decode, handoff_s)
 
 
-# (candidates, random bits, tokens that a worker was given lately) -> the chosen candidate
-Select: TypeAlias = Callable[[Sequence[PairCandidate], int, Callable[[str], float]], PairCandidate]
-
-
 def cheapest(
     candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
 ) -> PairCandidate:
@@ -244,7 +240,7 @@ def cheapest(
     return other if given(other.computed_by) < given(one.computed_by) else one
 
 
-def longest(candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]) -> PairCandidate:
+def longest(candidates: Sequence[PairCandidate], random: int) -> PairCandidate:
     """Return the candidate that holds most of the prompt; among equals the one that waits least.
 
     Computing on the decode worker is chosen only when there is no other candidate.

@@ -6,7 +6,7 @@
 3. `CostPolicy.expect` remembers the dispatch: how busy workers are lately, and which pages they will hold.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import exp, inf
 from operator import attrgetter
 from typing import ClassVar, Final, TypeAlias
@@ -38,7 +38,6 @@ from baton.router.policies.candidates import (
     PrefillCandidate,
     PromptCost,
     PullCandidate,
-    Select,
     cheapest,
     local_pair,
     longest,
@@ -230,11 +229,11 @@ class CostPolicy:
     uses_prefix_index: ClassVar[bool] = True
     weighs_local_prefill: ClassVar[bool] = True
     pulls_prefixes: ClassVar[bool] = True  # a worker may fetch a prefix from a peer
+    needs_slots: ClassVar[bool] = True  # decode workers without a slot for the prompt compute none
 
     def __init__(self, context: PolicyContext) -> None:
         self._context = context
         self._clock, self._random = context.clock, context.random
-        self.select: Select = cheapest
         now_s = self._clock.now_s()
         self._arrivals = Arrivals(now_s)
         self._deficit_arrivals = Arrivals(now_s)  # of tenants with a deficit: only those delay each other
@@ -291,6 +290,12 @@ class CostPolicy:
         """The sort key of a worker that could compute the prompt; the lowest is best."""
         return cost.total_s
 
+    def select(
+        self, candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
+    ) -> PairCandidate:
+        """The candidate that is chosen. random: 32 bits. given: the tokens that a worker was given lately."""
+        return cheapest(candidates, random, given)
+
     def _given(self, worker_id: str) -> "DecayedSum":
         if worker_id not in self._tokens:
             self._tokens[worker_id] = DecayedSum(BALANCE_S, self._clock.now_s())
@@ -346,9 +351,9 @@ class CostPolicy:
     def _with_slots(self, candidates: list[PairCandidate], claim: TenantClaim) -> list[PairCandidate]:
         """The candidates without decode workers that lack a slot for the prompt, and without wanted workers.
 
-        Returns all candidates when none would be left, or when `select` is not `cheapest`.
+        Returns all candidates when none would be left, or when the policy needs no slots.
         """
-        if claim.has_slot is None or self.select is not cheapest:
+        if claim.has_slot is None or not self.needs_slots:
             return candidates
         wanted, has_slot_at = claim.wanted, claim.has_slot_at
         placed = [each for each in candidates if each.prefill or has_slot_at(each.decode)]
@@ -378,14 +383,17 @@ class PrefixPolicy(CostPolicy):
 
     weighs_local_prefill: ClassVar[bool] = False
     pulls_prefixes: ClassVar[bool] = False
-
-    def __init__(self, context: PolicyContext) -> None:
-        super().__init__(context)
-        self.select = longest
+    needs_slots: ClassVar[bool] = False
 
     def rank(self, cost: PromptCost) -> Rank:
         """See `CostPolicy.rank`."""
         return -cost.num_held_tokens, cost.total_s
+
+    def select(
+        self, candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
+    ) -> PairCandidate:
+        """See `CostPolicy.select`."""
+        return longest(candidates, random)
 
 
 def _without(left_out: Collection[str], views: Sequence[WorkerView]) -> list[WorkerView]:

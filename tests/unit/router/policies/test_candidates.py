@@ -102,9 +102,9 @@ def test_of_equal_candidates_the_worker_that_was_given_less_wins() -> None:
 
 def test_longest_looks_at_held_tokens_only() -> None:
     candidates = [a_candidate(9.0, "p", 64), a_candidate(1.0, "q", 32), a_candidate(0.1, "", 128)]
-    assert longest(candidates, 0, nothing).prefill == "p"
+    assert longest(candidates, 0).prefill == "p"
     equals = [a_candidate(1.0, "p", 64, queue_s=0.5), a_candidate(1.0, "q", 64, queue_s=0.1)]
-    assert longest(equals, 0, nothing).prefill == "q"
+    assert longest(equals, 0).prefill == "q"
 
 
 def on_disk(worker: str, num_held: int, load_s: float, wait_s: float = 0.0) -> PrefillCandidate:

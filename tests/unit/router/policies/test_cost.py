@@ -16,7 +16,7 @@ from baton.router.in_flight import InFlight, InFlightAttempt, LagOf, SchedulingC
 from baton.router.index.prefix_index import Holdings, PrefixIndex
 from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool
-from baton.router.policies.candidates import PairCandidate, Select, cheapest
+from baton.router.policies.candidates import PairCandidate
 from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer, RecentWork
 from baton.router.policies.cost_model import CostModel
 from baton.router.sliced_work import PromptKeys, family_of
@@ -205,9 +205,11 @@ def test_decode_worker_without_a_slot_leaves_the_prompt_to_a_prefill_worker(seed
     world = World(Random(seed), 8)
     decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
 
-    def choose(has_slot: bool, fill: bool = True, rule: Select = cheapest) -> PairCandidate:
-        cost_policy = CostPolicy(world.context(Random(seed)))
-        cost_policy.select = rule
+    class Slotless(CostPolicy):
+        needs_slots = False
+
+    def choose(has_slot: bool, fill: bool = True, policy: type[CostPolicy] = CostPolicy) -> PairCandidate:
+        cost_policy = policy(world.context(Random(seed)))
         field = view_of(decoders, fillers, lambda decode, prefill: fill)
         choice = cost_policy.choose(world.request, field, TenantClaim(has_slot=lambda worker: has_slot))
         assert choice.candidate is not None
@@ -217,7 +219,7 @@ def test_decode_worker_without_a_slot_leaves_the_prompt_to_a_prefill_worker(seed
     assert choose(False).prefill, "who computes prompts alone is chosen with or without a place"
     assert not first.prefill or choose(False) == first, "and whichever is cheapest"
     assert not choose(False, fill=False).prefill, "no other worker can"
-    assert choose(False, rule=lambda *all: cheapest(*all)) == first, "another rule"
+    assert choose(False, policy=Slotless) == first
 
 
 @given(st.integers(0, 2**32), st.floats(-1e4, 1e4))
