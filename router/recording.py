@@ -271,9 +271,9 @@ class Recording:
         self._keys: dict[tuple[AttemptKey, Family], bytes] = {}  # computed since the last chunk
         self._peers: dict[Peer, int] = {}
         self._num_peers = 0
-        self._chunks: deque[_Chunk] = deque()
-        self._first = 1  # number of the first chunk
-        self._checkpoints: deque[int] = deque()  # numbers of chunks
+        self._chunks: dict[int, _Chunk] = {}  # by number, the oldest first
+        self._next_number = 1
+        self._checkpoints: deque[int] = deque()  # numbers of chunks; the first chunk is one
         self._checkpoint_s = 0.0  # of the last one
         self._num_bytes_since = 0  # the last checkpoint
         self._is_over = False  # the state is too large, or cannot be written
@@ -316,29 +316,30 @@ class Recording:
         """Return the part of the recording that an operator asks for."""
         self._pack()
         number = query.number or self._first_for(self._now_s - query.last_s)
-        place = number - self._first
-        if not 0 <= place < len(self._chunks):
+        if number not in self._chunks:
             return no_recording()
-        body = self._chunks[place].body
+        body = self._chunks[number].body
         return RecordingPart(
             number=number,
             body=body[query.first : query.first + MAX_PART_BYTES],
             num_bytes=len(body),
-            next_number=number + 1 if place + 1 < len(self._chunks) else 0,
+            next_number=number + 1 if number + 1 in self._chunks else 0,
         )
 
     def chunks(self) -> list[bytes]:
         """Return all chunks, the oldest first."""
         self._pack()
-        return [chunk.body for chunk in self._chunks]
+        return [chunk.body for chunk in self._chunks.values()]
 
     # Chunks.
 
     def _first_for(self, since_s: float) -> int:
-        """The number of the last checkpoint that is not later than `since_s`; of the first, if all are."""
-        known = list(self._checkpoints)
-        early = [number for number in known if self._chunks[number - self._first].at_s <= since_s]
-        return (early[-1:] or known[:1] or [0])[0]
+        """The number of the last checkpoint that is not later than `since_s`; of the first, if all are.
+
+        0: there is none.
+        """
+        early = (number for number in self._checkpoints if self._chunks[number].at_s <= since_s)
+        return max(early, default=min(self._checkpoints, default=0))
 
     def _pack(self) -> None:
         entries, self._entries = self._entries, []
@@ -370,7 +371,8 @@ class Recording:
         self._peers[peer] = self._num_peers
 
     def _append(self, chunk: _Chunk) -> None:
-        self._chunks.append(chunk)
+        self._chunks[self._next_number] = chunk
+        self._next_number += 1
         self.num_bytes += len(chunk.body)
         self._num_bytes_since += len(chunk.body)
 
@@ -397,25 +399,25 @@ class Recording:
             peers=tuple((number, peer.hello) for peer, number in self._peers.items()),
             state=state,
         )
-        self._checkpoints.append(self._first + len(self._chunks))
+        self._checkpoints.append(self._next_number)
         self._append(_Chunk(now_s, _ENCODER.encode(checkpoint)))
         self._checkpoint_s, self._num_bytes_since = now_s, 0
 
     def _drop(self) -> None:
         """Drop the chunks before the second checkpoint, as long as they are too old or too many."""
         while len(self._checkpoints) > 1:
-            num = self._checkpoints[1] - self._first
-            if self._chunks[num].at_s > self._now_s - self._kept_s and self.num_bytes <= self._memory_bytes:
+            second = self._checkpoints[1]
+            if (
+                self._chunks[second].at_s > self._now_s - self._kept_s
+                and self.num_bytes <= self._memory_bytes
+            ):
                 return
-            self._checkpoints.popleft()
-            for _ in range(num):
-                self.num_bytes -= len(self._chunks.popleft().body)
-            self._first += num
+            for number in range(self._checkpoints.popleft(), second):
+                self.num_bytes -= len(self._chunks.pop(number).body)
 
     def _end(self, reason: str) -> None:
         logger.warning("nothing is recorded any more: %s", reason)
         self._is_over = True
-        self._first += len(self._chunks)
         self._chunks.clear()
         self._checkpoints.clear()
         self.num_bytes = 0
