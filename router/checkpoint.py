@@ -50,25 +50,28 @@ KEPT_REQUEST: Final = (
 KEPT_SAMPLING: Final = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 
 
-def bare_request(request: Request) -> Request:
-    """Return the request as routing reads it: without salt, seed and form, and with zeros for the tokens."""
-    num_tokens = len(request.token_ids), len(request.generated_token_ids)
-    return request_from({**kept(request, KEPT_REQUEST), **kept(request.sampling, KEPT_SAMPLING)}, *num_tokens)
-
-
-def request_from(fields: Mapping[str, Any], num_prompt_tokens: int, num_generated_tokens: int) -> Request:
-    """Return a request of zeros. fields: those of KEPT_REQUEST and KEPT_SAMPLING."""
+def without_tokens(request: Request) -> Request:
+    """Return the request as routing reads it: without tokens, salt, seed and form."""
     return Request(
-        token_ids=TokenIds(bytes(TOKEN_ID_BYTES * num_prompt_tokens)),
-        sampling=SamplingParams(**{name: fields[name] for name in KEPT_SAMPLING}),
-        generated_token_ids=(0,) * num_generated_tokens,
-        **{name: fields[name] for name in KEPT_REQUEST},
+        token_ids=TokenIds(b""),
+        sampling=SamplingParams(**{name: getattr(request.sampling, name) for name in KEPT_SAMPLING}),
+        **{name: getattr(request, name) for name in KEPT_REQUEST},
     )
 
 
-def kept(of: object, names: Iterable[str]) -> dict[str, Any]:
-    """Return these attributes by name."""
-    return {name: getattr(of, name) for name in names}
+def with_zero_tokens(request: Request, num_prompt_tokens: int, num_generated_tokens: int) -> Request:
+    """Return the request with zeros for so many tokens."""
+    return msgspec.structs.replace(
+        request,
+        token_ids=TokenIds(bytes(TOKEN_ID_BYTES * num_prompt_tokens)),
+        generated_token_ids=(0,) * num_generated_tokens,
+    )
+
+
+def bare_request(request: Request) -> Request:
+    """Return the request `without_tokens`, with zeros for its tokens."""
+    num_tokens = len(request.token_ids), len(request.generated_token_ids)
+    return with_zero_tokens(without_tokens(request), *num_tokens)
 
 
 def save(root: object, outside: Mapping[str, object]) -> bytes:

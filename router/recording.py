@@ -24,7 +24,6 @@ import numpy as np
 
 from baton.config.loader import without_credentials
 from baton.config.router import RouterConfig
-from baton.messages.bounds import Attempt, Id, Name
 from baton.messages.control import (
     Alive,
     Decision,
@@ -52,14 +51,13 @@ from baton.messages.operations import (
 )
 from baton.messages.orders import Sleep, Wake
 from baton.request import AttemptKey
-from baton.router.checkpoint import KEPT_REQUEST, KEPT_SAMPLING, kept, request_from, save
+from baton.router.checkpoint import save, with_zero_tokens, without_tokens
 from baton.router.index.prefix_index import IndexChange, first_halves
 from baton.router.policies.base import RoutingChoice
 from baton.router.policies.candidates import PairCandidate
 from baton.router.redis.messages import SharedDispatch
 from baton.router.sliced_work import Family
 from baton.rpc.peers import Peer
-from baton.tenants import SchedulingKey, Sla
 
 if TYPE_CHECKING:
     from baton.router.router import Router
@@ -72,7 +70,6 @@ BUILD: Final = {
     "machine": platform.machine(),
 }
 NO_PEER: Final = -1
-KEPT_SUBMIT: Final = ("sticky_worker", "avoid", "age_s", "is_begun", "migrates_from")
 
 logger = logging.getLogger(__name__)
 
@@ -113,46 +110,28 @@ NumTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**20)]  # more than
 
 
 class Submitted(Event, frozen=True, kw_only=True):
-    """A Submit without tokens; `bare_request` says what is kept of a request."""
+    """A Submit `without_tokens`, and the numbers of its tokens."""
 
-    request_id: Id
-    attempt: Attempt
+    submit: Submit
     num_prompt_tokens: NumTokens
     num_generated_tokens: NumTokens = 0
-    tenant: Name = ""
-    model: Name = ""
-    priority: int = 0
-    sla: Sla
-    scheduling_key: SchedulingKey
-    choice: int = 0
-    is_probe: bool = False
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    sticky_worker: str = ""
-    avoid: tuple[str, ...] = ()
-    age_s: float = 0.0
-    is_begun: bool = False
-    migrates_from: str = ""
 
     @classmethod
     def of(cls, submit: Submit) -> Self:
         """Return the record of a Submit."""
         request = submit.request
         return cls(
+            submit=msgspec.structs.replace(submit, request=without_tokens(request)),
             num_prompt_tokens=len(request.token_ids),
             num_generated_tokens=len(request.generated_token_ids),
-            **kept(request, KEPT_REQUEST),
-            **kept(request.sampling, KEPT_SAMPLING),
-            **kept(submit, KEPT_SUBMIT),
         )
 
-    def submit(self) -> Submit:
-        """Return the Submit, with the request as `bare_request` keeps it."""
-        fields = kept(self, (*KEPT_REQUEST, *KEPT_SAMPLING))
-        request = request_from(fields, self.num_prompt_tokens, self.num_generated_tokens)
-        return Submit(request=request, **kept(self, KEPT_SUBMIT))
+    def replayed(self) -> Submit:
+        """Return the Submit with zeros for its tokens."""
+        num_tokens = self.num_prompt_tokens, self.num_generated_tokens
+        return msgspec.structs.replace(
+            self.submit, request=with_zero_tokens(self.submit.request, *num_tokens)
+        )
 
 
 class PromptPages(Event, frozen=True, kw_only=True):

@@ -203,9 +203,11 @@ class Replay:
                 told = {"process": names[record.hello.id]}
             elif isinstance(record, Left) and peer in hellos:
                 told = {"process": _name_of(hellos[peer])}
-            elif isinstance(record, Submitted) and (record.attempt or record.avoid):
-                avoid = [names.get(each, each) for each in record.avoid]
-                told = {"request_id": record.request_id, "attempt": record.attempt, "avoid": avoid}
+            elif isinstance(record, Submitted):
+                request, avoid = record.submit.request, record.submit.avoid
+                if request.attempt or avoid:
+                    told = {"request_id": request.request_id, "attempt": request.attempt}
+                    told["avoid"] = [names.get(each, each) for each in avoid]
             if told:
                 kind = "Replay" if isinstance(record, Submitted) else type(record).__name__
                 yield {"date": self._date(at_s), "kind": kind, **told}
@@ -346,7 +348,7 @@ class _Host:
             case IndexJoined() | IndexForgotten() | IndexEvents() | IndexRestored():
                 router.change_index(record)
             case Submitted():
-                router.received(self._peers[peer], record.submit())
+                router.received(self._peers[peer], record.replayed())
             case _:
                 router.received(self._peers[peer], record)
 

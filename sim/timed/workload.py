@@ -222,8 +222,10 @@ def _recorded_rows(replays: Sequence[Replay]) -> Iterator[TraceRequest]:
     for replay in replays:
         begun_s = replay.checkpoint.date_s - replay.checkpoint.at_s
         for at_s, _, record in replay.records:
-            if isinstance(record, Submitted) and not record.attempt and not record.is_probe:
-                submitted.setdefault(record.request_id, (begun_s + at_s, record))
+            if isinstance(record, Submitted):
+                request = record.submit.request
+                if not request.attempt and not request.is_probe:
+                    submitted.setdefault(request.request_id, (begun_s + at_s, record))
             elif isinstance(record, PromptPages) and not record.attempt:
                 keys[record.request_id] = record
             elif isinstance(record, Ended):
@@ -237,7 +239,7 @@ def _recorded_rows(replays: Sequence[Replay]) -> Iterator[TraceRequest]:
         pages = keys.get(request_id)
         halves, size = (pages.keys, pages.family[2]) if pages is not None else (b"", BLOCK_TOKENS)
         names = [halves[at : at + SHORT_KEY_BYTES] for at in range(0, len(halves), SHORT_KEY_BYTES)]
-        num_output = num_answered.get(request_id, first.max_tokens or 1)
+        num_output = num_answered.get(request_id, first.submit.request.sampling.max_tokens or 1)
         yield TraceRequest(
             arrival_s=date_s - first_s,
             input_tokens=first.num_prompt_tokens,

@@ -76,7 +76,7 @@ def test_recorded_submit_has_all_that_routing_reads() -> None:
         is_probe=True,
     )
     submit = Submit(request=request, sticky_worker="a", avoid=("b",), age_s=0.5, is_begun=True)
-    again = Submitted.of(submit).submit()
+    again = Submitted.of(submit).replayed()
     assert again == msgspec.structs.replace(submit, request=bare_request(request))
     names = Request.__struct_fields__
     changed = {name for name in names if getattr(again.request, name) != getattr(request, name)}
@@ -188,7 +188,8 @@ def test_state_that_names_other_code_is_refused(state: list[object]) -> None:
 
 @pytest.mark.parametrize("num_tokens", [-1, 2**33])
 def test_recorded_request_has_no_more_tokens_than_a_submit_can_carry(num_tokens: int) -> None:
-    fields = {"request_id": id_of("r"), "attempt": 0, "num_prompt_tokens": 3, "sla": {}, "scheduling_key": {}}
+    submit = {"kind": "Submit", "request": {"request_id": id_of("r"), "token_ids": [b""]}}
+    fields = {"kind": "Submitted", "submit": submit, "num_prompt_tokens": 3}
     assert msgspec.convert(fields, Submitted).num_generated_tokens == 0
     for name in ("num_prompt_tokens", "num_generated_tokens"):
         with pytest.raises(msgspec.ValidationError):
