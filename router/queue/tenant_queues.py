@@ -9,12 +9,11 @@ The life of a waiting request:
 3. A tenant at its quota is held: its requests stay, and other tenants' requests bypass them. Once released,
    the tenant continues as if it had just begun to wait.
 
-Nothing here knows time or capacity. Every operation on one request or tenant takes microseconds, even with a
-million requests.
+This module reads no clock and no capacity. Every operation on one request or tenant takes microseconds, even
+with a million requests.
 """
 
-from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -29,30 +28,12 @@ from baton.tenants import MAX_CLASSES, SchedulingKey
 
 Item = TypeVar("Item")
 Order: TypeAlias = tuple[int, float, int]  # priority, due time, unique number; the least is first
-BLOCK_SIZE: Final = 128
+BLOCK_SIZE: Final = 64
 MAX_COMPARED: Final = 32
 MIN_KEPT: Final = 1024  # deadlines of requests that wait or did
 
 
-class _Block(Generic[Item]):
-    """A part of a `WorkLine`. Entry i of each list is of the same item."""
-
-    __slots__ = ("items", "orders", "works")
-
-    def __init__(self, orders: list[Order], works: "array[float]", items: list[Item]) -> None:
-        self.orders = orders
-        self.works = works
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def split(self) -> "_Block[Item]":
-        """Remove the second half and return it."""
-        half = len(self) // 2
-        other = _Block(self.orders[half:], self.works[half:], self.items[half:])
-        del self.orders[half:], self.works[half:], self.items[half:]
-        return other
+_Entry: TypeAlias = tuple[Order, float, Item]  # with the item's work
 
 
 class WorkLine(Generic[Item]):
@@ -70,54 +51,47 @@ class WorkLine(Generic[Item]):
         self.num = 0
         self.work = 0.0  # of all items
         self._block_size = block_size
-        self._blocks: list[_Block[Item]] = []  # none is empty
+        self._blocks: list[list[_Entry[Item]]] = []  # none is empty; no two orders are equal
         self._lasts: list[Order] = []  # of each block
         self._works: list[float] = []  # sum of each block
 
     def __iter__(self) -> Iterator[Item]:
-        return (item for block in self._blocks for item in block.items)
+        return (item for block in self._blocks for _, _, item in block)
 
     def first(self) -> Item:
         """The item with the least order. The line must not be empty."""
-        return self._blocks[0].items[0]
+        return self._blocks[0][0][2]
 
     def add(self, order: Order, item: Item, work: float) -> None:
         """Add an item. Its order must be unique."""
         self.num += 1
         self.work += work
         if not self._blocks:
-            self._blocks.append(_Block([order], array("d", (work,)), [item]))
-            self._lasts.append(order)
-            self._works.append(work)
+            self._put(0, 0, [(order, work, item)])
             return
         number = min(bisect_left(self._lasts, order), len(self._lasts) - 1)
         block = self._blocks[number]
-        place = bisect_left(block.orders, order)
-        block.orders.insert(place, order)
-        block.works.insert(place, work)
-        block.items.insert(place, item)
-        self._lasts[number] = block.orders[-1]
+        insort(block, (order, work, item))
+        self._lasts[number] = block[-1][0]
         self._works[number] += work
         if len(block) > 2 * self._block_size:
-            self._split(number)
+            self._put(number, number + 1, block)
 
     def remove(self, order: Order) -> None:
         """Remove the item that was added with this order; it must be here."""
         self.num -= 1
         number = bisect_left(self._lasts, order)
         block = self._blocks[number]
-        place = bisect_left(block.orders, order)
-        assert block.orders[place] == order, order
-        work = block.works[place]
-        del block.orders[place], block.works[place], block.items[place]
-        self._works[number] -= work
+        found, work, _ = block.pop(bisect_left(block, (order,)))
+        assert found == order, order
         self.work = self.work - work if self.num else 0.0
-        if not block:
-            del self._blocks[number], self._lasts[number], self._works[number]
-            return
-        self._lasts[number] = block.orders[-1]
-        if 4 * len(block) < self._block_size and number:
-            self._merge(number - 1)
+        if number and 4 * len(block) < self._block_size:
+            self._put(number - 1, number + 1, self._blocks[number - 1] + block)
+        elif block:
+            self._lasts[number] = block[-1][0]
+            self._works[number] -= work
+        else:
+            self._put(number, number + 1, block)
 
     def work_before(self, order: Order) -> float:
         """The work of all items with a lesser order."""
@@ -125,36 +99,28 @@ class WorkLine(Generic[Item]):
         if number == len(self._blocks):
             return self.work
         block = self._blocks[number]
-        return sum(self._works[:number]) + sum(block.works[: bisect_left(block.orders, order)])
+        return sum(self._works[:number]) + _work_of(block[: bisect_left(block, (order,))])
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the sums and bounds are not those of the blocks."""
-        orders = list[Order]()
-        for block, work in zip(self._blocks, self._works, strict=True):
-            orders += block.orders
-            assert 0 < len(block) == len(block.works) == len(block.orders)
-            assert abs(sum(block.works) - work) <= 1e-6 * (1 + work)
+        orders = [order for block in self._blocks for order, _, _ in block]
         assert orders == sorted(orders) and len(orders) == self.num
-        assert self._lasts == [block.orders[-1] for block in self._blocks]
+        assert self._lasts == [block[-1][0] for block in self._blocks], "no block is empty"
+        for block, work in zip(self._blocks, self._works, strict=True):
+            assert abs(_work_of(block) - work) <= 1e-6 * (1 + work)
         assert abs(sum(self._works) - self.work) <= 1e-6 * (1 + self.work)
 
-    def _split(self, number: int) -> None:
-        block = self._blocks[number]
-        other = block.split()
-        self._blocks.insert(number + 1, other)
-        self._lasts[number : number + 1] = [block.orders[-1], other.orders[-1]]
-        self._works[number : number + 1] = [sum(block.works), sum(other.works)]
+    def _put(self, first: int, end: int, block: list[_Entry[Item]]) -> None:
+        """Put a block in place of the blocks [first, end): none if it is empty, its halves if it is large."""
+        half = len(block) // 2 if len(block) > 2 * self._block_size else len(block)
+        blocks = [part for part in (block[:half], block[half:]) if part]
+        self._blocks[first:end] = blocks
+        self._lasts[first:end] = [part[-1][0] for part in blocks]
+        self._works[first:end] = map(_work_of, blocks)
 
-    def _merge(self, number: int) -> None:
-        """Merge a block with the next one."""
-        block, other = self._blocks[number], self._blocks.pop(number + 1)
-        block.orders += other.orders
-        block.works += other.works
-        block.items += other.items
-        self._works[number] += self._works.pop(number + 1)
-        del self._lasts[number]
-        if len(block) > 2 * self._block_size:
-            self._split(number)
+
+def _work_of(block: list[_Entry[Item]]) -> float:
+    return sum([work for _, work, _ in block])
 
 
 class QueuedAttempt:
