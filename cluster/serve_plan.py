@@ -28,6 +28,7 @@ from baton.gateway.text.answer_parsing import ModelParsers
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.messages.bounds import Kind
 from baton.messages.workers import Routers, WorkerRole
+from baton.router.policies.registry import policy_class
 from baton.tokenizer_file import has_tokenizer
 
 # CUDA's MPS serves decode before prefill on a GPU that both share; see mps_variables.
@@ -234,19 +235,24 @@ def check_model(config: ServeConfig) -> Path:
     return directory
 
 
-def check_tenants(config: ServeConfig) -> None:
-    """Read the file of tenants, if there is one. Raises ConfigError for a file that cannot be read."""
+def check_settings(config: ServeConfig) -> None:
+    """Raise ConfigError for a file of tenants that cannot be read, or a name that is not known.
+
+    The names are those of the policy, of the transport and of each model's parsers.
+    """
     if config.tenants is not None:
         Tenants.from_file(Path(config.tenants), NO_KEY)
+    policy_class(config.router.policy)
+    if config.transport != "auto":
+        from baton.kvtransfer.transports.registry import transport_set  # torch: auto does not wait for it
 
-
-def check_parsers(config: ServeConfig) -> None:
-    """Raise ConfigError for a parser of answers that does not exist."""
-    ModelParsers.chosen(
-        "",
-        tool_call_parser=config.gateway.tool_call_parser,
-        reasoning_parser=config.gateway.reasoning_parser,
-    )
+        transport_set(config.transport)
+    for model in config.models:
+        ModelParsers.chosen(
+            "",
+            tool_call_parser=model.gateway.tool_call_parser,
+            reasoning_parser=model.gateway.reasoning_parser,
+        )
 
 
 def speech_of(directory: Path, settings: TextSettings) -> Speech:

@@ -224,7 +224,10 @@ def _keys(where: str, given: object) -> tuple[str, ...]:
         raise ConfigError(f"{where}: expected a list, got {type(given).__name__}")
     for index, key in enumerate(given):
         if not isinstance(key, str) or not KEY_FORM.fullmatch(key):
-            raise ConfigError(f"{where}[{index}]: expected 'sha256:' and 64 hexadecimal digits")
+            raise ConfigError(
+                f"{where}[{index}]: expected 'sha256:' and 64 hexadecimal digits, which `printf %s KEY | "
+                "sha256sum` prints"
+            )
     return tuple(given)
 
 

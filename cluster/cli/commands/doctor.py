@@ -37,7 +37,7 @@ from baton.cluster.runtimes.ray import MIN_RAY
 from baton.config.cluster import ServeConfig
 from baton.config.environment import prepare_ray, ray_asks_for_token
 from baton.config.gateway import is_loopback
-from baton.errors import FAILED, BatonError, ConfigError, PeerGone
+from baton.errors import FAILED, BatonError, ConfigError, PeerGone, how_to_install
 from baton.messages.operations import Status
 from baton.messages.workers import Address, Routers
 from baton.router.policies.registry import policy_class
@@ -51,6 +51,7 @@ KEEPS_ALL: Final = "noeviction"  # the maxmemory-policy of a Redis that never fo
 REDIS_PORT: Final = 6379  # the default port of Redis, and of Ray's GCS
 # Ray's servers at these ports run code for every client that reaches them.
 RAY_PORTS: Final = {8265: "dashboard and job API", 10001: "client server"}
+INSTALL: Final = "pip install ., in Baton's checkout"  # PyPI's baton is another project
 PROBE_TIMEOUT_S: Final = 0.5
 RAY_TIMEOUT_S: Final = 20.0  # most of it to import Ray on a busy machine
 MARKS: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
@@ -95,11 +96,6 @@ def _run(arguments: argparse.Namespace) -> int:
     return FAILED if any(finding.verdict == "error" for finding in findings) else 0
 
 
-def _install(extra: str = "") -> str:
-    """Return the command that installs an extra, from a checkout: PyPI's baton is another project."""
-    return f"pip install '.[{extra}]', in Baton's checkout" if extra else "pip install ., in Baton's checkout"
-
-
 def _ok(what: str) -> Finding:
     return Finding(verdict="ok", what=what)
 
@@ -126,10 +122,10 @@ def libraries(config: ServeConfig) -> Iterator[Finding]:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield _error(f"{name} is not installed", _install(extra))
+            yield _error(f"{name} is not installed", how_to_install(extra) if extra else INSTALL)
             continue
         if name == "ray" and tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
-            yield _error(f"ray {version} lets strangers run code", _install("ray"))
+            yield _error(f"ray {version} lets strangers run code", how_to_install("ray"))
         else:
             yield _ok(f"{name} {version}")
 
@@ -171,18 +167,17 @@ def _model(config: ServeConfig) -> Iterator[Finding]:
         )
 
 
-def tenants(config: ServeConfig) -> Iterator[Finding]:
-    """Check that the file of tenants can be read."""
-    from baton.cluster.serve_plan import check_tenants
+def settings(config: ServeConfig) -> Iterator[Finding]:
+    """Check the file of tenants, and the names of the policy, the transport and the parsers."""
+    from baton.cluster.serve_plan import check_settings  # --help does not wait for it
 
-    if config.tenants is None:
-        return
     try:
-        check_tenants(config)
-    except BatonError as error:
-        yield _error(str(error), "`printf %s KEY | sha256sum` prints what stands behind sha256:")
-    else:
-        yield _ok(f"tenants: {config.tenants}")
+        check_settings(config)
+    except ConfigError as error:
+        yield _error(str(error), "mend this setting, or the file that it names")
+        return
+    tenants = f", tenants: {config.tenants}" if config.tenants else ""
+    yield _ok(f"policy: {config.router.policy}, transport: {config.transport}{tenants}")
 
 
 def gpus(config: ServeConfig) -> Iterator[Finding]:
@@ -267,11 +262,14 @@ def redis_and_ray(config: ServeConfig) -> Iterator[Finding]:
 def shared_redis(config: ServeConfig) -> Iterator[Finding]:
     """Check that routers can share a Redis."""
     url = config.router.redis
-    if url == "none" or not policy_class(config.router.policy).uses_prefix_index:
-        return
+    try:
+        if url == "none" or not policy_class(config.router.policy).uses_prefix_index:
+            return
+    except ConfigError:
+        return  # `settings` tells of the policy
     if importlib.util.find_spec("redis") is None:
         verdict = _warning if url == "auto" else _error
-        yield verdict("redis is not installed: routers share nothing", _install("redis"))
+        yield verdict("redis is not installed: routers share nothing", how_to_install("redis"))
     elif url != "auto":
         yield from _redis_at(url)
     elif program := find_program():
@@ -445,7 +443,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     libraries,
     compiler,
     model,
-    tenants,
+    settings,
     gpus,
     shared_memory,
     open_files,

@@ -111,18 +111,10 @@ def _check(config: ServeConfig) -> None:
 
     The model is not checked when this machine lacks it, as it may on a Ray cluster.
     """
-    # --help does not wait for these, nor does the default transport for torch.
-    from baton.cluster.serve_plan import check_model, check_parsers, check_tenants, speech_of
-    from baton.router.policies.registry import policy_class
+    from baton.cluster.serve_plan import check_model, check_settings, speech_of  # --help does not wait for it
 
-    check_tenants(config)
-    policy_class(config.router.policy)
-    if config.transport != "auto":
-        from baton.kvtransfer.transports.registry import transport_set
-
-        transport_set(config.transport)
+    check_settings(config)
     for each in config.models:
-        check_parsers(each)
         if each.ray_address is None or Path(each.model).is_dir() or is_repository(each.model):
             directory = check_model(each)
             if speech_of(directory, each.gateway) == "token ids":

@@ -10,8 +10,7 @@ from baton.cluster.runtimes.base import ProcessSpec
 from baton.cluster.serve_plan import (
     Topology,
     check_model,
-    check_parsers,
-    check_tenants,
+    check_settings,
     more_workers,
     router_ports,
     specs,
@@ -337,22 +336,22 @@ def test_role_without_workers_splits_nothing() -> None:
 
 
 def test_a_file_of_tenants_is_read(tmp_path: Path) -> None:
-    check_tenants(config())
+    check_settings(config())
     file = tmp_path / "tenants.yaml"
     with pytest.raises(ConfigError, match="tenants.yaml: cannot be read"):
-        check_tenants(config(tenants=str(file)))
+        check_settings(config(tenants=str(file)))
     file.write_text(f"tenants: {{acme: {{keys: ['sha256:{'0' * 64}']}}}}")
-    check_tenants(config(tenants=str(file)))
+    check_settings(config(tenants=str(file)))
     file.write_text("tenants: {acme: {keys: [secret]}}")
     with pytest.raises(ConfigError, match=r"tenants.acme.keys\[0\]: expected 'sha256:'"):
-        check_tenants(config(tenants=str(file)))
+        check_settings(config(tenants=str(file)))
 
 
 @pytest.mark.parametrize("setting", ["tool_call_parser", "reasoning_parser"])
 def test_parser_that_does_not_exist_is_named(setting: str) -> None:
-    check_parsers(config(gateway={"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}))
+    check_settings(config(gateway={"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}))
     with pytest.raises(ConfigError, match=rf"gateway.{setting}: 'hremes' is not known; known are .*"):
-        check_parsers(config(gateway={setting: "hremes"}))
+        check_settings(config(gateway={setting: "hremes"}))
 
 
 def test_form_of_prompts_follows_from_the_model_files(tmp_path: Path) -> None:

@@ -160,9 +160,26 @@ def test_a_model_that_knows_no_text_is_a_warning(tmp_path: Path) -> None:
 
 def test_a_file_of_tenants_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tenants.yaml").write_text("tenants: {acme: {keys: [secret]}}")
-    finding = the(doctor.tenants, tenants=str(tmp_path / "tenants.yaml"))
-    assert finding.verdict == "error" and "sha256sum" in finding.mend
-    assert findings(doctor.tenants) == []
+    finding = the(doctor.settings, tenants=str(tmp_path / "tenants.yaml"))
+    assert finding.verdict == "error" and "sha256sum" in finding.what
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gateway": {"tool_call_parser": "nope"}},
+        {"transport": "nope"},
+        {"router": {"policy": "nope"}},
+    ],
+)
+def test_setting_that_serve_refuses_is_an_error(wrong: dict[str, object]) -> None:
+    assert the(doctor.settings).verdict == "ok"
+    finding = the(doctor.settings, **wrong)
+    assert finding.verdict == "error" and "nope" in finding.what
+
+
+def test_unknown_policy_does_not_end_the_other_checks() -> None:
+    assert findings(doctor.shared_redis, router={"policy": "nope"}) == []
 
 
 def test_a_package_that_hides_hugging_faces_kernels_is_found(
