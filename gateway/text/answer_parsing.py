@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.gateway.text.answer_grammar import AnswerGrammar, AskedCalls, CallForm, Tags
@@ -22,7 +23,6 @@ from baton.gateway.text.answer_reader import (
     AnswerReader,
     ReaderOptions,
     ReasoningState,
-    ReasoningTags,
 )
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, HarmonyReader, parser_of_template
 from baton.request import MAX_FRAME_CHARS
@@ -121,17 +121,20 @@ def choice_reader(parsing: AnswerParsing, digests: Iterator[str]) -> AnswerReade
     reasoning = REASONING_PARSERS.get(parsing.reasoning_parser or "")
     if parser is None and reasoning is None:
         return None
-    named, tags, state = parser or TOOL_CALL_PARSERS["hermes"], None, parsing.reasoning_state
+    named, state = parser or TOOL_CALL_PARSERS["hermes"], parsing.reasoning_state
     is_harmony = bool(HARMONY & {parsing.tool_call_parser, parsing.reasoning_parser})
-    if reasoning is not None and not is_harmony and state is not ReasoningState.AFTER:
-        has_begun = state is ReasoningState.WITHIN
-        tags = ReasoningTags(begin=reasoning.begin, end=reasoning.end, has_begun=has_begun)
     options = ReaderOptions(
-        reasoning=tags,
         is_parallel=parsing.is_parallel,
         new_id=lambda: named.id_prefix + next(digests)[: named.num_id_chars],
         text_arguments=parsing.text_arguments,
     )
+    if reasoning is not None and not is_harmony and state is not ReasoningState.AFTER:
+        options = replace(
+            options,
+            reasoning_begin=reasoning.begin,
+            reasoning_end=reasoning.end,
+            begins_in_reasoning=state is ReasoningState.WITHIN,
+        )
     if is_harmony:
         return HarmonyReader(options)
     return AnswerReader(options) if parser is None else parser.reader(options)

@@ -90,18 +90,13 @@ class ReasoningState(StrEnum):
     AFTER = "after"  # the prompt has ended the reasoning
 
 
-class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
-    """The tags around the reasoning with which an answer may begin."""
-
-    begin: str
-    end: str
-    has_begun: bool  # the answer begins within reasoning
-
-
 class ReaderOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of an AnswerReader."""
 
-    reasoning: ReasoningTags | None = None  # None: the answer has no reasoning between tags
+    # The tags around the reasoning with which an answer may begin; "": it has none between tags.
+    reasoning_begin: str = ""
+    reasoning_end: str = ""
+    begins_in_reasoning: bool = False
     is_parallel: bool = True  # False: calls after the first are dropped
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
     # By tool: the arguments that are text, for forms that write text without quotes.
@@ -137,8 +132,7 @@ class AnswerReader:
     def __init__(self, options: ReaderOptions | None = None) -> None:
         self.options = options or ReaderOptions()
         self.num_calls = 0
-        tags = self.options.reasoning
-        self.is_reasoning = tags is not None and tags.has_begun  # the text so far ends within reasoning
+        self.is_reasoning = self.options.begins_in_reasoning  # the text so far ends within reasoning
         self._delta = Delta()
         self._text = ""
         self._at = 0
@@ -167,8 +161,8 @@ class AnswerReader:
         yield from ()
 
     def _run(self) -> Steps[None]:
-        if self.options.reasoning is not None:
-            yield from self._read_reasoning(self.options.reasoning)
+        if self.options.reasoning_end:
+            yield from self._read_reasoning()
         yield from self._read()
         while True:
             self._show(self._text[self._at :])
@@ -176,19 +170,19 @@ class AnswerReader:
             if not (yield from self._more()):
                 return
 
-    def _read_reasoning(self, tags: ReasoningTags) -> Steps[None]:
+    def _read_reasoning(self) -> Steps[None]:
         self._keep()
         yield from self._take_space()
-        has_tag = yield from self._take(tags.begin)
-        if not has_tag and not tags.has_begun:
+        has_tag = yield from self._take(self.options.reasoning_begin)
+        if not has_tag and not self.options.begins_in_reasoning:
             self._go_back()
             return
         self._go_on()
         self.is_reasoning = True
         yield from self._take_space()
-        yield from self._pass_until(tags.end, self._reason)
+        yield from self._pass_until(self.options.reasoning_end, self._reason)
         yield from self._take_space()
-        yield from self._take(tags.end)
+        yield from self._take(self.options.reasoning_end)
         self.is_reasoning = False
         yield from self._take_space()
 
