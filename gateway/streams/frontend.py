@@ -315,7 +315,8 @@ class Frontend:
         attempt.workers.append(WorkerMarks(self._peer_registry.name(peer.hello.id), times, peer.clock_offset))
 
     def _deliver(self, stream: RequestStream, due: Sequence[TokenEvent]) -> None:
-        if not stream.is_reported and stream.num_answered:
+        is_first = stream.has_started and stream.marks.attempts[-1].first_token_s is None
+        if is_first:
             stream.marks.attempts[-1].first_token_s = stream.heard_s
         try:
             stream.sink.tokens(due)
@@ -325,8 +326,7 @@ class Frontend:
             return
         if not self._is_open(stream):
             return  # the sink has cancelled it
-        if not stream.is_reported and stream.num_answered:
-            stream.is_reported = True
+        if is_first:
             self._reports.started(stream.router, stream.key)
         if due[-1].finish_reason is not None:
             self.counters["finished"] += 1
@@ -435,7 +435,7 @@ class Frontend:
                 return
 
     def _rejected(self, rejected: Rejected) -> None:
-        """Fail a request without an answer so far; a request that has begun waits for another attempt."""
+        """Fail a request without an answer so far; a request whose answer has begun is submitted again."""
         stream = self._present(rejected.key)
         if stream is None:
             self.migrations.rejected(rejected.key, rejected.reason)

@@ -13,7 +13,7 @@ it, and the new worker computes them again. A worker that is lost after the swit
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from baton.clock import Clock
 from baton.errors import WireError
@@ -66,13 +66,6 @@ class OrderedMoves:
             )
 
 
-class _Wanted(NamedTuple):
-    """A move that waits for its turn. moves: None of a stream that leaves a draining worker."""
-
-    since_s: float
-    moves: OrderedMoves | None = None
-
-
 class Migrations:
     """The migrations of one gateway's streams."""
 
@@ -92,8 +85,9 @@ class Migrations:
         self._reports = reports
         self._clock = clock
         self._counters = counters
-        self._wanted: dict[str, _Wanted] = {}  # by request id
+        self._wanted: dict[str, float] = {}  # moves that wait for their turn, and since when; by request id
         self._running: dict[str, RequestStream] = {}  # with a migration, by request id
+        self._moves: dict[str, OrderedMoves] = {}  # of those that an operator has ordered, by request id
 
     def order(self, order: Migrate, answer: Callable[[Migrated], None]) -> None:
         """Move the streams of an operator's order; `answer` is called once, when all have moved or stay."""
@@ -107,7 +101,7 @@ class Migrations:
             if request_id in self._running or request_id in self._wanted:
                 moves.ended(request_id, "it is about to move already")
             else:
-                self._wanted[request_id] = _Wanted(now_s, moves)
+                self._wanted[request_id], self._moves[request_id] = now_s, moves
         self._begin_wanted()
 
     def tick(self, draining: Collection[str]) -> None:
@@ -116,8 +110,8 @@ class Migrations:
         for stream in list(self._running.values()):
             if stream.migration is not None and now_s - stream.migration.since_s > MAX_MIGRATION_S:
                 self.give_up(stream, f"its pages were not there in {MAX_MIGRATION_S:.0f} s")
-        for request_id, wanted in list(self._wanted.items()):
-            if now_s - wanted.since_s > MAX_MIGRATION_S:
+        for request_id, since_s in list(self._wanted.items()):
+            if now_s - since_s > MAX_MIGRATION_S:
                 self._forget_wanted(request_id, f"it had no turn in {MAX_MIGRATION_S:.0f} s")
         self._leave(draining, now_s)
         self._begin_wanted()
@@ -181,7 +175,7 @@ class Migrations:
         attempt.routed, attempt.router_clock = migration.routed, migration.router_clock
         attempt.decode = self._peer_registry.name(stream.decode)
         self._counters["migrations"] += 1
-        self._ended(stream, migration)
+        self._ended(stream)
 
     def give_up(self, stream: RequestStream, reason: str) -> None:
         """End the migration of a stream, if it has one; its present attempt continues."""
@@ -195,7 +189,7 @@ class Migrations:
         key = (stream.request_id, migration.attempt)
         self._peer_registry.tell(migration.decode, Cancel(request_id=key[0], attempt=key[1]))
         self._reports.ended(migration.router, key, 0)
-        self._ended(stream, migration, reason)
+        self._ended(stream, reason)
 
     def forget(self, stream: RequestStream) -> None:
         """End the migration of a stream that has ended."""
@@ -230,10 +224,10 @@ class Migrations:
                 and now_s >= stream.migrates_after_s
                 and request_id not in self._running
             ):
-                self._wanted.setdefault(request_id, _Wanted(now_s))
+                self._wanted.setdefault(request_id, now_s)
 
     def _begin_wanted(self) -> None:
-        for request_id, wanted in list(self._wanted.items()):
+        for request_id in list(self._wanted):
             if len(self._running) >= MAX_MIGRATIONS:
                 return
             if request_id not in self._wanted:
@@ -241,12 +235,13 @@ class Migrations:
             stream = self._streams[request_id]  # `forget` has removed all others
             if stream.state is StreamState.ROUTED and stream.is_decoding:
                 del self._wanted[request_id]
-                self._begin(stream, wanted.moves)
+                self._begin(stream)
 
-    def _begin(self, stream: RequestStream, moves: OrderedMoves | None) -> None:
+    def _begin(self, stream: RequestStream) -> None:
         """Submit the next attempt of a stream while the present one runs."""
         router = self._peer_registry.router_for(stream.request.tenant)
         request = stream.request_of(stream.last_attempt + 1)
+        moves = self._moves.get(stream.request_id)
         to = moves.order.to if moves is not None else ""
         reason = "no router is connected" if router is None else ""
         if request is None:
@@ -254,8 +249,7 @@ class Migrations:
         if to and to == stream.decode:
             reason = "it runs there already"
         if reason or router is None or request is None:
-            if moves is not None:
-                moves.ended(stream.request_id, reason)
+            self._end_move(stream.request_id, reason)
             return
         now_s = self._clock.now_s()
         submit = Submit(
@@ -267,23 +261,27 @@ class Migrations:
             migrates_from=stream.decode,
         )
         self._reports.flush()
-        stream.migrate(router.hello.id, now_s, moves.ended if moves is not None else None)
+        stream.migrate(router.hello.id, now_s)
         self._running[stream.request_id] = stream
         try:
             router.send(submit)
         except WireError as error:
             self.give_up(stream, str(error))
 
-    def _ended(self, stream: RequestStream, migration: Migration, reason: str = "") -> None:
+    def _ended(self, stream: RequestStream, reason: str = "") -> None:
         del self._running[stream.request_id]
-        if migration.on_end is not None:
-            migration.on_end(stream.request_id, reason)
+        self._end_move(stream.request_id, reason)
         self._begin_wanted()
 
     def _forget_wanted(self, request_id: str, reason: str) -> None:
-        wanted = self._wanted.pop(request_id, None)
-        if wanted is not None and wanted.moves is not None:
-            wanted.moves.ended(request_id, reason)
+        if self._wanted.pop(request_id, None) is not None:
+            self._end_move(request_id, reason)
+
+    def _end_move(self, request_id: str, reason: str) -> None:
+        """Count the end of a move for the order that wants it. reason: see OrderedMoves.ended."""
+        moves = self._moves.pop(request_id, None)
+        if moves is not None:
+            moves.ended(request_id, reason)
 
     def _migrating(self, key: AttemptKey) -> RequestStream | None:
         """Return the stream that has this attempt as its migration."""

@@ -34,7 +34,7 @@ timeline of them.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple, Protocol
@@ -108,7 +108,7 @@ class RequestMarks(msgspec.Struct, eq=False, gc=False):
             attempt.end, attempt.num_tokens, attempt.ended_s = end, num_tokens, now_s
 
 
-MAX_REMEMBERED: Final = 4096  # workers that are gone
+MAX_REMEMBERED: Final = 4096  # workers that have left
 SILENT_BEFORE_S: Final = 1.0  # of silence; more than between two pings
 
 
@@ -148,7 +148,8 @@ class WorkerConnections:
     def was_silent(self, worker: str, assigned_s: float) -> bool:
         """Return whether the worker stood still before it was given an attempt.
 
-        assigned_s: when this gateway heard of that; a worker that is gone had the attempt before it left.
+        assigned_s: when this gateway heard of the assignment. A worker that has left was assigned the attempt
+        before it left.
         """
         if not self.has(worker) and worker in self._lost:
             assigned_s = min(assigned_s, self._lost[worker].left_s)
@@ -275,7 +276,6 @@ class Migration:
     router: str  # that was asked
     since_s: float
     num_tokens: int  # of the log, when the router was asked
-    on_end: Callable[[str, str], None] | None  # gets the request's id, and why it stays; "": it has moved
     routed: Routed | None = None  # the router's answer
     router_clock: ClockOffset | None = None
     prepared: set[str] = field(default_factory=set)  # workers whose Prepared has come
@@ -303,15 +303,12 @@ class RequestStream:
     first_index: int = field(init=False)  # of the present attempt
     early: dict[int, TokenEvent] = field(default_factory=dict)
     is_begun: bool = field(init=False)  # workers have had the request, in any attempt
-    has_started: bool = False  # the present attempt
-    is_reported: bool = False  # its start, to the router
     assigned_s: float = field(init=False)  # when the router, and then its workers, were given the attempt
     decode: str = ""  # of the present attempt, once it is ROUTED
     prefill: str = ""
     unconfirmed_since_s: float = math.inf  # since when the workers may never have heard of the attempt
     avoid: list[str] = field(default_factory=list)  # workers that failed the request, the latest last
     lost: dict[str, float] = field(default_factory=dict)  # processes that seemed to die with it, and when
-    lost_s: float = field(init=False)  # when the latest of them did
     num_errors: int = 0  # attempts that a living worker failed
     num_retries: int = 0  # in a row, since the request last had a worker
     retry_s: float = field(init=False)
@@ -328,7 +325,7 @@ class RequestStream:
         self.log = list(self.request.generated_token_ids)
         self.next_index = self.first_index = len(self.log)
         self.is_begun = bool(self.log)
-        self.lost_s = self.retry_s = self.unserved_since_s = self.heard_s = self.assigned_s = opened_s
+        self.retry_s = self.unserved_since_s = self.heard_s = self.assigned_s = opened_s
 
     @property
     def request_id(self) -> str:
@@ -349,6 +346,11 @@ class RequestStream:
     def num_answered(self) -> int:
         """Tokens of the present attempt."""
         return self.next_index - self.first_index
+
+    @property
+    def has_started(self) -> bool:
+        """The present attempt has given a token."""
+        return self.num_answered > 0
 
     @property
     def is_decoding(self) -> bool:
@@ -417,10 +419,10 @@ class RequestStream:
         self.last_attempt += 1
         self._begin_attempt(self.last_attempt)
 
-    def migrate(self, router: str, now_s: float, on_end: Callable[[str, str], None] | None) -> None:
-        """Begin a migration: this router has been asked. on_end: see Migration."""
+    def migrate(self, router: str, now_s: float) -> None:
+        """Begin a migration: this router has been asked."""
         self.last_attempt += 1
-        self.migration = Migration(self.last_attempt, router, now_s, len(self.log), on_end)
+        self.migration = Migration(self.last_attempt, router, now_s, len(self.log))
 
     def switch(self, migration: Migration, now_s: float) -> None:
         """Go on with the attempt of a migration, at its worker."""
@@ -434,7 +436,6 @@ class RequestStream:
         self.attempt = attempt
         self.first_index = self.next_index
         self.sticky_worker = self.prefill = ""
-        self.has_started = self.is_reported = False
         self.unconfirmed_since_s = math.inf
         self.early.clear()
 
@@ -467,7 +468,7 @@ class RequestStream:
             for other, lost_s in self.lost.items()
             if now_s - lost_s < DOUBT_S or not connections.has(other)
         }
-        self.lost[worker] = self.lost_s = now_s
+        self.lost[worker] = now_s
 
     def merge_node_losses(self, connections: WorkerConnections) -> None:
         """Count workers that ended with their node as one process, for good: new workers may start there."""
@@ -481,7 +482,7 @@ class RequestStream:
             latest_s |= dict.fromkeys(nodes, lost_s)
 
     def is_too_late(self, now_s: float) -> bool:
-        """Return whether the deadline has passed without a token; it holds for the first choice."""
+        """Return whether the deadline has passed without a token. Only the first choice has a deadline."""
         deadline_ms = self.request.sla.deadline_ms
         if deadline_ms is None or self.log or self.request.choice:
             return False
@@ -531,10 +532,9 @@ class RequestStream:
         """Return when it is known which of the lost processes died; -inf where that decides nothing."""
         if len(self.lost) + self.num_errors < MAX_STRIKES or not self.lost:
             return -math.inf
-        return self.lost_s + DOUBT_S
+        return max(self.lost.values()) + DOUBT_S
 
     def _enter(self, event: TokenEvent) -> None:
-        self.has_started = True
         if event.token_id is not None:
             self.log.append(event.token_id)
             self.next_index += 1

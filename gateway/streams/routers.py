@@ -27,8 +27,8 @@ class RouterWatch:
     """The status of a gateway's routers, and their silence.
 
     Each router is asked for its status once a second. A router that has answered nothing for SILENT_S while
-    another one does stands still: the gateway gives it up, and connects again when it answers. While none
-    answers, none is given up here (a link's own timeout does that), but the gateway is not ready.
+    another one does stands still: the gateway gives it up, and connects again when it answers. If no router
+    answers, all are kept until their links time out, and the gateway is not ready.
     """
 
     def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
@@ -38,7 +38,7 @@ class RouterWatch:
         self._statuses: dict[str, Status] = {}  # by router
         self._any_heard_s = clock.now_s()
         self._num_transferred: dict[str, int] = {}  # prompts, by decode worker
-        self.transferred_s: float | None = None  # the last time at which that number was seen to rise
+        self.transferred_s: float | None = None  # the last time at which a count of transferred prompts rose
 
     @property
     def silence_s(self) -> float:
