@@ -26,7 +26,6 @@ from baton.messages.operations import (
     FindRequests,
     Flip,
     FoundRequests,
-    GatewayStatus,
     Migrate,
     Migrated,
     Ordered,
@@ -429,25 +428,7 @@ async def connected(
 
 def _joined(statuses: Sequence[Status]) -> Status:
     """Join the statuses of several routers. The workers come from the router with the most workers."""
-    most = max(statuses, key=lambda status: len(status.workers))
-    return msgspec.structs.replace(
-        most,
-        head_away_s=max(status.head_away_s for status in statuses),
-        num_gateways=min(status.num_gateways for status in statuses),
-        gateways=_latest([gateway for status in statuses for gateway in status.gateways]),
-        num_ready=min(status.num_ready for status in statuses),
-        num_attempts=sum(status.num_attempts for status in statuses),
-        orders=tuple(order for status in statuses for order in status.orders),
-        routers=tuple(router for status in statuses for router in status.routers),
-    )
-
-
-def _latest(gateways: Sequence[GatewayStatus]) -> tuple[GatewayStatus, ...]:
-    """Return each gateway once, from the router with the newest counts: counts only grow."""
-    latest: dict[str, GatewayStatus] = {}
-    for gateway in sorted(gateways, key=lambda gateway: gateway.num_refused):
-        latest[gateway.id] = gateway
-    return tuple(sorted(latest.values(), key=lambda gateway: (gateway.node, gateway.pid)))
+    return Status.joined(statuses, max(statuses, key=lambda status: len(status.workers)))
 
 
 def _check_model(model: str, entries: Sequence[WorkerStatus]) -> None:

@@ -1,5 +1,6 @@
 """Messages of operators: status, routing decisions, and the drain and restart of workers."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import msgspec
@@ -197,10 +198,32 @@ class Status(Message, frozen=True):
         default_factory=dict
     )
 
+    @classmethod
+    def joined(cls, statuses: Sequence["Status"], first: "Status") -> "Status":
+        """Return the status of several routers as one. first: the one of them whose workers are shown."""
+        return msgspec.structs.replace(
+            first,
+            head_away_s=max(status.head_away_s for status in statuses),
+            num_gateways=min(status.num_gateways for status in statuses),
+            gateways=_latest([gateway for status in statuses for gateway in status.gateways]),
+            num_ready=min(status.num_ready for status in statuses),
+            num_attempts=sum(status.num_attempts for status in statuses),
+            orders=tuple(order for status in statuses for order in status.orders),
+            routers=tuple(router for status in statuses for router in status.routers),
+        )
+
     @property
     def queue(self) -> QueueStatus:
         """The queues of all these routers together."""
         return joined(router.queue for router in self.routers)
+
+
+def _latest(gateways: Sequence[GatewayStatus]) -> tuple[GatewayStatus, ...]:
+    """Return each gateway once, from the router with the newest counts: counts only grow."""
+    latest: dict[str, GatewayStatus] = {}
+    for gateway in sorted(gateways, key=lambda gateway: gateway.num_refused):
+        latest[gateway.id] = gateway
+    return tuple(sorted(latest.values(), key=lambda gateway: (gateway.node, gateway.pid)))
 
 
 class Explain(Numbered, frozen=True, kw_only=True):

@@ -5,11 +5,11 @@
    each model and gives it to workers that join.
 3. A worker drains and falls asleep, or wakes, and joins again. It describes the order that it follows, so a
    router that starts learns the orders from its workers (`followed_order`).
-4. The giver repeats the order until all workers have followed (`has_followed`), or until a later order to do
+4. The giver repeats the order until all workers have followed (`not_followed`), or until a later order to do
    the opposite holds (`is_superseded`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -82,11 +82,25 @@ def is_superseded(order: Sleep | Wake, orders: Iterable[Sleep | Wake]) -> bool:
     return latest is not None and latest.precedence > order.precedence and type(latest) is not type(order)
 
 
-def has_followed(worker: Worker, order: Sleep | Wake, *, is_draining: bool) -> bool:
+def not_followed(
+    order: Sleep | Wake, names: Iterable[str], workers: Iterable[Worker], draining: Collection[str]
+) -> frozenset[str]:
+    """Return the names of which no worker, or not every worker, has followed the order.
+
+    A worker that falls asleep, or wakes, joins again: for a moment it may be listed twice.
+    workers: of the model. draining: the ids of those that drain.
+    """
+    following, others = set[str](), set[str]()
+    for worker in workers:
+        (following if _has_followed(order, worker, draining) else others).add(worker.name)
+    return frozenset(names) - (following - others)
+
+
+def _has_followed(order: Sleep | Wake, worker: Worker, draining: Collection[str]) -> bool:
     """Return whether the worker sleeps; or serves, and is not about to sleep."""
     if isinstance(order, Sleep):
         return worker.is_asleep
-    return not (worker.is_asleep or is_draining)
+    return not worker.is_asleep and worker.id not in draining
 
 
 def followed_order(worker: Worker) -> Sleep | Wake:

@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request, Response
 from baton.gateway.api.body import read_query
 from baton.gateway.api.body_reader import OpenOrder, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
-from baton.messages.orders import Sleep, Wake, has_followed, is_superseded, latest_order, numbered
+from baton.messages.orders import Sleep, Wake, is_superseded, latest_order, not_followed, numbered
 
 ASK_EVERY_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.05
@@ -108,12 +108,5 @@ async def _repeat_order(model: ServedModel, asked: Sleep | Wake) -> None:
 
 
 def _have_followed(model: ServedModel, opened: OpenOrder) -> bool:
-    """Return whether all workers of the order have followed.
-
-    A worker that falls asleep, or wakes, joins again: for a moment it may be listed twice.
-    """
-    draining, following, others = model.service.draining, set[str](), set[str]()
-    for each in model.workers:
-        follows = has_followed(each, opened.order, is_draining=each.id in draining)
-        (following if follows else others).add(each.name)
-    return opened.workers <= following - others
+    """Return whether all workers of the order have followed."""
+    return not not_followed(opened.order, opened.workers, model.workers, model.service.draining)

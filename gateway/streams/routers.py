@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final, TypeVar
 
-from msgspec.structs import replace
-
 from baton.clock import Clock
 from baton.messages.bounds import MAX_EVENTS
 from baton.messages.control import Ended, Started
@@ -51,12 +49,7 @@ class RouterWatch:
         router, present = self._peer_registry.router, self._peer_registry.routers
         if router is None or any(each.hello.id not in self._statuses for each in present):
             return None
-        return replace(
-            self._statuses[router.hello.id],
-            num_attempts=sum(each.num_attempts for each in self._statuses.values()),
-            orders=tuple(order for each in self._statuses.values() for order in each.orders),
-            routers=tuple(router for each in self._statuses.values() for router in each.routers),
-        )
+        return Status.joined(list(self._statuses.values()), self._statuses[router.hello.id])
 
     def ask(self, own: GatewayStatus | None = None) -> None:
         """Ask every router for its status, after reporting this gateway's own."""

@@ -17,7 +17,7 @@ from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError, PeerGone, WorkerLost
 from baton.messages.bounds import request_id_in
 from baton.messages.operations import Status
-from baton.messages.orders import Sleep, Wake, has_followed, is_superseded
+from baton.messages.orders import Sleep, Wake, is_superseded, not_followed
 from baton.messages.workers import Worker, WorkerRole
 
 LOOK_EVERY_S: Final = 0.2
@@ -120,11 +120,8 @@ async def _repeat_order(operator: Operator, asked: Sleep | Wake, wait_s: float) 
             raise WorkerLost(f"a later order to do the opposite was given to {model}")
         of_model = [each for each in status.workers if each.worker.serves(order.model)]
         names |= {each.worker.name for each in of_model}  # one that follows is absent for a while
-        left = names - {
-            each.worker.name
-            for each in of_model
-            if has_followed(each.worker, order, is_draining=each.is_draining)
-        }
+        draining = {each.worker.id for each in of_model if each.is_draining}
+        left = not_followed(order, names, [each.worker for each in of_model], draining)
         # A router keeps no order for workers that it has never seen.
         if names and not left and status.num_ready == len(status.workers):
             return

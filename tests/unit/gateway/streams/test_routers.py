@@ -237,7 +237,7 @@ def test_status_joins_all_routers_once_all_have_answered() -> None:
     one, other = (RouterStatus(id=id_of(name), num_attempts=2) for name in NAMES)
     g["router"].say(Status(num_gateways=3, num_attempts=2, routers=(one,)))
     told = [g.frontend.status]
-    g["other"].say(Status(num_attempts=2, routers=(other,)))
+    g["other"].say(Status(num_gateways=3, num_attempts=2, routers=(other,)))
     told.append(g.frontend.status)
     g["other"].leave()
     told.append(g.frontend.status)
