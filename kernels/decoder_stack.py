@@ -9,7 +9,7 @@ Shapes: T tokens, R wanted rows, E hidden, H query heads, K kv heads, D head dim
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ class LayerGroups(NamedTuple):
 
     ranges: Sequence[tuple[int, int]]  # [first, stop) of each group, in order
     on_layers: OnLayers
-
-
-TIMERS: Final = ("linear", "attention", "other")  # as `enum timer` of csrc/decoder.c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +75,6 @@ class DecoderStack:
         self._shape = shape
         self._is_last = final_norm_E is not None
         self._dtype = layers[0].input_norm_E.dtype
-        self._seconds = (ctypes.c_double * len(TIMERS))()
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         self._decoder = _Decoder(
             layers=ctypes.addressof(self._layers),
@@ -100,10 +96,6 @@ class DecoderStack:
         # Elements a token, as lay_out() in csrc/decoder.c; the logits are fp32.
         self._scratch_width = sum(widths) + num_logits * 4 // self._dtype.itemsize
         self._mixture = next((layer.experts for layer in layers if layer.experts is not None), None)
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds of all runs so far in linear layers, attention and other kernels."""
-        return dict(zip(TIMERS, self._seconds, strict=True))
 
     @property
     def _qkv_width(self) -> int:
@@ -152,7 +144,6 @@ class DecoderStack:
             tile_starts=batch.scratch.data_ptr(),
             scratch=scratch.data_ptr(),
             experts_scratch=None if experts_scratch is None else experts_scratch.data_ptr(),
-            seconds=ctypes.addressof(self._seconds),
         )
         run = native.function("baton_decoder", "pp")
         for first, stop in [(0, len(self._layers))] if groups is None else groups.ranges:
@@ -252,7 +243,6 @@ class _Step(ctypes.Structure):
         ("tile_starts", _POINTER),
         ("scratch", _POINTER),
         ("experts_scratch", _POINTER),
-        ("seconds", _POINTER),
         ("first_layer", _SIZE),
         ("stop_layer", _SIZE),
     )

@@ -2,8 +2,6 @@
 //
 // The arithmetic is that of the single kernels in the order in which engine/models/decoder.py calls them, so the
 // result is the same to the bit; what is saved is the way through Python between them.
-#include <time.h>
-
 #include "kv_rows.h"
 #include "ops.h"
 
@@ -39,11 +37,8 @@ struct step {
     int64_t *tile_starts;      // scratch of num_sequences + 1
     char *scratch;             // num_tokens rows of everything in struct buffers
     char *experts_scratch;     // as in baton_experts_sizes
-    double *seconds;           // [NUM_TIMERS], added to
     int64_t first_layer, stop_layer;  // a pass may be cut into several calls, in the order of the layers
 };
-
-enum timer { LINEAR, ATTENTION, OTHER, NUM_TIMERS };
 
 // Where the intermediate results of a step lie in its scratch.
 struct buffers {
@@ -66,15 +61,6 @@ static struct buffers lay_out(const struct decoder *d, char *scratch, int64_t nu
     return b;
 }
 
-// Add the time since `*since` to a timer and start the next one.
-static void lap(const struct step *s, enum timer timer, double *since) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    double seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-    s->seconds[timer] += *since > 0 ? seconds - *since : 0;
-    *since = seconds;
-}
-
 static void multiply(const struct decoder *d, const struct weight *w, const char *x, char *y, int64_t num_rows, int splits) {
     int64_t size = element_bytes(d);
     multiply_weight(w, x, w->num_inputs * size, y, w->num_columns * size, num_rows, splits, d->dtype, d->dtype);
@@ -87,12 +73,10 @@ static void norm(const struct decoder *d, const char *x, char *residual, const c
 }
 
 // x -> attended; the layer's keys and values go to their pages.
-static void attend(
-    const struct decoder *d, const struct layer *l, const struct step *s, const struct buffers *b, int64_t index, double *since) {
+static void attend(const struct decoder *d, const struct layer *l, const struct step *s, const struct buffers *b, int64_t index) {
     int64_t size = element_bytes(d), head_bytes = d->head_dim * size, stride = qkv_width(d) * size;
     char *query = b->qkv, *key = query + d->num_heads * head_bytes, *value = key + d->num_kv_heads * head_bytes;
     multiply(d, &l->qkv, b->x, b->qkv, s->num_tokens, 1);
-    lap(s, LINEAR, since);
     if (l->query_norm) {
         baton_rms_norm(0, query, stride, head_bytes, l->query_norm, query, stride, head_bytes, s->num_tokens, d->num_heads,
                        d->head_dim, d->eps, d->dtype, d->dtype);
@@ -115,9 +99,7 @@ static void attend(
     a.pages = pages;
     a.output = b->attended;
     a.window = l->window;
-    lap(s, OTHER, since);
     baton_attention(&a, s->tile_starts);
-    lap(s, ATTENTION, since);
 }
 
 // Past the last layer's keys and values only the wanted rows matter: move them to the front.
@@ -131,12 +113,10 @@ static void keep_rows(const struct decoder *d, const struct step *s, const struc
 
 // x -> x.
 static void feed_forward(
-    const struct decoder *d, const struct layer *l, const struct step *s, const struct buffers *b, int64_t num_rows, double *since) {
+    const struct decoder *d, const struct layer *l, const struct step *s, const struct buffers *b, int64_t num_rows) {
     if (l->gate_up.packed) {
         multiply(d, &l->gate_up, b->x, b->gate_up, num_rows, 1);
-        lap(s, LINEAR, since);
         baton_gated(b->gate_up, b->activated, num_rows, l->gate_up.num_columns / 2, 1, SILU, 0, 0, d->dtype);
-        lap(s, OTHER, since);
         multiply(d, &l->down, b->activated, l->experts ? b->shared : b->x, num_rows, d->splits);
     }
     if (l->experts) {
@@ -145,7 +125,6 @@ static void feed_forward(
                         d->dtype, F32);
         baton_experts(l->experts, b->x, b->logits, num_logits, l->gate_up.packed ? b->shared : 0, b->x, num_rows, s->experts_scratch);
     }
-    lap(s, LINEAR, since);
 }
 
 // What the callers' declarations are compared with: sizes of attention, layer, decoder and step.
@@ -159,26 +138,19 @@ EXPORT void baton_struct_sizes(int64_t *sizes) {
 EXPORT void baton_decoder(const struct decoder *d, const struct step *s) {
     struct buffers b = lay_out(d, s->scratch, s->num_tokens);
     int64_t num_rows = s->num_tokens;
-    double since = 0;
-    lap(s, OTHER, &since);
     if (s->first_layer == 0)  // else b.x is as the call before has left it
         norm(d, 0, s->residual, d->layers[0].input_norm, b.x, num_rows);
     for (int64_t index = s->first_layer; index < s->stop_layer; index++) {
         const struct layer *l = d->layers + index;
         int is_last = index + 1 == d->num_layers;
-        lap(s, OTHER, &since);
-        attend(d, l, s, &b, index, &since);
+        attend(d, l, s, &b, index);
         if (is_last && s->num_rows < s->num_tokens) {
             keep_rows(d, s, &b);
             num_rows = s->num_rows;
         }
-        lap(s, OTHER, &since);
         multiply(d, &l->out, b.attended, b.x, num_rows, d->splits);
-        lap(s, LINEAR, &since);
         norm(d, b.x, s->residual, l->post_norm, b.x, num_rows);
-        lap(s, OTHER, &since);
-        feed_forward(d, l, s, &b, num_rows, &since);
+        feed_forward(d, l, s, &b, num_rows);
         norm(d, b.x, s->residual, is_last ? d->final_norm : l[1].input_norm, is_last ? s->output : b.x, num_rows);
-        lap(s, OTHER, &since);
     }
 }

@@ -54,10 +54,8 @@ def stack() -> DecoderStack:
     return DecoderStack([layer()], torch.ones(32), torch.ones(8, 16), SHAPE)
 
 
-def test_stack_runs_and_reports_its_seconds(stack: DecoderStack) -> None:
+def test_stack_runs(stack: DecoderStack) -> None:
     assert stack.run(**arguments()).shape == (1, 32)
-    assert set(stack.seconds()) == {"linear", "attention", "other"}
-    assert all(seconds >= 0 for seconds in stack.seconds().values())
 
 
 @pytest.mark.parametrize(
