@@ -215,8 +215,8 @@ class Engine(Replica):
             StepBuilder(layout.page_size, max_num_seqs, max_pages, shares_steps=num_batches > 1)
             for _ in range(num_batches)
         )
-        processors = (*LOGITS_PROCESSORS.values(), *self._outside_processors, self._form_mask)
-        self._sampler = Sampler(self.runner.device, processors)
+        processors = (*LOGITS_PROCESSORS.values(), *self._outside_processors)
+        self._sampler = Sampler(self.runner.device, processors, self._form_mask)
 
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False

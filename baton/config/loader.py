@@ -103,20 +103,25 @@ def known_keys(struct_type: type[msgspec.Struct], prefix: str = "") -> list[str]
     return own + [key for keys in nested for key in keys]
 
 
+def import_named(setting: str, name: str) -> Any:
+    """Return what `package.module:Name` names, as the value of a setting; ConfigError when that fails."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module may be anybody's
+        raise ConfigError(f"{setting}: {name!r} cannot be imported: {error}") from error
+
+
 def import_class(setting: str, name: str, protocol: type, known: Collection[str]) -> Any:
     """Return the class that `package.module:Class` names, as the value of a setting.
 
     Raises ConfigError when the class cannot be imported or lacks a member of the protocol; for a name without
     a module, with the `known` names and the nearest of them.
     """
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         expected = f"expected one of {', '.join(known)} or package.module:Class"
         raise ConfigError(f"{setting}: {expected}, got {name!r}{nearest_hint(name, known)}")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{setting}: {name!r} cannot be imported: {error}") from error
+    found = import_named(setting, name)
     members = [each for each in (*vars(protocol), *protocol.__annotations__) if not each.startswith("_")]
     missing = [each for each in members if not hasattr(found, each)]
     if missing:

@@ -7,14 +7,14 @@ packed uploads; one from outside may change row by row. Shapes: R rows, V vocabu
 from array import array
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Ordered
-from importlib import import_module
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from baton.config.loader import import_named
 from baton.engine.scheduler.sequence import Row, Sequence
 from baton.errors import ConfigError
 from baton.request import SamplingParams
@@ -46,33 +46,16 @@ class BatchLogitsProcessor(Protocol):
         """Do what `LogitsProcessor.process` does, for each of these rows: index -> row."""
 
 
-AnyLogitsProcessor: TypeAlias = LogitsProcessor | BatchLogitsProcessor
+class RowByRow:
+    """A `LogitsProcessor` as a `BatchLogitsProcessor`."""
 
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self._processor = processor
+        self.applies = processor.applies
 
-@runtime_checkable
-class TokenFilter(BatchLogitsProcessor, Protocol):
-    """A processor that only bans tokens, and tells sooner whether it bans one than which ones it bans."""
-
-    def likely_banned(self, rows: Mapping[int, Row]) -> dict[int, Row]:
-        """Return the rows (index -> row) that most likely ban the token drawn without the filter."""
-
-    def banned(self, rows: Mapping[int, Row], tokens: Ordered[Collection[int]]) -> dict[int, Row]:
-        """Return the rows that ban any of their tokens; a row that bans none may be among them.
-
-        tokens: of each row of the logits, by index; NOT_A_TOKEN and ALL_BANNED count as banned.
-        """
-
-    def masks(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> Tensor:
-        """Return the masks of the rows, for `mask_logits`; a row that failed has no token in its mask."""
-
-
-def process_rows(processor: AnyLogitsProcessor, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
-    """Let the processor change the rows that it applies to (index -> row), in place."""
-    if isinstance(processor, BatchLogitsProcessor):
-        processor.process_rows(logits_RV, rows)
-        return
-    for index, row in rows.items():
-        processor.process(logits_RV[index], row)
+    def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
+        for index, row in rows.items():
+            self._processor.process(logits_RV[index], row)
 
 
 def upload(values: "np.ndarray[Any, Any]", device: torch.device) -> Tensor:
@@ -90,15 +73,16 @@ class AllowedTokens:
     def applies(self, sampling: SamplingParams) -> bool:
         return sampling.allowed_token_ids is not None
 
-    def process(self, logits_V: Tensor, row: Row) -> None:
-        sequence = row.sequence
-        allowed_N = self._allowed.get(sequence)
-        if allowed_N is None:
-            token_ids = np.array(sequence.sampling.allowed_token_ids, np.int64)
-            allowed_N = self._allowed[sequence] = upload(token_ids, logits_V.device)
-        kept_N = logits_V[allowed_N]
-        logits_V.fill_(float("-inf"))
-        logits_V[allowed_N] = kept_N
+    def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
+        for index, row in rows.items():
+            logits_V, sequence = logits_RV[index], row.sequence
+            allowed_N = self._allowed.get(sequence)
+            if allowed_N is None:
+                token_ids = np.array(sequence.sampling.allowed_token_ids, np.int64)
+                allowed_N = self._allowed[sequence] = upload(token_ids, logits_V.device)
+            kept_N = logits_V[allowed_N]
+            logits_V.fill_(float("-inf"))
+            logits_V[allowed_N] = kept_N
 
 
 class BadWords:
@@ -164,16 +148,18 @@ def _places(token_ids: Mapping[int, Collection[int]], device: torch.device) -> t
     return upload(np.array((rows, tokens), np.int64), device).unbind()
 
 
-def load_logits_processor(name: str) -> AnyLogitsProcessor:
+def load_logits_processor(name: str) -> BatchLogitsProcessor:
     """Import `package.module:Class` and make one; ConfigError when that fails."""
-    module, _, attribute = name.partition(":")
+    factory = import_named("logits_processors", name)
     try:
-        processor = getattr(import_module(module), attribute)()
+        processor = factory()
     except Exception as error:
         raise ConfigError(f"logits_processors: {name!r} cannot be loaded: {error!r}") from error
-    if not isinstance(processor, AnyLogitsProcessor):
+    if isinstance(processor, BatchLogitsProcessor):
+        return processor
+    if not isinstance(processor, LogitsProcessor):
         raise ConfigError(f"logits_processors: {name!r} lacks `applies`, or `process` and `process_rows`")
-    return processor
+    return RowByRow(processor)
 
 
 class _TokenCounts:
@@ -266,7 +252,7 @@ def _penalties(sequence: Sequence) -> tuple[float, float, float]:
 
 
 # name -> processor; they run in this order, which is vLLM's
-LOGITS_PROCESSORS: Final[dict[str, AnyLogitsProcessor]] = {
+LOGITS_PROCESSORS: Final[dict[str, BatchLogitsProcessor]] = {
     "allowed_token_ids": AllowedTokens(),
     "bad_words": BadWords(),
     "logit_bias": LogitBias(),

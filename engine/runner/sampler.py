@@ -16,13 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.runner.logits_processors import (
-    LOGITS_PROCESSORS,
-    AnyLogitsProcessor,
-    TokenFilter,
-    process_rows,
-    upload,
-)
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, BatchLogitsProcessor, upload
+from baton.engine.runner.structured_output import StructuredOutputMask
 from baton.engine.scheduler.sequence import Batch, Row, ScheduledChunk, Sequence, SequenceKey
 from baton.kernels.sample import (
     ALL_BANNED,
@@ -36,8 +31,6 @@ from baton.request import SamplingParams, StepOutput, TokenLogprobs
 
 Value = TypeVar("Value")
 PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
-# The last processor, its rows that may be drawn before they are masked, and those that may not.
-Filtered: TypeAlias = tuple[TokenFilter, dict[int, Row], dict[int, Row]]
 ROWS_AT_ONCE: Final = 256  # bounds the fp32 copies of [R, V] of a long prompt
 
 
@@ -205,17 +198,21 @@ class Sampler:
     """Draws tokens. Keeps the sampling parameters as tensors as long as the same sequences sample."""
 
     def __init__(
-        self, device: torch.device, processors: Iterable[AnyLogitsProcessor] = LOGITS_PROCESSORS.values()
+        self,
+        device: torch.device,
+        processors: Iterable[BatchLogitsProcessor] = LOGITS_PROCESSORS.values(),
+        form_mask: StructuredOutputMask | None = None,
     ) -> None:
-        """processors: they run in this order."""
+        """processors: they run in this order, and then the mask."""
         self._device = device
         self._processors = processors
+        self._form_mask = form_mask
         # Of the last step, unless it had drafts; by identity: a key may be used again.
         self._sequences: list[Sequence] | None = None
         self._rows: list[Row] = []
         self._tensors: SamplingTensors | None = None
-        self._processed: list[tuple[AnyLogitsProcessor, dict[int, Row]]] = []  # each with its rows
-        self._filtered: Filtered | None = None
+        self._processed: list[tuple[BatchLogitsProcessor, dict[int, Row]]] = []  # each with its rows
+        self._masked: dict[int, Row] = {}  # rows with a form
         self._asking: list[Row] = []  # want log probabilities
         self._asking_rows_A = torch.empty(0, dtype=torch.int64)  # on the device
         self._asking_prompt: list[Sequence] = []  # want prompt log probabilities
@@ -239,7 +236,7 @@ class Sampler:
             logits_RV = self._take_prompt_rows(batch, logits_RV)
         raw_AV = logits_RV[self._asking_rows_A] if self._asking else None  # a copy, before the processors
         for processor, rows in self._processed:
-            process_rows(processor, logits_RV, rows)
+            processor.process_rows(logits_RV, rows)
         drawn_R = self._draw(logits_RV, tensors)
         asked = None
         if raw_AV is not None:
@@ -268,9 +265,10 @@ class Sampler:
         """
         if any(sequence.needs_prompt_logprobs for sequence in batch.sequences):
             return None
+        processors = [*self._processors, *([] if self._form_mask is None else [self._form_mask])]
         for sequence in _sampling_sequences(batch):
             sampling = sequence.sampling
-            if sampling.logprobs is not None or any(each.applies(sampling) for each in self._processors):
+            if sampling.logprobs is not None or any(each.applies(sampling) for each in processors):
                 return None
         rows = _rows(batch)
         return _tensors(rows, self._device) if rows else None
@@ -283,20 +281,36 @@ class Sampler:
         return Draws(token_ids_R, _rows(batch), is_sampled, None, {}, has_drafts=has_drafts, is_cuda=False)
 
     def _draw(self, logits_RV: Tensor, tensors: SamplingTensors) -> Tensor:
-        """Draw. Rows with a filter are masked where their tokens are, or most likely would be, banned."""
-        if self._filtered is None:
+        if not self._masked or self._form_mask is None:
             return sample(logits_RV, tensors)
-        token_filter, rows, masked_first = self._filtered
-        masked = {**masked_first, **token_filter.likely_banned(rows)}
+        if self._device.type == "cpu":
+            return self._draw_before_masks(logits_RV, tensors, self._form_mask)
+        self._form_mask.process_rows(logits_RV, self._masked)
+        return sample(logits_RV, tensors)
+
+    def _draw_before_masks(
+        self, logits_RV: Tensor, tensors: SamplingTensors, form_mask: StructuredOutputMask
+    ) -> Tensor:
+        """Draw. Rows with a form are masked where their tokens are, or most likely would be, banned.
+
+        Scores of tokens depend on the largest logit alone. So a draw from all tokens is the draw from those
+        that are not banned, if neither the drawn token nor that of the largest logit is banned. What top_k
+        and top_p keep depends on every token.
+        """
+        masked: dict[int, Row] = {}
+        others: dict[int, Row] = {}
+        for index, row in self._masked.items():
+            (masked if _counts_tokens(row.sequence.sampling) else others)[index] = row
+        masked |= form_mask.likely_banned(others)
         tokens_R, peaks_R = torch.empty((2, len(logits_RV)), dtype=torch.int64).unbind()
         free = [index for index in range(len(logits_RV)) if index not in masked]
         sample_rows(logits_RV, tensors, tokens_R, peaks_R, self._upload(free))
-        checked = {index: row for index, row in rows.items() if index not in masked}
+        checked = {index: row for index, row in others.items() if index not in masked}
         if checked:
             drawn = [*map(set, zip(tokens_R.tolist(), peaks_R.tolist(), strict=True))]
-            masked.update(token_filter.banned(checked, drawn))
+            masked |= form_mask.banned(checked, drawn)
         if masked:
-            masks_NW = token_filter.masks(logits_RV, masked)
+            masks_NW = form_mask.masks(logits_RV, masked)
             sample_rows(logits_RV, tensors, tokens_R, peaks_R, self._upload([*masked]), masks_NW)
         return tokens_R
 
@@ -336,8 +350,9 @@ class Sampler:
         self._sequences = None if batch.drafts else sequences
         rows = self._rows = _rows(batch)
         self._tensors = _tensors(rows, self._device)
-        self._processed = _processed_rows(self._processors, rows)
-        self._filtered = _take_filtered(self._processed) if self._device.type == "cpu" else None
+        changed = [(processor, _rows_of(processor, rows)) for processor in self._processors]
+        self._processed = [(processor, its_rows) for processor, its_rows in changed if its_rows]
+        self._masked = {} if self._form_mask is None else _rows_of(self._form_mask, rows)
         asking = {index: row for index, row in enumerate(rows) if row.sequence.sampling.logprobs is not None}
         self._asking, self._asking_rows_A = list(asking.values()), self._upload(list(asking))
         self._asking_prompt = [
@@ -371,34 +386,9 @@ def _asking(row: Row) -> AskingRow:
     return (*sequence.key, row.num_tokens - sequence.num_prompt_tokens), sequence.sampling.logprobs or 0
 
 
-def _processed_rows(
-    processors: Iterable[AnyLogitsProcessor], rows: Ordered[Row]
-) -> list[tuple[AnyLogitsProcessor, dict[int, Row]]]:
-    """Each processor that applies to any row, with its rows."""
-    applying = [
-        (
-            processor,
-            {index: row for index, row in enumerate(rows) if processor.applies(row.sequence.sampling)},
-        )
-        for processor in processors
-    ]
-    return [(processor, its_rows) for processor, its_rows in applying if its_rows]
-
-
-def _take_filtered(processed: list[tuple[AnyLogitsProcessor, dict[int, Row]]]) -> Filtered | None:
-    """Take the last processor off the list if it is a filter: the draw applies it.
-
-    Scores of tokens depend on the largest logit alone. So a draw from all tokens is the draw from those that
-    are not banned, if neither the drawn token nor that of the largest logit is banned. What top_k and top_p
-    keep depends on every token.
-    """
-    token_filter, rows = processed[-1] if processed else (None, {})
-    if not isinstance(token_filter, TokenFilter):
-        return None
-    del processed[-1]
-    masked_first = {index: row for index, row in rows.items() if _counts_tokens(row.sequence.sampling)}
-    others = {index: row for index, row in rows.items() if index not in masked_first}
-    return token_filter, others, masked_first
+def _rows_of(processor: BatchLogitsProcessor, rows: Ordered[Row]) -> dict[int, Row]:
+    """The rows that the processor applies to, by index."""
+    return {index: row for index, row in enumerate(rows) if processor.applies(row.sequence.sampling)}
 
 
 def _counts_tokens(sampling: SamplingParams) -> bool:

@@ -62,7 +62,8 @@ class _Progress:
 
 
 class StructuredOutputMask:
-    """Bans the tokens that would break the form of a row's sequence. A `TokenFilter`.
+    """Bans the tokens that would break the form of a row's sequence. A `BatchLogitsProcessor`, which tells
+    sooner whether it bans a token than which ones it bans.
 
     A row has no token, which ends its sequence in an error, when its grammar cannot be compiled or does not
     take the tokens so far.
@@ -112,7 +113,7 @@ class StructuredOutputMask:
         mask_logits(logits_RV, rows_N, self.masks(logits_RV, rows))
 
     def masks(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> Tensor:
-        """As `TokenFilter.masks`."""
+        """Return the masks of the rows, for `mask_logits`; a row that failed has no token in its mask."""
         masks_NW = np.zeros((len(rows), num_mask_words(logits_RV.shape[1])), np.int32)
         for mask_W, row in zip(masks_NW, rows.values(), strict=True):
             error = self._fill(mask_W, row)
@@ -130,7 +131,7 @@ class StructuredOutputMask:
         return None if progress is None else progress.error
 
     def likely_banned(self, rows: Mapping[int, Row]) -> dict[int, Row]:
-        """As `TokenFilter.likely_banned`."""
+        """Return the rows (index -> row) that most likely ban the token drawn without the mask."""
         likely = {}
         for index, row in rows.items():
             progress = self._of(row.sequence)
@@ -140,7 +141,10 @@ class StructuredOutputMask:
         return likely
 
     def banned(self, rows: Mapping[int, Row], tokens: Ordered[Collection[int]]) -> dict[int, Row]:
-        """As `TokenFilter.banned`."""
+        """Return the rows that ban any of their tokens; a row that bans none may be among them.
+
+        tokens: of each row of the logits, by index; NOT_A_TOKEN and ALL_BANNED count as banned.
+        """
         began_s, banned = perf_counter(), {}
         for index, row in rows.items():
             progress = self._of(row.sequence)

@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Protocol, cast
@@ -37,6 +36,7 @@ from torch._C._distributed_c10d import FileStore
 
 from baton.config.engine import EngineConfig, RankSidecar
 from baton.config.environment import cache_directory
+from baton.config.loader import import_named
 from baton.engine.cache.page_pool import StepMarks
 from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import read_model_config
@@ -100,12 +100,7 @@ class RunningSidecar(Protocol):
 
 def make_sidecar(sidecar: RankSidecar) -> RunningSidecar:
     """Call the sidecar's factory; ConfigError when it does not exist."""
-    module, _, name = sidecar.factory.partition(":")
-    try:
-        factory = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"sidecar: there is no {sidecar.factory}: {error}") from error
-    return cast(RunningSidecar, factory(sidecar.arguments))
+    return cast(RunningSidecar, import_named("sidecar", sidecar.factory)(sidecar.arguments))
 
 
 class TpWorkers:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.runner import sampler as sampler_module
-from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, process_rows
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS
 from baton.engine.runner.sampler import Sampler, copy_logprobs, read_logprobs
 from baton.engine.scheduler.sequence import Row, ScheduledChunk, Sequence
 from baton.errors import ConfigError, InvalidRequest
@@ -34,7 +34,7 @@ def adjusted(sequence: Sequence, logits_V: Tensor) -> Tensor:
     result = logits_V.clone()
     for processor in LOGITS_PROCESSORS.values():
         if processor.applies(sequence.sampling):
-            process_rows(processor, result[None], {0: Row(sequence)})
+            processor.process_rows(result[None], {0: Row(sequence)})
     return result
 
 
@@ -121,7 +121,7 @@ def test_rows_of_growing_sequences_are_each_changed_by_their_own_parameters(
         for processor in LOGITS_PROCESSORS.values():
             applying = {i: row for i, row in enumerate(rows) if processor.applies(row.sequence.sampling)}
             if applying:
-                process_rows(processor, logits, applying)
+                processor.process_rows(logits, applying)
         torch.testing.assert_close(logits, expected)
         for sequence, token in zip(sequences, new_tokens, strict=False):
             sequence.token_ids.append(token)

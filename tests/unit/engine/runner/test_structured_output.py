@@ -146,13 +146,6 @@ def test_tokens_are_those_of_an_undisturbed_run(plain: Engine, tokenizer: Tokeni
         assert {key: token_ids(outputs) for key, outputs in found.items()} == expected
 
 
-class MasksFirst:
-    """The filter as a processor that masks each row before the draw."""
-
-    def __init__(self, token_filter: StructuredOutputMask) -> None:
-        self.applies, self.process_rows = token_filter.applies, token_filter.process_rows
-
-
 SAMPLINGS: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.0},
     {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5},
@@ -168,8 +161,8 @@ SAMPLINGS: Final[tuple[dict[str, Any], ...]] = (
 def sampled(spread: float, *, masks_first: bool) -> tuple[list[list[int]], list[Sampled]]:
     """Answers to random logits, in every form with all parameters, and the results of the steps."""
     generator, mask = torch.Generator().manual_seed(1), StructuredOutputMask(TINY, VOCAB_SIZE, [END_ID])
-    last = MasksFirst(mask) if masks_first else mask
-    sampler = Sampler(torch.device("cpu"), (*LOGITS_PROCESSORS.values(), last))
+    device, processors = torch.device("cpu"), LOGITS_PROCESSORS.values()
+    sampler = Sampler(device, (*processors, mask)) if masks_first else Sampler(device, processors, mask)
     sequences = [
         make_sequence(f"{number}", (1, 2, 3), seed=number, structured_outputs=form, **sampling)
         for number, (form, sampling) in enumerate(product(FORMS.values(), SAMPLINGS))
