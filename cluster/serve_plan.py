@@ -17,7 +17,7 @@ from baton.config.gateway import GatewayConfig, GatewayModel, TextSettings, text
 from baton.engine.models.loading.checkpoint import read_entries
 from baton.engine.models.registry import (
     RANK_CHECKS,
-    check_latent,
+    check_settings,
     choose_max_model_len,
     read_draft_model_config,
     read_model_config,
@@ -217,7 +217,7 @@ def check_model(config: ServeConfig) -> Path:
     if config.engine.load_format != "dummy":
         read_entries(directory)
     choose_max_model_len(config.engine, model)
-    check_latent(model, config.engine)
+    check_settings(model, config.engine)
     paths = named_paths(config.gateway.lora_modules)
     if paths and not config.engine.enable_lora:
         raise ConfigError("gateway.lora_modules: adapters need engine.enable_lora (--enable-lora)")

@@ -19,7 +19,6 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from baton.kernels import native
 from baton.kernels.triton.codes import float_to_fp8, fp8_as_half, scaled_to_int8
@@ -492,57 +491,3 @@ def kv_strides(kv_pages: Tensor) -> tuple[int, int, int, int]:
     """The strides of pages, values, heads and slots; that of values is 0 with one plane."""
     page, value, head, slot, _ = kv_pages.stride()
     return page, value if kv_pages.shape[1] == 2 else 0, head, slot
-
-
-def dense_kv(
-    kv_pages: Tensor, page_table_P: Tensor, first: int, last: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """(keys, values), each [K, N, D] of `dtype`: contiguous copies of tokens [first, last) of a sequence.
-
-    With one plane, values are the keys; the value dim says which part of them is meant.
-    """
-    page_size = kv_pages.shape[3]
-    first_page = first // page_size
-    page_ids = page_table_P[first_page : -(-last // page_size)]
-    words = kv_pages.view(torch.uint8) if kv_pages.dtype in LARGEST_CODE else kv_pages
-    copy = words.permute(1, 2, 0, 3, 4)[:, :, page_ids].flatten(2, 3)
-    if kv_pages.dtype in LARGEST_CODE:
-        copy = decode_rows(copy.view(kv_pages.dtype), dtype)
-    kept = copy[:, :, first - first_page * page_size : last - first_page * page_size]
-    return kept[0], kept[-1]
-
-
-def dense_attention(
-    query_HTD: Tensor,
-    key_KND: Tensor,
-    value_KNV: Tensor,
-    visible_TN: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """Attention of one sequence in plain torch: [H, T, V]. visible_TN: None means that all keys are seen."""
-    if softcap is None and sinks_H is None:
-        out_1HTV = functional.scaled_dot_product_attention(
-            query_HTD[None],
-            key_KND[None],
-            value_KNV[None],
-            attn_mask=visible_TN,
-            scale=scale,
-            enable_gqa=True,
-        )
-        return out_1HTV[0]
-    group_size = len(query_HTD) // len(key_KND)
-    key_HND, value_HNV = (each.repeat_interleave(group_size, dim=0).float() for each in (key_KND, value_KNV))
-    score_HTN = query_HTD.float() @ key_HND.mT * scale
-    if softcap is not None:
-        score_HTN = softcap * torch.tanh(score_HTN / softcap)
-    if visible_TN is not None:
-        score_HTN = score_HTN.masked_fill(~visible_TN, float("-inf"))
-    num_keys = score_HTN.shape[2]
-    if sinks_H is not None:
-        sink_HT1 = sinks_H[:, None, None].expand(*score_HTN.shape[:2], 1)
-        score_HTN = torch.cat((score_HTN, sink_HT1), dim=2)
-    weight_HTN = score_HTN.softmax(dim=2)[:, :, :num_keys]
-    return (weight_HTN @ value_HNV).to(query_HTD.dtype)

@@ -181,10 +181,11 @@ class RowParallelLinear:
         self._num_splits = max(1, NUM_SPLITS // self.tp.size)
         self.weight = parameters.pack(weight_NK, num_splits=self._num_splits)
         self.bias_N = parameters.whole(f"{name}.bias", (num_outputs,)).float() if bias else None
+        self._adapters = parameters.adapters
         self._adapted = parameters.adapted(name, (num_outputs, num_inputs), 1)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        rows = None if self._adapted is None else self._adapted.adapters.rows
+        rows = None if self._adapters is None or self._adapted is None else self._adapters.rows
         if self.tp.size == 1 and rows is None:
             return linear(x_TK, self.weight, self.bias_N, num_splits=self._num_splits)
         bias_N = self.bias_N if self.tp.size == 1 else None

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, Norm, RmsNorm, then
 from baton.engine.models.loading.weights import Parameters
-from baton.engine.models.registry import ModelConfig, RopeConfig, read_layer_types, read_rope_config
+from baton.engine.models.registry import ModelConfig, RopeConfig, is_windowed, read_rope_config
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
 from baton.kernels.gated import GELU_TANH, soft_cap
@@ -24,17 +24,18 @@ class Gemma2(Decoder):
         keys, bias = config.keys, config.keys.flag("attention_bias")
         if keys.flag("use_bidirectional_attention"):
             raise ModelError(f"{keys.source}: 'use_bidirectional_attention' is not supported")
-        is_windowed = self._is_windowed(config, index)
+        pattern = keys.count("sliding_window_pattern", self.every_full)
+        has_window = is_windowed(config, index, otherwise=(index + 1) % pattern != 0)
         attention = Attention(
             config,
             parameters.scope("self_attn"),
             bias=bias,
             qk_norm="head" if self.qk_norm else None,
             norm_offset=OFFSET,
-            window=keys.count("sliding_window", 4096) if is_windowed else None,
+            window=keys.count("sliding_window", 4096) if has_window else None,
             scale=keys.positive("query_pre_attn_scalar", 256.0) ** -0.5,
             softcap=self.softcap(config, "attn_logit_softcapping", 50.0),
-            rope=self.rope(config, is_windowed=is_windowed),
+            rope=self.rope(config, has_window=has_window),
         )
         mlp = GatedMlp(config, parameters.scope("mlp"), activation=GELU_TANH)
         return DecoderLayer(
@@ -51,7 +52,7 @@ class Gemma2(Decoder):
         """As `Decoder.make_norm`."""
         return RmsNorm(parameters, name, config.hidden_size, config.rms_norm_eps, offset=OFFSET)
 
-    def rope(self, config: ModelConfig, *, is_windowed: bool) -> RopeConfig:
+    def rope(self, config: ModelConfig, *, has_window: bool) -> RopeConfig:
         """The rotary embedding of a layer with or without a window."""
         return config.rope
 
@@ -70,12 +71,6 @@ class Gemma2(Decoder):
         cap = self.softcap(self.config, "final_logit_softcapping", 30.0)
         return logits_RV if cap is None else soft_cap(logits_RV.contiguous(), cap)
 
-    def _is_windowed(self, config: ModelConfig, index: int) -> bool:
-        layer_types = read_layer_types(config)
-        if layer_types is not None:
-            return layer_types[index] == "sliding_attention"
-        return (index + 1) % config.keys.count("sliding_window_pattern", self.every_full) != 0
-
 
 class Gemma3(Gemma2):
     """Norms of queries and keys instead of soft caps, and a rotary embedding for layers with windows."""
@@ -88,10 +83,10 @@ class Gemma3(Gemma2):
         is_final = name == "final_logit_softcapping"
         return config.keys.positive(name) if is_final and name in config.keys else None
 
-    def rope(self, config: ModelConfig, *, is_windowed: bool) -> RopeConfig:
+    def rope(self, config: ModelConfig, *, has_window: bool) -> RopeConfig:
         """As `Gemma2.rope`. Older configs name the base of layers with windows `rope_local_base_freq`."""
         keys = config.keys
-        if not is_windowed:
+        if not has_window:
             return config.rope
         if "sliding_attention" in keys.section("rope_parameters"):
             return read_rope_config(keys, "sliding_attention")

@@ -18,7 +18,7 @@ from baton.engine.models.decoder import (
     read_routing,
 )
 from baton.engine.models.loading.weights import Matrix, Parameters, change_rows
-from baton.engine.models.registry import ModelConfig, read_layer_types
+from baton.engine.models.registry import ModelConfig, is_windowed
 from baton.kernels.gated import clamped_swiglu
 
 GATES, UPS = (itemgetter(slice(first, None, 2)) for first in (0, 1))  # rows of gate and up in turn
@@ -29,14 +29,14 @@ class GptOss(Decoder):
 
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
-        keys, layer_types = config.keys, read_layer_types(config)
-        is_windowed = layer_types[index] == "sliding_attention" if layer_types else index % 2 == 0
+        keys = config.keys
+        has_window = is_windowed(config, index, otherwise=index % 2 == 0)
         bias = keys.flag("attention_bias", True)
         attention = Attention(
             config,
             parameters.scope("self_attn"),
             bias=bias,
-            window=keys.count("sliding_window", 128) if is_windowed else None,
+            window=keys.count("sliding_window", 128) if has_window else None,
             has_sinks=True,
         )
         mlp = parameters.scope("mlp")

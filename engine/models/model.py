@@ -66,7 +66,7 @@ def split_layers(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
     The output head counts in the last stage.
     """
     check_stages(config, num_stages)
-    layers, head = _layer_weights(config), config.vocab_size * config.hidden_size
+    layers, head = _layer_weights(config, _survey(config)[0]), config.vocab_size * config.hidden_size
     until = [*accumulate((LAYER_TIME * layers[index] for index in range(config.num_layers)), initial=0.0)]
     # Of the first n layers in some stages: the time of the slowest stage, and the layers of each.
     splits: dict[int, tuple[float, tuple[int, ...]]] = {n: (time, (n,)) for n, time in enumerate(until)}
@@ -114,15 +114,14 @@ def attention_mlp_crossover(config: ModelConfig) -> float:
     Counted in operations; inf if every layer has a sliding window. Of experts, those that a token chooses
     count.
     """
-    _, model = _survey(config)
-    num_weights = sum(_layer_weights(config).values())
+    survey, model = _survey(config)
+    num_weights = sum(_layer_weights(config, survey).values())
     num_full = sum(window is None for window in model.windows)
     return num_weights / (2 * config.num_heads * config.head_dim * num_full) if num_full else math.inf
 
 
-def _layer_weights(config: ModelConfig) -> Mapping[int, float]:
+def _layer_weights(config: ModelConfig, survey: ParameterSurvey) -> Mapping[int, float]:
     """Layer -> the elements of all matrices that a token is multiplied by there."""
-    survey, _ = _survey(config)
     plain = {name: shape for name, shape in survey.shapes.items() if name not in survey.stored_bytes}
     weights: defaultdict[int, float] = defaultdict(float)
     for name, shape in (plain | survey.weights).items():

@@ -16,7 +16,7 @@ from baton.engine.models.decoder import (
     read_routing,
 )
 from baton.engine.models.loading.weights import Parameters
-from baton.engine.models.registry import ModelConfig, read_layer_types
+from baton.engine.models.registry import ModelConfig, is_windowed
 
 
 class Qwen2(Decoder):
@@ -39,11 +39,9 @@ def layer_window(config: ModelConfig, index: int) -> int | None:
     if not keys.flag("use_sliding_window") or keys.is_null("sliding_window"):
         return None
     window = keys.count("sliding_window", 4096)
-    layer_types = read_layer_types(config)
-    if layer_types is None:
-        num_full = keys.get("max_window_layers", int)
-        return window if index >= (28 if num_full is None else num_full) else None
-    return window if layer_types[index] == "sliding_attention" else None
+    num_full = keys.get("max_window_layers", int)
+    is_late = index >= (28 if num_full is None else num_full)
+    return window if is_windowed(config, index, otherwise=is_late) else None
 
 
 class Qwen3(Decoder):
@@ -98,11 +96,9 @@ def _moe_window(config: ModelConfig, index: int) -> int | None:
     if not keys.flag("use_sliding_window") or "sliding_window" not in keys:
         return None
     window = keys.count("sliding_window")
-    layer_types = read_layer_types(config)
-    if layer_types is None:
-        num_windowed = keys.get("max_window_layers", int)
-        return window if index % 2 == 0 and index < (28 if num_windowed is None else num_windowed) else None
-    return window if layer_types[index] == "sliding_attention" else None
+    num_windowed = keys.get("max_window_layers", int)
+    is_early = index < (28 if num_windowed is None else num_windowed)
+    return window if is_windowed(config, index, otherwise=is_early and index % 2 == 0) else None
 
 
 class Qwen3Moe(Decoder):

@@ -54,12 +54,6 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()  # longrope: of each frequency, in longer ones
 
     def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {self.rope_type!r}")
-        if self.factor <= 0:
-            raise ValueError(f"rope factor must be positive, got {self.factor}")
-        if self.rope_type in ("llama3", "yarn", "longrope") and self.original_max_positions < 1:
-            raise ValueError(f"{self.rope_type} rope needs original_max_positions of at least 1")
         if not 0 < attention_factor(self) < math.inf:
             raise ValueError(
                 f"mscale {self.mscale} and mscale_all_dim {self.mscale_all_dim} make the attention factor "
@@ -247,6 +241,12 @@ def read_layer_types(config: ModelConfig) -> list[LayerType] | None:
             f"{keys.source}: 'layer_types' should have {config.num_layers} entries, got {len(layer_types)}"
         )
     return layer_types
+
+
+def is_windowed(config: ModelConfig, index: int, *, otherwise: bool) -> bool:
+    """Whether a layer has a sliding window, by the key `layer_types`; `otherwise` without the key."""
+    layer_types = read_layer_types(config)
+    return otherwise if layer_types is None else layer_types[index] == "sliding_attention"
 
 
 class Architecture(NamedTuple):
@@ -462,8 +462,15 @@ def read_draft_model_config(settings: EngineSettings, target: ModelConfig) -> Mo
     return model
 
 
-def check_latent(model: ModelConfig, settings: EngineSettings) -> None:
-    """ConfigError for settings that latent attention does not support."""
+def check_settings(model: ModelConfig, settings: EngineSettings) -> None:
+    """ConfigError for settings that do not fit the weights of the model, or that latent attention does not
+    support.
+    """
+    if settings.quantization is not None and model.quantization is not None:
+        raise ConfigError(
+            f"quantization: {settings.quantization} was asked for, but the weights are in "
+            f"{model.quantization.method} already: leave quantization out"
+        )
     if model.num_kv_planes == 2:
         return
     for name, chosen in (

@@ -15,11 +15,10 @@ from baton.engine.models.registry import RopeConfig, RopeScaling, attention_fact
 def rope_table(head_dim: int, max_positions: int, rope: RopeConfig) -> Tensor:
     """fp32 [M, D] on the CPU: cosines in the first half of a row, sines in the second.
 
-    Positions are [0, max_positions). Angles are fp32, as in the models' training code. The attention factor
-    is already multiplied in. Where a part of each head is rotated, the last dimensions of each half stay.
+    head_dim: even. Positions are [0, max_positions). Angles are fp32, as in the models' training code. The
+    attention factor is already multiplied in. Where a part of each head is rotated, the last dimensions of
+    each half stay.
     """
-    if head_dim % 2 or head_dim < 2:
-        raise ValueError(f"head_dim must be even, got {head_dim}")
     rotated = rope.rotary_dim(head_dim)
     cos_sin_MD = torch.zeros((max_positions, head_dim))
     cos_sin_MD[:, : head_dim // 2] = 1.0

@@ -10,7 +10,6 @@
 """
 
 import logging
-import os
 import threading
 import weakref
 from collections import deque
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Final, cast
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -54,7 +54,7 @@ from baton.engine.models.parallel import PendingTensor, ReplicaRank
 from baton.engine.models.registry import (
     ARCHITECTURES,
     ModelConfig,
-    check_latent,
+    check_settings,
     choose_max_model_len,
     read_model_config,
 )
@@ -226,7 +226,7 @@ def check_memory(config: EngineConfig, model_config: ModelConfig, node: int = 0)
         return
     layers = _layers_of_node(config, model_config, node) if config.nnodes > 1 else None
     needed = parameter_bytes(model_config, choose_dtype(config.dtype, model_config, device), layers)
-    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    present = psutil.virtual_memory().total
     if needed > present:
         raise ModelError(
             f"{config.model}: {needed:,} bytes of weights; this machine has {present:,} of memory"
@@ -242,12 +242,7 @@ def _layers_of_node(config: EngineConfig, model_config: ModelConfig, node: int) 
 
 def _available_bytes() -> int:
     """Memory that Linux grants without swapping. File caches count as available."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return psutil.virtual_memory().available
 
 
 def _free_bytes(cache: CacheConfig, device: torch.device) -> int:
@@ -316,12 +311,7 @@ class ModelRunner:
             if torch.cuda.current_stream(self.device).priority != config.stream_priority:
                 # The default stream has none. This thread runs the steps, and hands pages to transfers.
                 torch.cuda.set_stream(torch.cuda.Stream(self.device, config.stream_priority))
-        if config.quantization is not None and model_config.quantization is not None:
-            raise ConfigError(
-                f"quantization: {config.quantization} was asked for, but the weights are in "
-                f"{model_config.quantization.method} already: leave quantization out"
-            )
-        check_latent(model_config, config)
+        check_settings(model_config, config)
         self.dtype = choose_dtype(config.dtype, model_config, self.device)
         self.max_model_len = choose_max_model_len(config, model_config)
         self.layout = PageLayout(

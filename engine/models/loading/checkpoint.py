@@ -363,15 +363,15 @@ class SafetensorsCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As `Checkpoint.shape`."""
-        return self._entry(name).shape
+        return self.entries[name].shape
 
     def num_bytes(self, name: str) -> int:
         """As `Checkpoint.num_bytes`."""
-        return self._entry(name).num_bytes
+        return self.entries[name].num_bytes
 
     def slice(self, name: str, dim: int, start: int, stop: int) -> "Tensor":
         """As `Checkpoint.slice`: a view of the mapped file."""
-        entry = self._entry(name)
+        entry = self.entries[name]
         tensor: Tensor = self._open_files[entry.path].get_tensor(name.removeprefix(self._added))
         return tensor.view(entry.shape).narrow(dim, start, stop - start)
 
@@ -382,11 +382,6 @@ class SafetensorsCheckpoint:
         middle = flat.narrow(0, (len(flat) - num_taken) // 2, num_taken)
         sample: bytes = middle.float().numpy().tobytes()
         return sample
-
-    def _entry(self, name: str) -> TensorEntry:
-        if name not in self.entries:
-            raise ModelError(f"the checkpoint has no tensor {name!r}")
-        return self.entries[name]
 
 
 def _open(path: Path, framework: str) -> Any:

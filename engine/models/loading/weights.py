@@ -43,13 +43,13 @@ A tensor counts whole, though each tensor-parallel rank keeps only its part.
 
 
 class Checkpoint(Protocol):
-    """Named tensors of a whole model."""
+    """Named tensors of a whole model. `check_parameters` finds missing ones before a tensor is read."""
 
     def names(self) -> tuple[str, ...]:
         """The names of all tensors."""
 
     def shape(self, name: str) -> Shape:
-        """The shape of a tensor; ModelError when the name is unknown."""
+        """The shape of a tensor."""
 
     def num_bytes(self, name: str) -> int:
         """The size of the whole tensor, as saved."""
@@ -67,7 +67,6 @@ class HostCheckpoint:
         self._tensors = {
             name: inner.slice(name, 0, 0, inner.shape(name)[0]).clone() for name in inner.names()
         }
-        self._num_bytes = {name: inner.num_bytes(name) for name in self._tensors}
 
     def names(self) -> tuple[str, ...]:
         """As `Checkpoint.names`."""
@@ -75,20 +74,15 @@ class HostCheckpoint:
 
     def shape(self, name: str) -> Shape:
         """As `Checkpoint.shape`."""
-        return tuple(self._tensor(name).shape)
+        return tuple(self._tensors[name].shape)
 
     def num_bytes(self, name: str) -> int:
         """As `Checkpoint.num_bytes`."""
-        return self._num_bytes[name]
+        return self._tensors[name].nbytes
 
     def slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """As `Checkpoint.slice`: a view of the copy."""
-        return self._tensor(name).narrow(dim, start, stop - start)
-
-    def _tensor(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise ModelError(f"the checkpoint has no tensor {name!r}")
-        return self._tensors[name]
+        return self._tensors[name].narrow(dim, start, stop - start)
 
 
 class ReportingCheckpoint:
@@ -219,7 +213,7 @@ class Parameters:
         start, stop = self.tp.shard(shape[dim], what=self._prefix + name)
         own = (stop - start, shape[1]) if dim == 0 else (shape[0], stop - start)
         weights = LowRankWeights(*own, self.dtype, self.device)
-        projection = AdaptedProjection(dim, start, stop, change, weights, self.adapters)
+        projection = AdaptedProjection(dim, start, stop, change, weights)
         self.adapters.projections[self._prefix + name] = projection
         return projection
 
@@ -416,7 +410,6 @@ class AdaptedProjection(NamedTuple):
     stop: int
     change: Callable[[Tensor], Tensor]  # the order of this rank's outputs
     weights: LowRankWeights
-    adapters: "Adapters"
 
     def put(self, slot: int, a_RK: Tensor, b_NR: Tensor, memory: HugeArena) -> None:
         """Keep this rank's part of an adapter, which is given whole, in the adapter's memory."""
@@ -605,8 +598,6 @@ class DummyCheckpoint:
 
     def shape(self, name: str) -> Shape:
         """As `Checkpoint.shape`."""
-        if name not in self._shapes:
-            raise ModelError(f"the checkpoint has no tensor {name!r}")
         return self._shapes[name]
 
     def num_bytes(self, name: str) -> int:

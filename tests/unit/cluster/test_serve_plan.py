@@ -331,6 +331,13 @@ def test_settings_that_latent_attention_does_not_support_are_told(tmp_path: Path
         check_model(config(write_config(tmp_path, **keys), engine=engine))
 
 
+def test_weights_that_are_quantised_already_are_not_quantised_again(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, quantization_config={"quant_method": "fp8"})
+    engine = {"load_format": "dummy", "quantization": "int8"}
+    with pytest.raises(ConfigError, match="^quantization: int8 was asked for, but the weights are in fp8"):
+        check_model(config(directory, engine=engine))
+
+
 def test_role_without_workers_splits_nothing() -> None:
     check_model(config(prefill={"num_workers": 0, "tensor_parallel_size": 3}))
 

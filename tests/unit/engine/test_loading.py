@@ -3,6 +3,7 @@ import shutil
 import subprocess
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -128,17 +129,17 @@ def test_node_holds_the_weights_of_its_own_stages_alone(
 ) -> None:
     directory = write_config(tmp_path, num_hidden_layers=4, tie_word_embeddings=ties)
     model_config, config = read_model_config(directory), tiny_config(directory)
-    sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(0.7 * parameter_bytes(model_config, "float32"))}
-    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    memory = SimpleNamespace(total=int(0.7 * parameter_bytes(model_config, "float32")))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     with pytest.raises(ModelError, match="bytes of weights"):
         check_memory(config, model_config)
     two = tiny_config(directory, pipeline_parallel_size=4, nnodes=2)
     for node in (0, 1):
         check_memory(two, model_config, node)
-        sizes["SC_PHYS_PAGES"] //= 2
+        memory.total //= 2
         with pytest.raises(ModelError, match="bytes of weights"):
             check_memory(two, model_config, node)
-        sizes["SC_PHYS_PAGES"] *= 2
+        memory.total *= 2
 
 
 def test_step_too_large_for_the_device_names_the_settings_to_lower(

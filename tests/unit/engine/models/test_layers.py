@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.engine.models.decoder import ColumnParallelLinear
-from baton.engine.models.loading.weights import Adapters, AdapterTensors, DummyCheckpoint, Parameters
+from baton.engine.models.loading.weights import Adapters, AdapterTensors, DummyCheckpoint, Parameters, Shape
 from baton.engine.models.parallel import ReplicaRank, TensorParallel
 from baton.errors import ConfigError
 from baton.kernels.linear import linear
@@ -35,7 +35,7 @@ def test_heads_that_cannot_be_split_are_refused_by_name(tiny_model: Path) -> Non
 @torch.inference_mode()
 def test_adapter_changes_the_outputs_of_its_projection_behind_one_that_takes_none() -> None:
     cpu, dtype = torch.device("cpu"), torch.float32
-    shapes = {"g_proj.weight": (7, 32), "q_proj.weight": (16, 32)}
+    shapes: dict[str, Shape] = {"g_proj.weight": (7, 32), "q_proj.weight": (16, 32)}
     adapters = Adapters(cpu, {"q_proj": (16, 32)})
     checkpoint = DummyCheckpoint(shapes, dtype=dtype, deviation=0.2, seed=1)
     parameters = Parameters(checkpoint, TensorParallel(), dtype, cpu, adapters=adapters)

@@ -246,9 +246,7 @@ def adapted_runner(directory: Path) -> ModelRunner:
     assert runner.adapters is not None
     name, (num_outputs, num_inputs) = next(iter(runner.adapters.shapes.items()))
     weights = LowRankWeights(num_outputs, num_inputs, torch.float32, DEVICE)
-    runner.adapters.projections[name] = AdaptedProjection(
-        0, 0, num_outputs, lambda rows: rows, weights, runner.adapters
-    )
+    runner.adapters.projections[name] = AdaptedProjection(0, 0, num_outputs, lambda rows: rows, weights)
     return runner
 
 

@@ -55,11 +55,6 @@ def test_dummy_values_never_change() -> None:
     )
 
 
-def test_unknown_dummy_tensor_is_named() -> None:
-    with pytest.raises(ModelError, match="no tensor 'model.layers.2.mlp.up_proj.weight'"):
-        dummy().slice("model.layers.2.mlp.up_proj.weight", 0, 0, 1)
-
-
 def test_rows_of_all_ranks_tile_a_table_and_end_in_zeros() -> None:
     table = parameters().whole(EMBEDDING, (5000, 64))
     for size in (1, 2, 3, 4, 64):
