@@ -34,7 +34,6 @@ class ScriptedService:
         self.worker_us: Counter[str] = Counter()
         self.status: Status | None = None
         self.why_not_ready = ""
-        self.prefill_seen_s: float | None = None
         self.has_room = True  # a worker takes what is opened
         self.workers: Sequence[Worker] = (worker(),)
         self.draining: Collection[str] = ()

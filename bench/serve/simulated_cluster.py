@@ -84,7 +84,6 @@ class SimulatedCluster:
         self.counters: Counter[str] = Counter(replays_lost=2)
         self.worker_us: Counter[str] = Counter()
         self.why_not_ready = ""
-        self.prefill_seen_s: float | None = None
         self.workers: Sequence[Worker] = [
             self._worker(index, WorkerRole.PREFILL if index < num_prefill else WorkerRole.DECODE, num_prefill)
             for index in range(num_prefill + num_decode)

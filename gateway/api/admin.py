@@ -105,18 +105,18 @@ def _shown(decision: Decision) -> dict[str, Any]:
 
 TIMEOUT_S: Final = 5.0
 FRESH_S: Final = 1.0  # the result of a health check is reused for this long
-PROVED_S: Final = 3.0  # requests of clients replace a health check for this long
 NUM_PAGES: Final = 2  # of the prompt, and a token: longer than a decode worker computes by itself
 # The prefill worker samples the first token, the decode worker the second.
 SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
+FIRST: Final = -(2**31)  # the priority that goes before all others
 
 
 class Canary:
     """Checks the cluster with a tiny request through a prefill worker and a decode worker.
 
     Where prefill workers are configured the request is a probe: a prefill worker computes its prompt and
-    transfers the pages, or the probe fails, whatever the routing policy. A recent client's request that took
-    the same way proves as much, so a busy cluster is not probed. Concurrent checks share one request.
+    transfers the pages, or the probe fails, whatever the routing policy. The request is the first of its
+    tenant in every queue, so a cluster that is busy answers it, too. Concurrent checks share one request.
     """
 
     def __init__(
@@ -144,9 +144,6 @@ class Canary:
         """Raise a BatonError that names the fault unless the cluster answers requests."""
         now_s = self._clock.now_s()
         if self._checked_s is not None and now_s - self._checked_s < FRESH_S:
-            return
-        seen_s = None if self.model else self._service.prefill_seen_s  # which may be another model's
-        if self._needs_prefill() and seen_s is not None and now_s - seen_s < PROVED_S:
             return
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe())
@@ -182,6 +179,7 @@ class Canary:
             sampling=SAMPLING,
             model=self.model,
             cache_salt=b"canary",
+            priority=FIRST,
             arrival_s=self._clock.now_s(),
             is_probe=is_probe,
         )

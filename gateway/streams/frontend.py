@@ -125,7 +125,6 @@ class Frontend:
         self._heard_s: dict[str, float] = {}  # worker -> when it last sent anything
         self._looked_s = clock.now_s() - STATUS_S
         self._pauses = PauseDetector(clock.now_s())
-        self._answered_s: float | None = None  # a decode worker, with a prompt of a prefill worker
 
     # The HTTP side: see Service.
 
@@ -150,11 +149,6 @@ class Frontend:
     @property
     def draining(self) -> Collection[str]:
         return self._draining.keys()
-
-    @property
-    def prefill_seen_s(self) -> float | None:
-        transferred_s, answered_s = self._watch.transferred_s, self._answered_s
-        return None if transferred_s is None or answered_s is None else min(transferred_s, answered_s)
 
     @property
     def num_open(self) -> int:
@@ -298,8 +292,6 @@ class Frontend:
             if due is None:
                 self._fault(stream, peer.hello.id, f"it ended with {event.finish_reason}")
             elif due:
-                if stream.prefill and peer.hello.id == stream.decode:
-                    self._answered_s = now_s
                 self._deliver(stream, due)
             elif event.index < stream.next_index:
                 self._repeated(stream, event)

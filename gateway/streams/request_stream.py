@@ -232,12 +232,6 @@ class Service(Protocol):
         """The ids of workers that take no new requests; of workers that have left, too."""
 
     @property
-    def prefill_seen_s(self) -> float | None:
-        """When prefill was last seen to work, by the service's clock: a prefill worker had transferred a
-        prompt's pages, and a decode worker with such a prompt had answered this gateway.
-        """
-
-    @property
     def status(self) -> Status | None:
         """The last status of the routers."""
 

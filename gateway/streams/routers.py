@@ -10,7 +10,6 @@ from baton.clock import Clock
 from baton.messages.bounds import MAX_EVENTS
 from baton.messages.control import Ended, Started
 from baton.messages.operations import GatewayReport, GatewayStatus, Status, StatusQuery
-from baton.messages.workers import REMOTE_PREFILLS
 from baton.request import AttemptKey, Request
 from baton.rpc.peers import Peer, PeerRegistry
 
@@ -35,8 +34,6 @@ class RouterWatch:
         self._heard_s: dict[str, float] = {}  # by router
         self._statuses: dict[str, Status] = {}  # by router
         self._any_heard_s = clock.now_s()
-        self._num_transferred: dict[str, int] = {}  # prompts, by decode worker
-        self.transferred_s: float | None = None  # the last time at which a count of transferred prompts rose
 
     @property
     def silence_s(self) -> float:
@@ -60,16 +57,8 @@ class RouterWatch:
             router.send(StatusQuery())
 
     def answered(self, router: Peer, status: Status) -> None:
-        """Take a status. A worker's count that has risen shows that prompts were transferred."""
+        """Take a status."""
         self._statuses[router.hello.id] = status
-        before, counts = self._num_transferred, dict[str, int]()
-        for each in status.workers:
-            count = each.load.counters.get(REMOTE_PREFILLS, 0)
-            known = before.get(each.worker.id, count)
-            if count > known:
-                self.transferred_s = self._clock.now_s()
-            counts[each.worker.id] = max(count, known)  # another router may have heard more
-        self._num_transferred = counts
 
     def heard(self, router: Peer) -> None:
         """Note a message of a router."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
 
-from baton.gateway.api.admin import PROVED_S
+from baton.gateway.api.admin import FRESH_S
 from tests.served import Served, until
 
 WAIT_S = 120.0  # of a slow machine
@@ -27,10 +27,7 @@ def num_transferred(cluster: Served) -> int:
 
 
 def test_health_has_a_prefill_worker_compute_by_every_policy(redundant_cluster: Served) -> None:
-    """The prompts of clients are so short that the policy has decode workers compute them.
-
-    A check soon after a request that a prefill worker computed, as an earlier test may have left, asks none.
-    """
+    """The prompts of clients are so short that the policy has decode workers compute them."""
     until(lambda: ask(redundant_cluster, "/health")[0] == 200, WAIT_S)
     before = num_transferred(redundant_cluster)
 
@@ -45,15 +42,14 @@ def test_a_prefill_worker_that_stands_still_is_no_health_though_requests_are_ans
 ) -> None:
     """The supervisor stands still as well: it would replace the worker within seconds.
 
-    A gateway may still answer 200 for PROVED_S after the last prompt that it saw the worker compute, and the
-    two gateways saw different ones.
+    Each of the two gateways may still answer 200 for FRESH_S after its last probe.
     """
     until(lambda: ask(redundant_cluster, "/health")[0] == 200, WAIT_S)
     pids = redundant_cluster.process.pid, redundant_cluster.pid_of("prefill-0")
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
-        time.sleep(PROVED_S)
+        time.sleep(FRESH_S)
         until(lambda: ask(redundant_cluster, "/health")[0] == 503, WAIT_S)
         with ThreadPoolExecutor(4) as threads:  # each of them asks one of the two gateways
             for status, answer in threads.map(ask, [redundant_cluster] * 4, ["/health"] * 4):

@@ -16,7 +16,7 @@ from baton.adapters import CONFIG_FILE, WEIGHTS_FILE
 from baton.clock import ManualClock
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
 from baton.gateway.api.adapters import LoadAdapter, ServedAdapters, UnloadAdapter
-from baton.gateway.api.admin import FRESH_S, PROVED_S, Canary, Find, add_admin_routes
+from baton.gateway.api.admin import FRESH_S, Canary, Find, add_admin_routes
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.api.prompt_reader import PromptReader
@@ -200,22 +200,15 @@ async def test_prefill_worker_that_sleeps_beside_an_awake_decode_worker_is_not_p
     assert not request.is_probe
 
 
+@pytest.mark.parametrize("model", ["", "one of several"])
 @on_loop
-async def test_recent_requests_of_clients_replace_the_probe() -> None:
-    service, clock = apart(), ManualClock(100.0)
-    canary = Canary(service, clock)
-    service.prefill_seen_s = clock.now_s()
-    clock.advance(PROVED_S - 0.1)
-    await canary.check()
-    assert not service.requests
-    clock.advance(0.2)
-    await canary.check()
-    assert len(service.requests) == 1
-    # Where there are no prefill workers they show nothing.
-    canary = Canary(service, clock, expects_prefill=False)
-    service.prefill_seen_s = clock.now_s()
-    await canary.check()
-    assert len(service.requests) == 2
+async def test_probe_goes_before_all_requests_of_clients(model: str) -> None:
+    """A long queue must not make a healthy gateway leave its load balancer."""
+    service = ScriptedService(answer_at_once([1, 2]))
+    service.workers = (msgspec.structs.replace(worker(), model=model),)
+    await Canary(service, ManualClock(), model=model, expects_prefill=False).check()
+    (request,) = service.requests
+    assert request.priority == -(2**31)  # the lowest that a body may give
 
 
 # Timelines.

@@ -23,11 +23,11 @@ from baton.messages.control import (
 )
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.orders import Wake
-from baton.messages.workers import REMOTE_PREFILLS, Load, Worker, WorkerStatus
+from baton.messages.workers import Load, Worker
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenIds
 from tests.answer import Answer
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
-from tests.unit.gateway.frontend_peers import Gateway, event, gateway
+from tests.unit.gateway.frontend_peers import event, gateway
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 KEY = (id_of("r"), 0)
@@ -252,45 +252,6 @@ def test_message_that_its_sender_may_not_send_is_a_protocol_error(who: str, mess
 def test_only_routers_and_workers_may_join(make: Any) -> None:
     with pytest.raises(ProtocolError, match="has no business"):
         make(gateway("d0").frontend)
-
-
-def told(num_transferred: int, worker: str = "d0") -> Status:
-    """What a router says of a decode worker to which so many prompts were transferred."""
-    load = Load(counters={REMOTE_PREFILLS: num_transferred})
-    entry = WorkerStatus(worker=a_worker(worker), load=load, num_attempts=0, beat_age_s=0.0)
-    return Status(workers=(entry,))
-
-
-def seen(g: Gateway) -> float | None:
-    return g.frontend.prefill_seen_s
-
-
-def test_prefill_is_seen_after_a_transferred_prompt_is_answered() -> None:
-    g = gateway("p0", "d0")
-    g["router"].say(told(7))  # before this gateway was there
-    g.open()
-    g.route("d0", "p0")
-    g.say("p0", event(0))
-    assert seen(g) is None
-    answered_s = g.clock.now_s()
-    g.say("d0", event(1))
-    assert seen(g) is None  # it may have computed the prompt itself
-    g.clock.advance(1.0)
-    g["router"].say(told(8))
-    assert seen(g) == answered_s
-    g.clock.advance(1.0)
-    g.say("d0", event(2))
-    assert seen(g) == answered_s + 1.0
-
-
-def test_answers_without_a_prefill_worker_show_no_prefill() -> None:
-    g = gateway("p0", "d0")
-    g.open()
-    g.route("d0")
-    g.say("d0", event(0), event(1))
-    g["router"].say(told(7))
-    g["router"].say(told(8))
-    assert seen(g) is None
 
 
 @pytest.mark.parametrize("wakes_models", [True, False])
