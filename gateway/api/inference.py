@@ -278,10 +278,12 @@ class Inference:
         return self._limiter.inputs.charge(tenant.name, tenant.policy.quotas)
 
     @asynccontextmanager
-    async def _answering(self, call: Call) -> AsyncIterator[Answer]:
-        """Give an answer that has not started. At the end of the `with` the answer is counted and cancelled.
+    async def _answering(self, call: Call) -> AsyncIterator[tuple[Answer, Charge]]:
+        """Give an answer that has not started, and the charge for the parts of it that are kept.
 
-        Raises the errors of Limiter.enter, and the error of `give_up`.
+        The charge has the log probabilities of the prompts already. At the end of the `with` the answer is
+        counted and cancelled. Raises the errors of Limiter.enter and of `Charge.add`, and the error of
+        `give_up`.
         """
         await self._yield_for(call)
         model = self._model_of(call)
@@ -300,7 +302,10 @@ class Inference:
             await self._yield_for(call)
             if answer.error is not None:  # the gateway is being stopped
                 raise answer.error
-            yield answer
+            quotas = call.scheduling_key.quotas
+            with self._limiter.answers.charge(call.tenant.name, quotas, is_counted=False) as kept:
+                kept.add(call.prompt_logprob_bytes)
+                yield answer, kept
         except ClientGone:
             self._metrics.clients_gone += 1
             raise
@@ -335,13 +340,11 @@ class Inference:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                 await send({"type": "http.response.body", "body": LAST_EVENT, "more_body": False})
                 return
-            async with self._answering(call) as answer:
+            async with self._answering(call) as (answer, kept):
                 if writer.is_gone:
                     raise ClientGone
-                if call.is_streamed:
-                    await self._serve_stream(answer, writer, send)
-                else:
-                    await self._serve_whole(answer, writer, send)
+                serve = self._serve_stream if call.is_streamed else self._serve_whole
+                await serve(answer, kept, writer, send)
 
     async def _serve_text(self, kind: BodyKind, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer `/tokenize` and `/detokenize` as vLLM does; bytes are charged as those of calls are."""
@@ -361,29 +364,18 @@ class Inference:
                 send, blocks_of(read.json), self._clock, scope["extensions"][RESPONSE_WRITER]
             )
 
-    async def _serve_whole(self, answer: Answer, writer: ResponseWriter, send: Send) -> None:
-        call = answer.call
-        quotas = call.scheduling_key.quotas
-        with self._limiter.answers.charge(call.tenant.name, quotas, is_counted=False) as charge:
-            charge.add(call.prompt_logprob_bytes)
-            collector = AnswerCollector(answer, charge)
-            writer.on_gone = collector.gone
-            answer.start(collector)
-            form = self._format(answer, int(self._calendar_s()))
-            await respond_in_turns(send, form.whole(await collector.wait()), self._clock, writer)
+    async def _serve_whole(self, answer: Answer, kept: Charge, writer: ResponseWriter, send: Send) -> None:
+        collector = AnswerCollector(answer, kept)
+        writer.on_gone = collector.gone
+        answer.start(collector)
+        form = self._format(answer, int(self._calendar_s()))
+        await respond_in_turns(send, form.whole(await collector.wait()), self._clock, writer)
 
-    async def _serve_stream(self, answer: Answer, writer: ResponseWriter, send: Send) -> None:
+    async def _serve_stream(self, answer: Answer, kept: Charge, writer: ResponseWriter, send: Send) -> None:
         if answer.call.dialect == "openai":
-            await self._write_stream(answer, self._stream(answer, SERVER_SENT_EVENTS), writer, send)
-            return
-        # A typed answer is kept to its end: its last events repeat its parts.
-        tenant, quotas = answer.call.tenant.name, answer.call.scheduling_key.quotas
-        with self._limiter.answers.charge(tenant, quotas, is_counted=False) as kept:
-            await self._write_stream(answer, self._stream(answer, TYPED_EVENTS, kept), writer, send)
-
-    async def _write_stream(
-        self, answer: Answer, stream: AnswerStream, writer: ResponseWriter, send: Send
-    ) -> None:
+            stream = self._stream(answer, SERVER_SENT_EVENTS)
+        else:  # a typed answer is kept to its end: its last events repeat its parts
+            stream = self._stream(answer, TYPED_EVENTS, kept)
         writer.on_gone = stream.gone
         answer.start(stream)
         # The headers go out after the first token: until then the call may still be refused with a status.
@@ -495,7 +487,7 @@ class Inference:
     async def _stream_messages(
         self, call: Call, writer: "WebSocketWriter", receiving: "asyncio.Task[bytes]"
     ) -> None:
-        async with self._answering(call) as answer:
+        async with self._answering(call) as (answer, _):
             stream = self._stream(answer, LINES)
             receiving.add_done_callback(lambda _: stream.gone())
             writer.on_gone = stream.gone

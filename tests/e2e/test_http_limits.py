@@ -221,6 +221,17 @@ def test_answer_that_could_be_too_large_is_refused() -> None:
     assert b"gateway.max_answer_entries" in answer
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_log_probabilities_of_prompts_are_charged(is_streamed: bool) -> None:
+    """A stream keeps those of all prompts until its end."""
+    asked = {"prompt": [[5] * 50], "echo": True, "logprobs": 1, "max_tokens": 1, "stream": is_streamed}
+    with ServedGateway(answering, max_answer_bytes=2048) as small, small.connect() as client:
+        client.sendall(post(json.dumps(asked).encode()))
+        answer = read_response(client)
+        assert status(answer) == 503 and b"no room" in answer
+        assert not small.service.requests and not small.gateway.limiter.answers.num_taken
+
+
 def test_call_that_finds_no_room_makes_no_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     made, make = list[str](), AnswerChoice.__init__
 

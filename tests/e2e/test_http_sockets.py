@@ -53,6 +53,15 @@ def test_error_event_names_the_wrong_key() -> None:
     assert [each["error"]["param"] for each in errors] == ["n", "top_p", "prompt_logprobs"]
 
 
+def test_log_probabilities_of_an_echoed_prompt_are_charged() -> None:
+    echoed = {"prompt": [5] * 50, "echo": True, "logprobs": 1, "max_tokens": 1}
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), max_answer_bytes=2048) as small:
+        error, answer = conversation(small, echoed, {"prompt": "a"})
+        small.until(lambda: not small.gateway.limiter.answers.num_taken)
+    assert "no room" in error["error"]["message"]
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
 def test_bug_ends_one_answer_and_not_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     def break_down(service: ScriptedService, request: Request) -> None:
         service.play = answer_at_once(SENTENCE)
