@@ -9,9 +9,10 @@ Logprobs may be long: they are written in slices that take about a millisecond.
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from itertools import accumulate
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import orjson
@@ -25,33 +26,11 @@ from baton.request import FinishReason, TokenLogprobs
 
 SLICE_ENTRIES: Final = 1024  # alternatives count
 EntryT = TypeVar("EntryT", TokenLogprobs, TokenLogprobs | None)
+# Log probabilities, and the tokens that they are about.
+TokensShown: TypeAlias = tuple[Sequence[TokenLogprobs | None], Sequence[int]]
 COLUMNS: Final = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 DONE: Final = b"[DONE]"  # the end of a stream
 LEAST: Final = -9999.0  # OpenAI's value for an impossible token: JSON has no infinity
-
-
-class Columns:
-    """The four lists of a completion's logprobs, as slices: JSON without the brackets."""
-
-    def __init__(self, num_chars: int) -> None:
-        self.num_chars = num_chars  # of the text up to their end
-        self.slices: dict[str, list[bytes]] = {name: [] for name in COLUMNS}
-
-    def add(self, shown: Mapping[str, Sequence[Any]]) -> None:
-        """Append a slice of `LogprobsFormat.completion`."""
-        for name, slices in self.slices.items():
-            slices.append(orjson.dumps(shown[name])[1:-1])
-        self.num_chars = shown["text_offset"][-1] + len(shown["tokens"][-1])
-
-    @classmethod
-    def written(cls, *parts: "Columns") -> Iterator[bytes]:
-        """Return parts as one JSON object. The slices are not copied: several choices may share them."""
-        for index, name in enumerate(COLUMNS):
-            yield b'%s"%s":[' % (b"," if index else b"{", name.encode())
-            slices = [each for part in parts for each in part.slices[name]]
-            yield from joined(slices)
-            yield b"]"
-        yield b"}"
 
 
 def slice_tokens(logprobs: Sequence[TokenLogprobs | None]) -> int:
@@ -107,29 +86,45 @@ class LogprobsFormat:
 
         logprobs: None for a prompt's first token, which follows nothing. offset: characters before the text.
         """
-        texts = [self._text(token_id) for token_id in token_ids]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in logprobs],
-            "tokens": texts,
-            "top_logprobs": [None if entry is None else self._alternatives(entry) for entry in logprobs],
-        }
+        return {name: self._column(name, logprobs, token_ids, offset) for name in COLUMNS}
 
-    def columns(
-        self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
-    ) -> "Generator[bytes, None, Columns]":
-        """Return the result of `completion` as slices. Yields b"" after each, for other tasks to run."""
-        columns = Columns(offset)
-        num_tokens = slice_tokens(logprobs)
-        for first in range(0, len(token_ids), num_tokens):
-            now = slice(first, first + num_tokens)
-            columns.add(self.completion(logprobs[now], token_ids[now], columns.num_chars))
-            yield b""
-        return columns
+    def completion_slices(self, *parts: TokensShown) -> Iterator[bytes]:
+        """Return the result of `completion` for the parts together, as slices.
+
+        One column is written after the other, from the parts again, so that nothing is kept.
+        """
+        for index, name in enumerate(COLUMNS):
+            yield b'%s"%s":[' % (b"," if index else b"{", name.encode())
+            yield from joined(self._column_slices(name, parts))
+            yield b"]"
+        yield b"}"
+
+    def num_chars(self, token_ids: Sequence[int]) -> int:
+        """Return the number of characters that `completion` counts for these tokens."""
+        return sum(len(self._text(token_id)) for token_id in token_ids)
+
+    def _column_slices(self, name: str, parts: Iterable[TokensShown]) -> Iterator[bytes]:
+        offset = 0
+        for logprobs, token_ids in parts:
+            num_tokens = slice_tokens(logprobs)
+            for first in range(0, len(token_ids), num_tokens):
+                now = slice(first, first + num_tokens)
+                yield orjson.dumps(self._column(name, logprobs[now], token_ids[now], offset))[1:-1]
+                offset += self.num_chars(token_ids[now])
+
+    def _column(
+        self, name: str, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
+    ) -> list[Any]:
+        match name:
+            case "text_offset":
+                lengths = (len(self._text(token_id)) for token_id in token_ids)
+                return list(accumulate(lengths, initial=offset))[:-1]
+            case "token_logprobs":
+                return [None if entry is None else _finite(entry.logprob) for entry in logprobs]
+            case "tokens":
+                return [self._text(token_id) for token_id in token_ids]
+            case _:
+                return [None if entry is None else self._alternatives(entry) for entry in logprobs]
 
     def _by_id(self, entry: TokenLogprobs, num_top: int) -> dict[str, dict[str, Any]]:
         likeliest = ((*pair, rank) for rank, pair in enumerate(entry.top[:num_top], 1))
@@ -353,7 +348,7 @@ class CompletionFormat(_Format):
     def __init__(self, answer: Answer, logprobs: LogprobsFormat, created_s: int) -> None:
         super().__init__(answer, logprobs, created_s)
         self._num_chars = [0] * len(answer.choices)  # shown of each choice, by the texts of single tokens
-        self._echoes: dict[int, Columns] = {}  # by the first choice of the prompt, for its other choices
+        self._echoes: dict[int, bytes] = {}  # by the first choice of the prompt, for its other choices
         self._num_echoed: Counter[int] = Counter()  # by the same
 
     def first(self, choice: AnswerChoice) -> bytes:
@@ -362,9 +357,8 @@ class CompletionFormat(_Format):
             return b""
         body = self._body(choice, Delta(), is_first=True)
         if self._call.sampling.logprobs is not None:
-            echo = _result(self._echo(choice))
-            self._num_chars[choice.index] = echo.num_chars
-            body["logprobs"] = orjson.Fragment(b"".join(Columns.written(echo)))
+            self._num_chars[choice.index] = self._logprobs.num_chars(choice.prompt.token_ids)
+            body["logprobs"] = orjson.Fragment(self._echo_logprobs(choice))
         return self._chunk(body | {"finish_reason": None})
 
     def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
@@ -398,11 +392,10 @@ class CompletionFormat(_Format):
             yield from self._prompt_logprobs(choice)
             yield b"}"
             return
-        echo = yield from self._echo(choice)
-        own = yield from self._logprobs.columns(delta.logprobs, delta.token_ids, echo.num_chars)
         del body["logprobs"]
         yield orjson.dumps(body)[:-1] + b',"logprobs":'
-        yield from Columns.written(echo, own)
+        own = delta.logprobs, delta.token_ids
+        yield from self._logprobs.completion_slices(self._echo(choice), own)
         yield from self._prompt_logprobs(choice)
         yield b"}"
 
@@ -417,26 +410,30 @@ class CompletionFormat(_Format):
                 body["prompt_token_ids"] = tuple(choice.prompt.token_ids)
         return body
 
-    def _echo(self, choice: AnswerChoice) -> Generator[bytes, None, Columns]:
-        """Return the logprobs of the prompt, made once for its choices and dropped after the last of them."""
+    def _echo(self, choice: AnswerChoice) -> TokensShown:
+        """Return the log probabilities and the tokens of the prompt; none without an echo."""
         if not self._call.has_echo:
-            return Columns(0)
+            return (), ()
         first = self._answer.choices[choice.index - choice.number]  # only its request asks for them
-        columns = self._echoes.pop(first.index, None)
-        if columns is None:
-            token_ids = choice.prompt.token_ids
-            entries: Sequence[TokenLogprobs | None] = first.prompt_logprobs or [None] * len(token_ids)
-            sampling = self._call.sampling
-            if sampling.prompt_logprobs != sampling.logprobs:  # more are asked for beside the echo
-                entries = [
-                    None if each is None else msgspec.structs.replace(each, top=each.top[: sampling.logprobs])
-                    for each in entries
-                ]
-            columns = yield from self._logprobs.columns(entries, token_ids, 0)
-        self._num_echoed[first.index] += 1
-        if self._num_echoed[first.index] < self._call.num_choices:
-            self._echoes[first.index] = columns
-        return columns
+        token_ids, sampling = choice.prompt.token_ids, self._call.sampling
+        entries: Sequence[TokenLogprobs | None] = first.prompt_logprobs or [None] * len(token_ids)
+        if sampling.prompt_logprobs != sampling.logprobs:  # more are asked for beside the echo
+            entries = [
+                None if each is None else msgspec.structs.replace(each, top=each.top[: sampling.logprobs])
+                for each in entries
+            ]
+        return entries, token_ids
+
+    def _echo_logprobs(self, choice: AnswerChoice) -> bytes:
+        """Return `logprobs` of the prompt, made once for its choices and dropped after the last of them."""
+        first = choice.index - choice.number
+        echo = self._echoes.pop(first, None)
+        if echo is None:
+            echo = b"".join(self._logprobs.completion_slices(self._echo(choice)))
+        self._num_echoed[first] += 1
+        if self._num_echoed[first] < self._call.num_choices:
+            self._echoes[first] = echo
+        return echo
 
     def _logprobs_of(self, choice: AnswerChoice, delta: Delta) -> Json:
         offset = self._num_chars[choice.index]
@@ -463,13 +460,3 @@ def _message(delta: Delta) -> Json:
 
 def _called(first: ToolCallDelta, arguments: str) -> Json:
     return {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
-
-
-def _result(work: Generator[bytes, None, Columns]) -> Columns:
-    """Run a generator to its end and return its value."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            assert isinstance(end.value, Columns)
-            return end.value

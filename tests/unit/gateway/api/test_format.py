@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from typing import Any
 
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat
@@ -37,7 +38,7 @@ def answered(text: str, **fields: Any) -> tuple[Answer, AnswerFormat, list[Delta
     answer = calls.answer(service, **fields)
     kept = Kept(answer)
     answer.start(kept)
-    has_logprobs = answer.call.sampling.logprobs is not None
+    has_logprobs, token_ids = answer.call.sampling.logprobs is not None, calls.ids(text)
     for index in range(len(answer.choices)):  # the first choice of a prompt opens the other choices
         request = service.requests[index]
         prompt = (None, *(logprobs(token_id, -1.5) for token_id in request.token_ids[1:]))
@@ -47,12 +48,12 @@ def answered(text: str, **fields: Any) -> tuple[Answer, AnswerFormat, list[Delta
                 0,
                 at,
                 token_id,
-                FinishReason.LENGTH if at == len(calls.ids(text)) - 1 else None,
+                FinishReason.LENGTH if at == len(token_ids) - 1 else None,
                 16,
                 logprobs(token_id) if has_logprobs else None,
                 prompt if at == 0 and request.sampling.prompt_logprobs is not None else None,
             )
-            for at, token_id in enumerate(calls.ids(text))
+            for at, token_id in enumerate(token_ids)
         ]
         service.emit(request.request_id, batch)
     form = answer_format(answer, 1_700_000_000)
@@ -161,14 +162,14 @@ def test_long_logprobs_of_a_chat_are_written_in_slices() -> None:
     assert found == {"content": LogprobsFormat(calls.TOKENIZER).chat(deltas[0].logprobs), "refusal": None}
 
 
-def test_echo_is_made_once_for_all_choices_of_a_prompt() -> None:
-    fields: dict[str, Any] = {"num_choices": 3, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
-    _, form, deltas = answered("1", prompts=(LONG, LONG), has_echo=True, **fields)
-    parts = list(form.whole(deltas))
-    largest = max(parts, key=len)
-    assert [part is largest for part in parts].count(True) == 3
-    choices = json.loads(b"".join(parts))["choices"]
-    assert len(choices) == 6 and all(each["logprobs"] == choices[0]["logprobs"] for each in choices)
+def test_long_logprobs_of_a_completion_are_not_kept_while_they_are_written() -> None:
+    fields: dict[str, Any] = {"has_echo": True, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
+    _, form, deltas = answered(" ".join(["7"] * 5000), prompts=(LONG,), **fields)
+    tracemalloc.start()
+    num_bytes = sum(map(len, form.whole(deltas)))
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most_bytes < num_bytes / 2
 
 
 def test_streamed_echoes_of_a_prompt_are_equal() -> None:
