@@ -93,6 +93,7 @@ def others() -> Iterator[Hostile]:
     yield _completion("500,000 biases", prompt="a", logit_bias={str(index): 1 for index in range(300_000)})
     unknown = {f"k{index}": 1 for index in range(300_000)}
     yield _completion("300,000 unknown keys", prompt="a", **unknown)
+    yield _body("a response with the same", RESPONSES, {"input": "a", "max_output_tokens": 1, **unknown})
     yield _chat("a long name", [{"role": "user", "content": "a", "name": "n" * 4_000_000}])
     yield _chat("2,048 messages", [{"role": "user", "content": "the sun " * 200}] * 2048)
     deep = b'{"messages": [{"role": "user", "content": "a", "x": ' + b"[" * 900 + b"]" * 900 + b"}]}"

@@ -307,6 +307,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
 
 _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+NULL: Final = msgspec.Raw(b"null")
 
 
 class _Kind(NamedTuple):
@@ -377,12 +378,21 @@ def raw_fields(data: bytes) -> dict[str, msgspec.Raw]:
         return {}
 
 
-def raw_text(data: bytes, key: str) -> str | None:
+class _EarlyKeys(msgspec.Struct, frozen=True):
+    """The keys that are needed before a body is read. The decoder makes no objects of other keys."""
+
+    model: msgspec.Raw = NULL
+    previous_response_id: msgspec.Raw = NULL
+
+
+_EARLY_KEYS: Final = msgspec.json.Decoder(_EarlyKeys)
+
+
+def early_text(data: bytes, key: Literal["model", "previous_response_id"]) -> str | None:
     """Return the text of a key of a JSON object; None for any other data, which the reader refuses."""
-    value = raw_fields(data).get(key)
     try:
-        return None if value is None else msgspec.json.decode(value, type=str)
-    except (msgspec.MsgspecError, ValueError):
+        return msgspec.json.decode(getattr(_EARLY_KEYS.decode(data), key), type=str | None)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
 
 

@@ -37,7 +37,7 @@ from baton.adapters import NamedAdapter
 from baton.config.gateway import TextSettings
 from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
-from baton.gateway.api.body import raw_text
+from baton.gateway.api.body import early_text
 from baton.gateway.api.call import AskedCall
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
 from baton.gateway.api.form_checker import FormChecker
@@ -331,7 +331,7 @@ class ServedModels:
 
     def of_body(self, data: bytes) -> ServedModel:
         """Return the model that reads a body."""
-        return self.first if len(self._models) == 1 else self.of(raw_text(data, "model"))
+        return self.first if len(self._models) == 1 else self.of(early_text(data, "model"))
 
 
 class HelperQueue:

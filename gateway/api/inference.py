@@ -42,7 +42,7 @@ from baton.gateway.api.answer_stream import (
     Framing,
     StreamProgress,
 )
-from baton.gateway.api.body import Prompt, raw_fields, raw_text
+from baton.gateway.api.body import Prompt, early_text, raw_fields
 from baton.gateway.api.body_reader import PublicPrefixes, ServedModel, ServedModels
 from baton.gateway.api.call import AskedCall, Call
 from baton.gateway.api.dialects import messages, responses
@@ -231,7 +231,7 @@ class Inference:
 
     async def _history(self, data: bytes, tenant: str, charge: Charge) -> bytes:
         """Return the conversation that the body of a response continues, charged. Raises ApiError 404."""
-        previous = raw_text(data, "previous_response_id")
+        previous = early_text(data, "previous_response_id")
         if previous is None:
             return b""
         found = await self.responses.find(tenant, previous, param="previous_response_id")
@@ -454,6 +454,8 @@ class Inference:
                     await websocket.close(GOING_AWAY, "nothing was asked for")
                     return
                 messages, patience_s = [receiving.result()], self._config.idle_timeout_s * IDLE_TIMES
+                # The errors of a client that sends wrong bodies and does not read must not fill the memory.
+                await writer.sent_all()
                 connection.taken()
                 receiving = asyncio.create_task(_receive(websocket))
                 # This method keeps no name for the body: it would live until the next message.
@@ -520,6 +522,8 @@ class WebSocketWriter:
         self._websocket = websocket
         self._unsent: deque[bytes] = deque()
         self._has_unsent = asyncio.Event()
+        self._has_sent_all = asyncio.Event()  # set too when the client has left
+        self._has_sent_all.set()
         self._sending = asyncio.create_task(self._send())
 
     @property
@@ -530,6 +534,13 @@ class WebSocketWriter:
         if not self.is_gone:
             self._unsent += data.splitlines()
             self._has_unsent.set()
+            self._has_sent_all.clear()
+
+    async def sent_all(self) -> None:
+        """Wait until everything is sent. Raises ClientGone when the client has left."""
+        await self._has_sent_all.wait()
+        if self.is_gone:
+            raise ClientGone
 
     async def close(self) -> None:
         """Stop sending."""
@@ -549,9 +560,11 @@ class WebSocketWriter:
                 except (WebSocketDisconnect, RuntimeError, OSError):  # all mean that the client has left
                     self.is_gone = True
                     self._unsent.clear()
+                    self._has_sent_all.set()
                     if self.on_gone is not None:
                         self.on_gone()
                     return
+            self._has_sent_all.set()
             if has_lagged and self.on_writable is not None:
                 self.on_writable()
 

@@ -188,8 +188,11 @@ class PromptReader:
             body = msgspec.structs.replace(body, stream=True)
         return msgspec.structs.replace(read(body, policy), num_unknown=len(unknown))
 
-    def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Text that cannot fit `max_tokens` raises before it is tokenised."""
+    def encode(self, text: str, *, max_tokens: int | None, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Text that cannot fit `max_tokens` raises before it is tokenised.
+
+        max_tokens: None for a text whose tokens are cut to fit.
+        """
         tokenizer = self._needed_tokenizer
         _check_length(len(text), max_tokens)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -206,7 +209,7 @@ class PromptReader:
         self,
         body: ChatBody | TokenizeBody,
         *,
-        max_tokens: int,
+        max_tokens: int | None,
         max_chars: int | None = None,
         tools: Sequence[Tool] = (),
         kwargs: Message | None = None,
@@ -256,7 +259,11 @@ class PromptReader:
         if body.reasoning_effort is not None:
             kwargs[REASONING_EFFORT] = body.reasoning_effort
         text = self._chat_text(
-            body, max_tokens=policy.longest(), max_chars=policy.max_chars, tools=_shown(calls), kwargs=kwargs
+            body,
+            max_tokens=_max_text_tokens(body, policy),
+            max_chars=policy.max_chars,
+            tools=_shown(calls),
+            kwargs=kwargs,
         )
         began_s = perf_counter()
         token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
@@ -342,7 +349,8 @@ class PromptReader:
     def _prompt(self, given: GivenPrompt, body: CompletionBody, policy: ReadPolicy) -> Prompt:
         if isinstance(given, str):
             adds_special = body.add_special_tokens is not False
-            all_ids = self.encode(given, max_tokens=policy.longest(), add_special_tokens=adds_special)
+            most = _max_text_tokens(body, policy)
+            all_ids = self.encode(given, max_tokens=most, add_special_tokens=adds_special)
             token_ids = truncated(all_ids, body, policy.longest())
             policy.check_length(len(token_ids))
             is_whole = len(token_ids) == len(all_ids)
@@ -395,8 +403,13 @@ def _shown(calls: AskedCalls | None) -> list[Tool]:
     return [] if calls is None else calls.shown
 
 
-def _check_length(num_chars: int, max_tokens: int) -> None:
-    if num_chars > max_tokens * MAX_CHARS_PER_TOKEN:
+def _max_text_tokens(body: Body, policy: ReadPolicy) -> int | None:
+    """Return the tokens that a prompt's text may have; None when its tokens are cut to fit."""
+    return policy.longest() if body.truncate_prompt_tokens is None else None
+
+
+def _check_length(num_chars: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and num_chars > max_tokens * MAX_CHARS_PER_TOKEN:
         raise InvalidRequest(
             f"the prompt has {num_chars} characters, which can't fit the model's {max_tokens} tokens"
         )

@@ -125,6 +125,14 @@ def test_header_that_never_ends_is_refused(hasty: Served) -> None:
     assert status(exchange(hasty, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: ")) == 408
 
 
+def test_header_that_never_ends_is_refused_after_an_answer(hasty: Served) -> None:
+    with hasty.connect() as client:
+        client.sendall(post())
+        assert status(read_response(client)) == 200
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nx-slow: ")
+        assert status(read_all(client)) == 408
+
+
 def test_body_that_never_ends_is_refused(hasty: Served) -> None:
     answer = exchange(hasty, post()[:-3])
     assert status(answer) == 408 and error(answer)["code"] == "request_timeout"

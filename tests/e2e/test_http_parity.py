@@ -74,6 +74,11 @@ def test_prompt_is_truncated(scripted: Served) -> None:
     long = whole * 1000
     kept = prompt_of(scripted, COMPLETIONS, prompt=long, truncate_prompt_tokens=-1, max_tokens=96)
     assert kept == long[-4000:]
+    longer = "sun moon " * 10_000  # than the model's tokens can have characters
+    kept = prompt_of(scripted, COMPLETIONS, prompt=longer, truncate_prompt_tokens=4)
+    assert TOKENIZER.decode(kept) in longer
+    messages = [{"role": "user", "content": longer}]
+    assert len(prompt_of(scripted, CHAT, messages=messages, truncate_prompt_tokens=4)) == 4
     echoed = ask(scripted, COMPLETIONS, prompt=TEXT, truncate_prompt_tokens=2, echo=True)
     assert echoed["choices"][0]["text"].startswith(TOKENIZER.decode(whole[-2:]))
     for wrong in (

@@ -263,6 +263,17 @@ def test_open_websockets_keep_no_body(served: Served) -> None:
     assert grown < 2 * 10**6
 
 
+def test_client_that_does_not_read_its_errors_is_not_read_either() -> None:
+    wrong = frame(b'{"prompt": 5, "x": "%s"}' % (b"y" * 2000))
+    with ServedGateway(ScriptedService, send_buffer_bytes=2**14) as small, upgraded(small) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            for _ in range(10_000):
+                client.sendall(wrong)
+        small.until(lambda: holds(small, 2000))
+
+
 def test_message_that_does_not_arrive_in_time_ends_the_connection() -> None:
     play = answer_at_once(SENTENCE)
     with ServedGateway(lambda: ScriptedService(play), body_timeout_s=0.3) as hasty:

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from baton.gateway.api.body import (
     DetokenizeBody,
     TokenizeBody,
     decode_body,
+    early_text,
     list_prompts,
 )
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
@@ -396,6 +398,18 @@ def test_unknown_keys_are_reported_and_ignored() -> None:
     data = json.dumps({"prompt": "a", "kv_transfer_params": {}, "user": "me", "x": 1, "n": 2}).encode()
     body, unknown = decode_body(data, CompletionBody)
     assert unknown == ["kv_transfer_params", "x"] and body.n == 2
+
+
+def test_early_keys_are_found_without_objects_for_the_others() -> None:
+    """The event loop looks for them in whole bodies."""
+    unknown = {f"k{index}": [index] for index in range(10_000)}
+    data = json.dumps({**unknown, "model": "tiny", "previous_response_id": 5}).encode()
+    tracemalloc.start()
+    assert early_text(data, "model") == "tiny" and early_text(data, "previous_response_id") is None
+    num_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert num_bytes < len(unknown)
+    assert early_text(data[:-1], "model") is None
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 import asyncio
 from typing import Any, cast
 
+import pytest
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from baton.gateway.api.errors import ClientGone
 from baton.gateway.api.inference import MAX_UNSENT, WebSocketWriter
 from tests.event_loop import on_loop
 
@@ -57,6 +59,25 @@ async def test_websocket_client_that_does_not_read_lags_until_it_has_read() -> N
     await turns()
     assert [writer.lags, told] == [False, ["writable"]]
     assert len(reader.read) == MAX_UNSENT + 2
+    await writer.close()
+
+
+@on_loop
+async def test_websocket_has_sent_all_once_the_client_has_taken_it() -> None:
+    reader = Reader()
+    writer = writer_to(reader)
+    await writer.sent_all()
+    writer.write(b"x\ny\n")
+    waiting = asyncio.create_task(writer.sent_all())
+    await turns()
+    assert not waiting.done()
+    reader.may_read.set()
+    await waiting
+    assert reader.read == ["x", "y"]
+    reader.has_left = True
+    writer.write(b"z\n")
+    with pytest.raises(ClientGone):
+        await writer.sent_all()
     await writer.close()
 
 
