@@ -1,9 +1,9 @@
 """The gateways behind one port of this machine: each answers the questions of the others.
 
-The kernel hands a call of the port to any gateway. That gateway may need something that another one has: its
-counts, or a stored response. The module that has it calls `PeerGateways.answer`. Each gateway listens on an
-abstract unix socket; its name begins with the shared address. Both ends prove that they hold the key. The
-socket ends with its process.
+The kernel hands a call of the port to any gateway. Counts, stored responses and adapters belong to one
+gateway; the others ask for them. The module that has them calls `PeerGateways.answer`. Each gateway listens
+on an abstract unix socket; its name begins with the shared address. Both ends prove that they hold the key.
+The socket ends with its process.
 """
 
 import asyncio
@@ -115,6 +115,8 @@ class PeerGateways:
 
     def _names(self) -> list[str]:
         """Return the names in the kernel's list: the last column, with @ for the first byte."""
+        if self._listener is None:
+            return []
         try:
             lines = SOCKETS.read_text(errors="replace").splitlines()
         except OSError:
@@ -123,10 +125,11 @@ class PeerGateways:
         return sorted(found - {self._name})[:MAX_PEERS]
 
     async def _ask_all(self, question: bytes) -> list[bytes]:
+        names = await asyncio.to_thread(self._names)  # a host may have tens of thousands of sockets
         if self._listener is None:
             return []
         loop = asyncio.get_running_loop()
-        asked = (loop.run_in_executor(self._threads, self._ask, name, question) for name in self._names())
+        asked = (loop.run_in_executor(self._threads, self._ask, name, question) for name in names)
         return [told for told in await asyncio.gather(*asked) if told is not None]
 
     def _ask(self, name: str, question: bytes) -> bytes | None:
