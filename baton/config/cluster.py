@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from baton.adapters import named_paths
 from baton.config.engine import EngineConfig, EngineSettings
-from baton.config.gateway import GatewaySettings, TextSettings, is_loopback, text_settings
+from baton.config.gateway import GatewaySettings, TextSettings, check_reach, text_settings
 from baton.config.loader import build, merged
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
@@ -154,11 +154,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("decode.num_workers: expected 1 or more: every request needs a decode worker")
         if self.ray_address is not None and self.runtime != "ray":
             raise ConfigError(f"ray_address: runtime {self.runtime!r} knows no Ray; leave one of them out")
-        if self.tenants is None and not is_loopback(self.host):
-            raise ConfigError(
-                f"host: {self.host!r} can be reached from other machines, which needs keys: "
-                "give --tenants FILE (`baton keys add NAME` makes the file), or listen on 127.0.0.1"
-            )
+        check_reach("host", self.host, self.tenants)
         if self.router.link_timeout_s != LINK_TIMEOUT_S:
             raise ConfigError("router.link_timeout_s: set link_timeout_s, which all processes share")
         for pool in self.pools.values():

@@ -136,11 +136,16 @@ class GatewayConfig(GatewaySettings, frozen=True):
             raise ConfigError("gateway.model: expected a directory, got an empty string")
         if self.operator_port is not None and self.operator_port == self.port:
             raise ConfigError(f"gateway.operator_port: {self.port} is the port for clients; give another")
-        if self.tenants_file is None and not is_loopback(self.host):
-            raise ConfigError(
-                f"gateway.host: {self.host!r} can be reached from other machines, which needs keys: "
-                "give --tenants FILE (`baton keys add NAME` makes the file), or bind 127.0.0.1"
-            )
+        check_reach("gateway.host", self.host, self.tenants_file)
+
+
+def check_reach(key: str, host: str, tenants_file: str | None) -> None:
+    """Raise ConfigError, which names `key`, when other machines reach `host` and requests need no keys."""
+    if tenants_file is None and not is_loopback(host):
+        raise ConfigError(
+            f"{key}: {host!r} can be reached from other machines, which needs keys: "
+            "give --tenants FILE (`baton keys add NAME` makes the file), or listen on 127.0.0.1"
+        )
 
 
 # Answered without parsing, because every request is checked: see gateway/http/auth.py.
