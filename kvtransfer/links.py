@@ -177,12 +177,7 @@ class Peers:
 
     def _answer(self, sock: socket.socket) -> None:
         """Do the handshake with a peer that has connected. Runs in a thread of the listener."""
-        try:
-            link = self._greet(sock, sock.getpeername()[0], Role.ACCEPTING)
-        except (BatonError, OSError) as error:
-            logger.warning("a peer was refused: %s", error)
-            sock.close()
-            return
+        link = self._greet(sock, sock.getpeername()[0], Role.ACCEPTING)
         self._joining.add(link)
         self._post(lambda: self._admit(link))
 

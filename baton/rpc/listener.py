@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from baton.errors import TransferFailed, WireError
+from baton.errors import BatonError, PeerGone, TransferFailed, WireError
 from baton.rpc.connection import DroppedPeers
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,11 @@ class Listener:
         name: str,
         dropped: DroppedPeers,
     ) -> None:
-        """listener: listens; the Listener owns it. greet: owns the newcomer's socket, and raises nothing."""
+        """listener: listens; the Listener owns it.
+
+        greet: owns the newcomer's socket. When it raises a BatonError or an OSError, the Listener logs the
+        error and closes the socket.
+        """
         self._greet = greet
         self._kept: dict[threading.Thread, Callable[[], None]] = {}  # thread -> the call that ends its work
         self._name = name
@@ -148,6 +152,9 @@ class Listener:
     def _serve(self, sock: socket.socket) -> None:
         try:
             self._greet(sock)
+        except (BatonError, OSError) as error:
+            log_end(f"a connection to the {self._name} listener ended", error)
+            sock.close()
         finally:
             with self._lock:
                 self._newcomers.pop(sock, None)
@@ -161,8 +168,9 @@ def _shut(sock: socket.socket) -> None:
 
 
 def log_end(what: str, error: Exception) -> None:
-    """Log how a peer was lost or refused: as a warning where the peer has broken a rule."""
-    logger.log(logging.WARNING if isinstance(error, WireError) else logging.INFO, "%s: %s", what, error)
+    """Log the end of a peer's connection: as a warning, unless the peer was only lost."""
+    level = logging.INFO if isinstance(error, PeerGone | OSError) else logging.WARNING
+    logger.log(level, "%s: %s", what, error)
 
 
 def decode_greeting(body: bytes, kind: type[MessageT], reason: str) -> MessageT:

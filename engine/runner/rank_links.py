@@ -12,7 +12,6 @@
 torch's gloo neither authenticates its peers nor seals what they send, and small tensors take it longer.
 """
 
-import logging
 import socket
 import threading
 import time
@@ -38,7 +37,6 @@ from baton.rpc.connection import Connection, DroppedPeers, Outbox
 from baton.rpc.listener import Listener, decode_greeting, listen
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 
-logger = logging.getLogger(__name__)
 JOIN_S: Final = JOIN_TIMEOUT.total_seconds()
 CHECK_S: Final = 0.1  # between looks whether a rank has ended that is to come
 STEP_S: Final = STEP_TIMEOUT.total_seconds()
@@ -288,19 +286,15 @@ class RankListener:
             link_timeout_s=self._link_timeout_s,
             schema=SCHEMA,
         )
-        try:
-            connection.handshake()
-            hello = _received(connection, RankHello)
-            if hello.replica != self._replica:
-                raise connection.drop(WireError("it is a rank of another replica", reason="rank"))
-            with self._lock:
-                if self._listener.is_closing:
-                    raise WorkerLost("no more ranks are admitted")
-                self._listener.let_in(sock)
-                self._came.put((hello, connection))
-        except (BatonError, TimeoutError, OSError) as error:
-            logger.warning("a rank was refused: %s", error)
-            connection.close()
+        connection.handshake()
+        hello = _received(connection, RankHello)
+        if hello.replica != self._replica:
+            raise connection.drop(WireError("it is a rank of another replica", reason="rank"))
+        with self._lock:
+            if self._listener.is_closing:
+                raise WorkerLost("no more ranks are admitted")
+            self._listener.let_in(sock)
+            self._came.put((hello, connection))
 
 
 def connect_ranks(

@@ -22,13 +22,13 @@ A push names the step that writes its pages, and each rank waits until that step
 (kvtransfer/ranks/executor.py): a digest would not show that a page was sent too early.
 """
 
-import logging
 import os
 import secrets
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -69,7 +69,6 @@ from baton.rpc.auth import Generations as KeyGenerations
 from baton.rpc.connection import Connection, DroppedPeers, MessageStream, Post
 from baton.rpc.listener import Listener, listen, listen_on_host
 
-logger = logging.getLogger(__name__)
 CONNECT_S: Final = 30.0  # for an agent; rank 0 may be busy with its own part of a large model
 AGENTS_TIMEOUT_S: Final = 60.0  # for all agents to connect; a loaded engine has started them all
 # Listeners of a GPU's pool take a while: staging memory, the first CUDA call of a thread.
@@ -268,13 +267,7 @@ class RankAgents:
             acceptor.close()
 
     def _greet_here(self, sock: socket.socket) -> None:
-        try:
-            process = peer_process(sock, self._dropped)
-        except (BatonError, OSError) as error:
-            logger.warning("an agent was refused: %s", error)
-            sock.close()
-            return
-        self._greet(sock, self._secret, process)
+        self._greet(sock, self._secret, peer_process(sock, self._dropped))
 
     def _greet_elsewhere(self, sock: socket.socket) -> None:
         assert self._keys is not None
@@ -282,21 +275,20 @@ class RankAgents:
 
     def _greet(self, sock: socket.socket, secret: LinkSecret, process: int | None) -> None:
         """process: of the agent, which owns the descriptor once it is let in."""
-        connection = Connection(
-            sock,
-            secret,
-            Role.ACCEPTING,
-            dropped=self._dropped,
-            schema=RANK_SCHEMA,
-            link_timeout_s=self._link_timeout_s,
-        )
-        try:
-            self._let_in(sock, _Newcomer(connection.handshake(AGENTS_TIMEOUT_S), process))
-        except (BatonError, TimeoutError, OSError) as error:
-            logger.warning("an agent was refused: %s", error)
-            connection.close()
+        with ExitStack() as unless_let_in:
             if process is not None:
-                os.close(process)
+                unless_let_in.callback(os.close, process)
+            connection = Connection(
+                sock,
+                secret,
+                Role.ACCEPTING,
+                dropped=self._dropped,
+                schema=RANK_SCHEMA,
+                link_timeout_s=self._link_timeout_s,
+            )
+            unless_let_in.callback(connection.close)
+            self._let_in(sock, _Newcomer(connection.handshake(AGENTS_TIMEOUT_S), process))
+            unless_let_in.pop_all()
 
     def _let_in(self, sock: socket.socket, newcomer: _Newcomer) -> None:
         hello = decode_for_rank_zero(newcomer.connection.recv(AGENTS_TIMEOUT_S))

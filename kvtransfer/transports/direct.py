@@ -55,7 +55,7 @@ from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.messages.bounds import schema_hash
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from baton.rpc.listener import Listener, decode_greeting, listen_on_host, log_end
+from baton.rpc.listener import Listener, decode_greeting, listen_on_host
 
 HANDSHAKE_S: Final = 5.0
 MAX_WRITERS: Final = 256  # each is watched, which takes an open file; more sources use another transport
@@ -94,16 +94,11 @@ class DirectListener:
 
     def _greet(self, sock: socket.socket) -> None:
         rank = self._rank
+        process = peer_process(sock, rank.dropped)
         try:
-            process = peer_process(sock, rank.dropped)
-            try:
-                self._give(rank.connect(sock, Role.ACCEPTING, HANDSHAKE_S, self._schema), process)
-            finally:
-                os.close(process)
-        except (BatonError, OSError) as error:
-            log_end("a source was not given the pool", error)
+            self._give(rank.connect(sock, Role.ACCEPTING, HANDSHAKE_S, self._schema), process)
         finally:
-            sock.close()
+            os.close(process)
 
     def _give(self, connection: Connection, process: int) -> None:
         """process: a descriptor, which the caller closes."""

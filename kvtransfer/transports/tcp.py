@@ -49,7 +49,7 @@ from baton.kvtransfer.transports.records import (
     stream_key,
 )
 from baton.rpc.auth import Role
-from baton.rpc.listener import Listener, listen, log_end, port_of
+from baton.rpc.listener import Listener, listen, port_of
 
 PART_BYTES: Final = 32 * 2**20  # a part costs each end a quarter of a millisecond of its core
 NUM_UNANSWERED: Final = 2
@@ -335,21 +335,13 @@ class TcpReceiver:
     def _greet(self, sock: socket.socket) -> None:
         """Let a source prove itself, then serve its stream; called in a thread for this source."""
         rank = self._rank
-        try:
-            page_socket, key = _page_socket(rank, sock, Role.ACCEPTING, self._settings)
-        except (BatonError, OSError) as error:
-            log_end("a data stream ended", error)
-            sock.close()
-            return
+        page_socket, key = _page_socket(rank, sock, Role.ACCEPTING, self._settings)
         with contextlib.closing(page_socket):
             if not self._acceptor.keep(sock, page_socket.wake, MAX_STREAMS):
                 rank.dropped.add("limit")
                 return
             pages = StreamPages(rank, self._packing)
-            try:
-                ReceiveStream(rank, page_socket, key, pages, lambda: self._acceptor.is_closing).run()
-            except (BatonError, OSError) as error:
-                log_end("a data stream ended", error)
+            ReceiveStream(rank, page_socket, key, pages, lambda: self._acceptor.is_closing).run()
 
 
 class ReceiveStream:

@@ -17,7 +17,6 @@
 """
 
 import contextlib
-import logging
 import socket
 import threading
 from abc import ABC, abstractmethod
@@ -68,7 +67,6 @@ from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.listener import Listener, decode_greeting, listen, log_end, port_of
 
-logger = logging.getLogger(__name__)
 MAX_PAIRS: Final = 256  # of one destination rank; each has NUM_SLOTS parts of staging memory
 
 
@@ -416,22 +414,17 @@ class GroupListener:
 
     def _greet(self, sock: socket.socket) -> None:
         """Form a pair with a source that proves itself, and serve it; called in a thread for this source."""
-        rank, settings, connection = self._rank, self._settings, None
+        rank, settings = self._rank, self._settings
+        connection = rank.connect(sock, Role.ACCEPTING, settings.connect_s, PAIR_SCHEMA)
+        request = self._receive_request(connection)
         try:
-            connection = rank.connect(sock, Role.ACCEPTING, settings.connect_s, PAIR_SCHEMA)
-            request = self._receive_request(connection)
             pair = ReceivePair(self._transport, rank, settings, request.payload_bytes, connection)
-            if not self._acceptor.keep(sock, pair.stop, MAX_PAIRS):
-                refusal = f"{self._transport.name}: no more than {MAX_PAIRS} pairs at once"
-                connection.send(msgspec.msgpack.encode(PairReply(refusal=refusal)))
-                raise TransferFailed(refusal)
-        except (BatonError, OSError, RuntimeError) as error:  # CUDA raises RuntimeError
-            if connection is None:
-                log_end("a source has formed no pair", error)
-            else:
-                logger.warning("a source has formed no pair: %s", error)
-            (connection or sock).close()
-            return
+        except RuntimeError as error:  # of CUDA
+            raise TransferFailed(f"a source has formed no pair: {error}") from error
+        if not self._acceptor.keep(sock, pair.stop, MAX_PAIRS):
+            refusal = f"{self._transport.name}: no more than {MAX_PAIRS} pairs at once"
+            connection.send(msgspec.msgpack.encode(PairReply(refusal=refusal)))
+            raise TransferFailed(refusal)
         pair.run()
 
     def _receive_request(self, connection: Connection) -> PairRequest:

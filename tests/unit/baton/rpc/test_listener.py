@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.errors import PeerGone, WireError
 from baton.rpc.connection import DroppedPeers
 from baton.rpc.listener import MAX_NEWCOMERS, Listener
 from tests.waiting import wait_for
@@ -75,6 +76,25 @@ def test_without_threads_the_port_lives_on(greeter: Greeter, monkeypatch: pytest
         with socket.create_connection(greeter.address, timeout=5.0) as sock:
             assert sock.recv(1) == b""
     assert greeter.is_welcome()
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [(WireError("lies", reason="seal"), "WARNING"), (PeerGone("dead"), "INFO"), (OSError(), "INFO")],
+)
+def test_newcomer_whose_greeting_fails_is_logged_and_closed(
+    error: Exception, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def greet(sock: socket.socket) -> None:
+        raise error
+
+    caplog.set_level("INFO")
+    listener = socket.create_server(("127.0.0.1", 0))
+    acceptor = Listener(listener, greet, "test", DroppedPeers())
+    with socket.create_connection(listener.getsockname(), timeout=5.0) as sock:
+        assert sock.recv(1) == b""
+    acceptor.close()
+    assert [each.levelname for each in caplog.records] == [level]
 
 
 def test_close_cuts_off_no_newcomer_that_was_let_in() -> None:
