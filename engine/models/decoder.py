@@ -52,7 +52,7 @@ class RmsNorm:
     def __init__(
         self, parameters: Parameters, name: str, size: int, eps: float, *, offset: float | None = None
     ) -> None:
-        """offset: added to the weight; the product is then rounded once, also with an offset of 0."""
+        """offset: added to the weight in fp32. Then the product alone is rounded, also where offset is 0."""
         self.weight_E = parameters.whole(f"{name}.weight", (size,))
         if offset is not None:
             self.weight_E = self.weight_E.float() + offset

@@ -216,7 +216,7 @@ def check_fits(cache: CacheConfig, num_pages: int, layout: PageLayout, max_model
 
 
 def check_memory(config: EngineConfig, model_config: ModelConfig, node: int = 0) -> None:
-    """ModelError when a CPU has less memory in all than the weights of its ranks.
+    """Raise ModelError unless this machine's memory holds the weights of its ranks; on a CPU alone.
 
     Linux reports the shortage only after the memory is full. A GPU refuses at once. node: this one, counted
     from 0 among the nodes of the worker.

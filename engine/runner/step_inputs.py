@@ -291,7 +291,7 @@ class GraphShape(NamedTuple):
     def num_logits(self) -> int:
         """Rows of logits: one for each sequence and, beside prompts' tokens, some for drafts.
 
-        Less than `num_rows` then: an equal number would select every row in order.
+        With prompts, fewer than `num_rows`: that many logit rows mean every row, in order.
         """
         return min(self.num_rows - 1, self.num_seqs + MAX_DRAFT_ROWS) if self.num_tokens else self.num_seqs
 

@@ -69,7 +69,7 @@ INLINE void decode_run(
 
 // The RUN keys (or values, `part` bytes further on) of the turn's half as consecutive rows of elements: in place
 // where one page holds them all, else copied to `spare`, and decoded. Rows past the tile's last query are zeros:
-// what lies there is somebody's past. Decoding fetches what the same half of the next turn reads.
+// those slots may hold keys of other sequences. Decoding fetches what the same half of the next turn reads.
 INLINE const char *find_run(
     const struct attention *p, const struct tile *t, const struct turn *turn, int64_t h, int half, ptrdiff_t part,
     int is_bf16, char spare[RUN * MAX_HEAD_DIM * 4]) {

@@ -68,7 +68,8 @@ static int has_lost_a_rank(const struct group *g) {
     return atomic_load(&barrier_of(g)->is_aborted) || poll(processes, g->num_processes, 0) > 0;
 }
 
-// Wait until another round than `last` is open: with a core for up to spin_ns while nobody else wants it, then asleep.
+// Wait until another round than `last` is open. Spin for up to spin_ns, or until another thread has taken the core;
+// then sleep.
 static enum outcome wait_past(const struct group *g, uint32_t last) {
     struct barrier *b = barrier_of(g);
     const int64_t begin = now_ns();

@@ -72,6 +72,6 @@ EXPORT void baton_copy_runs(
         else memcpy(to, from, run_bytes);
     }
 #if defined(__AVX__)
-    _mm_sfence();  // whoever is told that the bytes are there sees them
+    _mm_sfence();  // a thread that is told of the bytes then sees them
 #endif
 }

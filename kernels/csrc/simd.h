@@ -169,7 +169,7 @@ INLINE f32s round_to(f32s v, int is_bf16) {
     return load_bf16(half);
 }
 
-// Always the same tree (upper half onto lower half), so a sum never depends on the compiler's mood.
+// Always the same tree (upper half onto lower half), so the compiler does not choose the order of a sum.
 INLINE float sum_lanes(f32s v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);

@@ -1,8 +1,8 @@
 // A pool of threads that take the parts of one loop at a time.
 //
 // OpenMP hands each thread a fixed share and spins until the last is done: on a machine where anything else
-// runs, every loop waits for a thread that was put aside, and a step takes ten times as long. Here a part is
-// taken by whoever is free, the caller works as well, and an idle thread sleeps after a few microseconds.
+// runs, every loop waits for a thread that the kernel has descheduled, and a step takes ten times as long. Here any
+// free thread takes the next part, the caller works as well, and an idle thread sleeps after a few microseconds.
 //
 // The ticket says which loop is on (generation), how many parts it has and which is next, in one word, so a
 // part is claimed by one compare-and-swap; a thread reads the loop's other fields only when it holds a part,
@@ -124,7 +124,7 @@ void parallel_for(int64_t size, int64_t grain, range_fn fn, const void *context)
     publish((uint64_t)num_parts);
     while (claim(&part, 0)) run_part(part, 0);
     for (int spin = 1; atomic_load(&pool.num_done) < num_parts; spin++) {
-        if (spin % SPINS_TO_YIELD == 0) sched_yield();  // whoever holds a part may need this core
+        if (spin % SPINS_TO_YIELD == 0) sched_yield();  // a thread that has a part may need this core
         else PAUSE();
     }
     pthread_mutex_unlock(&pool.busy);

@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-// Part [begin, end) of a loop; `thread` is below num_threads() and nobody else's at the time.
+// Part [begin, end) of a loop. `thread` is below num_threads(); no other part that runs now has the same one.
 typedef void (*range_fn)(const void *context, int64_t begin, int64_t end, int thread);
 
 int num_threads(void);
