@@ -17,12 +17,10 @@ from baton.config.gateway import GatewayConfig, GatewayModel, TextSettings, text
 from baton.engine.models.loading.checkpoint import read_entries
 from baton.engine.models.registry import (
     RANK_CHECKS,
+    check_supported,
     choose_max_model_len,
     read_draft_model_config,
     read_model_config,
-)
-from baton.engine.models.registry import (
-    check_settings as check_engine_settings,
 )
 from baton.errors import ConfigError
 from baton.gateway.tenants.tenants import Tenants
@@ -219,7 +217,7 @@ def check_model(config: ServeConfig) -> Path:
     if config.engine.load_format != "dummy":
         read_entries(directory)
     choose_max_model_len(config.engine, model)
-    check_engine_settings(model, config.engine)
+    check_supported(model, config.engine)
     paths = named_paths(config.gateway.lora_modules)
     if paths and not config.engine.enable_lora:
         raise ConfigError("gateway.lora_modules: adapters need engine.enable_lora (--enable-lora)")

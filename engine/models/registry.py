@@ -462,7 +462,7 @@ def read_draft_model_config(settings: EngineSettings, target: ModelConfig) -> Mo
     return model
 
 
-def check_settings(model: ModelConfig, settings: EngineSettings) -> None:
+def check_supported(model: ModelConfig, settings: EngineSettings) -> None:
     """ConfigError for settings that do not fit the weights of the model, or that latent attention does not
     support.
     """

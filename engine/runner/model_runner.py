@@ -54,7 +54,7 @@ from baton.engine.models.parallel import PendingTensor, ReplicaRank
 from baton.engine.models.registry import (
     ARCHITECTURES,
     ModelConfig,
-    check_settings,
+    check_supported,
     choose_max_model_len,
     read_model_config,
 )
@@ -311,7 +311,7 @@ class ModelRunner:
             if torch.cuda.current_stream(self.device).priority != config.stream_priority:
                 # The default stream has none. This thread runs the steps, and hands pages to transfers.
                 torch.cuda.set_stream(torch.cuda.Stream(self.device, config.stream_priority))
-        check_settings(model_config, config)
+        check_supported(model_config, config)
         self.dtype = choose_dtype(config.dtype, model_config, self.device)
         self.max_model_len = choose_max_model_len(config, model_config)
         self.layout = PageLayout(

@@ -11,7 +11,7 @@ import torch
 from baton.config.engine import engine_config
 from baton.engine.models.loading.weights import DummyCheckpoint
 from baton.engine.models.model import check_parameters, parameter_shapes
-from baton.engine.models.registry import ModelConfig, check_settings, read_model_config
+from baton.engine.models.registry import ModelConfig, check_supported, read_model_config
 from baton.errors import ConfigError, ModelError
 from baton.pages import PageLayout
 
@@ -212,6 +212,6 @@ def test_settings_that_latent_attention_does_not_support(
     tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     model = read(tmp_path, V3)
-    check_settings(model, engine_config({"model": str(tmp_path)}))
+    check_supported(model, engine_config({"model": str(tmp_path)}))
     with pytest.raises(ConfigError, match=message):
-        check_settings(model, engine_config({"model": str(tmp_path), **settings}))
+        check_supported(model, engine_config({"model": str(tmp_path), **settings}))
