@@ -354,13 +354,6 @@ def test_forbidden_message_is_an_offence(who: str, message: AnyMessage) -> None:
     assert len(c.router.in_flight) == 0
 
 
-def test_attempt_submitted_twice_is_an_offence() -> None:
-    c = cluster("d0")
-    c.submit()
-    with pytest.raises(ProtocolError, match="submitted twice"):
-        c.submit()
-
-
 def test_hello_of_a_worker_must_describe_it() -> None:
     c = cluster()
     for worker in (None, a_worker("d1")):

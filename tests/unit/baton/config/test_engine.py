@@ -1,6 +1,3 @@
-import io
-import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config.engine import CacheConfig, EngineConfig, SchedulerConfig, engine_config
-from baton.config.environment import cache_directory, log_level, prepare_nccl, prepare_ray
 from baton.config.loader import BYTE_UNITS, parse_bytes
 from baton.errors import ConfigError
 
@@ -121,52 +117,3 @@ def test_a_bad_size_names_its_key() -> None:
 @given(count=st.integers(0, 2**60), unit=st.sampled_from(sorted(BYTE_UNITS)))
 def test_whole_sizes_are_exact(count: int, unit: str) -> None:
     assert parse_bytes(f"{count}{unit}") == count * BYTE_UNITS[unit]
-
-
-def test_torch_leaves_a_process_whose_nccl_peer_is_gone_unless_the_operator_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    environment = {"TORCH_NCCL_ENABLE_MONITORING": "1"}
-    monkeypatch.setattr("os.environ", environment)
-    prepare_nccl()
-    assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-
-
-def test_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BATON_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache_directory() == Path("/x/baton")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory() == Path.home() / ".cache" / "baton"
-    monkeypatch.setenv("BATON_CACHE_DIR", "/y")
-    assert cache_directory() == Path("/y")
-
-
-def test_ray_is_told_to_heed_its_token_and_to_keep_colours_out_of_files(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    own = {"RAY_AUTH_MODE": "disabled"}
-    for stream, colours in ((io.StringIO(), "0"), (None, "0"), (Terminal(), None)):
-        environment = dict(own)
-        monkeypatch.setattr("os.environ", environment)
-        monkeypatch.setattr("sys.stderr", stream)
-        prepare_ray()
-        monkeypatch.undo()
-        assert environment["RAY_AUTH_MODE"] == "disabled"  # the operator's own goes first
-        assert environment["RAY_USAGE_STATS_ENABLED"] == "0"
-        assert environment.get("RAY_COLOR_PREFIX") == colours
-        assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
-
-
-def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BATON_LOG_LEVEL", raising=False)
-    assert log_level() == logging.WARNING
-    monkeypatch.setenv("BATON_LOG_LEVEL", "debug")
-    assert log_level() == logging.DEBUG
-    monkeypatch.setenv("BATON_LOG_LEVEL", "loud")
-    with pytest.raises(ConfigError, match="BATON_LOG_LEVEL: expected one of .*DEBUG.*, got 'loud'"):
-        log_level()

@@ -121,21 +121,16 @@ def test_largest_body_passes_and_a_larger_one_is_not_counted(proven: tuple[End, 
     assert receiver.take(sender.session.frame(b"next")) == [b"next"]
 
 
-def _flip(first: bytes, second: bytes, own: bytes) -> bytes:
-    return first[:5] + bytes([first[5] ^ 1]) + first[6:]
-
-
 @pytest.mark.parametrize(
     "tamper",
     [
-        _flip,
         lambda first, second, own: first + first,
         lambda first, second, own: second,
         lambda first, second, own: second + first,
         lambda first, second, own: own,
         lambda first, second, own: encode_frame(first[5:9]),
     ],
-    ids=["flip", "repeat", "omit", "swap", "reflect", "shorten"],
+    ids=["repeat", "omit", "swap", "reflect", "shorten"],
 )
 def test_relay_cannot_change_the_stream(
     proven: tuple[End, End], tamper: Callable[[bytes, bytes, bytes], bytes]
@@ -154,8 +149,9 @@ def test_every_byte_of_a_frame_is_sealed() -> None:
     for index in range(5, len(frame)):
         changed = bytearray(frame)
         changed[index] ^= 0x80
-        with pytest.raises(WireError, match="was changed"):
+        with pytest.raises(WireError, match="was changed") as caught:
             accepting.take(bytes(changed))
+        assert caught.value.reason == "seal"
 
 
 def test_frame_must_end_in_time_and_each_frame_has_its_own_time(proven: tuple[End, End]) -> None:

@@ -59,9 +59,11 @@ def test_tenants_take_turns(c: Cluster) -> None:
     end(c, "a1", "a2")
 
 
-def test_attempt_submitted_twice_while_it_waits_is_an_offence(c: Cluster) -> None:
-    fill(c)
-    submit(c, asked("r", num_tokens=LONG))
+@pytest.mark.parametrize("waits", [False, True])
+def test_attempt_submitted_twice_is_an_offence(c: Cluster, waits: bool) -> None:
+    if waits:
+        fill(c)
+    assert bool(submit(c, asked("r", num_tokens=LONG))) is not waits
     with pytest.raises(ProtocolError, match="twice"):
         c["g"].say(asked("r", num_tokens=LONG))
 
