@@ -107,8 +107,8 @@ class TestPeer(ListeningPeer):
         return cls(node, Hello(process=Kind.ROUTER, id=id_of(name)))
 
     @classmethod
-    def operator(cls, node: Node) -> "TestPeer":
-        return cls(node, Hello(process=Kind.OPERATOR, id=id_of("o")))
+    def operator(cls, node: Node, name: str = "o") -> "TestPeer":
+        return cls(node, Hello(process=Kind.OPERATOR, id=id_of(name)))
 
     @classmethod
     def worker(cls, node: Node, worker: Worker) -> "TestPeer":

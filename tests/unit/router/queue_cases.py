@@ -13,7 +13,7 @@ from baton.router.in_flight import InFlight
 from baton.router.membership import Membership
 from baton.router.queue.admission import MIN_COMPUTING
 from baton.tenants import Degradation, Quotas, SchedulingKey, Sla
-from tests.node_peers import TestPeer, a_worker, id_of, name_of
+from tests.node_peers import ListeningPeer, TestPeer, a_worker, hello_of, id_of, name_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
 LONG = 3000  # tokens: MIN_COMPUTING prompts of this length take all slots of a worker
@@ -29,7 +29,7 @@ class Fleet:
 
     def join(self, name: str, **changes: Any) -> None:
         worker = a_worker(name, **changes)
-        self.members.join(worker, TestPeer.worker(cluster().router, worker))
+        self.members.join(worker, ListeningPeer(hello_of(worker)))
 
     def beat(self, name: str, *, is_draining: bool = False, **pages: int) -> None:
         member = self.members.get(id_of(name))

@@ -6,13 +6,16 @@ from typing import Any
 
 from baton.config.router import RouterConfig
 from baton.messages.bounds import Kind
-from baton.messages.control import Heartbeat, Reachable, Rejected, Routed, Submit
-from baton.messages.workers import Load
+from baton.messages.control import Heartbeat, KvEventBatch, Reachable, Rejected, Routed, Submit
+from baton.messages.workers import Load, Worker
+from baton.pages import KEY_BYTES
 from baton.request import Request
-from baton.router.router import Router
+from baton.router.membership import Member
+from baton.router.router import SETTLE_S, Router
+from baton.router.sliced_work import PromptKeys, family_of
 from baton.rpc.peers import TICK_S
 from tests.fakes import JumpingClock
-from tests.node_peers import TestPeer, a_request, a_worker, id_of, name_of
+from tests.node_peers import ListeningPeer, TestPeer, a_request, a_worker, hello_of, id_of, name_of
 
 
 @dataclasses.dataclass
@@ -44,6 +47,26 @@ class Cluster:
         for name in names:
             self[name].say(Heartbeat(load=Load(), **fields))
 
+    def settle(self, *names: str) -> None:
+        """Let time pass until the list of members is complete. names: workers that stay alive."""
+        until_s = self.clock.now_s() + 2 * SETTLE_S
+        while self.clock.now_s() < until_s:
+            self.beat(*names)
+            self.tick()
+
+    def hold(self, name: str, request: Request, num_pages: int) -> None:
+        """Report that a worker holds the first pages of a prompt, and nothing else."""
+        keys = PromptKeys().keys(family_of(a_worker(name)), request)[: KEY_BYTES * num_pages]
+        pages, generations = tuple(range(num_pages)), (7,) * num_pages
+        self[name].say(
+            KvEventBatch(first=0, keys=keys, pages=pages, generations=generations, is_snapshot=True)
+        )
+
+    def decode_others(self, name: str, num_attempts: int) -> None:
+        """Report running decodes of an earlier router."""
+        attempts = tuple((id_of(f"{name} {number}"), 0) for number in range(num_attempts))
+        self[name].say(Heartbeat(load=Load(pages={"active": 64}), attempts=attempts))
+
     def submit(self, request: Request | None = None, gateway: str = "g", **fields: Any) -> Routed | Rejected:
         self[gateway].say(Submit(request=request or a_request(), **fields))
         answer = self[gateway].received.pop()
@@ -55,6 +78,11 @@ class Cluster:
         routed = self.submit(request, **fields)
         assert isinstance(routed, Routed)
         return name_of(routed.decode), name_of(routed.prefill)
+
+
+def a_member(worker: Worker) -> Member:
+    """A member that no router knows."""
+    return Member(worker, ListeningPeer(hello_of(worker)), 0.0)
 
 
 class Turns:

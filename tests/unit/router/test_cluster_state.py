@@ -7,7 +7,6 @@ from baton.messages.control import (
     Decision,
     Dispatch,
     Ended,
-    Heartbeat,
     KvEventBatch,
     KvEventsWanted,
     Measured,
@@ -16,7 +15,7 @@ from baton.messages.control import (
     Started,
 )
 from baton.messages.operations import Decisions, Explain
-from baton.messages.workers import Load, PrefillTimes
+from baton.messages.workers import PrefillTimes
 from baton.request import Request, TokenIds
 from baton.router.sliced_work import PromptKeys, family_of
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
@@ -34,26 +33,11 @@ def long_request(name: str, num_tokens: int = 8000) -> Request:
     return a_request(name, num_tokens)
 
 
-def holds(c: Cluster, name: str, request: Request, num_pages: int) -> None:
-    keys = PromptKeys().keys(family_of(a_worker(name)), request)[: 16 * num_pages]
-    pages = tuple(range(num_pages))
-    events = KvEventBatch(
-        first=0, keys=keys, pages=pages, generations=tuple(7 for _ in pages), is_snapshot=True
-    )
-    c[name].say(events)
-
-
 def route(c: Cluster, request: Request) -> tuple[Routed, Dispatch]:
     routed = c.submit(request)
     assert isinstance(routed, Routed)
     decode = next(peer for peer in c.peers.values() if peer.id == routed.decode)
     return routed, decode.only(Dispatch)
-
-
-def busy(c: Cluster, name: str, num_attempts: int) -> None:
-    """Report running decodes of an earlier router."""
-    attempts = tuple((id_of(f"{name} {number}"), 0) for number in range(num_attempts))
-    c[name].say(Heartbeat(load=Load(pages={"active": 64}), attempts=attempts))
 
 
 def explained(c: Cluster, request_id: str) -> Decision:
@@ -70,7 +54,7 @@ def test_only_policies_with_a_prefix_index_ask_for_pages() -> None:
 
 def test_sibling_of_a_running_prompt_goes_to_the_same_worker() -> None:
     c = cost_cluster("p0", "p1", "p2", "d0")
-    busy(c, "d0", 32)
+    c.decode_others("d0", 32)
     first, _ = route(c, long_request("a"))
     later = a_request("b", 8200)
     assert route(c, later)[0].prefill == first.prefill
@@ -78,8 +62,8 @@ def test_sibling_of_a_running_prompt_goes_to_the_same_worker() -> None:
 
 def test_prefix_of_a_busy_worker_is_pulled_by_another() -> None:
     c = cost_cluster("p0", "p1", "d0")
-    busy(c, "d0", 64)
-    holds(c, "p0", long_request("x"), 400)
+    c.decode_others("d0", 64)
+    c.hold("p0", long_request("x"), 400)
     for number, num_tokens in enumerate((18_000, 27_000, 27_000)):
         tokens = tuple(range(10**6 * (number + 1), 10**6 * (number + 1) + num_tokens))
         other = Request(request_id=id_of(f"o{number}"), token_ids=TokenIds.of(tokens))
@@ -108,13 +92,13 @@ def test_worker_of_other_weights_is_no_pull_source() -> None:
 def test_idle_decode_worker_computes_a_short_prompt_and_a_busy_one_does_not() -> None:
     c = cost_cluster("p0", "d0")
     assert route(c, a_request("a", 100))[0].prefill == ""
-    busy(c, "d0", 48)
+    c.decode_others("d0", 48)
     assert route(c, long_request("b"))[0].prefill == id_of("p0")
 
 
 def test_measured_slow_worker_gets_fewer_requests() -> None:
     c = cost_cluster("p0", "p1", "d0")
-    busy(c, "d0", 64)
+    c.decode_others("d0", 64)
     for number in range(32):
         for name, token_s in (("p0", 1e-2), ("p1", 1e-5)):
             times = PrefillTimes(id_of("none"), 0, 0.0, token_s * (100 + number), 100 + number, 100 + number)
@@ -127,7 +111,7 @@ def test_measured_slow_worker_gets_fewer_requests() -> None:
 def test_gap_in_the_events_of_a_worker_is_asked_about() -> None:
     c = cost_cluster("d0")
     c["d0"].take(KvEventsWanted)
-    holds(c, "d0", long_request("x"), 4)
+    c.hold("d0", long_request("x"), 4)
     assert c["d0"].take(KvEventsWanted) == []
     c["d0"].say(KvEventBatch(first=9, keys=b"k" * 16, pages=(1,), generations=(0,)))
     assert c["d0"].only(KvEventsWanted)
@@ -135,8 +119,8 @@ def test_gap_in_the_events_of_a_worker_is_asked_about() -> None:
 
 def test_pages_of_a_worker_that_left_do_not_count() -> None:
     c = cost_cluster("p0", "p1", "d0")
-    busy(c, "d0", 32)
-    holds(c, "p0", long_request("x"), 400)
+    c.decode_others("d0", 32)
+    c.hold("p0", long_request("x"), 400)
     c["p0"].leave()
     routed, dispatch = route(c, long_request("a"))
     assert (routed.prefill, dispatch.source) == (id_of("p1"), None)
@@ -144,7 +128,7 @@ def test_pages_of_a_worker_that_left_do_not_count() -> None:
 
 def test_decision_is_explained_with_its_measured_times() -> None:
     c = cost_cluster("p0", "p1", "d0")
-    busy(c, "d0", 32)
+    c.decode_others("d0", 32)
     routed, _ = route(c, long_request("a"))
     c.clock.advance(0.5)
     c["g"].say(Started(attempts=((id_of("a"), 0),)))
@@ -165,7 +149,7 @@ def test_decision_is_explained_with_its_measured_times() -> None:
 
 def test_worker_cannot_report_times_of_another_worker() -> None:
     c = cost_cluster("p0", "p1", "d0")
-    busy(c, "d0", 32)
+    c.decode_others("d0", 32)
     routed, _ = route(c, long_request("a"))
     other = "p1" if routed.prefill == id_of("p0") else "p0"
     c[other].say(Measured(prefills=(PrefillTimes(id_of("a"), 0, 0.1, 0.3, 1, 1),)))
@@ -174,7 +158,7 @@ def test_worker_cannot_report_times_of_another_worker() -> None:
 
 def test_repeated_times_are_learned_once() -> None:
     c = cost_cluster("p0", "d0")
-    busy(c, "d0", 32)
+    c.decode_others("d0", 32)
     route(c, long_request("a"))
     times = PrefillTimes(id_of("a"), 0, 0.1, 0.3, 8000, 8000, moved_bytes=8000, exposed_s=0.01)
     c["p0"].say(Measured(prefills=(times,)))
@@ -199,7 +183,7 @@ def test_decisions_of_other_policies_name_the_policy(policy: str) -> None:
 
 def test_prefix_policy_follows_the_longest_prefix_whatever_the_queue() -> None:
     c = cost_cluster("p0", "p1", "d0", policy="prefix")
-    holds(c, "p0", long_request("x"), 400)
+    c.hold("p0", long_request("x"), 400)
     for number in range(8):
         routed, dispatch = route(c, long_request(f"r{number}"))
         assert (routed.prefill, dispatch.source) == (id_of("p0"), None)
@@ -220,7 +204,7 @@ def test_in_flight_load_is_exact_under_the_cost_policy() -> None:
 def test_blind_decisions_are_counted() -> None:
     c = cost_cluster("d0")
     route(c, long_request("a"))
-    holds(c, "d0", long_request("x"), 4)
+    c.hold("d0", long_request("x"), 4)
     route(c, long_request("b"))
     assert c.router.counters["blind_decisions"] == 1
 
@@ -232,7 +216,7 @@ def test_left_out_workers_of_a_large_cluster_are_never_chosen(num_left: int) -> 
     avoided = [id_of(name) for name in decoders[num_left:]]
     avoided += [id_of(f"p{number}") for number in range(num_left, 20)]
     for name in decoders[num_left:]:  # which hold most of it
-        holds(c, name, long_request("x"), 400)
+        c.hold(name, long_request("x"), 400)
     chosen = set()
     for number in range(12):
         routed = c.submit(long_request(f"r{number}", 1000), avoid=tuple(avoided))

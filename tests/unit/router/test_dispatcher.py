@@ -17,7 +17,6 @@ from baton.messages.control import (
     Dispatch,
     Ended,
     Heartbeat,
-    KvEventBatch,
     PullSource,
     Queued,
     Rejected,
@@ -25,19 +24,19 @@ from baton.messages.control import (
     Started,
     Submit,
 )
-from baton.messages.workers import Load, Worker
+from baton.messages.workers import Load
 from baton.pages import PageKeys
-from baton.request import AttemptKey, Request, SamplingParams, TokenIds
+from baton.request import AttemptKey, SamplingParams, TokenIds
 from baton.router.decisions import EndedLine, decode_lines
 from baton.router.dispatcher import MAX_DISPATCHED, make_entry
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, SchedulingClass
-from baton.router.membership import Member
 from baton.router.policies.base import Pair
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.admission import MIN_COMPUTING
 from baton.router.redis.messages import AnyShared, SharedDispatch
 from baton.router.sliced_work import PromptKeys, family_of
 from baton.rpc.peers import TICK_S
+from baton.sim.replay import UnsharedLink
 from baton.tenants import Degradation, Quotas, Refusal, Sla
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.queue_cases import (
@@ -52,7 +51,7 @@ from tests.unit.router.queue_cases import (
     submit,
     tenant_of,
 )
-from tests.unit.router.router_cluster import Cluster, Turns, cluster
+from tests.unit.router.router_cluster import Cluster, Turns, a_member, cluster
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def a_source(num_pages: int) -> PullSource:
 
 def test_entry_counts_the_expected_answer() -> None:
     worker = a_worker("d0")
-    pair = Pair(Member(worker, TestPeer.worker(cluster().router, worker), 0.0), None, "the only one")
+    pair = Pair(a_member(worker), None, "the only one")
     for max_tokens, expected in ((7, 7), (9000, EXPECTED_OUTPUT_TOKENS)):
         request = a_request(num_tokens=50, sampling=SamplingParams(max_tokens=max_tokens))
         entry = make_entry("g", request, pair, CostModel(), 7.0)
@@ -128,15 +127,11 @@ def test_small_requests_bypass_a_large_one_except_on_its_reserved_worker() -> No
     assert isinstance(large, Routed) and large.decode == kept
 
 
-class RecordingLink:
+class RecordingLink(UnsharedLink):
     """A link that keeps all messages and sends none."""
 
     def __init__(self) -> None:
         self.shared: list[AnyShared] = []
-
-    def joined(self, worker: Worker) -> None: ...
-    def left(self, worker_id: str) -> None: ...
-    def pages(self, worker_id: str, events: KvEventBatch) -> None: ...
 
     def share(self, message: AnyShared) -> None:
         self.shared.append(message)
@@ -210,16 +205,8 @@ def a_prompt(
 def best_at_p0(c: Cluster, name: str, tenant: str = "a", *, num_new: int = 16, weight: float = 1.0) -> Submit:
     """A prompt whose prefix p0 holds, and nothing else. num_new: tokens after the prefix."""
     asked_for = a_prompt(name, tenant, num_tokens=HELD + num_new, weight=weight)
-    hold(c, "p0", asked_for.request)
+    c.hold("p0", asked_for.request, HELD // 16)
     return asked_for
-
-
-def hold(c: Cluster, name: str, request: Request) -> None:
-    pages = tuple(range(HELD // 16))
-    keys = PromptKeys().keys(family_of(a_worker(name)), request)[: 16 * len(pages)]
-    c[name].say(
-        KvEventBatch(first=0, keys=keys, pages=pages, generations=(7,) * len(pages), is_snapshot=True)
-    )
 
 
 def computed_by(answered: list[Routed | Rejected]) -> list[tuple[str, str]]:
@@ -237,15 +224,9 @@ def lag(c: Cluster, tenant: str, rank: int = 0) -> float:
     return c.router.admission_queue.queues.known_lag(SchedulingClass(tenant, 1.0, rank)) or 0.0
 
 
-def decode_many(c: Cluster) -> None:
-    """Make the decode worker busy, so that prompts are better computed elsewhere."""
-    others = tuple((id_of(f"other {number}"), 0) for number in range(32))
-    c["d0"].say(Heartbeat(load=Load(), attempts=others))
-
-
 def busy(c: Cluster, *, rank: int = 0) -> None:
     """Prompts of "a" take all slots of p0; d0 has a prompt of "b", of this rank."""
-    decode_many(c)
+    c.decode_others("d0", 32)
     filling = [a_prompt(f"a{n}", weight=8.0) for n in range(MIN_COMPUTING)]
     assert computed_by(submit(c, *filling)) == [("a0", "p0"), ("a1", "p0")]
     c["d0"].say(Heartbeat(load=Load()))
@@ -280,7 +261,7 @@ def test_overtaking_prompts_do_not_take_the_slot_that_is_waited_for(costs: Clust
     busy(costs)
     submit(costs, a_prompt("x", "x", num_tokens=16))
     end(costs, "x")
-    decode_many(costs)
+    costs.decode_others("d0", 32)
     assert submit(costs, best_at_p0(costs, "r", "r", num_new=LONG)) == []
     assert lag(costs, "r") > lag(costs, "x"), "its turn comes first"
     overtaking = submit(costs, a_prompt("x0", "x", num_tokens=300))
@@ -307,7 +288,7 @@ def test_prompt_does_not_wait_while_a_prefill_worker_has_a_slot(costs: Cluster) 
 def test_tenant_with_a_deficit_has_slots_of_its_own(costs: Cluster) -> None:
     busy(costs)
     for name in ("x0", "x1"):
-        decode_many(costs)
+        costs.decode_others("d0", 32)
         submitted = submit(costs, best_at_p0(costs, name, "x", num_new=LONG, weight=100.0))
         assert computed_by(submitted) == ([("x0", "p0")] if name == "x0" else [])
     assert lag(costs, "x") > 0, "even a deficit does not exceed the slots"
@@ -496,7 +477,7 @@ def test_slices_change_no_choice_and_no_expected_page(sliced: Cluster, turns: Tu
 def test_gateway_is_told_of_a_queued_long_prompt_once_its_keys_are_computed(
     sliced: Cluster, turns: Turns
 ) -> None:
-    decode_many(sliced)
+    sliced.decode_others("d0", 32)
     for name in ("a0", "a1"):
         submit(sliced, a_prompt(name, weight=8.0))
         turns.all()

@@ -76,10 +76,7 @@ def test_list_is_complete_once_every_worker_had_time_to_join() -> None:
 
 def test_list_of_a_router_that_was_cut_off_is_complete_once_every_worker_had_time_to_join_again() -> None:
     c = cluster("d0", "d1")
-    while c.clock.now_s() < 100 + 2 * SETTLE_S:
-        for name in ("d0", "d1"):
-            c.beat(name)
-        c.tick()
+    c.settle("d0", "d1")
     for name in ("g", "d0", "d1"):
         c[name].leave()
     gateway = TestPeer.gateway(c.router, "g")
@@ -103,10 +100,7 @@ def test_list_of_a_router_whose_workers_all_fall_silent_is_incomplete_and_of_hun
     is_hung: bool,
 ) -> None:
     c = cluster("d0", "d1")
-    while c.clock.now_s() < 100 + 2 * SETTLE_S:
-        for name in ("d0", "d1"):
-            c.beat(name)
-        c.tick()
+    c.settle("d0", "d1")
     c["g"].take(Members)
     if is_hung:
         for name in ("d0", "d1"):
@@ -119,9 +113,7 @@ def test_list_of_a_router_whose_workers_all_fall_silent_is_incomplete_and_of_hun
 
 def test_list_stays_complete_when_the_last_worker_leaves_in_order() -> None:
     c = cluster("d0")
-    while c.clock.now_s() < 100 + 2 * SETTLE_S:
-        c.beat("d0")
-        c.tick()
+    c.settle("d0")
     c.beat("d0", is_draining=True)
     c["d0"].leave()
     c.tick()
@@ -147,7 +139,7 @@ def test_watching_operators_hear_of_silent_workers() -> None:
     c = cluster("d0", "d1", "d2")
     watching, other = (
         TestPeer.operator(c.router),
-        TestPeer(c.router, Hello(process=Kind.OPERATOR, id="b" * 32)),
+        TestPeer.operator(c.router, "other"),
     )
     watching.say(WatchWorkers())
     c["d1"].leave()
@@ -165,7 +157,7 @@ def test_watching_operators_hear_which_worker_to_restart(order: Undrain | Restar
     asking = TestPeer.operator(c.router)
     asking.say(order)
     assert asking.only(Status).num_watchers == 0
-    watching = TestPeer(c.router, Hello(process=Kind.OPERATOR, id="b" * 32))
+    watching = TestPeer.operator(c.router, "other")
     watching.say(WatchWorkers())
     asking.say(order)
     assert asking.only(Status).num_watchers == 1
@@ -176,7 +168,7 @@ def test_worker_that_serves_is_not_called_back() -> None:
     """Its supervisor would start it again after its next drain."""
     c = cluster("d0")
     asking = TestPeer.operator(c.router)
-    watching = TestPeer(c.router, Hello(process=Kind.OPERATOR, id="b" * 32))
+    watching = TestPeer.operator(c.router, "other")
     watching.say(WatchWorkers())
     asking.say(Undrain(worker="d0"))
     assert watching.take(Undrain) == []
@@ -188,7 +180,7 @@ def test_worker_that_serves_is_not_called_back() -> None:
 def test_status_tells_how_long_the_head_of_ray_is_away() -> None:
     c = cluster("d0")
     asking = TestPeer.operator(c.router)
-    watching = TestPeer(c.router, Hello(process=Kind.OPERATOR, id="b" * 32))
+    watching = TestPeer.operator(c.router, "other")
     watching.say(WatchWorkers())
 
     def away_s() -> float:

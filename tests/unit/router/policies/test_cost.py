@@ -2,6 +2,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import exp
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,9 +21,9 @@ from baton.router.policies.candidates import PairCandidate
 from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer, RecentWork
 from baton.router.policies.cost_model import CostModel
 from baton.router.sliced_work import PromptKeys, family_of
-from tests.node_peers import TestPeer, a_request, a_worker, id_of
+from tests.node_peers import a_request, a_worker, id_of
 from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
-from tests.unit.router.router_cluster import Cluster, cluster
+from tests.unit.router.router_cluster import Cluster, a_member, cluster
 
 PROMPT_TOKENS = 400
 
@@ -48,7 +49,6 @@ class World:
         self.clock = ManualClock(1.0)
         self.in_flight, self.model, self.keys = InFlight(self.clock), CostModel(), PromptKeys()
         self.index = PrefixIndex(self.clock, 4096)
-        router = cluster().router
         self.request = a_request(num_tokens=PROMPT_TOKENS)
         self.members = []
         for number in range(num_workers):
@@ -56,7 +56,7 @@ class World:
             name, num_pages = f"{'dp'[number % 2]}{number}", random.randint(30, 90)
             worker = a_worker(name, num_pages=num_pages, fingerprint=fingerprint)
             worker = replace(worker, max_num_batched_tokens=random.choice((0, 64, 256)))
-            self.members.append(Member(worker, TestPeer.worker(router, worker), 0.0))
+            self.members.append(a_member(worker))
         for member in self.members:
             self._fill(member)
             self._measure(member)
@@ -70,10 +70,11 @@ class World:
         claim = TenantClaim(lag, lag_of)
         return PromptScorer(self.context(Random(0)), self.request, self.clock.now_s(), claim)
 
-    def join(self, name: str) -> None:
+    def join(self, name: str, **changes: Any) -> Worker:
         """It has nothing, and room for much."""
-        worker = a_worker(name, num_pages=1000, max_num_seqs=64)
-        self.members.append(Member(worker, TestPeer.worker(cluster().router, worker), 0.0))
+        worker = a_worker(name, **{"num_pages": 1000, "max_num_seqs": 64, **changes})
+        self.members.append(a_member(worker))
+        return worker
 
     def side(self, role: WorkerRole) -> WorkerPool:
         return WorkerPool([member for member in self.members if member.worker.role is role])
@@ -179,10 +180,9 @@ class Drawing(Random):
 def test_least_busy_workers_of_a_random_draw_are_compared() -> None:
     """Four more workers hold some of the prompt, and are too busy to be chosen."""
     world, num = World(Random(0), 0), MAX_COMPARED + 4
-    router, keys = cluster().router, b""
+    keys = b""
     for name in ("d0", *(f"p{number}" for number in range(num))):
-        worker = a_worker(name)
-        world.members.append(Member(worker, TestPeer.worker(router, worker), 0.0))
+        worker = world.join(name, num_pages=64, max_num_seqs=8)
         keys = world.keys.keys(family_of(worker), world.request)[:32]
         world.index.join(worker)
     for number, work_s in {0: 9.0, 1: 9.0, 2: 9.0, 3: 9.0, 5: 2.0, 6: 1.0}.items():
@@ -264,9 +264,7 @@ def test_tenant_with_a_deficit_counts_no_harm_to_tenants_beyond_their_share() ->
 def test_delay_of_running_decodes_ends_with_their_answers(num_output_tokens: int, patience: float) -> None:
     """The answers of the delayed decodes count, others do not."""
     world = World(Random(3), 2)
-    worker = a_worker("d9", num_pages=1000, max_num_seqs=64)
-    worker = replace(worker, max_num_batched_tokens=256)
-    world.members.append(Member(worker, TestPeer.worker(cluster().router, worker), 0.0))
+    worker = world.join("d9", max_num_batched_tokens=256)
     beyond = SchedulingClass("beyond")
     answers = {SchedulingClass(): num_output_tokens, beyond: 100_000}
     for scheduling_class, num_tokens in answers.items():
@@ -383,12 +381,8 @@ def test_mean_equals_that_of_the_oracle(seed: int) -> None:
         assert spread.mean(now_s) == pytest.approx(expected, rel=1e-6)
 
 
-def member(worker: Worker) -> Member:
-    return Member(worker, TestPeer.worker(cluster().router, worker), 0.0)
-
-
 def members(num: int) -> list[Member]:
-    return [member(a_worker(f"p{number}")) for number in range(num)]
+    return [a_member(a_worker(f"p{number}")) for number in range(num)]
 
 
 def holdings(side: WorkerPool, index: PrefixIndex, held: list[int]) -> Holdings:
@@ -450,10 +444,9 @@ def test_requests_of_one_prompt_spread_over_idle_decode_workers(seed: int, num_t
 
 
 def test_worker_with_the_prompt_on_its_device_goes_before_one_that_reads_it_from_a_slow_disk() -> None:
-    world, router = World(Random(0), 0), cluster().router
+    world = World(Random(0), 0)
     for name in ("d0", "p0", "p1"):
-        worker = a_worker(name, num_pages=1000)
-        world.members.append(Member(worker, TestPeer.worker(router, worker), 0.0))
+        worker = world.join(name)
         world.index.join(worker)
     keys = world.keys.keys(family_of(worker), world.request)
     num_pages = len(keys) // 16
