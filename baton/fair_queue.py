@@ -160,10 +160,14 @@ class FairShare:
 # Recent work.
 
 HALF_LIFE_S: Final = 3.0  # the router's credit reaches as far back
-NEWCOMER_PART: Final = 1 / 64  # of all recent work: a key that joins has had at least this much
+# A key that joins starts with at least this share of all recent work. With a larger share it waits longer,
+# and newcomers hold up the other keys for less time.
+NEWCOMER_PART: Final = 1 / 64
 FORGET_S: Final = 6 * HALF_LIFE_S  # by then a key that left has had less than a newcomer
 MAX_AWAY: Final = 4096  # keys without sequences that are remembered
-EXCESS: Final = 0.1  # of the other keys' due: keys that alternate do not differ as much
+# A key is beyond its share when it has had more than its due and this share of the other keys' due. Keys that
+# alternate differ by less; a larger share would let a key take more from the others.
+EXCESS: Final = 0.1
 
 
 @dataclass(slots=True, eq=False)

@@ -51,7 +51,7 @@ from baton.router.policies.base import (
 )
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.admission import AdmissionQueue, Capacity, SharedAdmission
-from baton.router.queue.quotas import QuotaRefusal, no_room
+from baton.router.queue.quotas import AttemptRefusal, no_room
 from baton.router.queue.tenant_queues import QueuedAttempt
 from baton.router.sliced_work import SlicedWork
 from baton.rpc.peers import Peer
@@ -141,7 +141,7 @@ class Dispatcher:
         self._waiting_for_slot: dict[AttemptKey, NoSlot] = {}
         self._sliced_work = sliced_work
         self._is_dispatch_scheduled = False  # a later turn dispatches more of the queue
-        # Attempts that came meanwhile and may overflow -> gateway
+        # attempt -> gateway: queued while a dispatch is scheduled; `max_queued` is checked when it ends
         self._unchecked: dict[AttemptKey, str] = {}
         self._arriving: dict[AttemptKey, _Arrival] = {}  # the page keys of these prompts are being computed
         # A decode worker was full, so full workers are computed before the choice of a pair, not after.
@@ -387,7 +387,7 @@ class Dispatcher:
         # The workers have their messages: the rest adds nothing to the latency of the request.
         self._cluster_state.dispatched(submit, pair, entry)
 
-    def _reject(self, gateway_id: str, key: AttemptKey, refused: QuotaRefusal) -> None:
+    def _reject(self, gateway_id: str, key: AttemptKey, refused: AttemptRefusal) -> None:
         self._counters["rejected"] += 1
         rejected = Rejected(
             request_id=key[0],

@@ -24,7 +24,7 @@ MAX_SHOWN: Final = 500  # characters of a wrong value in an error
 _DURATION: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>[smh]?)")
 _UNITS_S: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 HIDDEN: Final = "***"
-# What follows the :// of a URL; a URL of another form may hide a password anywhere.
+# The part of a URL after ://. A URL of any other form is hidden whole: it may contain a password.
 _PLAIN_URL: Final = re.compile(r"(?:[^@?#/]*@)?(?P<place>[\w.,:\[\]-]+(?:/[\w./-]*)?)(?:\?[^@]*)?")
 BYTE_UNITS: Final = {
     "B": 1,

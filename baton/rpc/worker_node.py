@@ -47,7 +47,7 @@ EVENTS_S: Final = 0.05
 PAGES_PER_MESSAGE: Final = 8192  # a fifth of a frame
 MEASURED_S: Final = 1.0
 SAMPLE_S: Final = 1 / 32
-MAX_KEPT: Final = 1024  # as many as a message holds
+MAX_KEPT: Final = 1024  # as many as one message may name
 MAX_ENDED: Final = 4096  # requests that are remembered
 
 

@@ -46,7 +46,7 @@ from baton.router.policies.base import TenantClaim
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.objectives import OUTLOOK_AGE_S, Forecast, ObjectiveChecker, Prediction, objective_of
 from baton.router.queue.overload import OverloadManager
-from baton.router.queue.quotas import QuotaRefusal, RequestWork, TenantQuotas, WorkEstimator, no_room
+from baton.router.queue.quotas import AttemptRefusal, RequestWork, TenantQuotas, WorkEstimator, no_room
 from baton.router.queue.tenant_queues import Deadlines, QueuedAttempt, TenantQueues
 
 OVERCOMMIT: Final = 1.25  # of a decode worker's limits
@@ -287,7 +287,7 @@ class AdmissionQueue:
         """True when the attempt waits."""
         return key in self.queues
 
-    def submit(self, gateway: str, submit: Submit) -> QuotaRefusal | None:
+    def submit(self, gateway: str, submit: Submit) -> AttemptRefusal | None:
         """Queue an attempt and return None, or return why it is refused. The key must be new."""
         request, is_begun = submit.request, submit.is_begun
         work = self._estimator.expect(request, is_begun=is_begun)
@@ -313,7 +313,7 @@ class AdmissionQueue:
             self._deadlines.add(since_s + end_s, attempt.key)
         return None
 
-    def overflow(self, key: AttemptKey) -> QuotaRefusal | None:
+    def overflow(self, key: AttemptKey) -> AttemptRefusal | None:
         """Refuse a queued attempt when too many of its tenant wait, and return why; the latest first."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.is_dispatched or attempt.submit.is_begun:
@@ -351,7 +351,7 @@ class AdmissionQueue:
         if not self.quotas.is_full(tenant):
             self.queues.release(tenant, was_away=False)
 
-    def refuse_hopeless(self, waiting: QueuedAttempt) -> QuotaRefusal | None:
+    def refuse_hopeless(self, waiting: QueuedAttempt) -> AttemptRefusal | None:
         """Refuse an attempt that gets its turn too late for its objective, and return why."""
         waited_s = self.waited_s(waiting)
         # An attempt that was submitted just now would be predicted as at its submission.
@@ -397,7 +397,7 @@ class AdmissionQueue:
         self._shared.hold_or_release(request.tenant)
         return attempt
 
-    def refuse(self, key: AttemptKey, refused: QuotaRefusal) -> None:
+    def refuse(self, key: AttemptKey, refused: AttemptRefusal) -> None:
         """Take a waiting attempt out of the queue, and count the refusal."""
         attempt = self._attempts[key]
         assert not attempt.is_dispatched, key
@@ -447,7 +447,7 @@ class AdmissionQueue:
         """The open attempts of a gateway, waiting or dispatched."""
         return [key for key, attempt in self._attempts.items() if attempt.gateway == gateway]
 
-    def tick(self) -> Iterator[tuple[QueuedAttempt, QuotaRefusal]]:
+    def tick(self) -> Iterator[tuple[QueuedAttempt, AttemptRefusal]]:
         """Refuse attempts that have waited too long or are shed, and yield them."""
         yield from self._expire()
         self.queues.age()
@@ -482,7 +482,7 @@ class AdmissionQueue:
         """The number of open attempts by tenant and by whether they are dispatched."""
         return Counter((each.tenant, each.is_dispatched) for each in self._attempts.values())
 
-    def _refusal(self, attempt: QueuedAttempt) -> QuotaRefusal | None:
+    def _refusal(self, attempt: QueuedAttempt) -> AttemptRefusal | None:
         """The reason to refuse a new request at its submission."""
         request = attempt.request
         refused = self.quotas.refusal(request.tenant, request.scheduling_key.quotas, attempt.work)
@@ -507,7 +507,7 @@ class AdmissionQueue:
         num_before = work_before / max(1.0, mean_work)
         return self.forecast.predict(prompt, attempt.charged.answer, work_before, num_before)
 
-    def _count_hopeless(self, attempt: QueuedAttempt, refused: QuotaRefusal) -> None:
+    def _count_hopeless(self, attempt: QueuedAttempt, refused: AttemptRefusal) -> None:
         if refused.is_overload and not attempt.scheduling_key.has_unpromised_sla:
             self.overload.count_hopeless()
 
@@ -539,7 +539,7 @@ class AdmissionQueue:
         self.queues.correct(attempt.rank, attempt.tenant, work)
         self.quotas.correct(attempt.tenant, work)
 
-    def _expire(self) -> Iterator[tuple[QueuedAttempt, QuotaRefusal]]:
+    def _expire(self) -> Iterator[tuple[QueuedAttempt, AttemptRefusal]]:
         now_s = self._clock.now_s()
         for key in self._deadlines.passed(now_s):
             attempt = self._attempts[key]
@@ -549,7 +549,7 @@ class AdmissionQueue:
             self.refuse(key, refused)
             yield attempt, refused
 
-    def _shed(self) -> Iterator[tuple[QueuedAttempt, QuotaRefusal]]:
+    def _shed(self) -> Iterator[tuple[QueuedAttempt, AttemptRefusal]]:
         rank = self.queues.last_rank()
         if rank is None:
             return

@@ -34,7 +34,7 @@ from baton.request import AttemptKey, Request
 from baton.router.in_flight import InFlight, NewPrompt
 from baton.router.membership import MemberView
 from baton.router.policies.cost_model import CostModel
-from baton.router.queue.quotas import QuotaRefusal, RequestWork
+from baton.router.queue.quotas import AttemptRefusal, RequestWork
 from baton.tenants import Refusal, Sla
 
 MEMORY_S: Final = 10.0  # of the time in which requests waited
@@ -48,7 +48,7 @@ LEAST_RETRY_S: Final = 0.5
 MOST_RETRY_S: Final = 60.0
 PROMISED_S: Final = 15.0
 OVER_S: Final = 5.0  # without a refusal, an overload is over
-KEPT: Final = 0.25  # share of the cluster's time for requests that return
+KEPT: Final = 0.25  # share of the service rate that is reserved for clients that retry
 SPREAD: Final = 0.618034  # of the golden ratio: the fractional parts of its multiples are spread evenly
 TRIAL_S: Final = 2.0  # between two requests that are admitted against the prediction
 MAX_TRIALS: Final = 64
@@ -257,7 +257,7 @@ class ObjectiveChecker:
 
     def refusal(
         self, request: Request, work: RequestWork, waited_s: float, prediction: Prediction
-    ) -> QuotaRefusal | None:
+    ) -> AttemptRefusal | None:
         """The reason why a request that has waited `waited_s` has no hope; None when it may go on."""
         objective = objective_of(request)
         if not objective.is_promised or not request.scheduling_key.degradation.may_shed:
@@ -270,21 +270,21 @@ class ObjectiveChecker:
         )
         reason = f"{miss.objective} can't be kept: predicted is {predicted}"
         if miss.is_never:
-            return QuotaRefusal(miss.refusal, reason, MOST_RETRY_S, should_retry=False, is_overload=False)
+            return AttemptRefusal(miss.refusal, reason, MOST_RETRY_S, should_retry=False, is_overload=False)
         return self.invite(miss.refusal, reason, work.total, miss.excess_s)
 
-    def shed(self, work: RequestWork, excess_s: float) -> QuotaRefusal:
+    def shed(self, work: RequestWork, excess_s: float) -> AttemptRefusal:
         """The refusal of a request that is shed for requests of higher classes."""
         return self.invite(Refusal.SHED, "the cluster is overloaded", work.total, excess_s)
 
-    def expired(self, work: RequestWork, *, is_over: bool) -> QuotaRefusal:
+    def expired(self, work: RequestWork, *, is_over: bool) -> AttemptRefusal:
         """The refusal of a request that waited too long: for its deadline (`is_over`), or its first token."""
         if is_over:  # the client is told that the request is over, and does not return
             reason = "its deadline_ms has passed while it waited"
-            return QuotaRefusal(Refusal.DEADLINE, reason, LEAST_RETRY_S, should_retry=False)
+            return AttemptRefusal(Refusal.DEADLINE, reason, LEAST_RETRY_S, should_retry=False)
         return self.invite(Refusal.SLO, "its ttft_ms has passed while it waited", work.total, 0.0)
 
-    def invite(self, refusal: Refusal, reason: str, work: float, excess_s: float) -> QuotaRefusal:
+    def invite(self, refusal: Refusal, reason: str, work: float, excess_s: float) -> AttemptRefusal:
         """A refusal with a time to retry. excess_s: by how much the request would be late now."""
         now_s = self._clock.now_s()
         if now_s - self._refused_s > OVER_S:
@@ -295,10 +295,10 @@ class ObjectiveChecker:
         rate = self._forecast.rate.work_per_s
         if room_s - now_s <= PROMISED_S:
             self._promised_s = room_s + (work / (KEPT * rate) if rate else 0.0)
-            return QuotaRefusal(refusal, reason, room_s - now_s)
+            return AttemptRefusal(refusal, reason, room_s - now_s)
         self._num_not_returning += 1
         spread_s = (MOST_RETRY_S - PROMISED_S) * (self._num_not_returning * SPREAD % 1.0)
-        return QuotaRefusal(refusal, reason, PROMISED_S + spread_s, should_retry=False)
+        return AttemptRefusal(refusal, reason, PROMISED_S + spread_s, should_retry=False)
 
     def _may_try(self, request: Request) -> bool:
         key, now_s = request.key, self._clock.now_s()

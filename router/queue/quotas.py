@@ -33,8 +33,8 @@ LEAST_GAIN: Final = 0.05  # weight of a new figure in a mean
 NO_ROOM_RETRY_S: Final = 1.0
 
 
-class QuotaRefusal(NamedTuple):
-    """The reason why a request is refused, and when it may come again."""
+class AttemptRefusal(NamedTuple):
+    """The reason why an attempt is refused, and when it may come again."""
 
     refusal: Refusal
     reason: str
@@ -43,9 +43,9 @@ class QuotaRefusal(NamedTuple):
     is_overload: bool = True  # other tenants' work is the cause
 
 
-def no_room(reason: str) -> QuotaRefusal:
+def no_room(reason: str) -> AttemptRefusal:
     """The refusal of an attempt that no worker has room for now."""
-    return QuotaRefusal(Refusal.NO_ROOM, reason, NO_ROOM_RETRY_S)
+    return AttemptRefusal(Refusal.NO_ROOM, reason, NO_ROOM_RETRY_S)
 
 
 class Bucket:
@@ -100,7 +100,7 @@ class TenantQuotas:
         self._clock = clock
         self._tenants: dict[str, _Usage] = {}
 
-    def refusal(self, tenant: str, quotas: Quotas, work: float) -> QuotaRefusal | None:
+    def refusal(self, tenant: str, quotas: Quotas, work: float) -> AttemptRefusal | None:
         """The reason to refuse one more request of `work`; None when there is none."""
         self._update(tenant, quotas)
         usage = self._tenants.get(tenant)
@@ -111,10 +111,10 @@ class TenantQuotas:
             return _full(Refusal.MAX_CONCURRENT_REQUESTS, most)
         wait_s = usage.bucket.wait_s(work, self._clock.now_s()) if usage.bucket is not None else 0.0
         if wait_s > 0:
-            return QuotaRefusal(Refusal.TOKENS_PER_S, f"{quotas.tokens_per_s:g} tokens a second", wait_s)
+            return AttemptRefusal(Refusal.TOKENS_PER_S, f"{quotas.tokens_per_s:g} tokens a second", wait_s)
         return None
 
-    def queue_refusal(self, tenant: str, quotas: Quotas, num_queued: int) -> QuotaRefusal | None:
+    def queue_refusal(self, tenant: str, quotas: Quotas, num_queued: int) -> AttemptRefusal | None:
         """The reason why the last of `num_queued` waiting requests may not wait; None when it may."""
         if quotas.max_queued is None or num_queued <= quotas.max_queued:
             return None
@@ -191,8 +191,8 @@ class TenantQuotas:
             usage.bucket.change(quotas.tokens_per_s, quotas.burst, self._clock.now_s())
 
 
-def _full(refusal: Refusal, most: int) -> QuotaRefusal:
-    return QuotaRefusal(refusal, f"{most} at most", FULL_RETRY_S)
+def _full(refusal: Refusal, most: int) -> AttemptRefusal:
+    return AttemptRefusal(refusal, f"{most} at most", FULL_RETRY_S)
 
 
 class RequestWork(NamedTuple):

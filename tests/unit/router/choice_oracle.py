@@ -46,14 +46,14 @@ class ChoiceOracle:
         self._now_s = now_s
 
     def candidates(
-        self, decoding: Sequence[Member], filling: Sequence[Member], are_pair: Callable[[str, str], bool]
+        self, decoding: Sequence[Member], prefilling: Sequence[Member], are_pair: Callable[[str, str], bool]
     ) -> list[Weighed]:
-        everybody = [*decoding, *filling]
+        everybody = [*decoding, *prefilling]
         held = sorted(((self._held(each), each.id) for each in everybody if self._held(each)), reverse=True)
         members = {each.id: each for each in everybody}
         sources = [members[worker] for _, worker in held[:MAX_SOURCES]]
         locals_ = [self._local(each, self._cost(each, sources)) for each in decoding]
-        cost = sorted((self._cost(each, sources) for each in filling), key=_total_s)
+        cost = sorted((self._cost(each, sources) for each in prefilling), key=_total_s)
         decoders = sorted(decoding, key=lambda each: self._decoding(each).total_s)
         remotes = [
             self._remote(decoder, each)
@@ -142,7 +142,7 @@ class ChoiceOracle:
         return cost._replace(terms=replace(cost.terms, join_s=join_s, decode_delay_s=decode_delay_s))
 
     def _remote(self, decoder: Member, cost: Weighed) -> Weighed:
-        """Filled: its `decode` is where the prompt is computed."""
+        """cost: of the prompt, with the worker that computes it as `decode`."""
         num_moved = max(0, self._num_tokens - self._held(decoder))
         handoff_s = self._context.model.handoff_s(cost.decode, decoder.id, num_moved)
         decoding = self._decoding(decoder)

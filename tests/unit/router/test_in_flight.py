@@ -153,7 +153,7 @@ def test_expected_tokens_are_bounded_by_max_tokens() -> None:
 
 
 A, B = SchedulingClass("a"), SchedulingClass("b")
-PARTIES = st.builds(
+CLASSES = st.builds(
     SchedulingClass, st.sampled_from("abc"), st.sampled_from([0.5, 1.0, 4.0]), st.integers(0, 2)
 )
 
@@ -216,7 +216,7 @@ def test_lags_of_the_own_tenant_and_of_other_ranks_are_not_read() -> None:
     assert asked == [SchedulingClass("b", 1.0, 1)]
 
 
-@given(prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20), lags=st.data())
+@given(prompts=st.lists(st.tuples(CLASSES, st.integers(0, 100)), max_size=20), lags=st.data())
 def test_less_comes_first_the_smaller_the_lags_of_others(
     prompts: list[tuple[SchedulingClass, int]], lags: st.DataObject
 ) -> None:
@@ -229,8 +229,8 @@ def test_less_comes_first_the_smaller_the_lags_of_others(
 
 
 @given(
-    prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20),
-    scheduling_class=PARTIES,
+    prompts=st.lists(st.tuples(CLASSES, st.integers(0, 100)), max_size=20),
+    scheduling_class=CLASSES,
     lag=st.none() | st.floats(-1e6, 1e6),
 )
 def test_share_is_between_0_and_1_and_removed_prompts_leave_nothing(

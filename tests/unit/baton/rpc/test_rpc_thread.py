@@ -17,7 +17,7 @@ from tests.unit.baton.rpc.rpc_peers import KEY, Recorder, tokens
 TIMEOUT_S = 10.0
 
 
-class Site:
+class Host:
     """A node, its RPC thread, and the calls that wait for the test's thread."""
 
     def __init__(self, name: str, *, key: bytes = KEY, node: Recorder | None = None) -> None:
@@ -37,36 +37,36 @@ class Site:
 
 
 @pytest.fixture
-def make_site() -> Iterator[Callable[..., Site]]:
-    made: list[Site] = []
+def make_host() -> Iterator[Callable[..., Host]]:
+    made: list[Host] = []
 
-    def make(*arguments: str, **named: object) -> Site:
-        made.append(Site(*arguments, **named))  # type: ignore[arg-type]
+    def make(*arguments: str, **named: object) -> Host:
+        made.append(Host(*arguments, **named))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
-    for site in made:
-        site.thread.close()
+    for host in made:
+        host.thread.close()
 
 
-def pump_until(is_so: Callable[[], bool], *sites: Site) -> None:
+def pump_until(is_so: Callable[[], bool], *hosts: Host) -> None:
     until_s = time.monotonic() + TIMEOUT_S
     while not is_so():
         if time.monotonic() > until_s:
             raise TimeoutError
-        for site in sites:
-            site.pump()
+        for host in hosts:
+            host.pump()
 
 
-def connected(make_site: Callable[..., Site], **named: object) -> tuple[Site, Site]:
-    one, other = make_site("a"), make_site("b", **named)
+def connected(make_host: Callable[..., Host], **named: object) -> tuple[Host, Host]:
+    one, other = make_host("a"), make_host("b", **named)
     one.thread.dial(other.address)
     pump_until(lambda: bool(one.node.peers and other.node.peers), one, other)
     return one, other
 
 
-def test_messages_come_in_order_on_the_nodes_thread(make_site: Callable[..., Site]) -> None:
-    one, other = connected(make_site)
+def test_messages_come_in_order_on_the_nodes_thread(make_host: Callable[..., Host]) -> None:
+    one, other = connected(make_host)
     assert one.node.peers[0].hello == other.node.hello
     for number in range(500):
         one.node.peers[0].send(tokens(1, start=number))
@@ -75,8 +75,8 @@ def test_messages_come_in_order_on_the_nodes_thread(make_site: Callable[..., Sit
     assert other.node.messages == [tokens(1, start=number) for number in range(500)]
 
 
-def test_end_of_a_connection_comes_after_its_messages(make_site: Callable[..., Site]) -> None:
-    one, other = connected(make_site)
+def test_end_of_a_connection_comes_after_its_messages(make_host: Callable[..., Host]) -> None:
+    one, other = connected(make_host)
     one.node.peers[0].send(tokens(3))
     one.node.peers[0].close()
     pump_until(lambda: other.node.num_left == 1, one, other)
@@ -85,8 +85,8 @@ def test_end_of_a_connection_comes_after_its_messages(make_site: Callable[..., S
     assert not one.node.peers and not other.node.peers
 
 
-def test_peer_that_the_node_refuses_is_dropped_and_counted(make_site: Callable[..., Site]) -> None:
-    one, other = connected(make_site, node=Recorder("b", refuses=Cancel))
+def test_peer_that_the_node_refuses_is_dropped_and_counted(make_host: Callable[..., Host]) -> None:
+    one, other = connected(make_host, node=Recorder("b", refuses=Cancel))
     one.node.peers[0].send(tokens(1))
     one.node.peers[0].send(Cancel(request_id="a" * 32, attempt=0))
     pump_until(lambda: one.node.num_left == other.node.num_left == 1, one, other)
@@ -94,16 +94,16 @@ def test_peer_that_the_node_refuses_is_dropped_and_counted(make_site: Callable[.
     assert other.dropped.counts() == {"protocol": 1} and one.dropped.counts() == {}
 
 
-def test_message_that_fits_no_frame_is_lost_alone(make_site: Callable[..., Site]) -> None:
-    one, other = connected(make_site)
+def test_message_that_fits_no_frame_is_lost_alone(make_host: Callable[..., Host]) -> None:
+    one, other = connected(make_host)
     one.node.peers[0].send(tokens(16_000).__class__(events=tokens(16_000).events * 6))
     one.node.peers[0].send(tokens(2))
     pump_until(lambda: bool(other.node.messages), one, other)
     assert other.node.messages == [tokens(2)]
 
 
-def test_failed_call_holds_up_no_other(make_site: Callable[..., Site]) -> None:
-    one, other = connected(make_site)
+def test_failed_call_holds_up_no_other(make_host: Callable[..., Host]) -> None:
+    one, other = connected(make_host)
     has_more = threading.Event()
 
     def fail() -> None:
@@ -117,9 +117,9 @@ def test_failed_call_holds_up_no_other(make_site: Callable[..., Site]) -> None:
     assert other.node.messages == [tokens(2)]
 
 
-def test_closing_sends_the_unsent_messages_and_ends_the_thread(make_site: Callable[..., Site]) -> None:
-    other, threads = make_site("b"), set(threading.enumerate())
-    closing = Site("c")
+def test_closing_sends_the_unsent_messages_and_ends_the_thread(make_host: Callable[..., Host]) -> None:
+    other, threads = make_host("b"), set(threading.enumerate())
+    closing = Host("c")
     closing.thread.dial(other.address)
     pump_until(lambda: bool(closing.node.peers), closing, other)
     for number in range(200):
@@ -129,9 +129,9 @@ def test_closing_sends_the_unsent_messages_and_ends_the_thread(make_site: Callab
     pump_until(lambda: len(other.node.messages) == 200, other)
 
 
-def test_messages_after_close_are_lost(make_site: Callable[..., Site]) -> None:
-    one, other = connected(make_site)
-    closing = Site("c")
+def test_messages_after_close_are_lost(make_host: Callable[..., Host]) -> None:
+    one, other = connected(make_host)
+    closing = Host("c")
     closing.thread.dial(other.address)
     pump_until(lambda: bool(closing.node.peers), closing, other)
     closing.thread.close()
@@ -142,16 +142,16 @@ def test_messages_after_close_are_lost(make_site: Callable[..., Site]) -> None:
 
 
 def test_sockets_that_are_accepted_during_the_end_are_closed() -> None:
-    site, is_held, may_go = Site("a"), threading.Event(), threading.Event()
+    host, is_held, may_go = Host("a"), threading.Event(), threading.Event()
 
     def hold() -> None:
         is_held.set()
         may_go.wait(TIMEOUT_S)
 
-    site.thread.call(hold)
+    host.thread.call(hold)
     assert is_held.wait(TIMEOUT_S)
-    with socket.create_connection((site.address.host, site.address.port), timeout=TIMEOUT_S) as late:
-        closing = threading.Thread(target=site.thread.close)
+    with socket.create_connection((host.address.host, host.address.port), timeout=TIMEOUT_S) as late:
+        closing = threading.Thread(target=host.thread.close)
         closing.start()
         time.sleep(0.05)  # for its call to reach the loop, which then takes both
         may_go.set()

@@ -82,7 +82,7 @@ class SomeWorker(WorkerNode):
     attempts = (("f" * 32, 0),)
 
     def __init__(self) -> None:
-        self.links, self.wrote = Links(), list[object]()
+        self.links, self.noted = Links(), list[object]()
         self.engine = Engine()
         peer_registry = PeerRegistry(hello_of(OURS), [Address("127.0.0.1", 9)], lambda address: None)
         reports = WorkerReports(peer_registry, ManualClock())
@@ -95,15 +95,15 @@ class SomeWorker(WorkerNode):
         return self.links.kept
 
     def _lost(self, peer: Peer) -> None:
-        self.wrote.append(peer.hello.id)
+        self.noted.append(peer.hello.id)
 
     def _lost_workers(self, ids: list[str]) -> None:
-        self.wrote += ids
+        self.noted += ids
 
     def _heard(self, peer: Peer, message: AnyMessage) -> None:
         if not isinstance(message, Cancel):
             raise ProtocolError("nothing for it")
-        self.wrote.append(message)
+        self.noted.append(message)
 
 
 @pytest.fixture
@@ -117,15 +117,15 @@ def test_listed_workers_get_links_and_reachable_ones_are_reported(worker: SomeWo
     assert worker.links.kept == [OTHER.id]
     assert router.take(Reachable)[-1] == Reachable(workers=(OTHER.id,))
     router.say(Members(workers=(OURS,)))
-    assert worker.wrote == [OTHER.id] and worker.links.kept == []
+    assert worker.noted == [OTHER.id] and worker.links.kept == []
 
 
 def test_end_of_a_replaced_connection_is_no_loss(worker: SomeWorker) -> None:
     first, second = TestPeer.gateway(worker), TestPeer.gateway(worker)
     first.leave()
-    assert not worker.wrote
+    assert not worker.noted
     second.leave()
-    assert worker.wrote == [second.id]
+    assert worker.noted == [second.id]
 
 
 def test_workers_of_a_lost_router_are_lost(worker: SomeWorker) -> None:
@@ -133,7 +133,7 @@ def test_workers_of_a_lost_router_are_lost(worker: SomeWorker) -> None:
     one.say(LISTED)
     other.say(Members(workers=(OURS,)))
     one.leave()
-    assert worker.wrote == [one.id, OTHER.id]
+    assert worker.noted == [one.id, OTHER.id]
 
 
 def test_highest_overload_level_of_all_routers_holds(worker: SomeWorker) -> None:
@@ -167,7 +167,7 @@ def test_only_routers_give_orders(worker: SomeWorker, message: AnyMessage) -> No
 def test_other_messages_go_to_the_role(worker: SomeWorker) -> None:
     cancel = Cancel(request_id="f" * 32, attempt=0)
     TestPeer.gateway(worker).say(cancel)
-    assert worker.wrote == [cancel]
+    assert worker.noted == [cancel]
 
 
 def test_end_of_an_attempt_is_the_end_of_earlier_ones() -> None:
@@ -200,7 +200,7 @@ class Beating:
 STEP = StepTimes(3, 40, 90, 0.25)
 
 
-class Desk:
+class Reporter:
     """A worker's reports to its routers."""
 
     def __init__(self, *, num_routers: int = 1) -> None:
@@ -223,70 +223,70 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
+def reporter() -> Reporter:
     """One router has asked for KV events."""
-    desk = Desk()
-    desk.reports.want(desk.routers[0])
-    return desk
+    reporter = Reporter()
+    reporter.reports.want(reporter.routers[0])
+    return reporter
 
 
 def test_heartbeats_leave_once_a_second() -> None:
-    desk = Desk()
+    reporter = Reporter()
     for _ in range(40):
-        desk.reports.heartbeat(Beating())
-        desk.clock.advance(BEAT_S / 4)
-    assert desk.told(Heartbeat) == [Heartbeat(load=Load(num_running=3))] * 10
+        reporter.reports.heartbeat(Beating())
+        reporter.clock.advance(BEAT_S / 4)
+    assert reporter.told(Heartbeat) == [Heartbeat(load=Load(num_running=3))] * 10
 
 
 def test_heartbeat_without_a_router_is_not_saved_up() -> None:
-    desk = Desk(num_routers=0)
+    reporter = Reporter(num_routers=0)
     for _ in range(3):
-        desk.reports.heartbeat(Beating())
-        desk.clock.advance(BEAT_S)
-    desk.join_router()
-    desk.reports.heartbeat(Beating())
-    desk.reports.heartbeat(Beating())
-    assert len(desk.told(Heartbeat)) == 1
+        reporter.reports.heartbeat(Beating())
+        reporter.clock.advance(BEAT_S)
+    reporter.join_router()
+    reporter.reports.heartbeat(Beating())
+    reporter.reports.heartbeat(Beating())
+    assert len(reporter.told(Heartbeat)) == 1
 
 
 def test_heartbeat_names_no_more_attempts_than_a_message_holds() -> None:
-    desk = Desk()
-    desk.reports.heartbeat(Beating(MAX_EVENTS + 1))
-    (beat,) = desk.told(Heartbeat)
+    reporter = Reporter()
+    reporter.reports.heartbeat(Beating(MAX_EVENTS + 1))
+    (beat,) = reporter.told(Heartbeat)
     assert len(beat.attempts) == MAX_EVENTS
 
 
-def test_empty_cache_is_reported_too(desk: Desk) -> None:
-    desk.engine.num_new = 0
-    (events,) = desk.told(KvEventBatch)
+def test_empty_cache_is_reported_too(reporter: Reporter) -> None:
+    reporter.engine.num_new = 0
+    (events,) = reporter.told(KvEventBatch)
     assert events.is_snapshot and not events.pages
 
 
-def test_changes_follow_at_intervals_and_are_numbered(desk: Desk) -> None:
-    desk.engine.num_host = 1
-    assert [(each.first, each.tier, each.is_snapshot) for each in desk.told(KvEventBatch)] == [
+def test_changes_follow_at_intervals_and_are_numbered(reporter: Reporter) -> None:
+    reporter.engine.num_host = 1
+    assert [(each.first, each.tier, each.is_snapshot) for each in reporter.told(KvEventBatch)] == [
         (0, Tier.DEVICE, True),
         (2, Tier.HOST, False),
     ]
-    desk.engine.num_new = 3
-    desk.clock.advance(EVENTS_S / 2)
-    assert not desk.told(KvEventBatch)
-    desk.clock.advance(EVENTS_S)
-    events = desk.told(KvEventBatch)
+    reporter.engine.num_new = 3
+    reporter.clock.advance(EVENTS_S / 2)
+    assert not reporter.told(KvEventBatch)
+    reporter.clock.advance(EVENTS_S)
+    events = reporter.told(KvEventBatch)
     assert [(each.first, each.tier) for each in events] == [(3, Tier.DEVICE), (6, Tier.HOST)]
 
 
-def test_unchanged_cache_is_not_reported_and_the_next_change_leaves_at_once(desk: Desk) -> None:
-    desk.told(KvEventBatch)
-    desk.clock.advance(EVENTS_S)
-    assert not desk.told(KvEventBatch)
-    desk.engine.num_new = 1
-    assert len(desk.told(KvEventBatch)) == 1
+def test_unchanged_cache_is_not_reported_and_the_next_change_leaves_at_once(reporter: Reporter) -> None:
+    reporter.told(KvEventBatch)
+    reporter.clock.advance(EVENTS_S)
+    assert not reporter.told(KvEventBatch)
+    reporter.engine.num_new = 1
+    assert len(reporter.told(KvEventBatch)) == 1
 
 
-def test_many_changes_are_cut_into_messages_that_fit_a_frame(desk: Desk) -> None:
-    desk.engine.num_new = 2 * PAGES_PER_MESSAGE + 1
-    told = desk.told(KvEventBatch)  # each was encoded
+def test_many_changes_are_cut_into_messages_that_fit_a_frame(reporter: Reporter) -> None:
+    reporter.engine.num_new = 2 * PAGES_PER_MESSAGE + 1
+    told = reporter.told(KvEventBatch)  # each was encoded
     assert [(each.first, each.is_snapshot) for each in told] == [
         (0, True),
         (PAGES_PER_MESSAGE, False),
@@ -294,37 +294,37 @@ def test_many_changes_are_cut_into_messages_that_fit_a_frame(desk: Desk) -> None
     ]
 
 
-def test_router_that_asks_again_gets_all_pages_at_once(desk: Desk) -> None:
-    desk.told(KvEventBatch)
-    desk.engine.num_new = 2
-    desk.reports.want(desk.routers[0])
-    (events,) = desk.told(KvEventBatch)
-    assert events.is_snapshot and events.first == 2 and desk.engine.asked == [True, True]
+def test_router_that_asks_again_gets_all_pages_at_once(reporter: Reporter) -> None:
+    reporter.told(KvEventBatch)
+    reporter.engine.num_new = 2
+    reporter.reports.want(reporter.routers[0])
+    (events,) = reporter.told(KvEventBatch)
+    assert events.is_snapshot and events.first == 2 and reporter.engine.asked == [True, True]
 
 
-def test_new_router_gets_nothing_before_it_asks(desk: Desk) -> None:
-    desk.told(KvEventBatch)
-    desk.peer_registry.left(desk.routers[0])
-    router = desk.join_router()
-    desk.engine.num_new = 2
-    desk.clock.advance(1.0)
-    assert not desk.told(KvEventBatch)
-    desk.reports.want(router)
-    (events,) = desk.told(KvEventBatch)
+def test_new_router_gets_nothing_before_it_asks(reporter: Reporter) -> None:
+    reporter.told(KvEventBatch)
+    reporter.peer_registry.left(reporter.routers[0])
+    router = reporter.join_router()
+    reporter.engine.num_new = 2
+    reporter.clock.advance(1.0)
+    assert not reporter.told(KvEventBatch)
+    reporter.reports.want(router)
+    (events,) = reporter.told(KvEventBatch)
     assert events.is_snapshot and events.first == 2
 
 
-def test_all_routers_that_asked_get_the_same_events(desk: Desk) -> None:
-    other = desk.join_router()
-    assert len(desk.told(KvEventBatch)) == 1
-    desk.engine.num_new = 2
-    desk.reports.want(other)
-    one, same = desk.told(KvEventBatch)
+def test_all_routers_that_asked_get_the_same_events(reporter: Reporter) -> None:
+    other = reporter.join_router()
+    assert len(reporter.told(KvEventBatch)) == 1
+    reporter.engine.num_new = 2
+    reporter.reports.want(other)
+    one, same = reporter.told(KvEventBatch)
     assert one == same and one.is_snapshot and one.first == 2
-    desk.engine.num_new = 1
-    desk.clock.advance(EVENTS_S)
-    desk.peer_registry.left(other)
-    (events,) = desk.told(KvEventBatch)
+    reporter.engine.num_new = 1
+    reporter.clock.advance(EVENTS_S)
+    reporter.peer_registry.left(other)
+    (events,) = reporter.told(KvEventBatch)
     assert events.first == 4
 
 
@@ -332,30 +332,30 @@ def times(number: int = 0) -> PrefillTimes:
     return PrefillTimes(f"{number:032x}", 0, 0.1, 0.2, 30, 40)
 
 
-def test_measured_times_leave_once_a_second(desk: Desk) -> None:
-    desk.engine.step = STEP
-    desk.reports.prefilled(times(1))
-    desk.reports.step_ended(desk.engine)
+def test_measured_times_leave_once_a_second(reporter: Reporter) -> None:
+    reporter.engine.step = STEP
+    reporter.reports.prefilled(times(1))
+    reporter.reports.step_ended(reporter.engine)
     expected = Measured(prefills=(times(1),), steps=(STEP,))
-    assert desk.told(Measured) == [expected]
-    desk.reports.prefilled(times(2))
-    desk.clock.advance(MEASURED_S / 2)
-    assert not desk.told(Measured)
-    desk.clock.advance(MEASURED_S / 2)
-    assert [each.prefills for each in desk.told(Measured)] == [(times(2),)]
+    assert reporter.told(Measured) == [expected]
+    reporter.reports.prefilled(times(2))
+    reporter.clock.advance(MEASURED_S / 2)
+    assert not reporter.told(Measured)
+    reporter.clock.advance(MEASURED_S / 2)
+    assert [each.prefills for each in reporter.told(Measured)] == [(times(2),)]
 
 
-def test_steps_are_sampled(desk: Desk) -> None:
-    desk.engine.step = STEP
+def test_steps_are_sampled(reporter: Reporter) -> None:
+    reporter.engine.step = STEP
     for _ in range(100):
-        desk.reports.step_ended(desk.engine)
-        desk.clock.advance(SAMPLE_S / 10)
-    (measured,) = desk.told(Measured)
+        reporter.reports.step_ended(reporter.engine)
+        reporter.clock.advance(SAMPLE_S / 10)
+    (measured,) = reporter.told(Measured)
     assert len(measured.steps) == 10
 
 
-def test_only_the_newest_times_are_kept(desk: Desk) -> None:
+def test_only_the_newest_times_are_kept(reporter: Reporter) -> None:
     for number in range(MAX_KEPT + 5):
-        desk.reports.prefilled(times(number))
-    (measured,) = desk.told(Measured)
+        reporter.reports.prefilled(times(number))
+    (measured,) = reporter.told(Measured)
     assert len(measured.prefills) == MAX_KEPT and measured.prefills[-1] == times(MAX_KEPT + 4)

@@ -30,15 +30,15 @@ PROMPT_TOKENS = 400
 
 def view_of(
     decoders: WorkerPool,
-    fillers: WorkerPool,
+    prefills: WorkerPool,
     are_pair: Callable[[str, str], bool] = lambda decode, prefill: True,
 ) -> ClusterView:
     """A view in which these decode and prefill workers reach each other."""
     partners = {
-        decode.id: {prefill.id for prefill in fillers.members if are_pair(decode.id, prefill.id)}
+        decode.id: {prefill.id for prefill in prefills.members if are_pair(decode.id, prefill.id)}
         for decode in decoders.members
     }
-    return ClusterView(decoders, fillers, partners)
+    return ClusterView(decoders, prefills, partners)
 
 
 class World:
@@ -60,7 +60,7 @@ class World:
         for member in self.members:
             self._fill(member)
             self._measure(member)
-            self._employ(member)
+            self._dispatch_some(member)
         self.clock.advance(random.random())
 
     def context(self, random: Random) -> PolicyContext:
@@ -76,13 +76,13 @@ class World:
         self.members.append(a_member(worker))
         return worker
 
-    def side(self, role: WorkerRole) -> WorkerPool:
+    def pool(self, role: WorkerRole) -> WorkerPool:
         return WorkerPool([member for member in self.members if member.worker.role is role])
 
-    def field(self) -> ClusterView:
+    def view(self) -> ClusterView:
         """All, and everybody reaches everybody."""
-        sides = self.side(WorkerRole.DECODE), self.side(WorkerRole.PREFILL)
-        return view_of(*sides)
+        pools = self.pool(WorkerRole.DECODE), self.pool(WorkerRole.PREFILL)
+        return view_of(*pools)
 
     def _fill(self, member: Member) -> None:
         """With some of the prompt's first pages; or it is expected to have them; or it is not known."""
@@ -115,7 +115,7 @@ class World:
             self.model.learn_pull(other, member.id, times)
             self.model.learn_handoff(member.id, other, times)
 
-    def _employ(self, member: Member) -> None:
+    def _dispatch_some(self, member: Member) -> None:
         random, is_prefill = self.random, member.worker.role is WorkerRole.PREFILL
         for number in range(random.choice((0, 0, 1, 4, 12))):
             decode = id_of("d0") if is_prefill else member.id
@@ -147,7 +147,7 @@ def pair_of(each: PairCandidate | Weighed) -> tuple[str, str, str, int, int]:
 def test_candidates_equal_those_of_the_oracle(seed: int, num_workers: int) -> None:
     random = Random(seed)
     world = World(random, num_workers)
-    decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
+    decoders, prefills = world.pool(WorkerRole.DECODE), world.pool(WorkerRole.PREFILL)
     strangers = {(random.choice(world.members).id, random.choice(world.members).id) for _ in range(9)}
 
     def are_pair(decode: str, prefill: str) -> bool:
@@ -155,10 +155,10 @@ def test_candidates_equal_those_of_the_oracle(seed: int, num_workers: int) -> No
 
     order = Random(seed)
     oracle = ChoiceOracle(world.context(order), world.request, world.clock.now_s())
-    decoding, filling = (from_one_on(side.members, order) for side in (decoders, fillers))
-    expected = oracle.candidates(decoding, filling, are_pair)
+    decoding, prefilling = (from_one_on(pool.members, order) for pool in (decoders, prefills))
+    expected = oracle.candidates(decoding, prefilling, are_pair)
     cost_policy = CostPolicy(world.context(Random(seed)))
-    choice = cost_policy.choose(world.request, view_of(decoders, fillers, are_pair))
+    choice = cost_policy.choose(world.request, view_of(decoders, prefills, are_pair))
     assert list(map(pair_of, choice.candidates)) == list(map(pair_of, expected))
     for found, weighed in zip(choice.candidates, expected, strict=True):
         assert astuple(found.terms) == pytest.approx(astuple(weighed.terms))
@@ -193,8 +193,8 @@ def test_least_busy_workers_of_a_random_draw_are_compared() -> None:
         world.in_flight.enter((f"{number}", 0), entry)
     drawn = [0.0, 0.0, *((number + 0.5) / num for number in (5, 7, 6, 8))]
     cost_policy = CostPolicy(world.context(Drawing(drawn)))
-    sides = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
-    choice = cost_policy.choose(world.request, view_of(*sides))
+    pools = world.pool(WorkerRole.DECODE), world.pool(WorkerRole.PREFILL)
+    choice = cost_policy.choose(world.request, view_of(*pools))
     weighed = {each.prefill for each in choice.candidates if each.prefill}
     assert weighed > {id_of("p7"), id_of("p8")} and not weighed & {id_of("p5"), id_of("p6")}
     assert choice.prefill in ("", id_of("p7"), id_of("p8"))
@@ -203,20 +203,20 @@ def test_least_busy_workers_of_a_random_draw_are_compared() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_decode_worker_without_a_slot_leaves_the_prompt_to_a_prefill_worker(seed: int) -> None:
     world = World(Random(seed), 8)
-    decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
+    decoders, prefills = world.pool(WorkerRole.DECODE), world.pool(WorkerRole.PREFILL)
 
     class Slotless(CostPolicy):
         needs_slots = False
 
     def choose(has_slot: bool, fill: bool = True, policy: type[CostPolicy] = CostPolicy) -> PairCandidate:
         cost_policy = policy(world.context(Random(seed)))
-        field = view_of(decoders, fillers, lambda decode, prefill: fill)
-        choice = cost_policy.choose(world.request, field, TenantClaim(has_slot=lambda worker: has_slot))
+        view = view_of(decoders, prefills, lambda decode, prefill: fill)
+        choice = cost_policy.choose(world.request, view, TenantClaim(has_slot=lambda worker: has_slot))
         assert choice.candidate is not None
         return choice.candidate
 
     first = choose(True)
-    assert choose(False).prefill, "who computes prompts alone is chosen with or without a place"
+    assert choose(False).prefill, "a worker that computes prompts alone is chosen with or without a free slot"
     assert not first.prefill or choose(False) == first, "and whichever is cheapest"
     assert not choose(False, fill=False).prefill, "no other worker can"
     assert choose(False, policy=Slotless) == first
@@ -226,10 +226,10 @@ def test_decode_worker_without_a_slot_leaves_the_prompt_to_a_prefill_worker(seed
 @settings(max_examples=50, deadline=None)
 def test_tenant_with_a_deficit_waits_no_longer_anywhere(seed: int, lag: float) -> None:
     world = World(Random(seed), 8)
-    stations = world.side(WorkerRole.PREFILL).views(world.index)
+    views = world.pool(WorkerRole.PREFILL).views(world.index)
     waits_s = []
     for each in (lag, lag - 100.0):
-        candidates = world.scorer(each).prefill_candidates(stations)
+        candidates = world.scorer(each).prefill_candidates(views)
         waits_s.append([candidate.wait_s for candidate in candidates])
     assert all(sooner <= later for sooner, later in zip(*waits_s, strict=True))
 
@@ -250,7 +250,7 @@ def test_tenant_with_a_deficit_counts_no_harm_to_tenants_beyond_their_share() ->
     lags = {own: 5.0, equal: 1.0, beyond: 0.0, lower: 9.0, higher: -9.0}
 
     def num_delayed(lag: float | None) -> int:
-        views = world.side(WorkerRole.DECODE).views(world.index)
+        views = world.pool(WorkerRole.DECODE).views(world.index)
         (decoder,) = world.scorer(lag, lags.get).decode_candidates(
             [view for view in views if view.id == id_of("d9")]
         )
@@ -271,7 +271,7 @@ def test_delay_of_running_decodes_ends_with_their_answers(num_output_tokens: int
         entry = InFlightAttempt("g", worker.id, "", 10, 20, 0.0, scheduling_class, num_tokens)
         world.in_flight.enter((scheduling_class.tenant, 0), entry)
         world.in_flight.started((scheduling_class.tenant, 0))
-    views = world.side(WorkerRole.DECODE).views(world.index)
+    views = world.pool(WorkerRole.DECODE).views(world.index)
     (decoder,) = world.scorer(1.0, {beyond: -5.0}.get).decode_candidates(
         [view for view in views if view.id == worker.id]
     )
@@ -283,22 +283,22 @@ def test_delay_of_running_decodes_ends_with_their_answers(num_output_tokens: int
 DEFICIT, SERVED = TenantClaim(lag=1.0), TenantClaim(lag=0.0)
 
 
-@pytest.mark.parametrize("turn", [SERVED, TenantClaim(lag=-1e6), TenantClaim()])
-def test_flood_of_another_tenant_does_not_delay_a_tenant_with_a_deficit(turn: TenantClaim) -> None:
+@pytest.mark.parametrize("claim", [SERVED, TenantClaim(lag=-1e6), TenantClaim()])
+def test_flood_of_another_tenant_does_not_delay_a_tenant_with_a_deficit(claim: TenantClaim) -> None:
     world = World(Random(0), 8)
-    field, cost_policy = world.field(), CostPolicy(world.context(Random(0)))
+    view, cost_policy = world.view(), CostPolicy(world.context(Random(0)))
 
-    def crowds_s(turn: TenantClaim) -> set[float]:
+    def queue_delays_s(claim: TenantClaim) -> set[float]:
         return {
-            each.terms.queue_delay_s for each in cost_policy.choose(world.request, field, turn).candidates
+            each.terms.queue_delay_s for each in cost_policy.choose(world.request, view, claim).candidates
         }
 
     for _ in range(50):
-        cost_policy.expect(cost_policy.choose(world.request, field, turn), PROMPT_TOKENS)
-    assert crowds_s(DEFICIT) == {0.0}
-    assert min(crowds_s(SERVED) | crowds_s(TenantClaim())) > 0.0
-    cost_policy.expect(cost_policy.choose(world.request, field, DEFICIT), PROMPT_TOKENS)
-    assert min(crowds_s(DEFICIT)) > 0.0
+        cost_policy.expect(cost_policy.choose(world.request, view, claim), PROMPT_TOKENS)
+    assert queue_delays_s(DEFICIT) == {0.0}
+    assert min(queue_delays_s(SERVED) | queue_delays_s(TenantClaim())) > 0.0
+    cost_policy.expect(cost_policy.choose(world.request, view, DEFICIT), PROMPT_TOKENS)
+    assert min(queue_delays_s(DEFICIT)) > 0.0
 
 
 @pytest.mark.parametrize("prefill", ["p0", ""])
@@ -310,10 +310,10 @@ def test_local_prefill_harms_running_decodes(prefill: str) -> None:
     keys = [(id_of(f"u{number}"), 0) for number in range(num)]
     for key in keys:
         world.in_flight.enter(key, InFlightAttempt("g", id_of("d0"), prefill and id_of(prefill), 10, 10))
-    field, cost_policy = world.field(), CostPolicy(world.context(Random(0)))
+    view, cost_policy = world.view(), CostPolicy(world.context(Random(0)))
 
     def local() -> PairCandidate:
-        choice = cost_policy.choose(world.request, field)
+        choice = cost_policy.choose(world.request, view)
         return next(each for each in choice.candidates if not each.prefill)
 
     before = local().terms
@@ -340,8 +340,8 @@ def test_tenant_beyond_its_share_is_not_waited_for() -> None:
     cost_policy = CostPolicy(world.context(Random(0)))
 
     def queue_s(had_by_other: float) -> float:
-        turn = TenantClaim(lag=0.0, lag_of={other: -had_by_other}.__getitem__)
-        choice = cost_policy.choose(world.request, world.field(), turn)
+        claim = TenantClaim(lag=0.0, lag_of={other: -had_by_other}.__getitem__)
+        choice = cost_policy.choose(world.request, world.view(), claim)
         return next(each for each in choice.candidates if each.prefill).terms.queue_s
 
     assert queue_s(0.0) == 20.0
@@ -354,40 +354,40 @@ MEMORY_S = 30.0
 
 
 def test_mean_without_workers_is_zero() -> None:
-    spread = RecentWork(MEMORY_S, 0.0)
-    assert spread.mean(0.0) == 0.0
-    spread.add("a", 100.0, 0.0)
-    spread.forget("a", 0.0)
-    assert spread.mean(0.0) == 0.0
+    recent = RecentWork(MEMORY_S, 0.0)
+    assert recent.mean(0.0) == 0.0
+    recent.add("a", 100.0, 0.0)
+    recent.forget("a", 0.0)
+    assert recent.mean(0.0) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_mean_equals_that_of_the_oracle(seed: int) -> None:
-    random, spread, now_s = Random(seed), RecentWork(MEMORY_S, 0.0), 0.0
+    random, recent, now_s = Random(seed), RecentWork(MEMORY_S, 0.0), 0.0
     given: list[tuple[str, float, float]] = []
     for _ in range(300):
         now_s += random.expovariate(1 / random.choice([0.1, 6.0]))
         worker = f"w{random.randrange(6)}"
         if random.random() < 0.05:
-            spread.forget(worker, now_s)
+            recent.forget(worker, now_s)
             given = [each for each in given if each[0] != worker]
             continue
         given.append((worker, random.uniform(0.0, 10.0), now_s))
-        spread.add(*given[-1])
+        recent.add(*given[-1])
         had = defaultdict[str, float](float)
         for name, amount, at_s in given:
             had[name] += amount * exp((at_s - now_s) / MEMORY_S)
         expected = sum(each * each for each in had.values()) / sum(had.values())
-        assert spread.mean(now_s) == pytest.approx(expected, rel=1e-6)
+        assert recent.mean(now_s) == pytest.approx(expected, rel=1e-6)
 
 
 def members(num: int) -> list[Member]:
     return [a_member(a_worker(f"p{number}")) for number in range(num)]
 
 
-def holdings(side: WorkerPool, index: PrefixIndex, held: list[int]) -> Holdings:
+def holdings(pool: WorkerPool, index: PrefixIndex, held: list[int]) -> Holdings:
     """The expected holders, by a sort of all members."""
-    bits = [worker_view.slot_bit for worker_view in side.views(index)]
+    bits = [worker_view.slot_bit for worker_view in pool.views(index)]
     assert all(bits)
     levels = sorted(set(filter(None, held)), reverse=True)
     return Holdings(
@@ -400,9 +400,9 @@ def test_holders_are_the_workers_that_hold_most(held: list[int], limit: int, fir
     workers, index = members(len(held)), PrefixIndex(ManualClock(), 1000)
     for each in workers:
         index.join(each.worker)
-    side = WorkerPool(workers)
-    stations, lengths = side.views(index), holdings(side, index, held)
-    found = side.holders(side.families[0], lengths, limit, stations[first % len(held)])
+    pool = WorkerPool(workers)
+    views, lengths = pool.views(index), holdings(pool, index, held)
+    found = pool.holders(pool.families[0], lengths, limit, views[first % len(held)])
     lengths_found = [lengths.num_pages(worker_view.slot_bit) for worker_view in found]
     assert lengths_found == sorted(filter(None, held), reverse=True)[:limit]
     assert len({worker_view.id for worker_view in found}) == len(found)
@@ -460,8 +460,8 @@ def test_worker_with_the_prompt_on_its_device_goes_before_one_that_reads_it_from
         )
         world.index.apply(id_of(name), events)
     world.model.learn_tiers(id_of("p0"), {Tier.HOST: 1_000, Tier.DISK: 100_000})
-    sides = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
-    choice = CostPolicy(world.context(Random(0))).choose(world.request, view_of(*sides))
+    pools = world.pool(WorkerRole.DECODE), world.pool(WorkerRole.PREFILL)
+    choice = CostPolicy(world.context(Random(0))).choose(world.request, view_of(*pools))
     assert choice.prefill == id_of("p1")
     costs = {each.prefill: each.terms.pull_s for each in choice.candidates if not each.source}
     assert costs[id_of("p0")] == pytest.approx(1e-4 * num_pages * worker.page_size)

@@ -31,12 +31,12 @@ def test_prefill_is_predicted_within_a_tenth_from_any_prior(token_s: float) -> N
 
 
 def test_time_of_other_prompts_is_no_cost_of_a_prompt() -> None:
-    alone, sticky_worker = CostModel(), CostModel()
+    alone, beside_others = CostModel(), CostModel()
     for num_new in (100, 500, 2000, 100, 500, 2000):
         alone.learn("p", Measured(prefills=(times(num_new, 1e-4 * num_new),)))
         late = times(num_new, 1e-4 * num_new + 0.7, own_s=1e-4 * num_new)
-        sticky_worker.learn("p", Measured(prefills=(late,)))
-    assert sticky_worker.of("p").compute_s(1000, 1000) == pytest.approx(alone.of("p").compute_s(1000, 1000))
+        beside_others.learn("p", Measured(prefills=(late,)))
+    assert beside_others.of("p").compute_s(1000, 1000) == pytest.approx(alone.of("p").compute_s(1000, 1000))
 
 
 def test_new_worker_begins_with_the_measurements_of_others() -> None:

@@ -9,8 +9,8 @@ from baton.router.queue.quotas import (
     LEAST_GAIN,
     MAX_IDLE,
     MAX_TENANTS,
+    AttemptRefusal,
     Bucket,
-    QuotaRefusal,
     RequestWork,
     TenantQuotas,
     WorkEstimator,
@@ -26,7 +26,7 @@ def quotas_at(now_s: float = 100.0) -> tuple[TenantQuotas, ManualClock]:
     return TenantQuotas(clock), clock
 
 
-def refused_by(refused: QuotaRefusal | None) -> Refusal | None:
+def refused_by(refused: AttemptRefusal | None) -> Refusal | None:
     return refused.refusal if refused is not None else None
 
 
