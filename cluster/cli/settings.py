@@ -24,6 +24,15 @@ COMPOSE_VARIABLES: Final = ("BATON_UID", "BATON_GID")  # read by deploy/compose.
 # Kubernetes sets these in every container of a service with a name that begins with baton.
 KUBERNETES_NAME: Final = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP)(_|$)")
 KUBERNETES_VALUE: Final = ("tcp://", "udp://")
+# Settings of a gateway and of a router that have an option, of `baton serve` and of the process alone.
+GATEWAY_OPTIONS: Final = (
+    *("chat_template", "tool_call_parser", "reasoning_parser", "generation_config"),
+    *("override_generation_config", "default_chat_template_kwargs", "operator_port", "allowed_origins"),
+    *("lora_modules", "wake_on_request", "otlp_traces_endpoint"),
+)
+ROUTER_OPTIONS: Final = (
+    *("policy", "redis", "decision_log", "local_prefill_tokens", "recording_s", "recording_memory_bytes"),
+)
 # Settings without an option: a file or a variable sets them. An option for each would hide the others.
 WITHOUT_OPTION: Final = frozenset(
     {
@@ -33,24 +42,12 @@ WITHOUT_OPTION: Final = frozenset(
         "prefill.cores_per_rank",
         "decode.cores_per_rank",
     }
-    | {"router.host", "router.port", "router.max_attempts", "router.seed", "router.link_timeout_s"}
+    | {f"router.{name}" for name in leaves(RouterConfig) if name not in ROUTER_OPTIONS}
     | {f"planner.{name}" for name in ("interval_s", "min_prefill", "min_decode", "max_change")}
     | {f"planner.{name}" for name in ("startup_s", "manual_hold_s")}
-    | {f"gateway.{name}" for name in leaves(GatewayConfig)}
-    - {
-        "gateway.chat_template",
-        "gateway.tool_call_parser",
-        "gateway.reasoning_parser",
-        "gateway.generation_config",
-        "gateway.override_generation_config",
-        "gateway.default_chat_template_kwargs",
-        "gateway.operator_port",
-        "gateway.lora_modules",
-        "gateway.wake_on_request",
-        "gateway.allowed_origins",
-        "gateway.otlp_traces_endpoint",
-    }
+    | {f"gateway.{name}" for name in leaves(GatewayConfig) if name not in GATEWAY_OPTIONS}
 )
+NO_MODEL: Final = 'MODEL: expected a directory, a repository or "tiny", got none'
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -109,6 +106,14 @@ def settings_from(struct_type: type[StructT], arguments: argparse.Namespace) -> 
         key: Given(value, spelled.get(key, key)) for key, value in vars(arguments).items() if key in known
     }
     return Settings(struct_type, flags=flags, file=arguments.config, environment=environment_settings())
+
+
+def serve_settings(arguments: argparse.Namespace) -> Settings[ServeConfig]:
+    """Read the settings of a cluster, as `settings_from` does. Raises ConfigError without a model, too."""
+    settings = settings_from(ServeConfig, arguments)
+    if "model" not in settings.given:
+        raise ConfigError(NO_MODEL)
+    return settings
 
 
 def add_file_options(parser: Parser) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.cli.settings import Settings, add_serve_options, settings_from, variable
+from baton.cluster.cli.settings import Settings, add_serve_options, serve_settings, variable
 from baton.config.cluster import ServeConfig
 from baton.config.loader import described_schema, leaves
 from baton.errors import ConfigError
@@ -45,9 +45,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    given = settings_from(ServeConfig, arguments)
-    if "model" not in given.given:
-        raise ConfigError("model: expected one, such as: baton config show tiny")
+    given = serve_settings(arguments)
     built = given.build()
     for key in leaves(ServeConfig):
         value: object = built

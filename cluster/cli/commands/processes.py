@@ -20,7 +20,15 @@ from setproctitle import setproctitle
 from baton.clock import SystemClock
 from baton.cluster.cli.connections import add_key_option, addresses, has_no_key, key_file
 from baton.cluster.cli.options import CliCommand, Parser, settings_of
-from baton.cluster.cli.settings import Given, StructT, add_file_options, settings_from
+from baton.cluster.cli.settings import (
+    GATEWAY_OPTIONS,
+    NO_MODEL,
+    ROUTER_OPTIONS,
+    Given,
+    StructT,
+    add_file_options,
+    settings_from,
+)
 from baton.cluster.cluster_key import READ_EVERY_S, Keys, KeyWatch, read_keys
 from baton.cluster.cluster_record import find_record
 from baton.cluster.logs import say
@@ -38,12 +46,8 @@ from baton.rpc.auth import KeyRing
 
 logger = logging.getLogger(__name__)
 
-ROUTER_KEYS: Final = ("host", "port", "policy", "redis", "decision_log", "local_prefill_tokens")
-GATEWAY_KEYS: Final = (
-    *("served_model_name", "host", "port", "chat_template", "tool_call_parser", "reasoning_parser"),
-    *("generation_config", "override_generation_config", "default_chat_template_kwargs"),
-    *("operator_port", "allowed_origins", "lora_modules", "tenants_file"),
-)
+ROUTER_KEYS: Final = ("host", "port", *ROUTER_OPTIONS)
+GATEWAY_KEYS: Final = ("served_model_name", "host", "port", *GATEWAY_OPTIONS, "tenants_file")
 WORKER_KEYS: Final = (
     *("name", "model_name", "host", "port", "transport", "kv_digests", "kv_streams", "drain_timeout_s"),
 )
@@ -51,8 +55,8 @@ KINDS: Final = {RouterConfig: Kind.ROUTER, GatewayConfig: Kind.GATEWAY, WorkerCo
 # Settings without a default -> the error where a command has none of them.
 MISSING: Final = {
     "routers": "--router HOST:PORT: expected where the router listens, got none",
-    "model": 'MODEL: expected a directory, a repository or "tiny", got none',
-    "engine.model": 'MODEL: expected a directory, a repository or "tiny", got none',
+    "model": NO_MODEL,
+    "engine.model": NO_MODEL,
 }
 
 

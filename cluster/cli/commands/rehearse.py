@@ -21,9 +21,8 @@ import yaml
 
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.cli.settings import add_serve_options, settings_from
+from baton.cluster.cli.settings import add_serve_options, serve_settings
 from baton.cluster.model_directory import served_name
-from baton.config.cluster import ServeConfig
 from baton.config.engine import EngineSettings
 from baton.config.loader import flatten, leaves, nest
 from baton.errors import FAILED, ConfigError
@@ -57,9 +56,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     from baton.bench.report import Progress
     from baton.bench.sim.calibration import calibrate
 
-    given = settings_from(ServeConfig, arguments)
-    if "model" not in given.given:
-        raise ConfigError('MODEL: expected a directory, a repository or "tiny", got none')
+    given = serve_settings(arguments)
     if arguments.seconds < 10 or arguments.neighbours < 0 or arguments.threads < 1:
         raise ConfigError("expected --seconds of 10 or more, --neighbours of 0, --threads of 1 or more")
     with Progress() as tell:
@@ -328,19 +325,18 @@ def _panels(advice: Advice) -> dict[str, dict[str, list[tuple[float, float]]]]:
 
 def serve_yaml(model: str, layout: Layout, engine: EngineSettings) -> str:
     """Return the settings of `baton serve --config` for a layout. engine: of the calibrated workers."""
-    prefill: dict[str, object] = {"num_workers": layout.num_prefill}
-    decode: dict[str, object] = {"num_workers": layout.num_decode}
-    if layout.prefill_tp > 1:
-        prefill["tensor_parallel_size"] = layout.prefill_tp
-    if layout.prefill_pp > 1:
-        prefill["pipeline_parallel_size"] = layout.prefill_pp
-    if layout.decode_tp > 1:
-        decode["tensor_parallel_size"] = layout.decode_tp
-    if layout.decode_pp > 1:
-        decode["pipeline_parallel_size"] = layout.decode_pp
-    settings: dict[str, object] = {"model": model, "prefill": prefill, "decode": decode}
-    if changed := _changed(engine) | _engine_of(layout):
-        settings["engine"] = nest(changed)
+    ranks = {
+        "prefill.tensor_parallel_size": layout.prefill_tp,
+        "prefill.pipeline_parallel_size": layout.prefill_pp,
+        "decode.tensor_parallel_size": layout.decode_tp,
+        "decode.pipeline_parallel_size": layout.decode_pp,
+    }
+    changed = _changed(engine) | _engine_of(layout)
+    settings = nest(
+        {"model": model, "prefill.num_workers": layout.num_prefill, "decode.num_workers": layout.num_decode}
+        | {key: number for key, number in ranks.items() if number > 1}
+        | {f"engine.{key}": value for key, value in changed.items()}
+    )
     return str(yaml.safe_dump(settings, sort_keys=False))
 
 

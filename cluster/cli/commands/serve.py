@@ -15,7 +15,7 @@ import msgspec
 from baton.clock import SystemClock
 from baton.cluster.cli.connections import has_no_key, key_file
 from baton.cluster.cli.options import CliCommand
-from baton.cluster.cli.settings import add_serve_options, settings_from
+from baton.cluster.cli.settings import add_serve_options, serve_settings
 from baton.cluster.cluster_key import Keys, KeyWatch, new_key, read_keys
 from baton.cluster.cluster_record import recorded
 from baton.cluster.logs import say
@@ -90,9 +90,7 @@ def _curl(config: ServeConfig, url: str, route: str, body: dict[str, object], ke
 
 def _run(arguments: argparse.Namespace) -> None:
     """Serve until a signal. Raises KeyboardInterrupt when the cluster has not served, or has not drained."""
-    given = settings_from(ServeConfig, arguments)
-    if "model" not in given.given:
-        raise ConfigError('MODEL: expected a directory, a repository or "tiny", got none')
+    given = serve_settings(arguments)
     config = pin_revision(given.build())
     try:
         _check(config)
