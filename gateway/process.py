@@ -137,7 +137,7 @@ class GatewayProcess:
     async def drain(self) -> None:
         """Take no new request, let running ones end, close. May be called twice."""
         self.is_draining = True
-        await self.feed.close()
+        self.feed.close()
         await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
         for task in self._tasks:
             task.cancel()

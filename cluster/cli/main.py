@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str]) -> tuple[CliCommand, argparse.Namespace]:
     try:
-        with output.told():  # argparse of an early Python 3.11 raises an error of writing the help
+        with output.stdout_errors():  # argparse of an early Python 3.11 raises an error of writing the help
             parser = Parser("", "Serves large language models.")
             parser.add_argument("--version", action="version", version=f"baton {_version()}")
             parser.add_argument(

@@ -25,7 +25,7 @@ def check() -> None:
 
 def write(text: str) -> None:
     """Write at once. BrokenPipeError when the reader has gone, ConfigError when it fails in another way."""
-    with told():
+    with stdout_errors():
         sys.stdout.write(text)
         sys.stdout.flush()
 
@@ -72,8 +72,8 @@ def natural(name: str) -> tuple[str, int]:
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Turn an OSError of writing to standard output, and of nothing else, into the errors of `write`."""
+def stdout_errors() -> Iterator[None]:
+    """Raise the errors of `write` for an OSError of standard output."""
     try:
         yield
     except OSError as error:

@@ -56,8 +56,8 @@ class LiveFeed:
         self.num_viewers = 0  # that are connected
         self._is_closed = False
         self._latest = b""  # the last snapshot as an event
-        self._next = asyncio.Event()  # the next one is there; another Event follows
-        self._wanted = asyncio.Event()  # a viewer has come
+        self._next = asyncio.Event()  # set when a snapshot is written, then replaced
+        self._wanted = asyncio.Event()  # set by the first viewer
 
     async def keep_reading(self) -> None:
         """Take readings until cancelled."""
@@ -111,7 +111,7 @@ class LiveFeed:
         finally:
             self.num_viewers -= 1
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the streams of all viewers. May be called twice."""
         self._is_closed = True
         self._tell(b": draining\n\n")

@@ -99,7 +99,7 @@ class Tracer:
         return TraceContext(trace_id, new_span_id(), bool(sampling.decision.value))
 
     def rule(self, context: TraceContext, outcome: str, total_s: float) -> str | None:
-        """Return the rule that samples a call that has just ended; None when it is not exported.
+        """Return the rule that samples a call that has just ended; None: the call is not exported.
 
         outcome, total_s: see RequestTimeline.
         """

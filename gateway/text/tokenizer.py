@@ -293,7 +293,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str] = (), *, includes_stop: bool = False) -> None:
-        """stops: none of them is empty. includes_stop: the stop string is given out as well."""
+        """stops: non-empty strings. includes_stop: the stop string is given out as well."""
         self._stops = tuple(stops)
         self._includes_stop = includes_stop
         self._held = ""

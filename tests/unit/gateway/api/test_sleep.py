@@ -91,14 +91,10 @@ async def test_only_model_need_not_be_named() -> None:
         ("/wake_up?model=a&tags=weights", (400, "invalid_value")),
     ],
 )
-def test_wrong_parameter_is_refused_and_nothing_is_ordered(path: str, answer: tuple[int, str]) -> None:
+@on_loop
+async def test_wrong_parameter_is_refused_and_nothing_is_ordered(path: str, answer: tuple[int, str]) -> None:
     service = Cluster()
-
-    @on_loop
-    async def ask() -> None:
-        assert await call(service, "POST", path) == answer
-
-    ask()
+    assert await call(service, "POST", path) == answer
     assert not service.orders
 
 

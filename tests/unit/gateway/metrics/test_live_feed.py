@@ -12,6 +12,7 @@ from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
 from baton.messages.workers import Load, WorkerStatus
+from tests.event_loop import on_loop
 from tests.scripted_service import ScriptedService, worker
 
 
@@ -59,106 +60,89 @@ async def next_snapshot(host: Host, viewer: AsyncIterator[bytes]) -> Any:
     return (await coming)[1]
 
 
-def test_viewer_gets_the_history_then_each_snapshot() -> None:
-    async def run() -> None:
-        host = Host()
-        await host.take(3)
-        viewer = host.feed.admit()
-        name, points = await event(viewer)
-        assert name == "history" and [point["time_s"] for point in points] == [101.0, 102.0, 103.0]
-        host.metrics.generated_tokens += 30
-        snapshot = await next_snapshot(host, viewer)
-        assert snapshot["point"]["tokens_per_s"] == 10.0, "30 tokens in the 3 seconds of the readings"
-        assert (snapshot["model"], snapshot["workers"][0]["name"]) == ("tiny", "decode-0")
-
-    asyncio.run(run())
+@on_loop
+async def test_viewer_gets_the_history_then_each_snapshot() -> None:
+    host = Host()
+    await host.take(3)
+    viewer = host.feed.admit()
+    name, points = await event(viewer)
+    assert name == "history" and [point["time_s"] for point in points] == [101.0, 102.0, 103.0]
+    host.metrics.generated_tokens += 30
+    snapshot = await next_snapshot(host, viewer)
+    assert snapshot["point"]["tokens_per_s"] == 10.0, "30 tokens in the 3 seconds of the readings"
+    assert (snapshot["model"], snapshot["workers"][0]["name"]) == ("tiny", "decode-0")
 
 
-def test_history_has_fifteen_minutes() -> None:
-    async def run() -> None:
-        host = Host()
-        await host.take(num=400, seconds=IDLE_EVERY_S)
-        _, points = await event(host.feed.admit())
-        assert points[-1]["time_s"] - points[0]["time_s"] == HISTORY_S
-
-    asyncio.run(run())
+@on_loop
+async def test_history_has_fifteen_minutes() -> None:
+    host = Host()
+    await host.take(num=400, seconds=IDLE_EVERY_S)
+    _, points = await event(host.feed.admit())
+    assert points[-1]["time_s"] - points[0]["time_s"] == HISTORY_S
 
 
-def test_rates_forget_what_was_before_their_window() -> None:
-    async def run() -> None:
-        host = Host()
-        host.metrics.generated_tokens = 1000
-        await host.take(num=int(WINDOW_S) + 1)
-        host.metrics.generated_tokens += 100
-        await host.take(num=int(WINDOW_S))
-        _, points = await event(host.feed.admit())
-        assert points[-1]["tokens_per_s"] == 100 / WINDOW_S
-        await host.take()
-        _, points = await event(host.feed.admit())
-        assert points[-1]["tokens_per_s"] == 0.0
-
-    asyncio.run(run())
+@on_loop
+async def test_rates_forget_what_was_before_their_window() -> None:
+    host = Host()
+    host.metrics.generated_tokens = 1000
+    await host.take(num=int(WINDOW_S) + 1)
+    host.metrics.generated_tokens += 100
+    await host.take(num=int(WINDOW_S))
+    _, points = await event(host.feed.admit())
+    assert points[-1]["tokens_per_s"] == 100 / WINDOW_S
+    await host.take()
+    _, points = await event(host.feed.admit())
+    assert points[-1]["tokens_per_s"] == 0.0
 
 
-def test_slow_viewer_misses_snapshots_and_gets_later_ones() -> None:
-    async def run() -> None:
-        host = Host()
-        viewer = await watching(host)
-        await host.take(5)  # no client waits for these
-        assert (await next_snapshot(host, viewer))["point"]["time_s"] == 106.0
-
-    asyncio.run(run())
+@on_loop
+async def test_slow_viewer_misses_snapshots_and_gets_later_ones() -> None:
+    host = Host()
+    viewer = await watching(host)
+    await host.take(5)  # no client waits for these
+    assert (await next_snapshot(host, viewer))["point"]["time_s"] == 106.0
 
 
-def test_viewer_that_left_is_not_counted() -> None:
-    async def run() -> None:
-        host = Host()
-        viewer = host.feed.admit()
-        await event(viewer)
-        assert host.feed.num_viewers == 1
-        await viewer.aclose()  # type: ignore[attr-defined]
-        assert host.feed.num_viewers == 0
-
-    asyncio.run(run())
+@on_loop
+async def test_viewer_that_left_is_not_counted() -> None:
+    host = Host()
+    viewer = host.feed.admit()
+    await event(viewer)
+    assert host.feed.num_viewers == 1
+    await viewer.aclose()  # type: ignore[attr-defined]
+    assert host.feed.num_viewers == 0
 
 
-def test_too_many_viewers_are_refused() -> None:
-    async def run() -> None:
-        host = Host()
-        viewers = [await watching(host) for _ in range(MAX_VIEWERS)]
-        with pytest.raises(ApiError, match="16 viewers"):
-            host.feed.admit()
-        assert host.feed.num_viewers == len(viewers)
-
-    asyncio.run(run())
+@on_loop
+async def test_too_many_viewers_are_refused() -> None:
+    host = Host()
+    viewers = [await watching(host) for _ in range(MAX_VIEWERS)]
+    with pytest.raises(ApiError, match="16 viewers"):
+        host.feed.admit()
+    assert host.feed.num_viewers == len(viewers)
 
 
-def test_close_ends_the_streams() -> None:
-    async def run() -> None:
-        host = Host()
-        viewer = await watching(host)
-        coming = asyncio.ensure_future(anext(viewer))
-        await begun()
-        await host.feed.close()
-        assert (await coming).startswith(b":")
-        with pytest.raises(StopAsyncIteration):
-            await anext(viewer)
-        with pytest.raises(ApiError, match="draining"):
-            host.feed.admit()
-
-    asyncio.run(run())
+@on_loop
+async def test_close_ends_the_streams() -> None:
+    host = Host()
+    viewer = await watching(host)
+    coming = asyncio.ensure_future(anext(viewer))
+    await begun()
+    host.feed.close()
+    assert (await coming).startswith(b":")
+    with pytest.raises(StopAsyncIteration):
+        await anext(viewer)
+    with pytest.raises(ApiError, match="draining"):
+        host.feed.admit()
 
 
-def test_first_viewer_asks_for_a_reading_at_once() -> None:
+@on_loop
+async def test_first_viewer_asks_for_a_reading_at_once() -> None:
     """The pause between readings is long without a viewer; a page need not wait for it."""
-
-    async def run() -> None:
-        host = Host()
-        reading = asyncio.create_task(host.feed.keep_reading())
-        await asyncio.sleep(0)
-        viewer = await watching(host)
-        name, _ = await asyncio.wait_for(event(viewer), IDLE_EVERY_S / 2)
-        assert name == "snapshot"
-        reading.cancel()
-
-    asyncio.run(run())
+    host = Host()
+    reading = asyncio.create_task(host.feed.keep_reading())
+    await asyncio.sleep(0)
+    viewer = await watching(host)
+    name, _ = await asyncio.wait_for(event(viewer), IDLE_EVERY_S / 2)
+    assert name == "snapshot"
+    reading.cancel()

@@ -69,7 +69,9 @@ def run(tmp_path: Path, address: Address, *arguments: str) -> "asyncio.Task[int]
 
 
 @on_loop
-async def order_while_the_router_is_away(tmp_path: Path) -> None:
+async def test_order_is_repeated_when_the_router_is_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = ServedRouter("a")
     address = await first.listen()
     command = run(tmp_path, address, "sleep")
@@ -84,12 +86,6 @@ async def order_while_the_router_is_away(tmp_path: Path) -> None:
     TestPeer.worker(second.router, a_worker("d0", id=id_of("s"), is_asleep=True, order_number=given.number))
     assert await command == 0
     await second.close()
-
-
-def test_order_is_repeated_when_the_router_is_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    order_while_the_router_is_away(tmp_path)
     assert capsys.readouterr().out == "the model sleeps\n"
 
 
@@ -110,20 +106,16 @@ async def test_order_for_workers_that_are_away_waits_for_them(tmp_path: Path) ->
 
 
 @on_loop
-async def order_without_a_router_that_comes_back(tmp_path: Path) -> None:
+async def test_order_without_a_router_ends_within_a_bound_and_does_not_tell_of_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "UNREACHED_S", 0.5)
+    monkeypatch.setattr(operator_node, "ANSWER_TIMEOUT_S", 0.3)
     only = ServedRouter("a")
     command = run(tmp_path, await only.listen(), "sleep")
     await until(lambda: bool(only.worker.take(Sleep)))
     await only.close()
     assert await command == FAILED
-
-
-def test_order_without_a_router_ends_within_a_bound_and_does_not_tell_of_success(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "UNREACHED_S", 0.5)
-    monkeypatch.setattr(operator_node, "ANSWER_TIMEOUT_S", 0.3)
-    order_without_a_router_that_comes_back(tmp_path)
     captured = capsys.readouterr()
     assert not captured.out
     assert (
@@ -133,7 +125,9 @@ def test_order_without_a_router_ends_within_a_bound_and_does_not_tell_of_success
 
 
 @on_loop
-async def opposite_order_meanwhile(tmp_path: Path) -> None:
+async def test_order_tells_that_the_opposite_was_ordered_meanwhile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     served = ServedRouter("a")
     command = run(tmp_path, await served.listen(), "sleep")
     await until(lambda: any(isinstance(each, Sleep) for each in served.worker.received))
@@ -141,11 +135,5 @@ async def opposite_order_meanwhile(tmp_path: Path) -> None:
     TestPeer.gateway(served.router).say(Wake(number=given.number + 1))
     assert await command == FAILED
     await served.close()
-
-
-def test_order_tells_that_the_opposite_was_ordered_meanwhile(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    opposite_order_meanwhile(tmp_path)
     captured = capsys.readouterr()
     assert not captured.out and "a later order to do the opposite was given to the model" in captured.err
