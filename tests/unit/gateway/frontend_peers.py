@@ -6,10 +6,11 @@ from typing import Any
 from baton.clock import ManualClock
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import ReplayLimits
-from baton.messages.control import AttemptFailed, Failure, Members, Routed, Submit, Tokens
+from baton.messages.control import AttemptFailed, Failure, Members, Rejected, Routed, Submit, Tokens
 from baton.messages.workers import Address, Worker
 from baton.request import FinishReason, Request, TokenEvent
 from baton.rpc.peers import TICK_S
+from baton.tenants import Refusal
 from tests.answer import Answer
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 
@@ -59,17 +60,35 @@ class Gateway:
         """The one attempt that was submitted since this was asked last."""
         return self["router"].only(Submit)
 
-    def route(self, decode: str, prefill: str = "", request: Request | None = None) -> None:
-        """As the router answers the submitted attempt."""
-        request = request or self.submitted().request
-        self["router"].say(
+    def route(
+        self,
+        decode: str,
+        prefill: str = "",
+        request: Request | None = None,
+        *,
+        router: str = "router",
+        **times: Any,
+    ) -> None:
+        """As a router answers an attempt, the submitted one if none is given. times: of Routed."""
+        request = request or self[router].only(Submit).request
+        self[router].say(
             Routed(
                 request_id=request.request_id,
                 attempt=request.attempt,
                 decode=id_of(decode),
                 prefill=id_of(prefill) if prefill else "",
+                **times,
             )
         )
+
+    def refuse(
+        self, attempt: int = 0, refusal: Refusal = Refusal.NO_ROOM, *, name: str = "r", reason: str = "full"
+    ) -> None:
+        """As the router refuses an attempt of the request of this name."""
+        rejected = Rejected(
+            request_id=id_of(name), attempt=attempt, reason=reason, retry_after_s=2.5, refusal=refusal
+        )
+        self["router"].say(rejected)
 
     def say(self, worker: str, *events: TokenEvent) -> None:
         self[worker].say(Tokens(events=events))

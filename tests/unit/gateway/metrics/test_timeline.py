@@ -16,7 +16,7 @@ from baton.request import FinishReason
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from tests.answer import Answer
 from tests.node_peers import a_request, id_of
-from tests.unit.gateway.frontend_peers import Gateway, event, failed, gateway
+from tests.unit.gateway.frontend_peers import event, failed, gateway
 
 CALL = {"received_s": 10.0, "read_s": 10.1, "tokenised_s": 0.2, "ended_s": 20.0}
 OPENED_S = 10.5
@@ -235,27 +235,15 @@ def check_random_timeline(rng: Random) -> None:
 # What the frontend notes.
 
 
-def routed_at(g: Gateway, decode: str, prefill: str = "", **times: float) -> None:
-    request = g.submitted().request
-    message = Routed(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        decode=id_of(decode),
-        prefill=id_of(prefill) if prefill else "",
-        **times,  # type: ignore[arg-type]
-    )
-    g["router"].say(message)
-
-
 def test_frontend_notes_attempts_tokens_and_the_clocks_of_senders() -> None:
     g = gateway("p0", "d0", "d1")
     g["p0"].clock_offset, g["d1"].clock_offset = PREFILL, DECODE
     marks = g.frontend.open(a_request(tenant="acme"), sink := Answer())
-    routed_at(g, "d0", "p0", received_s=7.0, dispatched_s=8.0)
+    g.route("d0", "p0", received_s=7.0, dispatched_s=8.0)
     g.clock.advance(1.0)
     g["d0"].say(failed(Failure.LOST))
     g.clock.advance(0.5)
-    routed_at(g, "d1", "p0")
+    g.route("d1", "p0")
     g.clock.advance(0.25)
     first, last = WorkerTimes(arrived_s=1.0, used_s=0.5), WorkerTimes(arrived_s=2.0, used_s=0.25)
     g.say("p0", replace(event(0, attempt=1), times=first))
@@ -274,7 +262,7 @@ def test_frontend_notes_attempts_tokens_and_the_clocks_of_senders() -> None:
 def test_cancelled_attempt_gets_its_phases_a_moment_after_its_end() -> None:
     g = gateway("d0")
     marks = g.frontend.open(a_request(), Answer())
-    routed_at(g, "d0")
+    g.route("d0")
     g.say("d0", event(0))
     g.frontend.cancel(id_of("r"))
     times = WorkerTimes(arrived_s=1.0, ended_s=2.0, used_s=2.0)

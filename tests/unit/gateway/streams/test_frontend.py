@@ -186,10 +186,6 @@ def test_request_that_a_worker_finds_invalid_is_an_invalid_request() -> None:
     assert g["router"].only(Ended).attempts == (KEY,)
 
 
-STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-KEY = (id_of("r"), 0)
-
-
 def test_router_hears_the_workers_that_the_gateway_reaches() -> None:
     g = gateway("p0", "d0")
     assert set(g["router"].take(Reachable)[-1].workers) == {id_of("p0"), id_of("d0")}
@@ -261,9 +257,8 @@ def test_request_that_waits_for_a_model_that_sleeps_wakes_the_model(wakes_models
     awake = a_worker("da", model="a")
     g["router"].say(Members(workers=(*asleep, awake)))
     for name in ("a", "b"):
-        request = a_request(name, model=name)
-        g.open(request)
-        g["router"].say(Rejected(request_id=request.request_id, attempt=0, reason="", retry_after_s=1.0))
+        g.open(a_request(name, model=name))
+        g.refuse(name=name)
     for _ in range(4):
         g.tick()
     woken = [order.model for order in g["router"].take(Wake)]
@@ -281,7 +276,7 @@ def test_request_that_wakes_no_model(is_probe: bool, workers: tuple[Worker, ...]
     g = gateway(wakes_models=True)
     g["router"].say(Members(workers=workers))
     g.open(a_request(is_probe=is_probe))
-    g["router"].say(Rejected(request_id=id_of("r"), attempt=0, reason="", retry_after_s=1.0))
+    g.refuse()
     for _ in range(8):
         g.tick()
     assert not g["router"].take(Wake)

@@ -8,7 +8,6 @@ from baton.messages.control import (
     Failure,
     Members,
     Prepared,
-    Rejected,
     Started,
     Submit,
     TakeOver,
@@ -114,7 +113,7 @@ def test_loss_of_the_new_worker_leaves_the_stream_where_it_is() -> None:
 def test_rejection_leaves_the_stream_where_it_is() -> None:
     g, sink = running("d0", "d1")
     order(g)
-    g["router"].say(Rejected(request_id=R, attempt=1, reason="full", retry_after_s=1.0))
+    g.refuse(1)
     assert answer(g) == (0, 1, "full")
     g.say("d0", event(3, STOP))
     assert sink.finish is STOP
@@ -214,7 +213,7 @@ def test_stream_tries_to_leave_a_draining_worker_less_and_less_often() -> None:
             g.tick()
             waits_s[-1] += 0.25
         assert submits[0].request.attempt == attempt
-        g["router"].say(Rejected(request_id=R, attempt=attempt, reason="full", retry_after_s=1.0))
+        g.refuse(attempt)
     assert waits_s[1] >= RETRY_S and waits_s == sorted(waits_s) and waits_s[-1] <= MAX_RETRY_S + 1
 
 
@@ -226,11 +225,8 @@ def test_few_streams_move_at_once() -> None:
         g.route("d0")
         g.say("d0", event(0, name=name))
     order(g)
-    submits = g["router"].take(Submit)
-    assert len(submits) == MAX_MIGRATIONS
-    g["router"].say(
-        Rejected(request_id=submits[0].request.request_id, attempt=1, reason="full", retry_after_s=1.0)
-    )
+    assert len(g["router"].take(Submit)) == MAX_MIGRATIONS
+    g.refuse(1, name="r0")
     assert len(g["router"].take(Submit)) == 1
 
 

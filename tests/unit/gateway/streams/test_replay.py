@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import Refused, WorkerLost
 from baton.gateway.streams.request_stream import DOUBT_S, NODE_ENDS_S, SILENT_BEFORE_S
-from baton.messages.control import AttemptFailed, Cancel, Ended, Failure, Members, Rejected, Submit
+from baton.messages.control import Cancel, Ended, Failure, Members, Submit
 from baton.request import FinishReason, SamplingParams
 from baton.tenants import Refusal, Sla
 from tests.answer import Answer
@@ -352,10 +352,7 @@ def test_death_reported_by_another_worker_counts_when_the_connection_ends() -> N
     g = gateway("p0", "d0", "d1", "d2")
     sink = g.open()
     g.route("d0", "p0")
-    lost = AttemptFailed(
-        request_id=id_of("r"), attempt=0, failure=Failure.LOST, reason="gone", worker=id_of("p0")
-    )
-    g["d0"].say(lost)
+    g["d0"].say(failed(Failure.LOST, worker="p0"))
     g.route("d1")
     g["d1"].leave()
     g["p0"].leave()
@@ -367,10 +364,7 @@ def test_worker_that_stays_connected_has_not_died() -> None:
     g = gateway("p0", "d0", "d1", "d2")
     sink = g.open()
     g.route("d0", "p0")
-    lost = AttemptFailed(
-        request_id=id_of("r"), attempt=0, failure=Failure.LOST, reason="gone", worker=id_of("p0")
-    )
-    g["d0"].say(lost)
+    g["d0"].say(failed(Failure.LOST, worker="p0"))
     g.route("d1")
     g.say("d1", event(0, attempt=1))
     g.tick(DOUBT_S)
@@ -458,11 +452,6 @@ def test_router_hears_the_tokens_of_each_attempt() -> None:
 FINAL = [refusal for refusal in Refusal if refusal is not Refusal.NO_ROOM]
 
 
-def refuse(g: Gateway, refusal: Refusal, attempt: int = 0) -> None:
-    rejected = Rejected(request_id=R, attempt=attempt, reason="too much", retry_after_s=2.5, refusal=refusal)
-    g["router"].say(rejected)
-
-
 def refusal_of(sink: Answer) -> Refusal | None:
     return sink.error.refusal if isinstance(sink.error, Refused) else None
 
@@ -471,7 +460,7 @@ def refusal_of(sink: Answer) -> Refusal | None:
 def test_refusal_ends_the_request_with_its_reason(refusal: Refusal) -> None:
     g = gateway("d0")
     sink = g.open()
-    refuse(g, refusal)
+    g.refuse(refusal=refusal, reason="too much")
     assert isinstance(sink.error, Refused)
     assert (sink.error.refusal, sink.error.retry_after_s, str(sink.error)) == (refusal, 2.5, "too much")
     assert g.frontend.num_open == 0
@@ -487,7 +476,7 @@ def test_request_that_has_begun_waits_after_a_refusal(refusal: Refusal) -> None:
     g.list_members("d1")
     g.tick(2.0)
     (again,) = g["router"].take(Submit)
-    refuse(g, refusal, again.request.attempt)
+    g.refuse(again.request.attempt, refusal)
     assert sink.error is None and g.frontend.num_open == 1
     for _ in range(4):
         g.tick(0.5)
@@ -497,14 +486,14 @@ def test_request_that_has_begun_waits_after_a_refusal(refusal: Refusal) -> None:
 def test_later_choice_of_an_answer_waits_after_a_refusal() -> None:
     g = gateway("d0")
     sink = g.open(a_request(choice=2, sampling=SamplingParams(max_tokens=8, temperature=0.0)))
-    refuse(g, Refusal.MAX_CONCURRENT_REQUESTS)
+    g.refuse(refusal=Refusal.MAX_CONCURRENT_REQUESTS)
     assert sink.error is None and g.frontend.num_open == 1
 
 
 def test_refusal_of_an_unknown_attempt_changes_nothing() -> None:
     g = gateway("d0")
     sink = g.open()
-    refuse(g, Refusal.SHED, attempt=3)
+    g.refuse(3, Refusal.SHED)
     assert sink.error is None
 
 

@@ -23,8 +23,6 @@ from baton.messages.control import (
     Failure,
     Members,
     Queued,
-    Rejected,
-    Routed,
     Started,
     Submit,
     Weighed,
@@ -36,7 +34,7 @@ from baton.rpc.questions import MAX_ASKED
 from tests.answer import Answer
 from tests.event_loop import on_loop
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
-from tests.unit.gateway.frontend_peers import ROUTER, Gateway, R, event, failed, gateway, running
+from tests.unit.gateway.frontend_peers import ROUTER, Gateway, event, failed, gateway, running
 
 STOP = FinishReason.STOP
 
@@ -51,8 +49,7 @@ def test_request_without_room_is_submitted_again_until_max_wait_s(how: str) -> N
             submitted_s.append(g.clock.now_s() - start_s)
             attempt = submit.request.attempt
             if how == "rejected":
-                full = Rejected(request_id=R, attempt=attempt, reason="full", retry_after_s=1)
-                g["router"].say(full)
+                g.refuse(attempt)
             else:
                 g.route("d0", request=submit.request)
                 g["d0"].say(failed(Failure.BUSY, attempt))
@@ -72,8 +69,7 @@ def test_answer_that_has_begun_waits_longer_for_a_worker() -> None:
     g["d0"].leave()
     while begun.error is None:
         for submit in g["router"].take(Submit):
-            attempt = submit.request.attempt
-            g["router"].say(Rejected(request_id=R, attempt=attempt, reason="no worker", retry_after_s=1))
+            g.refuse(submit.request.attempt)
         g.tick()
     assert isinstance(begun.error, Overloaded)
     assert 60 <= g.clock.now_s() - start_s <= 61.5
@@ -163,14 +159,9 @@ def with_two(*workers: str) -> Gateway:
     return g
 
 
-def routed(g: Gateway, name: str, submit: Submit, decode: str = "d0") -> None:
-    request = submit.request
-    g[name].say(Routed(request_id=request.request_id, attempt=request.attempt, decode=id_of(decode)))
-
-
 def begun(g: Gateway) -> Answer:
     sink = g.open()
-    routed(g, "router", g["router"].only(Submit))
+    g.route("d0")
     g.say("d0", event(0))
     return sink
 
@@ -182,7 +173,7 @@ def test_unanswered_request_of_a_dead_router_goes_to_the_other_at_once() -> None
     g["router"].leave()
     submit = g["other"].only(Submit)
     assert submit.request.attempt == 1
-    routed(g, "other", submit)
+    g.route("d0", request=submit.request, router="other")
     g.say("d0", event(0, FinishReason.LENGTH, attempt=1))
     assert sink.finish is FinishReason.LENGTH
 
@@ -366,9 +357,7 @@ def test_each_kind_of_answer_releases_the_next_request() -> None:
     assert numbers(g["router"]) == [NUM_AT_ONCE]
     g["router"].say(queued(of_tenant("busy", 1)))
     assert numbers(g["router"]) == [NUM_AT_ONCE + 1]
-    g["router"].say(
-        Rejected(request_id=of_tenant("busy", 2).request_id, attempt=0, reason="", retry_after_s=1)
-    )
+    g.refuse(name="busy 2")
     assert numbers(g["router"]) == [NUM_AT_ONCE + 2]
 
 
@@ -429,7 +418,7 @@ def test_cancelled_request_makes_no_room_before_the_router_answers() -> None:
     g.frontend.cancel(of_tenant("busy", 0).request_id)
     g.tick()
     assert numbers(g["router"]) == list(range(NUM_AT_ONCE))
-    g["router"].say(Routed(request_id=of_tenant("busy", 0).request_id, attempt=0, decode=id_of("d0")))
+    g.route("d0", request=of_tenant("busy", 0))
     assert numbers(g["router"]) == [NUM_AT_ONCE]
 
 
