@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage, encode
 from baton.messages.control import Hello
-from baton.messages.workers import Address, Worker, WorkerRole
+from baton.messages.workers import Address, Load, Worker, WorkerRole, WorkerStatus
 from baton.request import Request, SamplingParams, TokenIds
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.peers import Node
@@ -40,6 +40,13 @@ def a_worker(name: str, role: WorkerRole = WorkerRole.DECODE, **changes: Any) ->
         "max_model_len": 1024,
     }
     return Worker(**{**fields, **changes})
+
+
+def a_worker_status(worker: Worker | str, load: Load | None = None, **fields: Any) -> WorkerStatus:
+    """Return the status of a worker, or of the one that `a_worker` makes of a name."""
+    given = a_worker(worker) if isinstance(worker, str) else worker
+    usual: dict[str, Any] = {"load": load or Load(), "num_attempts": 0, "beat_age_s": 0.1}
+    return WorkerStatus(worker=given, **{**usual, **fields})
 
 
 def a_request(name: str = "r", num_tokens: int = 40, **changes: Any) -> Request:

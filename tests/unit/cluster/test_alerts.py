@@ -22,11 +22,11 @@ from baton.kvtransfer.transports.base import Sender
 from baton.kvtransfer.transports.direct import ShmTransport
 from baton.messages.operations import OrderedWorkers, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RedisState, RouterStatus
-from baton.messages.workers import Load, WorkerRole, WorkerStatus
+from baton.messages.workers import WorkerRole, WorkerStatus
 from baton.router.cluster_state import ClusterState
 from tests.metered_cluster import ROUTE, MeteredCluster
 from tests.metric_scrapes import Scrapes, check_alerts, program
-from tests.node_peers import a_worker, id_of
+from tests.node_peers import a_worker, a_worker_status, id_of
 from tests.scripted_service import ScriptedService
 from tests.unit.cluster.test_operations_files import RULES, rules
 from tests.worker_pair import WorkerPair
@@ -74,9 +74,7 @@ def a_status(
     workers: one of each role if there are none. ordered: number of workers by role, in the model's words.
     """
     named = [
-        each
-        if isinstance(each, WorkerStatus)
-        else WorkerStatus(worker=a_worker(each), load=Load(), num_attempts=0, beat_age_s=0.1)
+        each if isinstance(each, WorkerStatus) else a_worker_status(each)
         for each in workers or ("prefill-0", "decode-0")
     ]
     router = RouterStatus(id=id_of("router"), redis=redis, queue=QueueStatus(level=level))
@@ -85,8 +83,7 @@ def a_status(
 
 
 def a_worker_of(model: str, name: str, *, is_asleep: bool = False) -> WorkerStatus:
-    worker = a_worker(name, model=model, is_asleep=is_asleep)
-    return WorkerStatus(worker=worker, load=Load(), num_attempts=0, beat_age_s=0.1)
+    return a_worker_status(a_worker(name, model=model, is_asleep=is_asleep))
 
 
 def served(metrics: Metrics) -> None:
@@ -122,12 +119,7 @@ def never(minute: int) -> Status | None:
 
 
 def pair_status(pair: WorkerPair) -> Status:
-    return a_status(
-        *(
-            WorkerStatus(worker=host.worker, load=host.node.load(), num_attempts=0, beat_age_s=0.1)
-            for host in (pair.prefill, pair.decode)
-        )
-    )
+    return a_status(*(a_worker_status(host.worker, host.node.load()) for host in (pair.prefill, pair.decode)))
 
 
 def of_real_workers(scene: Scene, num_minutes: int, has_flips: bool) -> Scrapes:

@@ -30,9 +30,9 @@ from baton.gateway.http.auth import PUBLIC_PATHS
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
-from baton.messages.workers import Address, Load, WorkerRole, WorkerStatus
+from baton.messages.workers import Address, Load, WorkerRole
 from tests.kubernetes_schemas import check_document
-from tests.node_peers import a_worker
+from tests.node_peers import a_worker, a_worker_status
 from tests.served import accepts, until
 
 ROOT: Final = Path(__file__).resolve().parents[3]
@@ -300,11 +300,8 @@ class Idle:
     workers: Final = ()
     status: Final = Status(
         workers=(
-            WorkerStatus(
-                worker=a_worker("decode-0", node="host-7"),
-                load=Load(pages={"free": 4}, counters={"opened_shm": 1}),
-                num_attempts=0,
-                beat_age_s=0.0,
+            a_worker_status(
+                a_worker("decode-0", node="host-7"), Load(pages={"free": 4}, counters={"opened_shm": 1})
             ),
         )
     )

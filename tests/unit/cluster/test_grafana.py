@@ -26,10 +26,10 @@ from baton.gateway.metrics.metrics import Metrics
 from baton.messages.control import KvEventsWanted
 from baton.messages.operations import Status
 from baton.messages.status import TenantStatus
-from baton.messages.workers import WorkerStatus
 from baton.tenants import Refusal
 from tests.metered_cluster import MeteredCluster
 from tests.metric_scrapes import program
+from tests.node_peers import a_worker_status
 from tests.scripted_service import ScriptedService
 from tests.unit.cluster.test_deploy import DEPLOY
 from tests.unit.cluster.test_operations_files import RULES, exported_metrics, rules
@@ -139,8 +139,7 @@ class Target:
         )
         queue = msgspec.structs.replace(router.queue, tenants=(tenant,))
         workers = tuple(
-            WorkerStatus(worker=host.worker, load=host.node.load(), num_attempts=0, beat_age_s=0.1)
-            for host in (pair.prefill, pair.decode)
+            a_worker_status(host.worker, host.node.load()) for host in (pair.prefill, pair.decode)
         )
         routers = (msgspec.structs.replace(router, queue=queue, redis="up"),)
         self._service.status = Status(workers=workers, routers=routers)

@@ -18,11 +18,11 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.operations import GatewayStatus, PlanSummary, Status
 from baton.messages.status import StreamCounts, cell_of
-from baton.messages.workers import Load, WorkerRole, WorkerStatus
+from baton.messages.workers import WorkerRole, WorkerStatus
 from baton.planner.layouts import Objectives, QueueModel, Room, SimRehearser, linear
 from baton.sim.timed.times import FittedTimes, Machine, TimeModel
 from tests.event_loop import on_loop
-from tests.node_peers import a_worker
+from tests.node_peers import a_worker, a_worker_status
 from tests.waiting import until
 
 
@@ -209,8 +209,7 @@ def test_times_of_other_types_are_an_error(tmp_path: Path, settings: dict[str, A
 def test_workers_of_another_model_hold(tmp_path: Path) -> None:
     routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
     one = planning(tmp_path, routers, workers, clock, "apply")
-    worker = a_worker("decode-0", fingerprint="another")
-    routers.workers = (WorkerStatus(worker=worker, num_attempts=0, beat_age_s=0.0, load=Load()),)
+    routers.workers = (a_worker_status(a_worker("decode-0", fingerprint="another")),)
     run_ticks(one, routers, clock, 8, rate=200)
     plan = read_plans(tmp_path / "plans.jsonl", 1)[-1]
     assert (plan.outcome, plan.reason) == ("hold", "1 workers have another model than those of planner.times")

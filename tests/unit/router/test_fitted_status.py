@@ -12,7 +12,7 @@ from baton.messages.status import MAX_TENANTS, QueueStatus, RouterStatus, Tenant
 from baton.messages.workers import MAX_DESTINATIONS, Load, WorkerStatus
 from baton.router.router import fitted
 from baton.tenants import Refusal
-from tests.node_peers import TestPeer, a_worker, id_of
+from tests.node_peers import TestPeer, a_worker_status, id_of
 from tests.unit.router.router_cluster import cluster
 
 COUNTERS = {f"a_counter_with_a_long_name_{number}": 10**12 + number for number in range(16)}
@@ -28,7 +28,7 @@ def a_status(num_workers: int, num_tenants: int, counters: dict[str, int] | None
         counters=COUNTERS if counters is None else counters,
     )
     workers = tuple(
-        WorkerStatus(worker=a_worker(f"d{number}"), load=load, num_attempts=number, beat_age_s=0.5)
+        a_worker_status(f"d{number}", load, num_attempts=number, beat_age_s=0.5)
         for number in range(num_workers)
     )
     tenants = tuple(

@@ -13,7 +13,8 @@ import pytest
 
 from baton.gateway.metrics.dashboard import FOLDER, HEADERS, TYPES
 from baton.messages.operations import Status
-from baton.messages.workers import Load, WorkerStatus
+from baton.messages.workers import Load
+from tests.node_peers import a_worker_status
 from tests.scripted_service import WORKER_ID, ScriptedService, worker
 from tests.served_gateway import ServedGateway
 
@@ -23,9 +24,7 @@ FILES = sorted(path.name for path in FOLDER.iterdir())
 
 def service() -> ScriptedService:
     made = ScriptedService()
-    made.status = Status(
-        workers=(WorkerStatus(worker=worker(), load=Load(gauges={"x": 1}), num_attempts=0, beat_age_s=0.0),)
-    )
+    made.status = Status(workers=(a_worker_status(worker(), Load(gauges={"x": 1})),))
     return made
 
 

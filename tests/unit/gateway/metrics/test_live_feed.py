@@ -11,8 +11,8 @@ from baton.gateway.metrics.dashboard import HISTORY_S, IDLE_EVERY_S, MAX_VIEWERS
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
-from baton.messages.workers import Load, WorkerStatus
 from tests.event_loop import on_loop
+from tests.node_peers import a_worker_status
 from tests.scripted_service import ScriptedService, worker
 
 
@@ -21,9 +21,7 @@ class Host:
 
     def __init__(self) -> None:
         self.clock, self.service, self.metrics = ManualClock(100.0), ScriptedService(), Metrics(gateway="g0")
-        self.service.status = Status(
-            workers=(WorkerStatus(worker=worker(), load=Load(), num_attempts=0, beat_age_s=0.0),)
-        )
+        self.service.status = Status(workers=(a_worker_status(worker()),))
         exporter = Exporter(self.metrics, self.service, models=["tiny"], vllm_names=False)
         self.feed = LiveFeed(exporter, self.service, self.clock, model="tiny")
 

@@ -7,7 +7,7 @@ from baton.gateway.metrics.snapshot import ClusterSnapshot, ReadingWindow, read
 from baton.messages.operations import GatewayStatus, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Address, Load, WorkerStatus
-from tests.node_peers import a_worker, id_of
+from tests.node_peers import a_worker_status, id_of
 
 
 def counts(name: str = "g0", num_requests: int = 0, num_tokens: int = 0) -> Metrics:
@@ -19,9 +19,7 @@ def counts(name: str = "g0", num_requests: int = 0, num_tokens: int = 0) -> Metr
 
 def worker(name: str = "decode-0", **load: object) -> WorkerStatus:
     fields = {"num_running": 3, "pages": {"free": 16, "cached": 32, "active": 16}, **load}
-    return WorkerStatus(
-        worker=a_worker(name), load=msgspec.convert(fields, Load), num_attempts=5, beat_age_s=0.1
-    )
+    return a_worker_status(name, msgspec.convert(fields, Load), num_attempts=5)
 
 
 def status(*workers: WorkerStatus, num_routed: int = 0, **fields: object) -> Status:

@@ -12,9 +12,9 @@ from baton.messages.status import (
     RoutingTimes,
     TenantStatus,
 )
-from baton.messages.workers import Address, Load, WorkerStatus
+from baton.messages.workers import Address, Load
 from baton.tenants import Refusal
-from tests.node_peers import a_worker, id_of
+from tests.node_peers import a_worker, a_worker_status, id_of
 
 ACME = TenantStatus(
     tenant="acme",
@@ -50,10 +50,8 @@ def test_each_worker_has_a_line() -> None:
     placed = msgspec.structs.replace(a_worker("decode-0"), node="host-7/0123abcd", pid=4711)
     status = Status(
         workers=(
-            WorkerStatus(worker=placed, load=load, num_attempts=4, beat_age_s=0.1),
-            WorkerStatus(
-                worker=a_worker("prefill-0"), load=Load(), num_attempts=0, beat_age_s=0.1, is_draining=True
-            ),
+            a_worker_status(placed, load, num_attempts=4),
+            a_worker_status("prefill-0", is_draining=True),
         ),
         num_gateways=2,
         num_attempts=4,
@@ -69,9 +67,7 @@ def test_each_worker_has_a_line() -> None:
 
 def test_workers_are_in_the_order_of_their_names_and_numbers() -> None:
     names = ("prefill-0", "decode-10", "lone", "decode-2")
-    workers = tuple(
-        WorkerStatus(worker=a_worker(name), load=Load(), num_attempts=0, beat_age_s=0.1) for name in names
-    )
+    workers = tuple(map(a_worker_status, names))
     first_words = [line.split()[0] for line in lines_of(Status(workers=workers))]
     assert first_words == ["worker", "decode-2", "decode-10", "lone", "prefill-0", "0"]
 
