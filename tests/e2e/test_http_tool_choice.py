@@ -9,9 +9,7 @@ import jsonschema
 import openai
 import pytest
 
-from baton.engine.engine import Engine
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS
 from tests.e2e.conftest import client_of
 from tests.engine_frontend import EngineFrontend, tiny_engine
 from tests.served_gateway import ServedGateway
@@ -30,51 +28,26 @@ CITY: Final[dict[str, Any]] = {
 WEATHER: Final[Any] = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 TIME: Final[Any] = {"type": "function", "function": {"name": "time"}}
 WEATHER_ONLY: Final[Any] = {"type": "function", "function": {"name": "weather"}}
-TAGS: Final = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "mistral": ("[TOOL_CALLS]",),
-    "deepseek_v3": (
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-    ),
-}
-
-
-# Harmony ends its reasoning with <|end|>, which is the tiny model's end token.
-PARSERS: Final = [name for name in TOOL_CALL_PARSERS if name != "openai"]
-
-
-FORMS: Final = ("hermes", "pythonic")  # arguments as JSON and in a form of their own, for rules of no parser
+TAGS: Final = ("<tool_call>", "</tool_call>")
 
 
 class Model(NamedTuple):
-    parser: str
     client: openai.OpenAI
     first_tag: int | None = None  # the token of the first tag, if tags are tokens
 
 
-@pytest.fixture(scope="module")
-def engine_without_tags() -> Engine:
-    """The engine of every parser: an engine with tags has more tokens."""
-    return tiny_engine()
-
-
-@pytest.fixture(scope="module", params=[*PARSERS, *(f"{name} tags" for name in TAGS)])
-def model(
-    engine_without_tags: Engine, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Model]:
-    parser, _, has_tags = request.param.partition(" ")
-    tags = TAGS[parser] if has_tags else ()
+@pytest.fixture(scope="module", params=[False, True], ids=["tags as text", "tags as tokens"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """One parser of many: tests/unit/gateway/text/test_answer_grammar.py has the calls of all of them."""
+    tags = TAGS if request.param else ()
     directory = tool_model(tmp_path_factory.mktemp("model"), TEMPLATE, tags)
-    engine = tiny_engine(model=directory) if tags else engine_without_tags
+    engine = tiny_engine(model=directory) if tags else tiny_engine()
     with (
-        ServedGateway(lambda: EngineFrontend(engine), model=directory, tool_call_parser=parser) as gateway,
+        ServedGateway(lambda: EngineFrontend(engine), model=directory, tool_call_parser="hermes") as gateway,
         client_of(gateway.url) as client,
     ):
         tag = Tokenizer.from_directory(Path(directory)).encode(tags[0]) if tags else [None]
-        yield Model(parser, client, *tag)
+        yield Model(client, *tag)
     gateway.service.close()
 
 
@@ -136,13 +109,13 @@ def test_stream_has_the_calls_of_the_whole_answer(model: Model) -> None:
     assert [(name, json.loads("".join(pieces)))] == whole and pieces[0] == "" and len(pieces) >= 2
 
 
-@pytest.mark.parametrize("model", [f"{name} tags" for name in TAGS], indirect=True)
+@pytest.mark.parametrize("model", [True], indirect=True)
 def test_strict_arguments_hold_once_a_call_begins(model: Model) -> None:
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     assert sum(map(num_checked, ask_with_calls(model, tools=[strict]))) >= 3
 
 
-@pytest.mark.parametrize("model", FORMS, indirect=True)
+@pytest.mark.parametrize("model", [False], indirect=True)
 def test_allowed_tools_alone_are_called(model: Model) -> None:
     some: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [WEATHER_ONLY]}}
     for seed in range(3):
@@ -152,7 +125,7 @@ def test_allowed_tools_alone_are_called(model: Model) -> None:
         jsonschema.validate(arguments, CITY)
 
 
-@pytest.mark.parametrize("model", [f"{name} tags" for name in TAGS], indirect=True)
+@pytest.mark.parametrize("model", [True], indirect=True)
 def test_model_is_free_to_call_an_allowed_tool_and_no_other(model: Model) -> None:
     some: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [WEATHER_ONLY]}}
     answers = ask_with_calls(model, tools=[TIME, WEATHER], tool_choice=some)
@@ -160,7 +133,7 @@ def test_model_is_free_to_call_an_allowed_tool_and_no_other(model: Model) -> Non
     assert calls and {call.function.name for call in calls} == {"weather"}
 
 
-@pytest.mark.parametrize("model", FORMS, indirect=True)
+@pytest.mark.parametrize("model", [False], indirect=True)
 def test_keyword_that_cannot_be_kept_is_named(model: Model) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "object", "propertyNames": {"format": "date"}}}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}

@@ -2,9 +2,11 @@
 
 import functools
 import json
+import random
 from collections.abc import Mapping
 from typing import Any, Final
 
+import jsonschema
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest
 from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, Tags, arguments_schema, text_arguments
 from baton.gateway.text.answer_parsing import ModelParsers, frame_of
-from baton.gateway.text.answer_reader import ReasoningState
+from baton.gateway.text.answer_reader import Delta, ReaderOptions, ReasoningState
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS
 from baton.request import StructuredOutputs
@@ -143,6 +145,68 @@ TWO: Final = {
         "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
 }
+
+
+MAX_STEPS: Final = 400
+SHORT: Final[dict[str, Any]] = {
+    **CITY,
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 6},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "is_short": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+}
+
+
+def random_text(form: StructuredOutputs, has_tags: bool, rng: random.Random) -> str | None:
+    """Return a text of the grammar, of random tokens; None when MAX_STEPS tokens do not end one."""
+    matcher, token_ids = LLMatcher(matcher_tokenizer(has_tags), grammar_of(form), log_level=0), list[int]()
+    while not matcher.is_stopped():
+        if len(token_ids) == MAX_STEPS:
+            return None
+        allowed = [token_id for token_id, bias in enumerate(matcher.compute_logit_bias()) if bias]
+        token_ids.append(rng.choice(allowed))
+        assert matcher.consume_token(token_ids[-1]), matcher.get_error()
+    text = [token_id for token_id in token_ids if token_id != END]
+    return str(tokenizer(has_tags).decode(text, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("has_tags", [False, True])
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_reader_finds_calls_that_follow_the_schema_in_each_text_of_the_grammar(
+    parser: str, has_tags: bool
+) -> None:
+    schemas = {"weather": SHORT, "time": {"maxProperties": 0}}
+    tools = [
+        CallableTool(name="weather", schema=arguments_schema(SHORT), key="tools[0]"),
+        CallableTool(name="time", schema=arguments_schema(None), key="tools[1]"),
+    ]
+    names = set[str]()
+    for seed in range(12):
+        is_parallel = seed % 3 == 0
+        calls = AskedCalls(tools=tools, is_required=True, is_parallel=is_parallel)
+        text = random_text(framed(parser, calls, has_tags=has_tags), has_tags, random.Random(seed))
+        assert text is not None or is_parallel
+        found = calls_in(parser, text) if text is not None else []
+        assert len(found) == 1 or is_parallel, text
+        for name, arguments in found:
+            jsonschema.validate(json.loads(arguments), schemas[name])
+            names.add(name)
+    assert names == {"weather", "time"}
+
+
+def calls_in(parser: str, text: str) -> list[tuple[str, str]]:
+    """Return the calls that the whole text consists of, by name and arguments."""
+    texts = {"weather": text_arguments(SHORT)}
+    reader = TOOL_CALL_PARSERS[parser].reader(ReaderOptions(text_arguments=texts))
+    read = Delta.joined([reader.push(text), reader.finish()])
+    assert read.text == "", text
+    first = [part for part in read.tool_calls if part.is_first]
+    return [
+        (call.name, "".join(part.arguments for part in read.tool_calls if part.index == call.index))
+        for call in first
+    ]
 
 
 @pytest.mark.parametrize("is_required", [True, False])
