@@ -21,6 +21,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
+from math import inf
 from typing import Final
 
 import msgspec
@@ -69,7 +70,8 @@ class Attempt:
     is_receiving: bool = False  # pages are granted, and their transfer has not ended
     filled: FilledPages | None = None  # leading pages that the attempt owns until the engine has them
     serial: int = 0  # unique; of attempts that are equal otherwise, the lowest starts first
-    num_wanted_pages: int = 0  # for which there was no room at the last try
+    retry_above_pages: int = -1  # it found no room, and is tried again once more pages than these are free
+    retry_below_pages: float = inf  # its quota was full: once its tenant holds fewer pages than these
     num_expected_pages: int = 0  # granted, and not here yet
     first: TokenEvent | None = None
     sequence: Sequence | None = None  # once the engine has the sequence
@@ -196,8 +198,9 @@ class DecodeAdmission:
 
     def first(self) -> Attempt | None:
         """Return the next attempt to start."""
-        heads = [lane[0] for lane in self._waiting.values() if self._is_within_quota(lane[0])]
-        return min(heads, key=self._priority, default=None)
+        heads = [lane[0] for lane in self._waiting.values()]
+        may_start = [each for each in heads if self._num_held(each) < each.retry_below_pages]
+        return min(may_start, key=self._priority, default=None)
 
     def leave(self, attempt: Attempt) -> None:
         """Remove the attempt; nothing happens if it does not wait."""
@@ -206,38 +209,43 @@ class DecodeAdmission:
         if left:
             self._waiting[tenant] = left
 
-    def may_have_room(self, attempt: Attempt) -> bool:
-        """Return whether the pages that were missing at the last try are free now; True before the first."""
-        return attempt.num_wanted_pages <= self._engine.num_available_pages
+    def claim(self, attempt: Attempt, multiple_of: int) -> FilledPages | None:
+        """Hold the cached prefix of the prompt, and free pages for the rest, which are granted at once.
 
-    def make_room(self, attempt: Attempt, num_pages: int) -> bool:
-        """Have pages free to be granted at once; False beyond the quota, or when there is no room.
-
-        The pages count as the tenant's until `arrived`.
+        The prefix has a multiple of `multiple_of` tokens; the other pages count as the tenant's until
+        `arrived`. None, with nothing held, when there is no room or the quota is full. The prompt is not
+        looked up again before there is more room than at the last try.
         """
-        attempt.num_wanted_pages = num_pages
-        if not self._is_within_quota(attempt) or not self._engine.make_room(num_pages):
-            return False
-        attempt.num_expected_pages = num_pages
-        self._engine.pages.accounts.expect(attempt.request.tenant, num_pages)
-        return True
+        engine, request = self._engine, attempt.request
+        if engine.num_available_pages <= attempt.retry_above_pages:
+            return None
+        claim = attempt.prefix(engine).claim(multiple_of)
+        num_pages = engine.pages.pages_for(request.num_tokens - claim.num_tokens)
+        quota = request.scheduling_key.quotas.max_kv_pages
+        is_within_quota = quota is None or self._num_held(attempt) + num_pages <= quota
+        if is_within_quota and engine.make_room(num_pages):
+            attempt.num_expected_pages = num_pages
+            engine.pages.accounts.expect(request.tenant, num_pages)
+            return claim
+        engine.release(claim)
+        if is_within_quota:
+            attempt.retry_above_pages = engine.num_available_pages
+        else:
+            attempt.retry_below_pages = self._num_held(attempt)
+        return None
 
     def arrived(self, attempt: Attempt) -> None:
-        """End the expectation of `make_room`: the pages are here, or do not come."""
+        """End the expectation of `claim`: the pages are here, or do not come."""
         self._engine.pages.accounts.expect(attempt.request.tenant, -attempt.num_expected_pages)
         attempt.num_expected_pages = 0
 
-    def _is_within_quota(self, attempt: Attempt) -> bool:
-        """Return whether the pages that were missing at the last try are within the tenant's quota."""
-        request = attempt.request
-        quota = request.scheduling_key.quotas.max_kv_pages
-        held = self._engine.pages.accounts.held(request.tenant)
-        return quota is None or attempt.num_wanted_pages + held <= quota
+    def _num_held(self, attempt: Attempt) -> int:
+        """Pages that the attempt's tenant holds or expects."""
+        return self._engine.pages.accounts.held(attempt.request.tenant)
 
     def _priority(self, attempt: Attempt) -> tuple[int, float, int, float, int]:
         request, (rank, priority, due, serial) = attempt.request, _turn(attempt)
-        num_pages = self._engine.pages.accounts.held(request.tenant)
-        return rank, num_pages / request.scheduling_key.weight, priority, due, serial
+        return rank, self._num_held(attempt) / request.scheduling_key.weight, priority, due, serial
 
 
 def _turn(attempt: Attempt) -> tuple[int, int, float, int]:

@@ -333,12 +333,8 @@ class DecodeWorker(WorkerNode):
             # The worker had the order too, and may have died of this prompt.
             self._fail(attempt, Failure.LOST, "its prefill worker is gone", worker=attempt.prefill)
             return True
-        if not self._admission.may_have_room(attempt):
-            return False
-        claim = attempt.prefix(self._engine).claim(max(prefill.page_size, self._engine.pages.page_size))
-        num_missing = attempt.request.num_tokens - claim.num_tokens
-        if not self._admission.make_room(attempt, self._engine.pages.pages_for(num_missing)):
-            self._engine.release(claim)
+        claim = self._admission.claim(attempt, max(prefill.page_size, self._engine.pages.page_size))
+        if claim is None:
             return False
         attempt.granted_s = self._clock.now_s()
         try:
@@ -375,12 +371,12 @@ class DecodeWorker(WorkerNode):
             return
         if attempt.stage is not AttemptStage.PREPARED:
             raise ProtocolError(f"attempt {attempt.engine_id} is {attempt.stage.value}, not prepared")
-        self.counters["migrations"] += 1
         try:
             attempt.take_over(order.token_ids, self._clock.now_s())
         except InvalidRequest as error:
             self._fail(attempt, Failure.INVALID, str(error))
             return
+        self.counters["migrations"] += 1
         self._answer(attempt)
 
     def _give_up_prepared(self) -> None:

@@ -51,9 +51,7 @@ class ExternalPageHolds:
         self._pool.share(known, owner)
         if known:
             self._claims[owner] = frozenset(known)
-        num_tokens = len(known) * self._pool.page_size
-        self._cache.count(len(token_ids), num_tokens)
-        return FilledPages(tuple(known), num_tokens, owner)
+        return FilledPages(tuple(known), len(known) * self._pool.page_size, owner)
 
     def release(self, pages: Ordered[int], owner: Owner) -> None:
         """Release claimed or pinned pages. IntegrityError, with nothing released, if the owner lacks one."""
@@ -102,7 +100,8 @@ class ExternalPageHolds:
             raise ValueError(f"sequence {sequence.key}: prompt_logprobs need the whole prompt computed")
 
     def settle(self, filled: FilledPages, sequence: Sequence) -> None:
-        """Give the pages to the sequence and its scheduling key, and register the full ones.
+        """Give the pages to the sequence and its scheduling key, register the full ones, and count the lookup
+        of its claim, if it had one.
 
         IntegrityError, with nothing done, if the owner lacks a page, or if another holder uses the last page,
         which the sequence will write.
@@ -116,6 +115,8 @@ class ExternalPageHolds:
         pool.accounts.book(sequence.key, sequence.scheduling_key)
         pool.hand_over(filled.pages, filled.owner, sequence.key)
         pool.accounts.close(filled.owner)
+        num_claimed = len(self._claims.get(filled.owner, ()))
+        self._cache.count(sequence.num_tokens, num_claimed * pool.page_size)
         self._end_claim(filled.pages, filled.owner)
         sequence.page_table = list(filled.pages)
         sequence.num_computed_tokens = filled.num_tokens

@@ -1,4 +1,4 @@
-"""Who begins, in which order, and that a prompt which is computed elsewhere finds its pages."""
+"""The order in which attempts start, and the pages that they are granted."""
 
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,16 @@ from baton.engine.engine import Engine
 from baton.messages.control import Dispatch, Failure, Prefill
 from baton.request import Request
 from baton.tenants import Quotas, SchedulingKey, Sla
-from tests.tiny_models import tiny_engine
+from tests.tiny_models import run_to_end, tiny_engine
 from tests.worker_pair import GATEWAY, PREFILL, WorkerPair
 from tests.worker_pair_cases import PROMPT, MakePair, a_request, answer_alone, said
 
 NUM_PAGES = 30
 
 
-def an_attempt(number: int, priority: int = 0) -> Attempt:
-    request = a_request(number, priority=priority)
+def an_attempt(number: int, num_pages: int = 5, **fields: Any) -> Attempt:
+    """An attempt that takes so many pages, none of which is cached."""
+    request = a_request(number, (number, *range(1, 4 * num_pages)), **fields)
     return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL), 0.0)
 
 
@@ -28,7 +29,7 @@ def admission(tiny_model: Path) -> DecodeAdmission:
 
 
 def test_the_most_urgent_are_first_and_of_these_the_earliest(admission: DecodeAdmission) -> None:
-    attempts = [an_attempt(number, priority) for number, priority in enumerate((1, 0, 2, 0, 1))]
+    attempts = [an_attempt(number, priority=priority) for number, priority in enumerate((1, 0, 2, 0, 1))]
     for attempt in attempts:
         admission.wait(attempt)
     order = []
@@ -40,28 +41,60 @@ def test_the_most_urgent_are_first_and_of_these_the_earliest(admission: DecodeAd
 
 
 def test_attempt_that_finds_no_room_is_tried_again_once_there_is(admission: DecodeAdmission) -> None:
-    attempt, ledger = an_attempt(0), admission._engine.pages
+    attempt, ledger = an_attempt(0, 21), admission._engine.pages
     pages = ledger.allocate(10, "another")
-    assert admission.may_have_room(attempt)
-    assert not admission.make_room(attempt, NUM_PAGES - 9)
-    assert attempt.num_expected_pages == 0 and not admission.may_have_room(attempt)
+    assert admission.claim(attempt, 1) is None and attempt.num_expected_pages == 0
     ledger.release(pages, "another")
-    assert admission.may_have_room(attempt) and admission.make_room(attempt, NUM_PAGES - 9)
+    assert admission.claim(attempt, 1) is not None and attempt.num_expected_pages == 21
+
+
+def test_attempt_is_not_looked_up_again_before_pages_are_free(
+    admission: DecodeAdmission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cached prefix counts as free until it is claimed, so the pages for the rest seem to be there."""
+    engine = admission._engine
+    engine.add(a_request(0, tuple(range(41)), max_tokens=1))
+    run_to_end(engine)
+    pages = engine.pages.allocate(10, "another")
+    attempt = Attempt.of(Dispatch(request=a_request(1, tuple(range(84))), gateway=GATEWAY.id), 0.0)
+    assert engine.num_available_pages > 11 and admission.claim(attempt, 1) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "claim_prefix", None)
+        assert admission.claim(attempt, 1) is None
+    engine.pages.release(pages[:1], "another")
+    claim = admission.claim(attempt, 1)
+    assert claim is not None and claim.num_tokens == 40
+
+
+def test_attempt_with_a_cached_prefix_over_its_quota_delays_its_tenant_alone(
+    admission: DecodeAdmission,
+) -> None:
+    """The pages of its prefix count as well, which the tenant does not hold while the attempt waits."""
+    engine, quotas = admission._engine, Quotas(max_kv_pages=12)
+    engine.add(a_request(0, tuple(range(21)), max_tokens=1))
+    run_to_end(engine)
+    first = of_tenant(1, "a", quotas=quotas)
+    assert admission.claim(first, 1) is not None
+    limited = a_request(2, tuple(range(32)), tenant="a", scheduling_key=SchedulingKey(quotas=quotas))
+    second = Attempt.of(Dispatch(request=limited, gateway=GATEWAY.id), 0.0)
+    admission.wait(second)
+    assert admission.claim(second, 1) is None and admission.first() is None
+    admission.arrived(first)
+    assert admission.first() is second and admission.claim(second, 1) is not None
 
 
 def order_of(admission: DecodeAdmission, attempts: list[Attempt]) -> list[int]:
-    """In which they begin, as numbers; each expects five pages."""
+    """The numbers of the attempts in the order in which they start; each expects its pages."""
     order = []
     while (first := admission.first()) is not None:
         order.append(attempts.index(first))
-        assert admission.make_room(first, 5)
+        assert admission.claim(first, 1) is not None
         admission.leave(first)
     return order
 
 
-def of_tenant(number: int, tenant: str, **scheduling_key: Any) -> Attempt:
-    request = a_request(number, tenant=tenant, scheduling_key=SchedulingKey(**scheduling_key))
-    return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL), 0.0)
+def of_tenant(number: int, tenant: str, num_pages: int = 5, **scheduling_key: Any) -> Attempt:
+    return an_attempt(number, num_pages, tenant=tenant, scheduling_key=SchedulingKey(**scheduling_key))
 
 
 def test_better_scheduling_class_is_first(admission: DecodeAdmission) -> None:
@@ -74,11 +107,11 @@ def test_better_scheduling_class_is_first(admission: DecodeAdmission) -> None:
 def test_tenant_with_fewest_pages_for_its_weight_is_first_in_its_class(
     admission: DecodeAdmission,
 ) -> None:
-    attempts = [of_tenant(number, "noisy") for number in range(3)]
+    attempts = [of_tenant(number, "noisy", 10 if not number else 5) for number in range(3)]
     attempts += [of_tenant(number, "quiet", weight=2.0) for number in range(3, 5)]
     for attempt in attempts[1:]:
         admission.wait(attempt)
-    assert admission.make_room(attempts[0], 10)
+    assert admission.claim(attempts[0], 1) is not None
     assert order_of(admission, attempts) == [3, 4, 1, 2]
 
 
@@ -103,10 +136,10 @@ def test_a_tenant_of_one_orders_its_own_by_priority_and_by_when_they_are_due(
 
 def test_tenant_over_its_quota_does_not_delay_other_tenants(admission: DecodeAdmission) -> None:
     quotas = Quotas(max_kv_pages=12)
-    first, second, other = (of_tenant(n, name, quotas=quotas) for n, name in enumerate(("a", "a", "b")))
-    assert admission.make_room(first, 10)
+    first, second, other = (of_tenant(n, name, 10, quotas=quotas) for n, name in enumerate(("a", "a", "b")))
+    assert admission.claim(first, 1) is not None
     admission.wait(second)
-    assert not admission.make_room(second, 10)
+    assert admission.claim(second, 1) is None
     assert admission.first() is None
     admission.wait(other)
     assert admission.first() is other
@@ -114,7 +147,7 @@ def test_tenant_over_its_quota_does_not_delay_other_tenants(admission: DecodeAdm
     assert admission.first() is None  # the pages are on their way
     admission.arrived(first)
     admission.arrived(first)
-    assert admission.first() is second and admission.make_room(second, 10)
+    assert admission.first() is second and admission.claim(second, 1) is not None
 
 
 def test_a_tenant_never_holds_more_than_its_quota_and_every_answer_comes(
@@ -169,6 +202,26 @@ def test_decode_worker_grants_no_more_pages_than_it_has(make_pair: MakePair, alo
     for request in requests:
         assert said(pair.heard(request)) == answer_alone(alone, request)
     assert not pair.decode_worker.counters["recomputed_prefills"]
+
+
+def test_attempt_that_waits_for_pages_counts_as_one_query_of_the_cache(make_pair: MakePair) -> None:
+    pair = make_pair(num_pages=(96, NUM_PAGES))
+    pair.answer(a_request(0))
+    pair.quiet_down()
+    pair.hold(Prefill)
+    for request in (first := a_request(1, tuple(range(55))), second := a_request(2, (*PROMPT, *range(40)))):
+        pair.dispatch(request)
+        pair.turn()
+    assert pair.decode_worker.load().num_waiting == 1
+    before = pair.decode_worker.load().prefix_queries_tokens
+    for _ in range(20):
+        pair.turn()
+    assert pair.decode_worker.load().prefix_queries_tokens == before
+    pair.hold()
+    pair.turns_until(lambda: pair.is_answered(first) and pair.is_answered(second))
+    load = pair.decode_worker.load()
+    assert load.prefix_queries_tokens == before + first.num_tokens + 1 + second.num_tokens + 1
+    assert load.prefix_hits_tokens == 40
 
 
 def two_granted_of_four(make_pair: MakePair) -> tuple[WorkerPair, list[Request]]:

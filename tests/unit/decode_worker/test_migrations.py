@@ -6,7 +6,7 @@ from baton.engine.engine import Engine
 from baton.kvtransfer.protocol.messages import Commit, PullRequest
 from baton.messages.control import Dispatch, Failure, Prepared, TakeOver
 from baton.request import Request
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
 from tests.worker_pair import GATEWAY, ROUTER, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request, answer_alone, begun, has_pulled, said
 
@@ -50,6 +50,19 @@ def test_answer_goes_on_after_tokens_that_came_while_the_pages_moved(
     pair.turns_until(lambda: pair.is_answered(rest))
     assert said(pair.heard(rest)) == whole[4:]
     assert has_pulled(pair.decode, pulls=1)
+    assert pair.decode_worker.counters["migrations"] == 1
+
+
+def test_tokens_that_leave_no_room_for_an_answer_are_no_migration(make_pair: MakePair) -> None:
+    pair = make_pair()
+    warm(pair)
+    request = a_request(1, PROMPT)
+    begin(pair, request)
+    pair.turns_until(lambda: is_prepared(pair))
+    take_over(pair, request, (1,) * (MAX_MODEL_LEN - len(PROMPT)))
+    pair.turns_until(lambda: bool(pair.failures()))
+    assert pair.failures()[0].failure is Failure.INVALID
+    assert not pair.decode_worker.counters["migrations"]
 
 
 @pytest.mark.parametrize("kind", [PullRequest, Commit])
