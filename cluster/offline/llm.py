@@ -44,7 +44,7 @@ from baton.config.loader import flatten, leaves, nest
 from baton.engine.engine import load_engine
 from baton.engine.models.loading.weights import Progress
 from baton.engine.models.registry import read_model_config
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import ConfigError, InvalidRequest, WorkerLost
 from baton.gateway.text.chat_template import ChatTemplate, Message, read_messages
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import Request, SamplingParams, StepOutput, TokenIds
@@ -168,8 +168,9 @@ class LLM:
             print(completions[0].outputs[0].text)
 
     An LLM serves one thread at a time and refuses a second one with InvalidRequest. Several streams may be
-    open: reading one of them advances all. After an interrupt (Ctrl-C) the running requests are lost; with
-    `tensor_parallel_size` over 1 later calls may raise WorkerLost: close the LLM and load another.
+    open: reading one of them advances all. After an interrupt (Ctrl-C) the running requests are lost, and the
+    other open streams raise WorkerLost. With `tensor_parallel_size` over 1 later calls may raise WorkerLost,
+    too: close the LLM and load another.
     """
 
     def __init__(
@@ -389,7 +390,13 @@ class LLM:
                 while call.unread:
                     yield call.unread.popleft()
                 if call.running:
-                    self._step()
+                    try:
+                        self._step()
+                    except BaseException:
+                        self._lose_all()
+                        raise
+            if call.is_lost:
+                raise WorkerLost("the request is lost: the step of another call was interrupted or failed")
         finally:
             self._unwanted.extend(call.running)
             self._one_thread.try_to(self._end_unwanted)  # or the thread that steps ends them
@@ -408,6 +415,14 @@ class LLM:
                 self.engine.abort(output.request_id, output.choice)  # cut at a stop string
             if generation.is_finished:
                 self._end(output.request_id)
+
+    def _lose_all(self) -> None:
+        """End the open calls after a step that failed half-way: some of their tokens may be missing."""
+        for request_id, call in self._calls.items():
+            self.engine.abort(request_id)
+            call.running.clear()
+            call.is_lost = True
+        self._calls.clear()
 
     def _end_unwanted(self) -> None:
         while self._unwanted:
@@ -429,6 +444,7 @@ class _Call:
     def __init__(self, generations: Sequence[Generation]) -> None:
         self.running = {generation.request.request_id: generation for generation in generations}
         self.unread: deque[TextDelta] = deque()
+        self.is_lost = False  # it ends without the rest of its answers
 
     def read(self, generation: Generation, output: StepOutput) -> TextDelta | None:
         delta = generation.accept(output)

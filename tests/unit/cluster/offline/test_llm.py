@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from baton.cluster.offline.generation import Completion, Prompt, TextDelta
 from baton.cluster.offline.llm import LLM
 from baton.engine.replica import LayerWatch
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import ConfigError, InvalidRequest, WorkerLost
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenIds
 from tests.unit.cluster.model_directories import with_config_alone, without_weights
 
@@ -224,6 +224,22 @@ def test_two_streams_may_be_read_in_turns(llm: LLM) -> None:
     assert mixed == [("sun", "red"), (" moon", " blue")]
     assert [delta.text for delta in one] == [" star", ""]
     assert [delta.text for delta in other] == [""]
+
+
+def test_interrupted_step_ends_every_open_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    one, other = llm.stream(COPY, GREEDY), llm.stream(COPY, GREEDY)
+    next(one)
+    assert next(other).text == "sun"
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "execute", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(one)
+    with pytest.raises(WorkerLost, match="another call"):
+        list(other)
+    assert texts(llm.generate(COPY, GREEDY)) == [COPIED]
 
 
 def test_generate_within_a_stream_disturbs_neither(llm: LLM) -> None:
