@@ -250,6 +250,17 @@ class DiskStore:
                 self._can_be_direct = False
         return os.preadv(segment.fd, buffers, offset)
 
+    def forget_all(self) -> list[bytes]:
+        """Remove every record, also for the next process; return their keys."""
+        keys = list(self._where)
+        for segment in self._segments.values():
+            self._path(segment.place).unlink()
+            segment.close()
+        self._segments.clear()
+        self._where.clear()
+        self._active = None
+        return keys
+
     def _forget(self, key: bytes) -> None:
         """Remove a damaged record, also for the next process."""
         self.num_damaged += 1
@@ -432,6 +443,7 @@ class DiskTier:
         self._batch: dict[bytes, PageParts] = {}  # the loads that are being read
         self._writes: deque[tuple[bytes, int, int, int]] = deque()  # key, host page, generation, mark
         self._reports: deque[Written | Loaded] = deque()
+        self._must_forget = False  # the thread empties the store before it carries out another order
         self._wakes = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
@@ -472,13 +484,19 @@ class DiskTier:
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
         self.is_stalled = self.is_stalled and not reports
         for report in reports:
-            if isinstance(report, Loaded):
+            if isinstance(report, Loaded) or self._must_forget:
                 continue
             if report.place == NOT_ON_DISK:
                 self.places.pop(report.key, None)
             else:
                 self.places[report.key] = report.place
         return reports
+
+    def forget_all(self) -> None:
+        """Forget every page: `places` is empty at once, and the files are before the next order."""
+        self._must_forget = True
+        self.places.clear()
+        self._wakes.set()
 
     def put(self, pages: Iterable[tuple[bytes, int]], until_s: float) -> None:
         """Write host pages in the calling thread, after `stop`, until time.monotonic() is until_s."""
@@ -495,7 +513,10 @@ class DiskTier:
         self._closing.set()
         self._wakes.set()
         self._thread.join(STOP_S)
-        return not self._thread.is_alive()
+        has_ended = not self._thread.is_alive()
+        if has_ended and self._must_forget:
+            self._forget_all()
+        return has_ended
 
     def close(self) -> None:
         """End the thread and close the files, unless the disk hangs. Idempotent."""
@@ -514,14 +535,23 @@ class DiskTier:
 
     def _work(self) -> None:
         """Carry out the orders, loads first."""
-        while (self._loads or self._writes) and not self._closing.is_set():
-            if self.num_failed:
+        while (self._loads or self._writes or self._must_forget) and not self._closing.is_set():
+            if self._must_forget:
+                self._forget_all()
+            elif self.num_failed:
                 self._end_loads()
                 self._writes.clear()
             elif self._loads:
                 self._load_all()
             else:
                 self._write_one(*self._writes.popleft())
+
+    def _forget_all(self) -> None:
+        try:
+            self._reports.extend(Written(key, NOT_ON_DISK) for key in self._store.forget_all())
+        except OSError as error:
+            self._fail(error)
+        self._must_forget = False
 
     def _load_all(self) -> None:
         while self._loads and not self._closing.is_set():

@@ -91,7 +91,8 @@ class HostTier:
         self.disk: DiskTier | None = None
         self.compute_page_s = inf  # seconds to compute the tokens of a page; not known yet
         self._generation = [0] * num_pages  # of each page, grows when it gets other contents
-        self._loading: dict[bytes, tuple[int, Group]] = {}  # key -> (host page, group)
+        # key -> (host page, group); None: the key was forgotten since the order
+        self._loading: dict[bytes, tuple[int, Group | None]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -170,6 +171,18 @@ class HostTier:
             self._to_host.pop(host_page, None)
             self._free.append(host_page)
 
+    def forget_all(self) -> None:
+        """Forget every cached page, here and on disk: some may be copies of contents that are not valid."""
+        for key in list(self._cached):
+            host_page = self._uncache(key)
+            self._generation[host_page] += 1  # an ordered write to disk finds that the contents are others
+            self._to_host.pop(host_page, None)
+            self._free.append(host_page)
+        self._loading = {key: (page, None) for key, (page, _) in self._loading.items()}
+        self.changed.note_all()
+        if self.disk is not None:
+            self.disk.forget_all()
+
     # Pages on disk.
 
     def place_of(self, key: bytes) -> int | None:
@@ -213,7 +226,7 @@ class HostTier:
     def end_load(self, key: bytes, *, is_wanted: bool) -> None:
         """Cache a page that was read. is_wanted: the contents are valid, and not on the device."""
         host_page, group = self._loading.pop(key)
-        if is_wanted and key not in self:
+        if is_wanted and group is not None and key not in self:
             self._cached[key] = host_page, group
             self.cached.add(key, group)
         else:
@@ -469,9 +482,14 @@ class PrefixCache:
         sequence.num_known_pages = num_full
 
     def forget(self, pages: list[int]) -> None:
-        """Make these pages, and all pages after them, unknown: their contents are not valid."""
+        """Make these pages, and all pages after them, unknown: their contents are not valid.
+
+        The tiers below forget all their pages: no record says which were copied from these.
+        """
         for page in reversed(pages):
             self._forget(page)
+        if self.host.num_pages:
+            self.host.forget_all()
 
     def make_room(self, num_pages: int, *, keep: bool = True) -> None:
         """Evict until `num_pages` are free.

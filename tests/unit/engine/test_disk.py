@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import psutil
 import pytest
+import torch
 
 from baton.engine.cache.disk_tier import DiskStore
-from baton.engine.engine import Engine
+from baton.engine.engine import BAD_LOGITS, Engine
 from baton.messages.workers import Tier
 from baton.request import StepOutput
 from tests.tiny_models import (
@@ -280,6 +281,34 @@ def test_aborted_and_lost_sequences_leave_no_host_page_behind(tmp_path: Path) ->
     again = generate(second, PROMPT)
     assert num_cached(again) == 48
     second.scheduler.check_integrity()
+    second.close()
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_pages_with_kv_that_is_no_number_leave_the_host_and_the_disk(tmp_path: Path, is_idle: bool) -> None:
+    engine = engine_in(tmp_path)
+    expected = token_ids(generate(engine, PROMPT))
+    (page,) = engine.pin(keys := engine.page_keys(PROMPT[:4], b"", 4), "the fault") or ()
+    with torch.inference_mode():
+        engine.runner.pool.device[page] = float("nan")
+    engine.pages.release([page], "the fault")
+    engine.scheduler.cache.make_room(24)  # the next step copies all pages to the host
+    host, disk = engine.scheduler.cache.host, engine.scheduler.cache.host.disk
+    assert disk is not None
+    for prompt in OTHERS[:2] if is_idle else OTHERS[:1]:
+        generate(engine, prompt)
+        while is_idle and not disk.places.keys() >= set(keys):
+            engine.take_page_changes()
+    failed = generate(engine, PROMPT)
+    assert (num_cached(failed), failed[-1].error) == (48, BAD_LOGITS)
+    assert not host.known_keys() and not disk.places
+    engine.scheduler.check_integrity()
+    again = generate(engine, PROMPT)
+    assert token_ids(again) == expected and not num_cached(again)
+    engine.close()
+    second = engine_in(tmp_path)
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and num_cached(again) == 48
     second.close()
 
 
