@@ -54,7 +54,6 @@ from baton.engine.runner.sampler import Draws, Sampled, Sampler
 from baton.engine.runner.step_inputs import StepArrays, StepBuilder, encode
 from baton.engine.runner.structured_output import StructuredOutputMask
 from baton.engine.runner.tp_worker import TpWorkers
-from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, Drafter, PageCopy, Sequence
 from baton.engine.speculation.draft_lengths import time_steps
@@ -173,7 +172,7 @@ class Engine(Replica):
         # Steps in flight: one for each stage of a pipeline. The policies for comparison keep one in flight.
         scheduler.num_batches = runner.pp.size if config.scheduler.policy == "continuous" else 1
         self._seeds = random.Random(config.seed)
-        self._meter = PreemptionMeter(runner.pool)
+        self._page_costs = PageCosts(runner.pool)
         self._num_steps = 0
         directory, self._eos_token_ids = Path(config.model), model_config.eos_token_ids
         self._form_mask = StructuredOutputMask(directory, model_config.vocab_size, self._eos_token_ids)
@@ -293,9 +292,8 @@ class Engine(Replica):
         stage has computed it.
         """
         began_s = perf_counter()
-        if (rates := self._meter.rates) is not None:
-            self.scheduler.rates = rates
-            self.scheduler.cache.host.compute_page_s = rates.recompute_s_per_token * self.pages.page_size
+        if (token_s := self._page_costs.compute_token_s) is not None:
+            self.scheduler.cache.host.compute_page_s = token_s * self.pages.page_size
         self.scheduler.cache.poll()
         if self._is_holding:
             self._release_held()
@@ -391,7 +389,7 @@ class Engine(Replica):
         sampled = (step.draws or self._sample(step)).wait()
         ended_s = perf_counter()
         step_s = ended_s - max(step.launched_s, self._busy_since_s or 0.0)
-        self._meter.observe(step.batch, step_s)
+        self._page_costs.observe(step.batch, step_s)
         if self.scheduler.drafter is None:
             self._last_step = step.batch, step_s
         else:  # proposing is part of the step
@@ -451,7 +449,7 @@ class Engine(Replica):
         )
 
     def _tier_token_ns(self) -> dict[Tier, int]:
-        host_s, disk = self._meter.swap_s_per_page, self.scheduler.cache.host.disk
+        host_s, disk = self._page_costs.copy_page_s, self.scheduler.cache.host.disk
         if host_s is None:
             return {}
         page_s = {Tier.HOST: host_s} if disk is None else {Tier.HOST: host_s, Tier.DISK: host_s + disk.page_s}
@@ -611,23 +609,21 @@ MIN_PREFILL_TOKENS: Final = 16  # fewer tokens say little about the cost of a to
 NUM_PROBE_PAGES: Final = 4
 
 
-class PreemptionMeter:
-    """Measures the costs of preemption on this machine while the engine runs.
+class PageCosts:
+    """The seconds to compute a token and to copy a page, measured on this machine while the engine runs.
 
-    `rates` is None until the second step that computes a prompt, and always without host pages: preemption
-    then recomputes.
+    `compute_token_s` is None until the second step that computes a prompt, and always without host pages.
     """
 
     def __init__(self, pool: KvPool) -> None:
-        self.rates: PreemptionRates | None = None
-        self._recompute_s_per_token: float | None = None
+        self.compute_token_s: float | None = None
         self._num_seen = 0
-        # One page, one way; None: there are no host pages.
-        self.swap_s_per_page = _time_swap(pool) if len(pool.host) else None
+        # Between host and device, one way; None: there are no host pages.
+        self.copy_page_s = _time_copy(pool) if len(pool.host) else None
 
     def observe(self, batch: Batch, step_s: float) -> None:
-        """Learn the cost of a recomputed token from a step that computed prompts in `step_s` seconds."""
-        if self.swap_s_per_page is None:
+        """Learn the cost of a token from a step that computed prompts in `step_s` seconds."""
+        if self.copy_page_s is None:
             return
         if sum(chunk.num_tokens for chunk in batch.prompt_chunks) < MIN_PREFILL_TOKENS:
             return
@@ -635,12 +631,11 @@ class PreemptionMeter:
         if self._num_seen == 1:
             return  # the first prefill compiles kernels
         cost_s = step_s / batch.num_tokens
-        mean_s = self._recompute_s_per_token
-        self._recompute_s_per_token = cost_s if mean_s is None else mean_s + WEIGHT * (cost_s - mean_s)
-        self.rates = PreemptionRates(self._recompute_s_per_token, self.swap_s_per_page)
+        mean_s = self.compute_token_s
+        self.compute_token_s = cost_s if mean_s is None else mean_s + WEIGHT * (cost_s - mean_s)
 
 
-def _time_swap(pool: KvPool) -> float:
+def _time_copy(pool: KvPool) -> float:
     """Seconds a page takes one way, from a round trip of empty pages."""
     num_pages = min(NUM_PROBE_PAGES, len(pool.host), len(pool.device))
     copies = [(page, page) for page in range(num_pages)]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from baton.engine.engine import Engine
-from baton.engine.scheduler.sequence import PreemptMode, SequenceKey
+from baton.engine.scheduler.sequence import SequenceKey
 from baton.request import StepOutput
 from tests.tiny_models import VOCAB_SIZE, add, run_to_end
 
@@ -44,7 +44,7 @@ def answers(
         for _ in range(rng.randint(0, 6)):
             running = [each.key for each in engine.scheduler.sequences() if each.is_running]
             if running and chance.random() < 0.3:
-                engine.scheduler.preempt(chance.choice(running), chance.choice(list(PreemptMode)))
+                engine.scheduler.preempt(chance.choice(running))
             outputs += engine.step()
             engine.scheduler.check_integrity()
     found: Answers = {}

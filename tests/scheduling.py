@@ -238,7 +238,6 @@ class Harness:
     def _expected_hits(self, plan: Plan) -> dict[SequenceKey, int]:
         """Tokens of each admitted new sequence that are on the device or the host, by looking at contents."""
         new = [self.live[key] for key in plan.admitted if not self.live[key].page_table]
-        new = [each for each in new if each.status is SequenceStatus.WAITING]
         if not new or self.settings.num_host_pages:
             return {}
         if not self.settings.prefix_caching:
@@ -270,8 +269,7 @@ class Harness:
         """The known pages that a waiting sequence would start with."""
         if sequence.page_table:
             return []
-        is_swapped = sequence.status is SequenceStatus.SWAPPED
-        return self.cache.match_swapped(sequence) if is_swapped else self.cache.match(sequence)[0]
+        return self.cache.match(sequence)[0]
 
     def _num_committed(self, sequence: Sequence) -> int:
         chunks = [] if self.in_flight is None else self.in_flight[0].chunks
@@ -307,7 +305,7 @@ class Harness:
         owners: dict[int, set[Owner]] = defaultdict(set)
         for sequence in self.live.values():
             assert len(set(sequence.page_table)) == len(sequence.page_table)
-            held = 0 if sequence.status is SequenceStatus.SWAPPED else sequence.num_computed_tokens
+            held = sequence.num_computed_tokens
             # The pages of rejected drafts stay, for the tokens that come instead.
             num_spare = len(sequence.page_table) - self.pool.pages_for(held)
             assert 0 <= num_spare <= (self.pool.pages_for(self.settings.num_drafts) if held else 0)
@@ -326,8 +324,6 @@ class Harness:
             assert (self.pool.state(page) is PageState.ACTIVE) == bool(owners[page])
             owners[page] |= lessees[page]
         assert self.pool.num_available == self.pool.num_pages - sum(map(bool, owners.values()))
-        num_swapped = sum(len(s.host_pages) for s in self.live.values())
-        assert self.host.num_available >= 0 and num_swapped <= self.host.num_pages
 
 
 class GuessingDrafter:

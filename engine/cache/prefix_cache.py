@@ -13,14 +13,14 @@ at the same time would break this, so the second one releases its copy and share
 therefore prefix-closed. A lease released front to back can cut a chain; `_forget` then forgets the pages
 after the cut too.
 
-`HostTier` keeps the pages outside the device: evicted known pages, and the pages of swapped-out sequences. A
-`DiskTier` below it, if there is one, has copies of them. Routers see both as one tier: a page on disk has a
-number beyond the host pages. `prefetch` brings the pages of a waiting sequence from the disk to the host,
-where `match` finds them; `poll` takes the reports of the disk.
+`HostTier` keeps known pages that the device has evicted. A `DiskTier` below it, if there is one, has copies
+of them. Routers see both as one tier: a page on disk has a number beyond the host pages. `prefetch` brings
+the pages of a waiting sequence from the disk to the host, where `match` finds them; `poll` takes the reports
+of the disk.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from math import inf
 from typing import Final
@@ -70,12 +70,11 @@ class ChangedKeys:
 class HostTier:
     """The ledger of `num_pages` pages of host memory; 0 turns the tier off.
 
-    A host page is in one of six states:
+    A host page is in one of five states:
 
     - free;
     - cached: the contents of one evicted device page, found by its key; `FairLru` says which page goes first;
     - pinned: cached contents that are about to return to the device;
-    - swapped: owned by one preempted sequence;
     - leaving: its last reader is the batch that runs now;
     - loading: the disk tier writes the contents of a key to it.
 
@@ -103,7 +102,6 @@ class HostTier:
         self.cached.clear()
         self._cached: dict[bytes, tuple[int, Group]] = {}  # key -> (host page, group)
         self._pinned: dict[bytes, int] = {}
-        self._swapped: dict[Hashable, list[int]] = {}
         self._leaving: list[int] = []
         self._to_host: dict[int, int] = {}  # host page -> device page; the last writer wins
         self._to_device: dict[int, int] = {}  # device page -> host page
@@ -162,7 +160,9 @@ class HostTier:
 
     def fetch(self, key: bytes, device_page: int) -> None:
         """Move a pinned page back to the device."""
-        self._copy_to_device(self._pinned.pop(key), device_page)
+        host_page = self._pinned.pop(key)
+        self._to_device[device_page] = host_page
+        self._leaving.append(host_page)
 
     def drop(self, key: bytes) -> None:
         """Forget a page that is on the device again, if it is here."""
@@ -247,31 +247,6 @@ class HostTier:
         """True when the page has had no other contents since. From any thread."""
         return self._generation[host_page] == generation
 
-    # Pages of preempted sequences.
-
-    def swap_out(self, owner: Hashable, device_pages: list[int]) -> list[int]:
-        """Take one host page for each device page; the caller has checked `num_available`."""
-        if len(device_pages) > self.num_available:
-            raise IntegrityError(f"{len(device_pages)} host pages asked for, {self.num_available} left")
-        host_pages = [self._take_page() for _ in device_pages]
-        self._swapped[owner] = host_pages
-        self._to_host.update(zip(host_pages, device_pages, strict=True))
-        return list(host_pages)
-
-    def swap_in(self, owner: Hashable, device_pages: list[int]) -> None:
-        """Copy the owner's last len(device_pages) pages back and release all its pages."""
-        host_pages = self._swapped.pop(owner)
-        num_dropped = len(host_pages) - len(device_pages)
-        self._free += host_pages[:num_dropped]
-        for host_page, device_page in zip(host_pages[num_dropped:], device_pages, strict=True):
-            self._copy_to_device(host_page, device_page)
-
-    def release_swapped(self, owner: Hashable) -> None:
-        """Release the pages of an owner that ended while swapped out."""
-        for host_page in self._swapped.pop(owner):
-            self._to_host.pop(host_page, None)
-            self._free.append(host_page)
-
     def check_integrity(self) -> None:
         """Every host page is in exactly one place; raises IntegrityError."""
         places = [
@@ -281,8 +256,6 @@ class HostTier:
             *self._pinned.values(),
             *(page for page, _ in self._loading.values()),
         ]
-        for host_pages in self._swapped.values():
-            places += host_pages
         if sorted(places) != list(range(self.num_pages)):
             raise IntegrityError(f"{self.num_pages} host pages, found {sorted(places)}")
 
@@ -312,10 +285,6 @@ class HostTier:
         host_page, group = self._cached.pop(key)
         self.cached.remove(key, group)
         return host_page
-
-    def _copy_to_device(self, host_page: int, device_page: int) -> None:
-        self._to_device[device_page] = host_page
-        self._leaving.append(host_page)
 
 
 _NO_PAGE: Final = -1
@@ -365,10 +334,6 @@ class PrefixCache:
                     break
                 host_keys.append(key)
         return device_pages, host_keys
-
-    def match_swapped(self, sequence: Sequence) -> list[int]:
-        """The leading full pages of a swapped-out sequence that the device still knows."""
-        return self._known_pages(sequence.page_keys[: sequence.num_computed_tokens // self.pool.page_size])
 
     def find(self, token_ids: Ordered[int], salt: bytes) -> list[int]:
         """The device pages of the longest known prefix that leaves a token to compute. Pure."""

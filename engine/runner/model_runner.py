@@ -194,8 +194,10 @@ def count_host_pages(cache: CacheConfig, layout: PageLayout, num_pages: int) -> 
     """The number of host pages: those of the configured memory, or a part of the available memory.
 
     num_pages: on the device. Without a setting the host has no more pages than the device, so that a small
-    pool has a small host tier.
+    pool has a small host tier. None without prefix caching: nothing would find them.
     """
+    if not cache.enable_prefix_caching:
+        return 0
     if cache.host_cache_memory_bytes is not None:
         return cache.host_cache_memory_bytes // layout.page_bytes
     num_bytes = min(MAX_HOST_BYTES, int(_available_bytes() * MAX_HOST_SHARE))

@@ -1,8 +1,7 @@
-"""Chooses which sequences give their pages when pages are short, and whether the host tier keeps their KV.
+"""Chooses which sequences give their pages when pages are short.
 
 - `HeldPages` counts the pages of each scheduling key, against its share and its quota.
 - `PreemptionCandidates` lists the sequences that may give pages, the first to give them first.
-- `cheaper_mode` chooses between recomputing and swapping.
 - `PageQuotas` bounds the pages of each scheduling key, and `most_tokens` the length of a sequence.
 
 `StepPlanner` preempts; this module changes no sequence. With one scheduling key and no quota, sequences are
@@ -12,11 +11,10 @@ ordered by rank alone.
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.scheduler.sequence import (
-    PreemptMode,
     Sequence,
     SequenceKey,
     SequenceQueues,
@@ -101,25 +99,6 @@ class HeldPages:
         if key in self._claimed:
             return True
         return self._pool.accounts.num_users(self._pool.owners(page), share.key) > self._released[key]
-
-
-class PreemptionRates(NamedTuple):
-    """Costs of preemption on this machine, measured by the engine."""
-
-    recompute_s_per_token: float  # prefill time of one token
-    swap_s_per_page: float  # one page, one way
-
-
-def cheaper_mode(num_computed_tokens: int, num_pages: int, rates: PreemptionRates | None) -> PreemptMode:
-    """The mode that costs fewer seconds until the sequence is back; recompute while nothing is measured.
-
-    A swapped page crosses twice. Recompute needs no host memory and wins ties.
-    """
-    if rates is None:
-        return PreemptMode.RECOMPUTE
-    recompute_s = num_computed_tokens * rates.recompute_s_per_token
-    swap_s = 2 * num_pages * rates.swap_s_per_page
-    return PreemptMode.SWAP if swap_s < recompute_s else PreemptMode.RECOMPUTE
 
 
 class PreemptionCandidates:

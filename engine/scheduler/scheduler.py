@@ -12,7 +12,9 @@ The life of a sequence:
    pipeline the caller calls `launch` instead: sequences that sample are in no other step until `commit`.
 5. `commit` takes the sampled tokens, of a batch that has advanced or not: the prefix cache learns full pages,
    and sequences that are done release their pages.
-6. A preempted sequence goes back to 2 with all its tokens. `abort` is legal at any point.
+6. A preempted sequence releases its pages and goes back to 2 with all its tokens. The prefix cache knows its
+   full pages and keeps them while there is room, on the device or in the host tier. `abort` is legal at any
+   point.
 
 Every accepted sequence ends exactly once: as a StepOutput with a finish reason, or in the list that `abort`
 returns.
@@ -31,13 +33,12 @@ from baton.config.engine import SchedulerConfig
 from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.scheduler.page_holds import ExternalPageHolds
 from baton.engine.scheduler.policies import POLICIES, QueueWindow
-from baton.engine.scheduler.preemption import PreemptionRates, most_tokens
+from baton.engine.scheduler.preemption import most_tokens
 from baton.engine.scheduler.sequence import (
     Batch,
     Drafter,
     Int64s,
     Plan,
-    PreemptMode,
     Sequence,
     SequenceKey,
     SequenceQueues,
@@ -58,7 +59,6 @@ class Scheduler:
         self, config: SchedulerConfig, cache: PrefixCache, clock: Clock, attention_mlp_crossover: float = inf
     ) -> None:
         """attention_mlp_crossover: see `Model.attention_mlp_crossover`; inf: all tokens cost the same."""
-        self.rates: PreemptionRates | None = None  # set once measured; until then preemption recomputes
         self.pressure_mode = PressureMode()
         self.drafter: Drafter | None = None  # proposes tokens to decodes; None: no speculative decoding
         self.num_batches = 1  # running sequences are spread over
@@ -78,7 +78,7 @@ class Scheduler:
         # The other policies serve comparison only: no key overtakes another there.
         is_continuous = config.policy == "continuous"
         self._cost_cap = CostCap(self._queues.shares, attention_mlp_crossover if is_continuous else inf)
-        self._to_preempt: dict[SequenceKey, PreemptMode] = {}
+        self._to_preempt: dict[SequenceKey, None] = {}
         self._advanced: Batch | None = None  # counts as computed, and is not committed
         self._launched: deque[Batch] = deque()  # in flight, oldest first
         self._wait_s: float | None = None  # of the plan that was applied last
@@ -171,7 +171,7 @@ class Scheduler:
         """Every sequence that has not ended, in order of arrival."""
         return tuple(self._queues.by_key.values())
 
-    def preempt(self, key: SequenceKey, mode: PreemptMode) -> None:
+    def preempt(self, key: SequenceKey) -> None:
         """Make the next plan preempt this running sequence, with or without need.
 
         A sequence that recomputes repeatedly advances only if one step is long enough for all its tokens.
@@ -179,7 +179,7 @@ class Scheduler:
         sequence = self._queues.by_key[key]
         if not sequence.is_running:
             raise ValueError(f"sequence {key} is {sequence.status.value}, not running")
-        self._to_preempt[key] = mode
+        self._to_preempt[key] = None
         self._version += 1
 
     # One step.
@@ -192,15 +192,14 @@ class Scheduler:
             self.cache,
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
-            rates=self.rates,
             pressure_mode=self.pressure_mode,
             cost_cap=self._cost_cap,
             num_batches=self.num_batches,
         )
-        for key, mode in self._to_preempt.items():
+        for key in self._to_preempt:
             sequence = queues.by_key.get(key)
             if sequence is not None and sequence.is_running and key not in queues.in_flight:
-                planner.preempt(sequence, mode)
+                planner.preempt(sequence)
         planner.enforce_quotas()
         wait_s = self._plan_batch(planner, self._window, self._clock.now_s())
         if self.drafter is not None:
@@ -215,11 +214,11 @@ class Scheduler:
         self._wait_s = plan.wait_s
         by_key = self._queues.by_key
         self.cache.host.begin_step()
-        self._to_preempt = {k: mode for k, mode in self._to_preempt.items() if k in self._queues.in_flight}
+        self._to_preempt = {key: None for key in self._to_preempt if key in self._queues.in_flight}
         if plan.preempted_for is not None:
             self._queues.preempted_for = plan.preempted_for
-        for key, mode in plan.preempted.items():
-            self._preempt(by_key[key], mode)
+        for key in plan.preempted:
+            self._preempt(by_key[key])
         if plan.admitted:
             self._admit([by_key[key] for key in plan.admitted])
         if plan.page_needs:
@@ -374,8 +373,7 @@ class Scheduler:
             for page in sequence.page_table:
                 if sequence.key not in self.pool.owners(page):
                     raise IntegrityError(f"sequence {sequence.key} uses page {page} without owning it")
-            pages = sequence.host_pages or sequence.page_table
-            if len(pages) < self.pool.pages_for(sequence.num_computed_tokens):
+            if len(sequence.page_table) < self.pool.pages_for(sequence.num_computed_tokens):
                 raise IntegrityError(f"sequence {sequence.key} has fewer pages than computed tokens")
 
     def _commit_drafts(self, batch: Batch, accepted: Mapping[int, Ordered[int]]) -> list[StepOutput]:
@@ -418,16 +416,12 @@ class Scheduler:
         else:
             shares.charge_only(sum(num_tokens.values()), now_s)
 
-    def _preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         sequence.num_preemptions += 1
         sequence.preempted_since_s = self._clock.now_s()
         self.num_preemptions += 1
-        if mode is PreemptMode.SWAP:
-            self._pages.swap_out(sequence)
-            self._queues.stop(sequence, SequenceStatus.SWAPPED)
-        else:
-            self._pages.drop(sequence)
-            self._queues.stop(sequence, SequenceStatus.WAITING)
+        self._pages.drop(sequence)
+        self._queues.stop(sequence)
 
     def _admit(self, sequences: list[Sequence]) -> None:
         # All claim before any restores, because restoring evicts.
@@ -483,10 +477,7 @@ class SequencePages:
         """
         if sequence.page_table:
             return []
-        if sequence.status is SequenceStatus.SWAPPED:
-            device_pages, host_keys = self._cache.match_swapped(sequence), list[bytes]()
-        else:
-            device_pages, host_keys = self._cache.match(sequence)
+        device_pages, host_keys = self._cache.match(sequence)
         self._pool.share(device_pages, sequence.key)
         sequence.page_table += device_pages
         for key in host_keys:
@@ -495,9 +486,7 @@ class SequencePages:
 
     def restore(self, sequence: Sequence, host_keys: list[bytes]) -> None:
         """Copy host pages back and set `num_computed_tokens`."""
-        if sequence.status is SequenceStatus.SWAPPED:
-            self._swap_in(sequence)
-        elif not sequence.num_computed_tokens:
+        if not sequence.num_computed_tokens:
             for key in host_keys:
                 self._fetch(sequence, key)
             num_pages = len(sequence.page_table)
@@ -510,35 +499,12 @@ class SequencePages:
                 sequence.num_cached_tokens = num_cached_tokens
 
     def drop(self, sequence: Sequence) -> None:
-        """Release everything that the sequence holds, on the device and on the host."""
-        if sequence.status is SequenceStatus.SWAPPED:
-            self._host.release_swapped(sequence.key)
-            sequence.host_pages.clear()
+        """Release all pages of the sequence."""
         self._pool.release(sequence.page_table, sequence.key)
-        self._clear_table(sequence)
+        sequence.page_table.clear()
+        sequence.table_version += 1
+        sequence.num_known_pages = 0
         sequence.num_computed_tokens = 0
-
-    def swap_out(self, sequence: Sequence) -> None:
-        """Copy the computed pages to the host and release the device pages."""
-        num_pages = self._pool.pages_for(sequence.num_computed_tokens)
-        sequence.host_pages = self._host.swap_out(sequence.key, sequence.page_table[:num_pages])
-        self._pool.release(sequence.page_table, sequence.key)
-        self._clear_table(sequence)
-
-    def _swap_in(self, sequence: Sequence) -> None:
-        """Share the full pages that the device still knows, copy the others back and register them."""
-        table = sequence.page_table
-        for page in self._cache.match_swapped(sequence)[len(table) :]:
-            self._pool.share((page,), sequence.key)
-            table.append(page)
-        sequence.num_known_pages = len(table)
-        num_missing = self._pool.pages_for(sequence.num_computed_tokens) - len(table)
-        self._cache.make_room(num_missing)
-        pages = self._pool.allocate(num_missing, sequence.key)
-        self._host.swap_in(sequence.key, pages)
-        sequence.host_pages.clear()
-        table += pages
-        self._cache.register(sequence)
 
     def _fetch(self, sequence: Sequence, key: bytes) -> None:
         page = self._cache.page_of(key)
@@ -550,8 +516,3 @@ class SequencePages:
         sequence.page_table += self._pool.allocate(1, sequence.key)
         self._host.fetch(key, sequence.page_table[-1])
         self._cache.learn_fetched(sequence, key)
-
-    def _clear_table(self, sequence: Sequence) -> None:
-        sequence.page_table.clear()
-        sequence.table_version += 1
-        sequence.num_known_pages = 0

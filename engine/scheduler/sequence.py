@@ -47,8 +47,7 @@ DEFAULT_DUE_S = 10.0  # a request without an objective is due this long after it
 class SequenceStatus(Enum):
     """The state of a sequence in the scheduler."""
 
-    WAITING = "waiting"  # new, or preempted with its pages dropped
-    SWAPPED = "swapped"  # preempted with its KV kept in host_pages
+    WAITING = "waiting"  # new, or preempted
     RUNNING = "running"
     ENDING = "ending"  # reaches its greatest length with the token that is still to come
     FINISHED = "finished"
@@ -59,8 +58,8 @@ class Sequence:
     """One choice of one request. Only the scheduler mutates a sequence, in `apply` and `commit`.
 
     After a step the KV of tokens [0, num_computed_tokens) is in `page_table`, on a GPU once the latest step
-    mark has passed. Callers of the engine may read both between steps. Preemption empties the table;
-    `num_computed_tokens` then returns to 0, or stays when the pages are swapped out.
+    mark has passed. Callers of the engine may read both between steps. Preemption empties the table, and
+    `num_computed_tokens` returns to 0.
 
     `page_table[i]` holds tokens [i, i + 1) * page_size. A commit may replace a full page by a known page with
     the same contents, so code that leases pages reads the table after the commit. `table_version` grows when
@@ -94,7 +93,6 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens with KV that was brought, or cached at the first admission
     page_table: list[int] = field(default_factory=list)
     table_version: int = 0
-    host_pages: list[int] = field(default_factory=list)  # filled only while SWAPPED
     page_keys: list[bytes] = field(
         default_factory=list
     )  # identity of the leading full pages, computed on demand
@@ -169,7 +167,7 @@ class Sequence:
 
     @property
     def is_queued(self) -> bool:
-        return self.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+        return self.status is SequenceStatus.WAITING
 
     @property
     def num_tokens(self) -> int:
@@ -215,18 +213,11 @@ def due_s(request: Request) -> float:
 # The values of one step: the scheduler's plan, the batch that the model runs, and the tokens that come of it.
 
 
-class PreemptMode(Enum):
-    """The fate of a preempted sequence's KV."""
-
-    RECOMPUTE = "recompute"  # drop the pages; compute the tokens again later
-    SWAP = "swap"  # copy the pages to host memory; copy them back later
-
-
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The next step as decided, before anything has changed. Applying a plan makes it stale.
 
-    `scheduled` is in batch order, chunks of one token first. `admitted` sequences (new, resumed or swapped
-    in) run from this step on. `preempted` sequences are not scheduled; they run, or wait with pages that they
+    `scheduled` is in batch order, chunks of one token first. `admitted` sequences, new or preempted before,
+    run from this step on. `preempted` sequences are not scheduled; they run, or wait with pages that they
     brought. `page_needs` counts the pages to allocate and names only sequences that need any; together with
     the cached pages that admitted sequences share, the sum never exceeds the available pages.
     """
@@ -238,7 +229,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     drafts: Mapping[SequenceKey, Ordered[int]] = {}  # they end the chunks of their sequences
     page_needs: Mapping[SequenceKey, int]
     admitted: tuple[SequenceKey, ...] = ()
-    preempted: Mapping[SequenceKey, PreemptMode] = {}
+    preempted: tuple[SequenceKey, ...] = ()
     num_padded_tokens: int = 0  # padding rows of a static batch
     wait_s: float | None = None  # nothing is scheduled; the queue window opens after this time
     preempted_for: SequenceKey | None = None  # the waiting sequence that others give pages to; it comes next
@@ -512,10 +503,10 @@ class SequenceQueues:
         sequence.status = SequenceStatus.RUNNING
         self._place(sequence)
 
-    def stop(self, sequence: Sequence, status: SequenceStatus) -> None:
+    def stop(self, sequence: Sequence) -> None:
         """Move a running sequence back to the waiting ones."""
         self._leave(sequence)
-        sequence.status = status
+        sequence.status = SequenceStatus.WAITING
         insort(self.waiting, sequence, key=rank_of)
 
     def end(self, sequence: Sequence) -> None:

@@ -18,23 +18,8 @@ from math import ceil, inf, sqrt
 from typing import Final, NamedTuple
 
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.preemption import (
-    HeldPages,
-    PageQuotas,
-    PreemptionCandidates,
-    PreemptionRates,
-    cheaper_mode,
-)
-from baton.engine.scheduler.sequence import (
-    Drafter,
-    Plan,
-    PreemptMode,
-    Sequence,
-    SequenceKey,
-    SequenceQueues,
-    SequenceStatus,
-    rank_of,
-)
+from baton.engine.scheduler.preemption import HeldPages, PageQuotas, PreemptionCandidates
+from baton.engine.scheduler.sequence import Drafter, Plan, Sequence, SequenceKey, SequenceQueues, rank_of
 from baton.fair_queue import DecayedShares, Share
 
 HEADROOM_TOKENS: Final = 16  # each running sequence can grow by this much before a newcomer takes its pages
@@ -51,9 +36,8 @@ class PressureMode(NamedTuple):
 
     small_chunks: while sequences decode, prompts get at most a quarter of a step, so that no running answer
     waits long for its next token. Chunks change no token. makes_room: while few pages are left and a better
-    class runs, running sequences of the lowest class give their pages, the longest first: to the host tier if
-    it has room, else their KV is computed again. No sequence of that class is admitted that would leave few
-    pages.
+    class runs, running sequences of the lowest class give their pages, the longest first. No sequence of that
+    class is admitted that would leave few pages.
     """
 
     small_chunks: bool = False
@@ -115,24 +99,21 @@ class StepPlanner:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        rates: PreemptionRates | None,
         pressure_mode: PressureMode,
         cost_cap: CostCap,
         num_batches: int = 1,
     ) -> None:
-        """rates: None preempts by recomputing. num_batches: see Scheduler."""
+        """num_batches: see Scheduler."""
         self.queues = queues
         self.budget = max_num_batched_tokens
         self.seats = max_num_seqs - queues.num_running
         self.pressure_mode = pressure_mode
         self.num_padded_tokens = 0
-        self._rates = rates
         self._cost_cap = cost_cap
         self._max_decodes = ceil(queues.num_running / num_batches)
         self._cache = cache
         self._pool = cache.pool
         self.available = cache.pool.num_available
-        self._host_available = cache.host.num_available
         self._tracks_keys = queues.shares.are_several or queues.have_quotas
         self._admits = True  # until a sequence does not fit, or preemption frees pages for another one
         self._decodes: dict[SequenceKey, int] = {}
@@ -141,7 +122,7 @@ class StepPlanner:
         self._page_needs: dict[SequenceKey, int] = {}
         # sequence -> (first token to compute, pages it starts with)
         self._admitted: dict[SequenceKey, tuple[int, int]] = {}
-        self._preempted: dict[SequenceKey, PreemptMode] = {}
+        self._preempted: dict[SequenceKey, None] = {}
         self._lacking: tuple[Sequence, int] | None = None  # found no room, and the pages that it wants
         self._preempted_for: SequenceKey | None = None
         self._num_leaving = 0  # running sequences that this plan preempts
@@ -350,7 +331,7 @@ class StepPlanner:
         num_lacking = int(self._pool.num_pages * LOW_WATER) - self.available
         if num_lacking > 0:
             for victim in self._candidates.of_lowest_class(num_lacking):
-                self.preempt(victim, PreemptMode.SWAP)
+                self.preempt(victim)
 
     def leaves_low_water(self, sequence: Sequence) -> bool:
         """Return True when admitting a waiting sequence leaves the low-water mark free, or the sequence
@@ -366,14 +347,9 @@ class StepPlanner:
         """True when this plan preempts the sequence."""
         return sequence.key in self._preempted
 
-    def preempt(self, sequence: Sequence, mode: PreemptMode | None = None) -> None:
-        """Take all pages of a sequence that runs, or waits with pages that it has brought.
-
-        mode: None chooses the cheaper one. Without host pages for a swap, the sequence recomputes.
-        """
-        key, num_pages = sequence.key, self._pool.pages_for(sequence.num_computed_tokens)
-        if mode is None:
-            mode = cheaper_mode(sequence.num_computed_tokens, num_pages, self._rates)
+    def preempt(self, sequence: Sequence) -> None:
+        """Take all pages of a sequence that runs, or waits with pages that it has brought."""
+        key = sequence.key
         self.budget += self._decodes.pop(key, 0) + self._chunks.pop(key, 0)
         num_taken = self._page_needs.pop(key, 0)
         self.available += num_taken
@@ -382,12 +358,7 @@ class StepPlanner:
             self._held.release(sequence)
         if key in self.queues.prefilling:
             self._committed -= self._num_missing_before(sequence) - num_taken
-        if not 0 < num_pages <= self._host_available:
-            mode = PreemptMode.RECOMPUTE
-        if mode is PreemptMode.SWAP:
-            self._host_available -= num_pages
-            self._admits = False  # the swap may evict the host pages that a newcomer would start with
-        self._preempted[key] = mode
+        self._preempted[key] = None
         if sequence.is_running:
             self._num_leaving += 1
             self.seats += 1
@@ -416,7 +387,7 @@ class StepPlanner:
             drafts=self._drafts,
             page_needs=self._page_needs,
             admitted=tuple(self._admitted),
-            preempted=self._preempted,
+            preempted=tuple(self._preempted),
             num_padded_tokens=self.num_padded_tokens,
             wait_s=None if scheduled else wait_s,
             preempted_for=self._preempted_for,
@@ -426,8 +397,6 @@ class StepPlanner:
         """(first token to compute, known pages to share) of a waiting sequence once it is admitted."""
         if sequence.page_table:
             return sequence.num_computed_tokens, []
-        if sequence.status is SequenceStatus.SWAPPED:
-            return sequence.num_computed_tokens, self._cache.match_swapped(sequence)
         device_pages, host_keys = self._cache.match(sequence)
         return (len(device_pages) + len(host_keys)) * self._pool.page_size, device_pages
 

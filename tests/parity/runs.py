@@ -15,7 +15,7 @@ from baton.engine.engine import Engine, load_engine
 from baton.engine.models.model import split_layers
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.step_inputs import NO_SLOTS, StepArrays
-from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceStatus
+from baton.engine.scheduler.sequence import Sequence, SequenceStatus
 from baton.pages import PageLayout
 from baton.request import Request, SamplingParams, StepOutput, TokenIds
 from tests.parity.models import VOCAB_SIZE
@@ -131,18 +131,23 @@ def forward_logits(made: Engine, token_ids: list[int], adapter: Adapter | None =
 
 
 class PreemptInTurn:
-    """Before every step, preempt one running sequence, each in its turn."""
+    """Before every step, preempt one running sequence, each in its turn.
 
-    def __init__(self, mode: PreemptMode) -> None:
-        self._mode = mode
+    evicts: the pages of those that were preempted before go to the host tier, or are computed again.
+    """
+
+    def __init__(self, *, evicts: bool = False) -> None:
+        self._evicts = evicts
         self.num_preemptions = 0
 
     def __call__(self, made: Engine) -> None:
+        if self._evicts:
+            made.scheduler.cache.make_room(made.pages.num_available)
         running = [sequence for sequence in _live(made) if _is_under_way(sequence)]
         if not running:
             return
         victim = running[self.num_preemptions % len(running)]
-        made.scheduler.preempt(victim.key, self._mode)
+        made.scheduler.preempt(victim.key)
         self.num_preemptions += 1
 
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 import pytest
 import torch
 
-from baton.engine.scheduler.sequence import PreemptMode
 from baton.request import SamplingParams
 from tests.parity.models import COMMON, Case, Oracle, save_model
 from tests.parity.runs import PreemptInTurn, engine, essence, forward_logits, prompts, run, tokens
@@ -265,7 +264,7 @@ def test_random_config_is_right_in_every_setting(case: Case, tmp_path: Path) -> 
     with engine(tmp_path, cache={"page_size": 4}, **small_steps) as made:
         assert essence(run(made, prompts(), GREEDY)) == essence(plain)
     with engine(tmp_path, cache={"page_size": 8, "enable_prefix_caching": False}) as made:
-        preempted = run(made, prompts(), GREEDY, PreemptInTurn(PreemptMode.RECOMPUTE))
+        preempted = run(made, prompts(), GREEDY, PreemptInTurn())
         assert essence(preempted) == essence(plain)
     if case.name.endswith(("-0", "-1")):  # a process each
         with engine(tmp_path, tensor_parallel_size=2) as made:

@@ -1,7 +1,7 @@
 """The same tokens, and in both dtypes the same log probabilities to the bit, whatever happens on the way.
 
-Chunk sizes, page sizes, the company in the batch, prefix hits, preemption at every turn, swapping, several
-ranks and the width of the CPU's vectors are compared with one plain run.
+Chunk sizes, page sizes, the company in the batch, prefix hits, preemption at every turn, pages that come
+back from the host, several ranks and the width of the CPU's vectors are compared with one plain run.
 """
 
 import json
@@ -19,7 +19,6 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from baton.engine.scheduler.sequence import PreemptMode
 from baton.request import StepOutput
 from tests.parity.runs import GREEDY, SEEDED, PreemptInTurn, engine, essence, prompts, run, tokens
 
@@ -182,15 +181,19 @@ def test_no_setting_changes_a_bit_with_quantised_pages(
     check_setting(model_directory(name, dtype), setting, cache_dtype=QUANTISED_PAGES[name])
 
 
-@pytest.mark.parametrize(("name", "dtype", "preempt_mode"), cases(PreemptMode, names=tuple(QUANTISED_PAGES)))
+# A preempted sequence computes all its tokens again, or gets full pages back from the host tier.
+PREEMPTED = ("recomputed", "from-host")
+
+
+@pytest.mark.parametrize(("name", "dtype", "way"), cases(PREEMPTED, names=tuple(QUANTISED_PAGES)))
 def test_preemption_changes_no_bit_with_quantised_pages(
-    name: str, dtype: torch.dtype, preempt_mode: PreemptMode, model_directory: Directory
+    name: str, dtype: torch.dtype, way: str, model_directory: Directory
 ) -> None:
     directory = model_directory(name, dtype)
     greedy, _ = plain(directory, cache_dtype=QUANTISED_PAGES[name])
-    cache = {"host_cache_memory_bytes": 2**22, "page_size": 8, "kv_cache_dtype": QUANTISED_PAGES[name]}
-    preempt = PreemptInTurn(preempt_mode)
-    with engine(directory, cache=cache) as made:
+    cache = {"page_size": 8, "kv_cache_dtype": QUANTISED_PAGES[name]}
+    preempt = PreemptInTurn(evicts=way == "from-host")
+    with engine(directory, cache=cache | kept_pages(way)) as made:
         assert essence(run(made, prompts(), GREEDY, preempt)) == essence(greedy)
     assert preempt.num_preemptions > 20
 
@@ -202,14 +205,19 @@ def test_two_ranks_that_share_a_kv_head_change_no_bit(model_directory: Directory
         assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
 
 
-@pytest.mark.parametrize(("name", "dtype", "preempt_mode", "mode"), cases(PreemptMode, MODES))
+def kept_pages(way: str) -> dict[str, Any]:
+    """The settings of the cache in which preempted sequences come back in this way."""
+    return {"enable_prefix_caching": way == "from-host", "host_cache_memory_bytes": 2**22}
+
+
+@pytest.mark.parametrize(("name", "dtype", "way", "mode"), cases(PREEMPTED, MODES))
 def test_preemption_changes_no_bit(
-    name: str, dtype: torch.dtype, preempt_mode: PreemptMode, mode: str, model_directory: Directory
+    name: str, dtype: torch.dtype, way: str, mode: str, model_directory: Directory
 ) -> None:
     directory = model_directory(name, dtype)
     greedy, seeded = plain(directory)
-    cache_settings = {"host_cache_memory_bytes": 2**22, "page_size": 8, "enable_prefix_caching": False}
-    preempt = PreemptInTurn(preempt_mode)
+    preempt = PreemptInTurn(evicts=way == "from-host")
+    cache_settings = {"page_size": 8} | kept_pages(way)
     with engine(directory, cache=cache_settings, scheduler=MODES[mode]) as made:
         assert essence(run(made, prompts(), GREEDY, preempt)) == essence(greedy)
         assert essence(run(made, prompts(1), SEEDED, preempt)) == essence(seeded)

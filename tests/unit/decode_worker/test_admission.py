@@ -7,10 +7,11 @@ import pytest
 
 from baton.decode_worker.attempt import Attempt, DecodeAdmission
 from baton.engine.engine import Engine
+from baton.engine.replica import Replica
 from baton.messages.control import Dispatch, Failure, Prefill
 from baton.request import Request
 from baton.tenants import Quotas, SchedulingKey, Sla
-from tests.tiny_models import run_to_end, tiny_engine
+from tests.tiny_models import tiny_engine
 from tests.worker_pair import GATEWAY, PREFILL, WorkerPair
 from tests.worker_pair_cases import PROMPT, MakePair, a_request, answer_alone, said
 
@@ -48,13 +49,18 @@ def test_attempt_that_finds_no_room_is_tried_again_once_there_is(admission: Deco
     assert admission.claim(attempt, 1) is not None and attempt.num_expected_pages == 21
 
 
+def compute(engine: Replica, request: Request) -> None:
+    engine.add(request)
+    while engine.has_work():
+        engine.step()
+
+
 def test_attempt_is_not_looked_up_again_before_pages_are_free(
     admission: DecodeAdmission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cached prefix counts as free until it is claimed, so the pages for the rest seem to be there."""
     engine = admission._engine
-    engine.add(a_request(0, tuple(range(41)), max_tokens=1))
-    run_to_end(engine)
+    compute(engine, a_request(0, tuple(range(41)), max_tokens=1))
     pages = engine.pages.allocate(10, "another")
     attempt = Attempt.of(Dispatch(request=a_request(1, tuple(range(84))), gateway=GATEWAY.id), 0.0)
     assert engine.num_available_pages > 11 and admission.claim(attempt, 1) is None
@@ -71,8 +77,7 @@ def test_attempt_with_a_cached_prefix_over_its_quota_delays_its_tenant_alone(
 ) -> None:
     """The pages of its prefix count as well, which the tenant does not hold while the attempt waits."""
     engine, quotas = admission._engine, Quotas(max_kv_pages=12)
-    engine.add(a_request(0, tuple(range(21)), max_tokens=1))
-    run_to_end(engine)
+    compute(engine, a_request(0, tuple(range(21)), max_tokens=1))
     first = of_tenant(1, "a", quotas=quotas)
     assert admission.claim(first, 1) is not None
     limited = a_request(2, tuple(range(32)), tenant="a", scheduling_key=SchedulingKey(quotas=quotas))

@@ -288,10 +288,12 @@ def test_aborted_and_lost_sequences_leave_no_host_page_behind(tmp_path: Path) ->
 def test_pages_with_kv_that_is_no_number_leave_the_host_and_the_disk(tmp_path: Path, is_idle: bool) -> None:
     engine = engine_in(tmp_path)
     expected = token_ids(generate(engine, PROMPT))
-    (page,) = engine.pin(keys := engine.page_keys(PROMPT[:4], b"", 4), "the fault") or ()
+    keys = engine.page_keys(PROMPT[:4], b"", 4)
+    pages = engine.pin(keys, "the fault")
+    assert pages is not None
     with torch.inference_mode():
-        engine.runner.pool.device[page] = float("nan")
-    engine.pages.release([page], "the fault")
+        engine.runner.pool.device[pages] = float("nan")
+    engine.pages.release(pages, "the fault")
     engine.scheduler.cache.make_room(24)  # the next step copies all pages to the host
     host, disk = engine.scheduler.cache.host, engine.scheduler.cache.host.disk
     assert disk is not None

@@ -38,7 +38,7 @@ def engine(two_stages: Engine) -> Iterator[Engine]:
 
 
 def disturbed_answers(engine: Engine) -> list[Answers]:
-    """On the way prompts are cut into chunks, share prefixes, are preempted and swapped, and stop early."""
+    """On the way prompts are cut into chunks, share prefixes, are preempted, and stop early."""
     found = [answers(engine, seed) for seed in range(3)]
     assert engine.load().num_preemptions > 0 and engine.load().prefix_hits_tokens > 0
     assert not engine.has_work() and engine.load().pages["active"] == 0

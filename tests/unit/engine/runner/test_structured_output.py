@@ -20,7 +20,7 @@ from baton.engine.engine import ALL_BANNED, BAD_LOGITS, Engine, load_engine
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS
 from baton.engine.runner.sampler import Sampled, Sampler
 from baton.engine.runner.structured_output import MAX_COMPILED, MAX_TENANTS, StructuredOutputMask
-from baton.engine.scheduler.sequence import Batch, Plan, PreemptMode, Row
+from baton.engine.scheduler.sequence import Batch, Plan, Row
 from baton.engine.speculation.draft_lengths import StepCosts
 from baton.errors import InvalidRequest
 from baton.gateway.text.tokenizer import Tokenizer
@@ -130,7 +130,7 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "asynchronous": {"scheduler": {"async_scheduling": True}},
     "short chunks": {"scheduler": {"max_num_batched_tokens": 16}},
     "two ranks": {"tensor_parallel_size": 2},
-    "swapped out": {"cache": {"host_cache_memory_bytes": 2**22}},
+    "back from the host": {"cache": {"host_cache_memory_bytes": 2**22}},
     "drafts": {"speculative": {"method": "ngram", "prompt_lookup_min": 1}},
     "drafts of a model": {"speculative": {"model": str(TINY), "num_speculative_tokens": 3}},
 }
@@ -139,8 +139,8 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("way", ["recomputed", *WAYS])
 def test_tokens_are_those_of_an_undisturbed_run(plain: Engine, tokenizer: Tokenizer, way: str) -> None:
     expected = {key: token_ids(outputs) for key, outputs in answers(plain, requests(tokenizer)).items()}
-    mode = PreemptMode.SWAP if way == "swapped out" else PreemptMode.RECOMPUTE
-    disturbs = PreemptInTurn(mode) if way in ("recomputed", "swapped out") else None
+    preempts = PreemptInTurn(evicts=way == "back from the host")
+    disturbs = preempts if way in ("recomputed", "back from the host") else None
     with closing(engine(**WAYS.get(way, {}))) as made:
         found = answers(made, requests(tokenizer), disturbs)
         assert {key: token_ids(outputs) for key, outputs in found.items()} == expected

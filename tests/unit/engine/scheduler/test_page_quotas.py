@@ -97,7 +97,7 @@ def test_lower_quota_preempts_pages_beyond_it() -> None:
     while ("wide", 0) in harness.live:
         harness.step()
     plan, _, _ = harness.step()
-    assert plan.preempted.keys() == {("c", 0)} and harness.pool.accounts.num_pages["t"] <= 10
+    assert plan.preempted == (("c", 0),) and harness.pool.accounts.num_pages["t"] <= 10
     harness.run()
 
 

@@ -1,4 +1,4 @@
-"""Preemption: the order of candidates against a slow oracle, modes, and sequences that come back."""
+"""Preemption: the order of candidates against a slow oracle, and sequences that come back."""
 
 import random
 from collections import deque
@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.cache.page_pool import PagePool
-from baton.engine.scheduler.preemption import HeldPages, PreemptionCandidates, PreemptionRates, cheaper_mode
+from baton.engine.cache.page_pool import PagePool, PageState
+from baton.engine.scheduler.preemption import HeldPages, PreemptionCandidates
 from baton.engine.scheduler.sequence import (
     Batch,
-    PreemptMode,
     Sequence,
     SequenceKey,
     SequenceQueues,
@@ -152,20 +151,7 @@ def test_single_class_makes_no_room() -> None:
     assert Room([Member("a", 1, 9), Member("b", 1, 20)], {}).candidates.of_lowest_class(5) == []
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_pages", "expected"),
-    [
-        (160, 10, PreemptMode.SWAP),  # 1.6 s against 2 * 10 * 0.05 = 1.0 s
-        (90, 10, PreemptMode.RECOMPUTE),  # 0.9 s against 1.0 s
-        (100, 10, PreemptMode.RECOMPUTE),  # a tie
-    ],
-)
-def test_cheaper_mode_wins(num_tokens: int, num_pages: int, expected: PreemptMode) -> None:
-    rates = PreemptionRates(recompute_s_per_token=0.01, swap_s_per_page=0.05)
-    assert cheaper_mode(num_tokens, num_pages, rates) is expected
-
-
-# Sequences that lose their pages and get them back: recomputed, or swapped to the host and in again.
+# Sequences that lose their pages and come back.
 
 
 def test_prefix_found_after_a_preemption_does_not_count_as_cached() -> None:
@@ -173,7 +159,7 @@ def test_prefix_found_after_a_preemption_does_not_count_as_cached() -> None:
     (sequence,) = harness.add("a", PROMPT)
     harness.step()
     version = sequence.table_version
-    harness.scheduler.preempt(sequence.key, PreemptMode.RECOMPUTE)
+    harness.scheduler.preempt(sequence.key)
     harness.step()
     assert sequence.table_version > version and not sequence.page_table
     _, batch, _ = harness.step()
@@ -181,65 +167,29 @@ def test_prefix_found_after_a_preemption_does_not_count_as_cached() -> None:
     harness.run()
 
 
-def test_swap_copies_out_and_back_and_computes_nothing_twice() -> None:
-    harness = Harness.of(num_host_pages=8, prefix_caching=False)
+def test_preempted_sequence_gets_the_pages_back_that_others_took_from_the_host() -> None:
+    harness = Harness.of(num_pages=5, num_host_pages=8)
     (sequence,) = harness.add("a", PROMPT)
     harness.step()
-    harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)
-    _, out, _ = harness.step()
-    _, back, _ = harness.step()
-    assert len(out.copies_to_host) == 3 and len(back.copies_to_device) == 3
-    assert [host for _, host in out.copies_to_host] == [host for _, host in back.copies_to_device]
-    assert (back.num_decodes, back.chunks[0].start) == (1, 10)
-    harness.run()
-    assert harness.model.num_computed_tokens == len(PROMPT) + 3
-
-
-def test_swap_brings_back_only_what_the_device_has_lost() -> None:
-    harness = Harness.of(num_host_pages=8)
-    (sequence,) = harness.add("a", PROMPT)
+    harness.scheduler.preempt(sequence.key)
     harness.step()
-    harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)
-    harness.step()
-    _, back, _ = harness.step()
-    assert len(back.copies_to_device) == 1  # the two full pages are still cached on the device
+    assert not sequence.page_table and harness.pool.count(PageState.CACHED) == 2
+    harness.cache.make_room(5)  # for others
+    _, out_and_back, _ = harness.step()
+    assert len(out_and_back.copies_to_host) == len(out_and_back.copies_to_device) == 2
+    assert out_and_back.chunks[0].start == 8
     harness.run()
 
 
-@pytest.mark.parametrize(
-    ("rates", "expected"),
-    [
-        (None, {PreemptMode.RECOMPUTE}),
-        (PreemptionRates(recompute_s_per_token=1.0, swap_s_per_page=0.1), {PreemptMode.SWAP}),
-        (PreemptionRates(recompute_s_per_token=0.001, swap_s_per_page=0.1), {PreemptMode.RECOMPUTE}),
-    ],
-)
-def test_shortage_preempts_by_measured_cost(
-    rates: PreemptionRates | None, expected: set[PreemptMode]
-) -> None:
-    harness = Harness.of(num_pages=12, num_host_pages=20)
-    harness.scheduler.rates = rates
-    for name in "ab":
-        harness.add(name, [ord(name) % 50] * 4, SamplingParams(max_tokens=35))
-    modes = set[PreemptMode]()
-    while harness.scheduler.has_work():
-        modes.update(harness.step()[0].preempted.values())
-    assert modes == expected
-    harness.check_answers()
-
-
-@pytest.mark.parametrize("mode", list(PreemptMode))
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_preemption_of_everything_before_every_step_changes_no_token(
-    mode: PreemptMode, prefix_caching: bool
-) -> None:
+def test_preemption_of_everything_before_every_step_changes_no_token(prefix_caching: bool) -> None:
     harness = Harness.of(num_host_pages=64, prefix_caching=prefix_caching)
     for name in "abc":
         harness.add(name, PROMPT * 2 + [ord(name) % 50], SamplingParams(max_tokens=6))
     while harness.scheduler.has_work():
         for sequence in harness.live.values():
             if sequence.status is SequenceStatus.RUNNING:
-                harness.scheduler.preempt(sequence.key, mode)
+                harness.scheduler.preempt(sequence.key)
         harness.step()
     assert all(sequence.num_preemptions >= 5 for sequence in harness.finished)
     harness.check_answers()
@@ -249,7 +199,7 @@ def test_only_a_running_sequence_can_be_preempted() -> None:
     harness = Harness.of()
     (sequence,) = harness.add("a", PROMPT)
     with pytest.raises(ValueError, match="is waiting, not running"):
-        harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)
+        harness.scheduler.preempt(sequence.key)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from baton.engine.scheduler.sequence import Batch, PreemptMode, Sequence, SequenceKey
+from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey
 from baton.engine.scheduler.step_planner import MAX_STRETCH, CostCap
 from baton.fair_queue import HALF_LIFE_S, DecayedShares, Share
 from tests.scheduling import BareScheduler
@@ -243,7 +243,7 @@ def test_sequence_counts_the_steps_that_compute_it_and_the_time_that_it_is_preem
     step()
     first_s = long.computed_s, short.computed_s
     assert sorted(first_s) in ([0.0, STEP_S], [STEP_S, STEP_S])
-    bare.scheduler.preempt(long.key, PreemptMode.RECOMPUTE)
+    bare.scheduler.preempt(long.key)
     step()  # without it
     assert long.is_queued and long.computed_s == first_s[0]
     num_steps = 0

@@ -9,8 +9,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from baton.config.engine import SchedulerConfig
-from baton.engine.scheduler.preemption import PreemptionRates
-from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceStatus
+from baton.engine.scheduler.sequence import Sequence, SequenceStatus
 from baton.engine.scheduler.step_planner import PressureMode
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams
@@ -46,12 +45,6 @@ def random_settings(rng: random.Random, min_pages: int = 4) -> Settings:
     )
 
 
-def measure_rates(harness: Harness, rng: random.Random) -> None:
-    """The costs of preemption are known in half of the workloads."""
-    if rng.random() < 0.5:
-        harness.scheduler.rates = PreemptionRates(rng.random(), rng.random())
-
-
 def random_prompt(rng: random.Random) -> list[int]:
     if rng.random() < 0.3:
         return [rng.randrange(3)] * rng.randint(1, 20)  # comes again and again
@@ -63,7 +56,7 @@ def disturb(harness: Harness, rng: random.Random, preempt_rate: float, abort_rat
     """Preempt or abort a sequence now and then."""
     running = [key for key, s in harness.live.items() if s.status is SequenceStatus.RUNNING]
     if running and rng.random() < preempt_rate:
-        harness.scheduler.preempt(rng.choice(running), rng.choice(list(PreemptMode)))
+        harness.scheduler.preempt(rng.choice(running))
     if harness.live and rng.random() < abort_rate:
         harness.abort(rng.choice(list(harness.live))[0])
 
@@ -93,7 +86,6 @@ def run_crowded(seed: int) -> None:
 def run_single_key(seed: int) -> None:
     rng = random.Random(seed)
     harness = Harness(random_settings(rng))
-    measure_rates(harness, rng)
     rate = rng.choice([0.0, 0.3, 0.7])
     for number in range(rng.randint(1, 25)):
         sampling = SamplingParams(
@@ -140,7 +132,6 @@ def run_several_keys(seed: int) -> None:
     harness = AccountHarness(
         replace(random_settings(rng, 6), attention_mlp_crossover=rng.choice([inf, 1.0, 10.0]))
     )
-    measure_rates(harness, rng)
     keys = [
         scheduling_key(
             weight=rng.choice([0.5, 1.0, 1.0, 4.0]),
@@ -197,7 +188,6 @@ class Traffic:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.harness = OpenHarness(random_settings(self.rng, 10))
-        measure_rates(self.harness, self.rng)
         self.on_their_way: list[Delivery] = []
         self.keepers: list[Sequence] = []
         self.readers: dict[str, list[int]] = {}  # in the order of the tokens
