@@ -83,7 +83,6 @@ class Scheduler:
         self._launched: deque[Batch] = deque()  # in flight, oldest first
         self._wait_s: float | None = None  # of the plan that was applied last
         self._serials = count()
-        self._version = 0
 
     # Sequences.
 
@@ -115,7 +114,6 @@ class Scheduler:
         else:
             self.pool.accounts.book(sequence.key, sequence.scheduling_key)
         self._queues.wait(sequence)
-        self._version += 1
 
     def abort(self, request_id: str, choice: int | None = None) -> list[Sequence]:
         """End the live choices of the request, or one choice, and return them; unknown ids return none."""
@@ -124,7 +122,6 @@ class Scheduler:
         aborted = [self._queues.by_key[key] for key in keys if key in self._queues.by_key]
         for sequence in aborted:
             self._finish(sequence, FinishReason.ABORT)
-        self._version += 1
         return aborted
 
     def fail(self, sequence: Sequence, *, has_valid_pages: bool = False) -> None:
@@ -132,7 +129,6 @@ class Scheduler:
         if not has_valid_pages:
             self.cache.forget(sequence.page_table)
         self._finish(sequence, FinishReason.ERROR)
-        self._version += 1
 
     def lose(self, keys: Iterable[SequenceKey]) -> None:
         """Reset after a step that failed half-way: no sequence is live, `keys` own no page, no contents are
@@ -146,7 +142,6 @@ class Scheduler:
             self.holds.kept.pop(key, None)
         self.pool.lose(keys)
         self.cache.clear()
-        self._version += 1
 
     def has_work(self) -> bool:
         return bool(self._queues.by_key)
@@ -180,7 +175,6 @@ class Scheduler:
         if not sequence.is_running:
             raise ValueError(f"sequence {key} is {sequence.status.value}, not running")
         self._to_preempt[key] = None
-        self._version += 1
 
     # One step.
 
@@ -204,13 +198,10 @@ class Scheduler:
         wait_s = self._plan_batch(planner, self._window, self._clock.now_s())
         if self.drafter is not None:
             planner.schedule_drafts(self.drafter)
-        return planner.finish(self._version, wait_s)
+        return planner.finish(wait_s)
 
     def apply(self, plan: Plan) -> Batch:
-        """Carry out the latest plan. ValueError when something has changed since it was made."""
-        if plan.version != self._version:
-            raise ValueError(f"the plan is stale: made at version {plan.version}, now {self._version}")
-        self._version += 1
+        """Carry out the plan that `plan` has just returned: nothing may have changed in between."""
         self._wait_s = plan.wait_s
         by_key = self._queues.by_key
         self.cache.host.begin_step()
@@ -260,7 +251,6 @@ class Scheduler:
                 chunk.sequence.num_computed_tokens = chunk.start + chunk.num_tokens
         self._queues.launch(batch)
         self._launched.append(batch)
-        self._version += 1
 
     def advance(self, batch: Batch, *, only_sampling: bool = False) -> None:
         """Count the tokens of the latest batch as computed, as the next plan needs while the batch runs.
@@ -270,7 +260,6 @@ class Scheduler:
         only_sampling: `launch` has counted the other chunks.
         """
         self._advanced = batch
-        self._version += 1
         chunks = zip(batch.sequences, batch.ends.tolist(), batch.placeholders(), strict=True)
         if self._queues.are_decodes_with_room(batch):
             for sequence, num_computed, placeholder in chunks:
@@ -319,7 +308,6 @@ class Scheduler:
             outputs = self._commit_each(batch, sampled, step_s, computed_s)
         if batch.drafts:
             outputs += self._commit_drafts(batch, accepted)
-        self._version += 1
         return outputs
 
     def _advance_each(self, chunks: Iterable[tuple[Sequence, int, int]]) -> None:

@@ -214,7 +214,7 @@ def due_s(request: Request) -> float:
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The next step as decided, before anything has changed. Applying a plan makes it stale.
+    """The next step as decided, before anything has changed.
 
     `scheduled` is in batch order, chunks of one token first. `admitted` sequences, new or preempted before,
     run from this step on. `preempted` sequences are not scheduled; they run, or wait with pages that they
@@ -222,7 +222,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     the cached pages that admitted sequences share, the sum never exceeds the available pages.
     """
 
-    version: int
     scheduled: Mapping[SequenceKey, int]
     num_decodes: int  # the leading chunks of one token
     is_pure_decode: bool = False  # True: every chunk has one token and samples; False claims nothing

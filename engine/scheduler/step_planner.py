@@ -370,7 +370,7 @@ class StepPlanner:
 
     # The result.
 
-    def finish(self, version: int, wait_s: float | None) -> Plan:
+    def finish(self, wait_s: float | None) -> Plan:
         """The plan of everything that was scheduled, admitted and preempted."""
         scheduled, num_decodes = self._decodes, len(self._decodes)
         if self._chunks or self._drafts:
@@ -380,7 +380,6 @@ class StepPlanner:
             scheduled |= {key: chunks[key] for key in self._drafts}
             scheduled |= self._chunks
         return Plan(
-            version=version,
             scheduled=scheduled,
             num_decodes=num_decodes,
             is_pure_decode=not (self._chunks or self._drafts),

@@ -25,19 +25,6 @@ def test_prompt_that_can_never_run_is_refused(num_tokens: int) -> None:
     assert not harness.scheduler.has_work()
 
 
-@pytest.mark.parametrize("change", ["add", "apply"])
-def test_stale_plan_is_refused(change: str) -> None:
-    harness = Harness.of()
-    harness.add("a", PROMPT)
-    plan = harness.scheduler.plan()
-    if change == "add":
-        harness.add("b", PROMPT)
-    else:
-        harness.scheduler.apply(plan)
-    with pytest.raises(ValueError, match="stale"):
-        harness.scheduler.apply(plan)
-
-
 def test_missing_sample_is_an_integrity_error() -> None:
     harness = Harness.of()
     harness.add("a", PROMPT)
