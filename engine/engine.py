@@ -58,7 +58,7 @@ from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, Drafter, PageCopy, Sequence
 from baton.engine.speculation.draft_lengths import time_steps
 from baton.engine.speculation.draft_model import ModelDrafter, load_draft_model
-from baton.engine.speculation.lookup import lookup_drafter
+from baton.engine.speculation.lookup import LookupDrafter
 from baton.errors import ConfigError, InvalidRequest, WorkerLost
 from baton.kernels import native
 from baton.kernels.decoder_stack import OnLayers
@@ -578,7 +578,7 @@ class Engine(Replica):
         forced_tokens = self._form_mask.forced_tokens
         if draft_model is not None:
             return ModelDrafter(draft_model, costs, forced_tokens, config.num_speculative_tokens)
-        return lookup_drafter(config, costs, forced_tokens)
+        return LookupDrafter(config, costs, forced_tokens)
 
     def time_step(self, arrays: StepArrays) -> float:
         """The seconds of a step of padding, from its launch to its answer."""

@@ -228,12 +228,11 @@ class Harness:
     def _is_beyond_share(self, sequence: Sequence) -> bool:
         return self.scheduler._queues.shares.is_beyond_share(sequence.share)
 
-    def _turn_of(self, sequence: Sequence) -> tuple[bool, int, float, SequenceRank]:
-        """Ranks alone order one account; of several, who is owed pages comes first."""
+    def _turn_of(self, sequence: Sequence) -> tuple[int, float, SequenceRank]:
+        """Ranks alone order one account."""
         if len({each.scheduling_key for each in self.live.values()}) == 1:
-            return False, 0, 0.0, sequence.rank
-        is_next = sequence is self.scheduler._queues.next_in
-        return not is_next, sequence.rank[0], sequence.share.work, sequence.rank
+            return 0, 0.0, sequence.rank
+        return sequence.rank[0], sequence.share.work, sequence.rank
 
     def _expected_hits(self, plan: Plan) -> dict[SequenceKey, int]:
         """Tokens of each admitted new sequence that are on the device or the host, by looking at contents."""

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from heapq import heapify, heappop, heappush, merge
-from itertools import chain, islice
+from itertools import islice
 from typing import Final, TypeAlias
 
 from baton.engine.scheduler.sequence import Sequence, SequenceQueues, SequenceRank, rank_of
@@ -147,9 +147,7 @@ def plan_continuous(planner: StepPlanner, window: QueueWindow, now_s: float) -> 
     newcomers = _eligible(planner, released)
     ordered: Iterator[Sequence] = merge(planner.prefills(), newcomers, key=rank_of)
     if queues.shares.are_several:
-        first = queues.next_in
-        lanes = _lanes(each for each in ordered if each is not first)
-        ordered = chain([] if first is None else [first], in_turn(lanes, planner.num_scheduled))
+        ordered = in_turn(_lanes(ordered), planner.num_scheduled)
     for sequence in ordered:
         if not planner.budget:
             break
@@ -188,9 +186,7 @@ def _runs(planner: StepPlanner, sequence: Sequence) -> bool:
     if not planner.make_room_in_quota(sequence):
         return False
     is_admitted = planner.admit(sequence)  # also without a free seat: the first that finds none is the last
-    if not is_admitted and planner.queues.shares.are_several:
-        planner.preempt_for(sequence)
-    return is_admitted
+    return is_admitted or (planner.queues.shares.are_several and planner.preempt_for(sequence))
 
 
 def _eligible(planner: StepPlanner, released: Iterable[Sequence]) -> Iterator[Sequence]:

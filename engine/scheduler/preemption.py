@@ -2,14 +2,14 @@
 
 - `HeldPages` counts the pages of each scheduling key, against its share and its quota.
 - `PreemptionCandidates` lists the sequences that may give pages, the first to give them first.
-- `PageQuotas` bounds the pages of each scheduling key, and `most_tokens` the length of a sequence.
+- `most_tokens` bounds the length of a sequence.
 
 `StepPlanner` preempts; this module changes no sequence. With one scheduling key and no quota, sequences are
 ordered by rank alone.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Container, Iterable
 from math import inf
 from typing import TypeAlias
 
@@ -41,6 +41,11 @@ class HeldPages:
         self._change: Counter[str] = Counter()  # scheduling key -> pages that the plan adds or takes
         self._claimed: set[tuple[str, int]] = set()  # (key, page) that the key uses because of the plan
         self._released: Counter[tuple[str, int]] = Counter()  # (key, page) -> users that the plan preempts
+        self._quotas: dict[str, float] = {}  # scheduling key -> the largest quota of its live sequences
+        if queues.have_quotas:
+            for sequence in queues.by_key.values():
+                key, quota = sequence.scheduling_key, sequence.max_kv_pages
+                self._quotas[key] = max(self._quotas.get(key, 0), inf if quota is None else quota)
 
     def preemption_order(self, sequence: Sequence) -> PreemptionOrder:
         """The sequence with the greatest value gives its pages first.
@@ -69,8 +74,20 @@ class HeldPages:
         return max(0.0, self.num_pages(share) - num_lost - self.fair_pages(share)) / share.weight
 
     def room(self, share: Share) -> float:
-        """Pages that the key's quota leaves; negative when the key holds more."""
-        return self._queues.max_pages(share.key) - self.num_pages(share)
+        """Pages that the key's quota leaves; negative when the key holds more, inf without a quota.
+
+        Pages that the key uses outside the scheduler (incoming transfers, kept pages) count as well.
+        """
+        return self._quotas.get(share.key, inf) - self.num_pages(share)
+
+    def limit(self, share: Share, num_pages: int) -> int:
+        """The part of `num_pages` that the key's quota leaves."""
+        return int(max(0, min(num_pages, self.room(share))))
+
+    def allow_page_each(self, sequences: Iterable[Sequence]) -> bool:
+        """Return True when the quotas allow each sequence one page more."""
+        needs = Counter(sequence.share for sequence in sequences)
+        return all(num_pages <= self.room(share) for share, num_pages in needs.items())
 
     def add(self, share: Share, num_pages: int) -> None:
         """Count so many more fresh pages for the key; fewer if negative."""
@@ -216,75 +233,6 @@ class PreemptionCandidates:
             for s in self._queues.waiting
             if s.page_table and s.key not in self._admitted and s.key not in self._preempted
         ]
-
-
-class PageQuotas:
-    """Keeps one plan within the page quotas: a key at its quota takes pages from its own sequences, or waits.
-
-    A sequence that finds no room in its quota delays only sequences of the same key. Pages that the key uses
-    outside the scheduler (incoming transfers, kept pages) count as well, and are released without the
-    planner.
-    """
-
-    def __init__(
-        self, held: HeldPages, candidates: PreemptionCandidates, preempt: Callable[[Sequence], None]
-    ) -> None:
-        """preempt: called with each sequence that gives its pages to a quota."""
-        self._held = held
-        self._candidates = candidates
-        self._preempt = preempt
-        self._full: set[str] = set()  # keys without room for their next sequence
-
-    def enforce(self, share: Share) -> None:
-        """Preempt sequences of a key until it holds no more than its quota; pulled pages can exceed it."""
-        if self._held.room(share) < 0:
-            self._take(self._candidates.of_key(share), share, 0)
-
-    def is_full(self, share: Share) -> bool:
-        """Return True when the quota had no room for an earlier sequence of the key."""
-        return share.key in self._full
-
-    def has_limit(self, share: Share) -> bool:
-        """Return True when the key has a quota."""
-        return self._held.room(share) < inf
-
-    def make_room_for_waiting(self, sequence: Sequence, num_pages: int, num_reserved: int | None) -> bool:
-        """Return True when a waiting sequence may have `num_pages` pages; else its key is full.
-
-        False also when sequences were preempted for it: their pages are free in the next plan. num_reserved:
-        pages that the key's running sequences still need; None when it has none, and its waiting sequences
-        may be preempted.
-        """
-        share = sequence.share
-        if num_pages + (num_reserved or 0) <= self._held.room(share):
-            return True
-        self._full.add(share.key)
-        if num_reserved is None:
-            self._take(self._candidates.of_same_key(sequence), share, num_pages)
-        return False
-
-    def make_room_for_running(self, sequence: Sequence, num_pages: int) -> bool:
-        """Return whether a running sequence may have so many pages; preempt others of its key if needed."""
-        share = sequence.share
-        if num_pages > self._held.room(share):
-            self._take(self._candidates.of_same_key(sequence), share, num_pages)
-        return num_pages <= self._held.room(share)
-
-    def allow_page_each(self, sequences: Collection[Sequence]) -> bool:
-        """Return True when the quotas allow each sequence a page without preemption."""
-        needs = Counter(sequence.share for sequence in sequences)
-        return all(num_pages <= self._held.room(share) for share, num_pages in needs.items())
-
-    def limit(self, share: Share, num_pages: int) -> int:
-        """The part of `num_pages` that the key may have."""
-        return int(max(0, min(num_pages, self._held.room(share))))
-
-    def _take(self, candidates: Collection[Sequence], share: Share, num_pages: int) -> None:
-        """Preempt candidates until the key has room for `num_pages` pages."""
-        for candidate in candidates:
-            if num_pages <= self._held.room(share):
-                return
-            self._preempt(candidate)
 
 
 def most_tokens(sequence: Sequence, pool: PagePool) -> int:

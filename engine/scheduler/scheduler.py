@@ -99,13 +99,7 @@ class Scheduler:
         sequence.max_num_tokens = max_num_tokens
         sequence.enqueued_s = self._clock.now_s()
         serial = next(self._serials)
-        sequence.rank = (
-            sequence.scheduling_class,
-            sequence.priority,
-            sequence.due_s,
-            sequence.arrival_s,
-            serial,
-        )
+        sequence.rank = (*sequence.rank[:4], serial)
         sequence.table_version = serial << 32
         self.cache.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
         self.cache.set_weight(sequence.cache_group, sequence.weight)
@@ -206,8 +200,6 @@ class Scheduler:
         by_key = self._queues.by_key
         self.cache.host.begin_step()
         self._to_preempt = {key: None for key in self._to_preempt if key in self._queues.in_flight}
-        if plan.preempted_for is not None:
-            self._queues.preempted_for = plan.preempted_for
         for key in plan.preempted:
             self._preempt(by_key[key])
         if plan.admitted:

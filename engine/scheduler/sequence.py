@@ -15,14 +15,13 @@ running step is in `token_ids` as a placeholder, a negative number; it is the la
 """
 
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import chain, count, repeat
-from math import inf
 from typing import NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
 import msgspec
@@ -74,12 +73,8 @@ class Sequence:
     min_num_tokens: int  # no stop id ends the sequence before it has this many tokens
     max_num_tokens: int  # the sequence ends with this many tokens
     stop_ids: frozenset[int] = frozenset()
-    priority: int = 0
-    arrival_s: float = 0.0
-    due_s: float = 0.0  # when the first token should come
     scheduling_key: str = ""  # opaque; sequences of one key share its weight and its quota
     weight: float = 1.0  # of the scheduling key
-    scheduling_class: int = 0  # class 0 is served strictly before class 1
     max_kv_pages: int | None = None  # quota of the scheduling key
     max_queue_delay_s: float | None = None  # bounds the wait in the queue window
     cache_salt: bytes = b""
@@ -98,7 +93,7 @@ class Sequence:
     )  # identity of the leading full pages, computed on demand
     num_known_pages: int = 0  # leading pages that the prefix cache knows
     num_preemptions: int = 0
-    rank: SequenceRank = (0, 0, 0.0, 0.0, 0)
+    rank: SequenceRank = (0, 0, 0.0, 0.0, 0)  # the scheduler sets the serial
     share: Share = field(
         default_factory=lambda: Share("")
     )  # of the scheduling key, while the sequence is live
@@ -133,12 +128,9 @@ class Sequence:
             min_num_tokens=num_prompt_tokens + sampling.min_tokens,
             max_num_tokens=num_prompt_tokens + most,
             stop_ids=frozenset(sampling.stop_token_ids).union(eos_ids),
-            priority=request.priority,
-            arrival_s=request.arrival_s,
-            due_s=due_s(request),
+            rank=(scheduling.rank, request.priority, due_s(request), request.arrival_s, 0),
             scheduling_key=request.tenant,
             weight=scheduling.weight,
-            scheduling_class=scheduling.rank,
             max_kv_pages=scheduling.quotas.max_kv_pages,
             max_queue_delay_s=None if delay_ms is None else delay_ms / 1e3,
             cache_salt=request.page_salt,
@@ -152,6 +144,11 @@ class Sequence:
     @property
     def choice(self) -> int:
         return self.key[1]
+
+    @property
+    def scheduling_class(self) -> int:
+        """Class 0 is served strictly before class 1."""
+        return self.rank[0]
 
     @property
     def cache_group(self) -> bytes:
@@ -231,7 +228,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     preempted: tuple[SequenceKey, ...] = ()
     num_padded_tokens: int = 0  # padding rows of a static batch
     wait_s: float | None = None  # nothing is scheduled; the queue window opens after this time
-    preempted_for: SequenceKey | None = None  # the waiting sequence that others give pages to; it comes next
 
     @property
     def own_tokens(self) -> Mapping[SequenceKey, int]:
@@ -428,9 +424,7 @@ class SequenceQueues:
     def clear(self) -> None:
         """Forget all sequences."""
         self.shares.clear()
-        # scheduling key -> page quota (inf: none) -> number of sequences that came with this quota
-        self._quotas: defaultdict[str, Counter[float]] = defaultdict(Counter)
-        self.have_quotas = False
+        self._num_with_quota = 0
         self.by_key: dict[SequenceKey, Sequence] = {}
         self.waiting: list[Sequence] = []  # by rank
         self.prefilling: dict[SequenceKey, Sequence] = {}
@@ -439,13 +433,6 @@ class SequenceQueues:
         self._launched: deque[Decodes] = deque()  # of the steps in flight that had all decodes
         self._decodes: Decodes | None = None  # None: `decoding` has changed
         self.num_last_admitted = 0  # by the last plan that admitted any: the rows of a request-level batch
-        self.preempted_for: SequenceKey | None = None  # waits for pages that others were preempted for
-
-    @property
-    def next_in(self) -> Sequence | None:
-        """The waiting sequence that others were preempted for: it comes before all others."""
-        sequence = None if self.preempted_for is None else self.by_key.get(self.preempted_for)
-        return sequence if sequence is not None and sequence.is_queued else None
 
     @property
     def decodes(self) -> Decodes:
@@ -484,16 +471,16 @@ class SequenceQueues:
         """Decoding sequences, then prefilling ones, then those in flight."""
         return [*self.decoding.values(), *self.prefilling.values(), *self.in_flight.values()]
 
-    def max_pages(self, scheduling_key: str) -> float:
-        """The page quota of a scheduling key, the largest of its live sequences' quotas; inf without one."""
-        return max(self._quotas.get(scheduling_key, ()), default=inf)
+    @property
+    def have_quotas(self) -> bool:
+        """True when a live sequence has a page quota."""
+        return self._num_with_quota > 0
 
     def wait(self, sequence: Sequence) -> None:
         """Add a new sequence."""
         self.by_key[sequence.key] = sequence
         sequence.share = self.shares.join(sequence.scheduling_key, sequence.weight)
-        self._quotas[sequence.scheduling_key][_quota(sequence)] += 1
-        self.have_quotas = self.have_quotas or sequence.max_kv_pages is not None
+        self._num_with_quota += sequence.max_kv_pages is not None
         insort(self.waiting, sequence, key=rank_of)
 
     def run(self, sequence: Sequence) -> None:
@@ -518,13 +505,7 @@ class SequenceQueues:
         self._leave(sequence)
         del self.by_key[sequence.key]
         self.shares.leave(sequence.share)
-        quotas, quota = self._quotas[sequence.scheduling_key], _quota(sequence)
-        quotas[quota] -= 1
-        if not quotas[quota]:
-            del quotas[quota]
-        if not quotas:
-            del self._quotas[sequence.scheduling_key]
-        self.have_quotas = self.have_quotas and any(min(each) < inf for each in self._quotas.values())
+        self._num_with_quota -= sequence.max_kv_pages is not None
 
     def launch(self, batch: Batch) -> None:
         """Keep the sequences that sample in a batch out of other batches until `land`."""
@@ -576,10 +557,6 @@ class SequenceQueues:
         elif sequence.is_running and self.prefilling.pop(sequence.key, None) is None:
             del self.decoding[sequence.key]
             self._decodes = None
-
-
-def _quota(sequence: Sequence) -> float:
-    return inf if sequence.max_kv_pages is None else sequence.max_kv_pages
 
 
 # Checks against the loaded model. SamplingParams refuses values that no model accepts.

@@ -7,7 +7,7 @@ plan are available when the plan is applied to the same state.
 - `PressureMode` is the behaviour of steps while the cluster is overloaded.
 - `CostCap` bounds how long a scheduling key beyond its share delays the others.
 
-preemption.py chooses the sequences that give pages when pages are short, and bounds the pages of each
+preemption.py chooses the sequences that give pages when pages are short, and counts the pages of each
 scheduling key.
 """
 
@@ -18,7 +18,7 @@ from math import ceil, inf, sqrt
 from typing import Final, NamedTuple
 
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.preemption import HeldPages, PageQuotas, PreemptionCandidates
+from baton.engine.scheduler.preemption import HeldPages, PreemptionCandidates
 from baton.engine.scheduler.sequence import Drafter, Plan, Sequence, SequenceKey, SequenceQueues, rank_of
 from baton.fair_queue import DecayedShares, Share
 
@@ -115,6 +115,9 @@ class StepPlanner:
         self._pool = cache.pool
         self.available = cache.pool.num_available
         self._tracks_keys = queues.shares.are_several or queues.have_quotas
+        self._full_keys: set[str] = (
+            set()
+        )  # scheduling keys without room in their quotas for the next sequence
         self._admits = True  # until a sequence does not fit, or preemption frees pages for another one
         self._decodes: dict[SequenceKey, int] = {}
         self._drafts: dict[SequenceKey, Ordered[int]] = {}
@@ -124,7 +127,6 @@ class StepPlanner:
         self._admitted: dict[SequenceKey, tuple[int, int]] = {}
         self._preempted: dict[SequenceKey, None] = {}
         self._lacking: tuple[Sequence, int] | None = None  # found no room, and the pages that it wants
-        self._preempted_for: SequenceKey | None = None
         self._num_leaving = 0  # running sequences that this plan preempts
         self._freed: set[int] = set()  # pages without a holder after the preemptions
         self._claimed: set[int] = set()  # cached pages that admitted sequences will share
@@ -137,10 +139,6 @@ class StepPlanner:
         return self._pool.pages_for(HEADROOM_TOKENS)
 
     # Created on first use: only shortage needs them.
-
-    @cached_property
-    def _quotas(self) -> PageQuotas:
-        return PageQuotas(self._held, self._candidates, self.preempt)
 
     @cached_property
     def _held(self) -> HeldPages:
@@ -169,7 +167,7 @@ class StepPlanner:
         at_page_end = [sequences[index] for index in decodes.page_starts if index < len(sequences)]
         full = [s for s in at_page_end if s.num_computed_tokens == len(s.page_table) * page_size]
         has_pages = len(full) <= self.available
-        has_pages = has_pages and (not self.queues.have_quotas or self._quotas.allow_page_each(full))
+        has_pages = has_pages and (not self.queues.have_quotas or self._held.allow_page_each(full))
         if has_pages and len(sequences) <= self.budget and not self._preempted:
             is_whole = len(sequences) == len(decodes.sequences)
             self._decodes = decodes.lengths.copy() if is_whole else {each.key: 1 for each in sequences}
@@ -201,7 +199,7 @@ class StepPlanner:
             sequence = self.queues.by_key[key]
             num_pages = self.available - self._committed - self._headroom()
             if self.queues.have_quotas:
-                num_pages = self._quotas.limit(sequence.share, num_pages)
+                num_pages = self._held.limit(sequence.share, num_pages)
             num_pages = self._num_held(sequence) + max(0, num_pages)
             num_tokens = min(
                 len(token_ids),
@@ -239,7 +237,7 @@ class StepPlanner:
         )
         if num_tokens < 1 or self.is_preempted(sequence) or not self._find_pages(sequence, 1):
             return 0
-        num_pages = self._quotas.limit(share, self.available) if self.queues.have_quotas else self.available
+        num_pages = self._held.limit(share, self.available) if self.queues.have_quotas else self.available
         num_pages += self._num_held(sequence)
         num_tokens = min(num_tokens, num_pages * self._pool.page_size - start)
         self._committed -= self._take_pages(sequence, num_tokens)
@@ -287,42 +285,63 @@ class StepPlanner:
         self.seats -= 1
         return True
 
-    def preempt_for(self, sequence: Sequence) -> None:
-        """Preempt others, for the next plan, to free the pages that `admit` has just missed."""
-        if self._lacking is None or self._lacking[0] is not sequence or not self._num_seated():
-            return
-        num_pages = self._lacking[1]
-        num_lacking = num_pages + self._committed + self._headroom() - self.available
-        for victim in self._candidates.of_newcomer(sequence, num_pages, num_lacking, self._headroom_pages):
-            self._preempt_for_pages(victim)
-            self._preempted_for = sequence.key
+    def preempt_for(self, sequence: Sequence) -> bool:
+        """Preempt others for the pages that `admit` has just missed; return whether the sequence has a seat.
+
+        No later sequence is admitted then: it would take pages that others gave for this one.
+        """
+        # A page that a victim shared counts as wanted once the victim is gone: then one more may be needed.
+        while self._lacking is not None and self._lacking[0] is sequence and self._num_seated():
+            num_pages, self._lacking = self._lacking[1], None
+            num_lacking = num_pages + self._committed + self._headroom() - self.available
+            victims = self._candidates.of_newcomer(sequence, num_pages, num_lacking, self._headroom_pages)
+            for victim in victims:
+                self._preempt_for_pages(victim)
+            if victims and self._seat(sequence, 0):
+                return True
+        return False
 
     # Page quotas.
 
     def enforce_quotas(self) -> None:
-        """Preempt sequences of keys that hold more than their quotas."""
+        """Preempt sequences of keys that hold more than their quotas; pulled pages can exceed one."""
         if self.queues.have_quotas:
             for share in list(self.queues.shares.active.values()):
-                self._quotas.enforce(share)
+                if self._held.room(share) < 0:
+                    self._take_from(self._candidates.of_key(share), share, 0)
 
     def make_room_in_quota(self, sequence: Sequence, num_tokens: int = 0) -> bool:
         """Return whether the quota of the sequence's key has room for all its pages beside the key's running
         sequences. When none of these run, waiting sequences of the key are preempted to make room for the
         next plan.
 
-        num_tokens: the length that the sequence may grow to.
+        A sequence that finds no room delays only later sequences of its key. num_tokens: the length that the
+        sequence may grow to.
         """
         share = sequence.share
-        if not self.queues.have_quotas or not self._quotas.has_limit(share):
+        if not self.queues.have_quotas or self._held.room(share) == inf:
             return True
-        if self._quotas.is_full(share):
+        if share.key in self._full_keys:
             return False
         _, shared = self._prospect(sequence)
         num_missing = self._num_missing(sequence, max(num_tokens, sequence.num_tokens))
         num_pages = max(0, num_missing - len(shared)) + self._held.num_new(share, shared)
         seated = [each for each in self._seated() if each.share is share]
         growth = (self._num_missing(each, each.num_tokens) + self._headroom_pages for each in seated)
-        return self._quotas.make_room_for_waiting(sequence, num_pages, sum(growth) if seated else None)
+        if num_pages + sum(growth) <= self._held.room(share):
+            return True
+        self._full_keys.add(share.key)
+        if not seated:
+            self._take_from(self._candidates.of_same_key(sequence), share, num_pages)
+        return False
+
+    def _take_from(self, candidates: Ordered[Sequence], share: Share, num_pages: int) -> bool:
+        """Preempt candidates until the key's quota has room for `num_pages` pages; return whether it has."""
+        for candidate in candidates:
+            if num_pages <= self._held.room(share):
+                break
+            self.preempt(candidate)
+        return num_pages <= self._held.room(share)
 
     # Pressure mode.
 
@@ -389,7 +408,6 @@ class StepPlanner:
             preempted=tuple(self._preempted),
             num_padded_tokens=self.num_padded_tokens,
             wait_s=None if scheduled else wait_s,
-            preempted_for=self._preempted_for,
         )
 
     def _prospect(self, sequence: Sequence) -> tuple[int, list[int]]:
@@ -423,8 +441,9 @@ class StepPlanner:
         False: all candidates together free too few pages. The sequence then keeps its pages and waits. The
         best-ranked sequence always gets its pages, so every step advances some sequence.
         """
-        need = self._num_new_pages(sequence, num_tokens)
-        if self.queues.have_quotas and not self._quotas.make_room_for_running(sequence, need):
+        need, share = self._num_new_pages(sequence, num_tokens), sequence.share
+        lacks_quota = self.queues.have_quotas and need > self._held.room(share)
+        if lacks_quota and not self._take_from(self._candidates.of_same_key(sequence), share, need):
             return False
         if need <= self.available:
             return True

@@ -161,32 +161,16 @@ class _Lookup:
     followed: Match | None = None  # the place that the last proposal was copied from
 
 
-def lookup_drafter(
-    config: SpeculativeConfig, costs: StepCosts, forced_tokens: ForcedTokens
-) -> "LookupDrafter":
-    """The drafter of the methods ngram and suffix."""
-    earlier = None
-    if config.chosen_method == "suffix":
-        earlier = EarlierAnswers(config.shortest_match, config.prompt_lookup_max)
-    return LookupDrafter(config, costs, forced_tokens, earlier=earlier)
-
-
 class LookupDrafter:
-    """Proposes what followed the latest tokens earlier in the sequence, or in earlier answers."""
+    """Proposes what followed the latest tokens earlier in the sequence or, with suffix, in other answers."""
 
-    def __init__(
-        self,
-        config: SpeculativeConfig,
-        costs: StepCosts,
-        forced_tokens: ForcedTokens,
-        *,
-        earlier: EarlierAnswers | None = None,
-    ) -> None:
-        """earlier: None looks at the sequence alone."""
+    def __init__(self, config: SpeculativeConfig, costs: StepCosts, forced_tokens: ForcedTokens) -> None:
         self._config = config
         self._costs = costs
         self._forced_tokens = forced_tokens
-        self._earlier = earlier
+        self._earlier: EarlierAnswers | None = None
+        if config.chosen_method == "suffix":
+            self._earlier = EarlierAnswers(config.shortest_match, config.prompt_lookup_max)
         self._lookups: WeakKeyDictionary[Sequence, _Lookup] = WeakKeyDictionary()
         self._num_indexable = 0  # tokens that may still be indexed in this step
 

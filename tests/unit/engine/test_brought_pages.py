@@ -44,7 +44,7 @@ def test_running_sequence_is_not_held_up_by_one_that_waits_with_pages() -> None:
     harness = OpenHarness.of(5, max_num_seqs=1)
     runs = begin(harness, "a", [1] * 8, num_new=9)
     waits = begin(harness, "b", [2] * 8)
-    waits.sequence.priority = -1
+    waits.sequence.rank = (0, -1, 0.0, 0.0, 0)
     harness.arrive(runs)
     harness.step()
     harness.arrive(waits)
@@ -64,7 +64,7 @@ def test_no_pages_are_taken_from_the_waiting_when_they_would_not_do() -> None:
     harness.arrive(second)
     long = harness.begun("long", [9] * 25, 0, 2)
     sequence = harness.sequence_of(long)
-    sequence.priority = -1
+    sequence.rank = (0, -1, 0.0, 0.0, 0)
     harness.scheduler.add(sequence)
     harness.live[sequence.key] = sequence
     plan, _, _ = harness.step()

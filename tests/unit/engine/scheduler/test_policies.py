@@ -57,7 +57,7 @@ def lane(share: Share, num_tokens: list[int], rank: int = 0) -> list[Sequence]:
     for number, num in enumerate(num_tokens):
         request = Request(request_id=f"{share.key}{number}", token_ids=TokenIds.of((1,) * num))
         sequence = Sequence.from_request(request, 0, max_model_len=1000)
-        sequence.share, sequence.scheduling_class = share, rank
+        sequence.share = share
         sequence.rank = (rank, 0, float(number), float(ord(share.key)), 0)
         sequences.append(sequence)
     return sequences

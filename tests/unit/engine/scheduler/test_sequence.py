@@ -21,7 +21,7 @@ def sequence_of(
 
 def test_sequence_starts_from_its_request() -> None:
     sequence = sequence_of(SamplingParams(max_tokens=5, min_tokens=2, stop_token_ids=(4,)))
-    assert (sequence.request_id, sequence.choice, sequence.priority) == ("r", 1, 2)
+    assert (sequence.request_id, sequence.choice, sequence.rank[:2]) == ("r", 1, (0, 2))
     assert (sequence.num_tokens, sequence.num_uncomputed_tokens, sequence.num_generated_tokens) == (3, 3, 0)
     assert (sequence.min_num_tokens, sequence.max_num_tokens) == (5, 8)
     assert sequence.stop_ids == {4, 9}
