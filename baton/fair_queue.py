@@ -204,7 +204,9 @@ class DecayedShares:
     def __init__(self) -> None:
         self.active: dict[str, Share] = {}  # the keys with users
         self._away: OrderedDict[str, _Away] = OrderedDict()  # in the order in which they left
-        self.clear()
+        self._charged_s = 0.0  # the time of the last charge; all work is decayed to this time
+        self._work = 0.0  # recent work of all keys
+        self._away_weight = 0.0
 
     @property
     def are_several(self) -> bool:
@@ -220,14 +222,6 @@ class DecayedShares:
     def num_remembered(self) -> int:
         """The number of keys without users that are remembered."""
         return len(self._away)
-
-    def clear(self) -> None:
-        """Forget all keys and all work."""
-        self.active.clear()
-        self._away.clear()
-        self._charged_s = 0.0  # the time of the last charge; all work is decayed to this time
-        self._work = 0.0  # recent work of all keys
-        self._away_weight = 0.0
 
     def join(self, key: str, weight: float) -> Share:
         """Add a user of `key`."""
@@ -320,10 +314,6 @@ class FairLru(Generic[Item]):
         del items[item]
         if not items:
             del self._groups[group]
-
-    def clear(self) -> None:
-        """Remove all items; the weights stay."""
-        self._groups.clear()
 
     def set_weight(self, group: Group, weight: float) -> None:
         """Set the weight of a group; a group without one has 1.0.

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Final
@@ -26,6 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from baton.adapters import Adapter
 from baton.clock import Clock, SystemClock
 from baton.config.engine import EngineConfig, RankSidecar, SpeculativeConfig
 from baton.config.environment import cache_directory, prepare_nccl
@@ -69,8 +71,8 @@ from baton.pages import PageKeys
 from baton.request import FilledPages, Request, StepOutput
 
 logger = logging.getLogger(__name__)
-HELD_POLL_S: Final = 0.001  # between looks at grammars that are being compiled and pages that are being read
-MAX_LOAD_S: Final = 5.0  # for which a request waits for the disk, before its prompt is computed
+HELD_POLL_S: Final = 0.001  # wait of an idle engine before it checks held sequences again
+MAX_LOAD_S: Final = 5.0  # longest wait of a request for its pages on disk; then its prompt is computed
 FLUSH_S: Final = 5.0  # for the pages that only the device has, at the end
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
 ALL_BANNED: Final = (
@@ -145,15 +147,8 @@ class Engine(Replica):
         draft_model: ModelRunner | None = None,
     ) -> None:
         """draft_model: loaded, with its pool; see `SpeculativeConfig`."""
-        config, layout, model_config = runner.config, runner.layout, runner.model_config
-        keys = None
-        if config.cache.enable_prefix_caching:
-            keys = PageKeys(
-                model_fingerprint=model_fingerprint, dtype=layout.kv_dtype, page_size=layout.page_size
-            )
-        pool = PagePool(len(runner.pool.device), layout.page_size, runner.steps)
-        cache = PrefixCache(pool, keys, HostTier(len(runner.pool.host)))
-        scheduler = Scheduler(config.scheduler, cache, clock, attention_mlp_crossover(model_config))
+        config, model_config = runner.config, runner.model_config
+        scheduler = _make_scheduler(runner, clock, model_fingerprint)
         super().__init__(
             scheduler, clock, vocab_size=model_config.vocab_size, max_model_len=runner.max_model_len
         )
@@ -169,8 +164,6 @@ class Engine(Replica):
         self._busy_since_s: float | None = None  # the end of the last step, if there was more work
         self._in_flight: deque[_Step] = deque()  # launched; their tokens are still to come
         self._is_async = choose_async(config, runner.device)
-        # Steps in flight: one for each stage of a pipeline. The policies for comparison keep one in flight.
-        scheduler.num_batches = runner.pp.size if config.scheduler.policy == "continuous" else 1
         self._seeds = random.Random(config.seed)
         self._page_costs = PageCosts(runner.pool)
         self._num_steps = 0
@@ -182,11 +175,14 @@ class Engine(Replica):
         self._sampler.warm_up(model_config.vocab_size)
         if config.speculative is not None:
             scheduler.drafter = self._make_drafter(config.speculative, draft_model)
-        if config.cache.kv_disk_path is not None:
-            cache.host.disk = self._open_disk(Path(config.cache.kv_disk_path))
+        self._open_disk()
 
-    def _open_disk(self, root: Path) -> DiskTier:
+    def _open_disk(self) -> None:
+        """Give the host tier a disk below it, if there is to be one."""
         runner, host = self.runner, self.scheduler.cache.host
+        path = runner.config.cache.kv_disk_path
+        if path is None:
+            return
         if not host.num_pages:
             raise ConfigError(
                 f"cache.kv_disk_path: pages on disk pass through host memory, which has no room for one of "
@@ -197,17 +193,16 @@ class Engine(Replica):
         host_pools = [runner.pool.host]
         if self._tp_workers is not None:
             host_pools += self._tp_workers.host_pools(runner.pool.host, runner.layout)
-        store = open_store(root, identity, runner.tp.size * runner.layout.page_bytes, max_bytes)
+        store = open_store(Path(path), identity, runner.tp.size * runner.layout.page_bytes, max_bytes)
         has_passed = runner.replica_steps.has_passed
-        return DiskTier(store, [*map(page_bytes, host_pools)], has_passed, host.is_current)
+        host.disk = DiskTier(store, [*map(page_bytes, host_pools)], has_passed, host.is_current)
 
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
         layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
         self._busy_since_s = None
         self._in_flight.clear()
-        self._loading: dict[Sequence, float] = {}  # waits for pages from the disk -> since when
-        self._adapters.held = []
+        self._held: dict[Sequence, list[Callable[[], bool]]] = {}  # may start once all of these are True
         max_pages, num_batches = layout.num_pages(self.max_model_len), self.scheduler.num_batches
         # One for each step in flight, in turn, so that the same sequences come back to the same builder.
         self._builders = deque(
@@ -230,12 +225,15 @@ class Engine(Replica):
             request = msgspec.structs.replace(request, sampling=sampling)
         sequences = self._add(request, filled, keeps_pages, self.runner.model_config.eos_token_ids)
         for sequence in sequences:
-            self._form_mask.prepare(sequence)
+            conditions: list[Callable[[], bool]] = []
+            if sampling.structured_outputs is not None:
+                conditions.append(self._form_mask.prepare(sequence))
             if request.adapter is not None:
-                self._adapters.hold(sequence)
+                conditions.append(partial(self._is_placed, request.adapter))
             if filled is None and self.scheduler.cache.prefetch(sequence):
-                sequence.is_held = True
-                self._loading[sequence] = perf_counter()
+                conditions.append(partial(self._is_loaded, sequence, perf_counter()))
+            if conditions:
+                sequence.is_held, self._held[sequence] = True, conditions
         return sequences
 
     def check(self, request: Request) -> None:
@@ -261,23 +259,32 @@ class Engine(Replica):
 
         A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. A
         sequence whose request bans every token, or whose form fails, ends in an error, too, and its pages
-        stay known. Any other failure, an interrupt included, loses all requests: pages may be known by now
-        although their contents were never written, so all contents become unknown. Pages that are claimed,
-        kept or leased stay with their holders. With several ranks, the error is the one that a lost rank has
-        reported, if any, and `add` then raises WorkerLost.
+        stay known. Any other failure, an interrupt included, loses all requests and all holds on pages: the
+        engine goes on with a new `pages`, and no contents are known, because pages may have been known before
+        their contents were written. With several ranks, the error is the one that a lost rank has reported,
+        if any, and `add` then raises WorkerLost.
         """
         self._expire()
         sequences = self.scheduler.sequences()
         try:
-            refused = self._place_adapters() if self._adapters.held else []
             with self._explains_loss():
-                return refused + self._step(watch)
+                return self._step(watch)
         except BaseException as error:
-            self.scheduler.lose([sequence.key for sequence in sequences])
             self._finish_drafting(sequences)
-            self._start_steps()
-            self._note_loss(error)
+            self._start_again(error)
             raise
+
+    def _start_again(self, error: BaseException) -> None:
+        """Replace the ledgers of pages and sequences, which a step that failed half-way may have damaged."""
+        self._note_loss(error)
+        drafter, disk = self.scheduler.drafter, self.scheduler.cache.host.disk
+        if disk is not None:
+            disk.close()
+        self.scheduler = _make_scheduler(self.runner, self._clock, self.fingerprint)
+        self.scheduler.drafter = drafter
+        self._start_steps()
+        if self._why_lost is None:
+            self._open_disk()
 
     def has_work(self) -> bool:
         return bool(self._in_flight) or super().has_work()
@@ -295,11 +302,10 @@ class Engine(Replica):
         if (token_s := self._page_costs.compute_token_s) is not None:
             self.scheduler.cache.host.compute_page_s = token_s * self.pages.page_size
         self.scheduler.cache.poll()
-        if self._is_holding:
-            self._release_held()
+        refused = self._release_held() if self._held else []
         plan = self.scheduler.plan()
         self.wait_s = plan.wait_s
-        if self._is_holding and not plan.scheduled:
+        if self._held and not plan.scheduled:
             self.wait_s = HELD_POLL_S
         batch = self.scheduler.apply(plan)
         meter = self._step_meter
@@ -307,7 +313,7 @@ class Engine(Replica):
             meter.end()
             if self._in_flight and self.scheduler.num_batches > 1:
                 self.wait_s = None
-            return self._collect()
+            return refused + self._collect()
         num_tokens = batch.num_tokens
         self.on_batch(num_tokens)
         launched_s = perf_counter()
@@ -334,19 +340,7 @@ class Engine(Replica):
                 outputs = self._collect()
         if meter.is_sampled:
             meter.end()
-        return outputs
-
-    def _place_adapters(self) -> list[StepOutput]:
-        """Place adapters that have been read; return the last outputs of sequences that cannot run."""
-        live = {each.adapter.digest for each in self.scheduler.sequences() if each.adapter is not None}
-        failed = self._adapters.place_held(live)
-        for sequence, _ in failed:
-            self.scheduler.fail(sequence, has_valid_pages=True)
-        return [last_output(sequence, why, is_invalid=True) for sequence, why in failed]
-
-    @property
-    def _is_holding(self) -> bool:
-        return bool(self._form_mask.held or self._loading or self._adapters.held)
+        return refused + outputs if refused else outputs
 
     def _sample(self, step: "_Step") -> Draws:
         answer = step.answer.wait()
@@ -356,27 +350,39 @@ class Engine(Replica):
             self._step_meter.lap("sample")
         return step.draws
 
-    def _release_held(self) -> None:
-        """Let sequences be admitted once their grammars are compiled, their pages are read from the disk and
-        their adapters are placed.
+    def _release_held(self) -> list[StepOutput]:
+        """Let sequences be admitted once their grammars are compiled, their adapters are placed and their
+        pages are read from the disk; return the last outputs of sequences that cannot run.
+        """
+        refused = []
+        for sequence, conditions in list(self._held.items()):
+            if sequence.finish_reason is None:
+                try:
+                    conditions[:] = [each for each in conditions if not each()]
+                except InvalidRequest as error:
+                    self.scheduler.fail(sequence, has_valid_pages=True)
+                    refused.append(last_output(sequence, str(error), is_invalid=True))
+            if not conditions or sequence.finish_reason is not None:
+                del self._held[sequence]
+                sequence.is_held = False
+        return refused
+
+    def _is_placed(self, adapter: Adapter) -> bool:
+        """Place an adapter that has been read; return False before. Raises InvalidRequest."""
+        live = {each.adapter.digest for each in self.scheduler.sequences() if each.adapter is not None}
+        wanted = {each.adapter.digest for each in self._held if each.adapter is not None}
+        return self._adapters.place(adapter, live, wanted)
+
+    def _is_loaded(self, sequence: Sequence, since_s: float) -> bool:
+        """Return True once no page of the sequence is to come from the disk.
 
         After MAX_LOAD_S the disk hangs: it holds no request until it has read or written a page.
         """
-        for sequence in self._loading:
-            sequence.is_held = False
-        self._form_mask.release()
         host = self.scheduler.cache.host
-        self._loading = {
-            each: since_s
-            for each, since_s in self._loading.items()
-            if each.finish_reason is None and host.is_loading(each.page_keys)
-        }
-        if self._loading and perf_counter() - min(self._loading.values()) > MAX_LOAD_S:
-            if host.disk is not None:
-                host.disk.is_stalled = True
-            self._loading = {}
-        for sequence in (*self._loading, *self._adapters.held):
-            sequence.is_held = True
+        if host.disk is None or host.disk.is_stalled or not host.is_loading(sequence.page_keys):
+            return True
+        host.disk.is_stalled = perf_counter() - since_s > MAX_LOAD_S
+        return host.disk.is_stalled
 
     def _collect(self) -> list[StepOutput]:
         """Wait for the tokens of the oldest step in flight, if any, and commit them."""
@@ -470,42 +476,27 @@ class Engine(Replica):
             tp_workers.close(timeout_s=0.0)
 
     def _close_disk(self) -> None:
-        cache = self.scheduler.cache
-        disk, cache.host.disk = cache.host.disk, None
+        cache, disk = self.scheduler.cache, self.scheduler.cache.host.disk
         if disk is None:
             return
         if disk.stop() and self._why_lost is None:
+            until_s = time.monotonic() + FLUSH_S
             with suppress(WorkerLost):
-                self._flush(disk)
+                cache.flush(disk, partial(self._copy_to_host, until_s), until_s)
+        cache.host.disk = None
         disk.close()
 
-    def _flush(self, disk: DiskTier) -> None:
-        """Write the pages of the host tier to the disk, then copy the device's pages over them and write
-        those. Ranks that hang are killed: WorkerLost.
+    def _copy_to_host(self, until_s: float, copies: tuple[PageCopy, ...]) -> None:
+        """Copy pages to the host after the steps in flight, and wait. Ranks that hang until then are killed:
+        WorkerLost.
         """
-        cache, until_s = self.scheduler.cache, time.monotonic() + FLUSH_S
-        with self._rank_deadline(until_s):
-            self._wait_for_copies()
-        disk.put(cache.host.written_pages(), until_s)
-        known = [item for item in cache.known_pages().items() if item[0] not in disk.places]
-        for first in range(0, len(known), cache.host.num_pages):
-            if time.monotonic() > until_s:
-                return
-            part = known[first : first + cache.host.num_pages]
-            copies = tuple((page, host_page) for host_page, (_, page) in enumerate(part))
-            with self._rank_deadline(until_s):
+        with nullcontext() if self._tp_workers is None else self._tp_workers.deadline(until_s):
+            for step in self._in_flight:
+                step.answer.wait()
+            if copies:
                 self._run(Batch(copies_to_host=copies), None).wait()
-                self._wait_for_copies()
-            disk.put(((key, host_page) for host_page, (key, _) in enumerate(part)), until_s)
-
-    def _rank_deadline(self, until_s: float) -> AbstractContextManager[None]:
-        return nullcontext() if self._tp_workers is None else self._tp_workers.deadline(until_s)
-
-    def _wait_for_copies(self) -> None:
-        for step in self._in_flight:
-            step.answer.wait()
-        if self.runner.device.type == "cuda":
-            torch.cuda.synchronize(self.runner.device)
+            if self.runner.device.type == "cuda":
+                torch.cuda.synchronize(self.runner.device)
 
     def _abort(self, request_id: str, choice: int | None) -> list[Sequence]:
         ended = super()._abort(request_id, choice)
@@ -589,6 +580,22 @@ class Engine(Replica):
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
         return perf_counter() - started_s
+
+
+def _make_scheduler(runner: ModelRunner, clock: Clock, model_fingerprint: str) -> Scheduler:
+    """Return a scheduler with ledgers of which no page is used and no contents are known."""
+    config, layout = runner.config, runner.layout
+    keys = None
+    if config.cache.enable_prefix_caching:
+        keys = PageKeys(
+            model_fingerprint=model_fingerprint, dtype=layout.kv_dtype, page_size=layout.page_size
+        )
+    pool = PagePool(len(runner.pool.device), layout.page_size, runner.steps)
+    cache = PrefixCache(pool, keys, HostTier(len(runner.pool.host)))
+    scheduler = Scheduler(config.scheduler, cache, clock, attention_mlp_crossover(runner.model_config))
+    # Steps in flight: one for each stage of a pipeline. The policies for comparison keep one in flight.
+    scheduler.num_batches = runner.pp.size if config.scheduler.policy == "continuous" else 1
+    return scheduler
 
 
 @dataclass(slots=True)

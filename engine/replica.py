@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 
 from baton.clock import Clock
 from baton.engine.cache.page_pool import Owner, PagePool, PageState
@@ -25,7 +24,7 @@ from baton.engine.scheduler.sequence import (
 )
 from baton.engine.scheduler.step_planner import PressureMode
 from baton.messages.control import PageChanges
-from baton.messages.status import Histogram, Sizes, Times, snapshot
+from baton.messages.status import Sizes, Times, snapshot
 from baton.messages.workers import Load, StepTimes
 from baton.request import FilledPages, Request, StepOutput
 
@@ -53,23 +52,18 @@ class LayerWatch(Protocol):
 # The parts of a step on the host, in order. `forward` and `sample` compute on a CPU and launch on a GPU;
 # `device` waits for a GPU's tokens, and `output` gives them to their sequences.
 PHASES: Final = ("schedule", "build", "forward", "sample", "device", "output")
-MAX_PENDING: Final = 4096
 
 
 class StepMeter:
     """The figures of a replica's steps since its start.
 
-    A step only appends numbers to lists, which the garbage collector does not look at. `load` sorts them into
-    buckets, many at a time, and has the phases of the next step timed: one step a second in a worker.
+    `load` has the phases of the next step timed: one step a second in a worker.
     """
 
     def __init__(self) -> None:
         self.is_sampled = False  # the present step calls `lap` after each phase
-        self._seconds: list[float] = []  # of steps that are not counted yet
-        self._tokens: list[int] = []  # of the same steps, without padding
         self.num_padded_tokens = 0
         self._lap_s = 0.0
-        self._phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self._times = {name: Times() for name in ("step", *(f"step_{phase}" for phase in PHASES))}
         self._step_tokens = Sizes()
 
@@ -80,7 +74,7 @@ class StepMeter:
     def lap(self, phase: str, now_s: float | None = None) -> None:
         """Note the end of a phase of a sampled step. now_s: None for the present time, by perf_counter."""
         now_s = perf_counter() if now_s is None else now_s
-        self._phases[phase].append(now_s - self._lap_s)
+        self._times[f"step_{phase}"].observe(now_s - self._lap_s)
         self._lap_s = now_s
 
     def end(self) -> None:
@@ -89,14 +83,11 @@ class StepMeter:
 
     def observe(self, step_s: float, num_tokens: int) -> None:
         """Count a step. step_s: since the step before, if that left work. num_tokens: without padding."""
-        self._tokens.append(num_tokens)
-        self._seconds.append(step_s)
-        if len(self._seconds) >= MAX_PENDING:
-            self._count()
+        self._times["step"].observe(step_s)
+        self._step_tokens.observe(num_tokens)
 
     def load(self, load: Load) -> Load:
         """Return the load with these figures."""
-        self._count()
         self.is_sampled = True
         return msgspec.structs.replace(
             load,
@@ -104,22 +95,6 @@ class StepMeter:
             step_tokens=self._step_tokens.copy(),
             num_padded_tokens=self.num_padded_tokens,
         )
-
-    def _count(self) -> None:
-        _count_into(self._times["step"], self._seconds)
-        _count_into(self._step_tokens, self._tokens)
-        for phase, seconds in self._phases.items():
-            _count_into(self._times[f"step_{phase}"], seconds)
-
-
-def _count_into(histogram: Histogram, values: list[float] | list[int]) -> None:
-    """Count the values, and empty the list."""
-    if values:
-        found = np.bincount(np.searchsorted(histogram.BOUNDS, values))
-        for bucket in np.flatnonzero(found):
-            histogram.add(int(bucket), int(found[bucket]))
-        histogram.sum += sum(values)
-        values.clear()
 
 
 class Replica(ABC):
@@ -194,7 +169,7 @@ class Replica(ABC):
 
     @property
     def pages(self) -> PagePool:
-        """The ledger of pages, one object for the replica's life. Leases end at the clock's time."""
+        """The ledger of pages, one object until a step fails. Leases end at the clock's time."""
         return self.scheduler.pool
 
     def claim_prefix(

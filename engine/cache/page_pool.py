@@ -176,31 +176,16 @@ class PageAccounts:
         bookings = [self._bookings.get(owner) for owner in owners]
         return sum(1 for booking in bookings if booking is not None and booking.account == account)
 
-    def lose(self, gone: Iterable[Owner], owners_of: Iterable[frozenset[Owner]]) -> None:
-        """Forget the owners `gone`. owners_of: the remaining owners of each page."""
-        for owner in gone:
-            self._bookings.pop(owner, None)
-        for booking in self._bookings.values():
-            booking.num_pages = 0
-        self.num_pages = self._count(owners_of, is_lost=True)
-
     def check_integrity(self, owners_of: Iterable[frozenset[Owner]]) -> None:
-        """Compare with a new count; raises IntegrityError."""
-        counted = self._count(owners_of, is_lost=False)
+        """Compare with a new count; raises IntegrityError. owners_of: of each page."""
+        counted = Counter[str]()
+        for owners in owners_of:
+            bookings = [self._bookings[owner] for owner in owners if owner in self._bookings]
+            counted.update({booking.account for booking in bookings})
         if counted != {account: num for account, num in self.num_pages.items() if num}:
             raise IntegrityError(
                 f"accounts hold {dict(counted)} pages, the ledger says {dict(self.num_pages)}"
             )
-
-    def _count(self, owners_of: Iterable[frozenset[Owner]], *, is_lost: bool) -> defaultdict[str, int]:
-        num_pages: defaultdict[str, int] = defaultdict(int)
-        for owners in owners_of:
-            bookings = [self._bookings[owner] for owner in owners if owner in self._bookings]
-            for account in {booking.account for booking in bookings}:
-                num_pages[account] += 1
-            for booking in bookings if is_lost else ():
-                booking.num_pages += 1
-        return num_pages
 
 
 _FREE, _ACTIVE, _CACHED, _LEASED, _QUARANTINED = (int(state) for state in PageState)
@@ -212,7 +197,7 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int, steps: StepMarks | None = None) -> None:
         """steps: of the rank that writes the pages; None: every write has ended when a page is released."""
         self._steps = steps
-        self._released_at = [ALWAYS_PASSED] * num_pages  # the latest mark when a sequence released the page
+        self._released_at = [self.launched] * num_pages  # the latest mark when a sequence released the page
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
@@ -410,27 +395,7 @@ class PagePool:
                 raise IntegrityError(f"page {page} ({self.state(page).name}) cannot be written by {owner}")
             self._writers.setdefault(page, set()).add(owner)
 
-    # Recovery and checks.
-
-    def lose(self, owners: Iterable[Owner]) -> None:
-        """Remove all holds of these owners and make all contents unknown.
-
-        Everything else is derived from the holders, so an operation that was interrupted half-way leaves no
-        trace.
-        """
-        gone = frozenset(owners)
-        self._known = bytearray(self.num_pages)
-        self.cached.clear()
-        self._free.clear()
-        self._counts = [0] * len(PageState)
-        self._released_at = [self.launched] * self.num_pages
-        for page in reversed(range(self.num_pages)):
-            self._users[page] -= gone
-            state = self._state[page] = self._state_by_holders(page)
-            self._counts[state] += 1
-            if state == _FREE:
-                self._free.append(page)
-        self.accounts.lose(gone, self._users)
+    # Checks.
 
     def check_integrity(self) -> None:
         """Derive every state from the holders and compare; raises IntegrityError."""

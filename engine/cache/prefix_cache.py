@@ -19,6 +19,7 @@ the pages of a waiting sequence from the disk to the host, where `match` finds t
 of the disk.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
@@ -92,14 +93,8 @@ class HostTier:
         self._generation = [0] * num_pages  # of each page, grows when it gets other contents
         # key -> (host page, group); None: the key was forgotten since the order
         self._loading: dict[bytes, tuple[int, Group | None]] = {}
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop all pages and all copies. Loads go on: their contents do not depend on any step."""
-        loading = {page for page, _ in self._loading.values()}
-        self._free = [page for page in range(self.num_pages - 1, -1, -1) if page not in loading]
+        self._free = list(range(num_pages - 1, -1, -1))
         self._stored: list[bytes] = []  # keys of pages that the disk tier has not been offered
-        self.cached.clear()
         self._cached: dict[bytes, tuple[int, Group]] = {}  # key -> (host page, group)
         self._pinned: dict[bytes, int] = {}
         self._leaving: list[int] = []
@@ -302,13 +297,7 @@ class PrefixCache:
         self.num_hit_tokens = 0  # found
         self.changed = self.host.changed
         self._page_keys = page_keys
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything, on the device and on the host; the caller clears the pool's own marks."""
-        num_pages = self.pool.num_pages
-        self.host.clear()
-        self.changed.note_all()
+        num_pages = pool.num_pages
         self._page_of: dict[bytes, int] = {}
         self._key: list[bytes | None] = [None] * num_pages
         self._parent = [_NO_PAGE] * num_pages  # of known pages
@@ -411,6 +400,23 @@ class PrefixCache:
                 self.host.end_load(report.key, is_wanted=is_wanted)
             self.changed.note(report.key)
         self.host.offer(self.pool.launched)
+
+    def flush(self, disk: DiskTier, copy: Callable[[tuple[PageCopy, ...]], None], until_s: float) -> None:
+        """Write the pages of the host tier to a disk that has stopped, then copy the device's pages over them
+        and write those.
+
+        copy: makes these copies to the host, and waits for them and for those of earlier steps. Ends at
+        until_s, by time.monotonic().
+        """
+        copy(())
+        disk.put(self.host.written_pages(), until_s)
+        known = [item for item in self._page_of.items() if item[0] not in disk.places]
+        for first in range(0, len(known), self.host.num_pages):
+            if time.monotonic() > until_s:
+                return
+            part = known[first : first + self.host.num_pages]
+            copy(tuple((page, host_page) for host_page, (_, page) in enumerate(part)))
+            disk.put(((key, host_page) for host_page, (key, _) in enumerate(part)), until_s)
 
     def known_pages(self) -> dict[bytes, int]:
         """The device page of each known key."""

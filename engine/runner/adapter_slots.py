@@ -22,7 +22,7 @@ from baton.adapters import Adapter, AdapterFiles
 from baton.engine.models.loading.weights import AdapterTensors
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.runner.step_inputs import StepArrays
-from baton.engine.scheduler.sequence import Batch, Sequence
+from baton.engine.scheduler.sequence import Batch
 from baton.errors import InvalidRequest, ModelError
 from baton.kernels.lora import NO_ADAPTER
 
@@ -38,7 +38,6 @@ class AdapterSlots:
 
     def __init__(self, runner: ModelRunner, max_loras: int, max_cpu_loras: int) -> None:
         self.num_reads = 0  # of the files of an adapter, those that failed included
-        self.held: list[Sequence] = []  # wait for their adapters
         self._runner = runner
         self._max_loras, self._max_cpu_loras = max_loras, max_cpu_loras
         self._reader = ThreadPoolExecutor(1, "lora")
@@ -56,31 +55,36 @@ class AdapterSlots:
         if self._runner.adapters is None:
             raise InvalidRequest("LoRA adapters need --enable-lora")
         if adapter.digest in self._contents:
-            self._contents_of(adapter)
+            self._contents_of(adapter, frozenset())
         elif adapter.digest not in self._slots and len(self._contents) < self._max_cpu_loras:
             self._read(adapter)
 
-    def hold(self, sequence: Sequence) -> None:
-        """Hold a sequence with an adapter until `place_held` has placed the adapter."""
-        sequence.is_held = True
-        self.held.append(sequence)
+    def place(self, adapter: Adapter, live: Set[bytes], wanted: Set[bytes]) -> bool:
+        """Have the adapter in a slot; False while its files are not here.
 
-    def place_held(self, live: Set[bytes]) -> list[tuple[Sequence, str]]:
-        """Place the adapters that have been read, and release their sequences.
-
-        live: digests of the adapters with sequences. Returns the sequences that cannot run, and why.
+        live: digests of the adapters with sequences, which keep their slots. wanted: of these, those with
+        held sequences, which keep the contents of their files. Raises InvalidRequest for files that cannot
+        be used.
         """
-        failed = []
-        for sequence in self.held:
-            assert sequence.adapter is not None
-            if sequence.finish_reason is None:
-                try:
-                    sequence.is_held = not self._place(sequence.adapter, live)
-                except InvalidRequest as error:
-                    sequence.is_held = False
-                    failed.append((sequence, str(error)))
-        self.held = [each for each in self.held if each.is_held and each.finish_reason is None]
-        return failed
+        slot = self._slots.pop(adapter.digest, None)
+        if slot is None:
+            contents = self._contents_of(adapter, wanted)
+            if contents is None:
+                return False
+            files, tensors = contents
+            slot = next(each for each in itertools.count() if each not in self._slots.values())
+            try:
+                self._runner.put_adapter(slot, tensors)
+            except RuntimeError as error:  # torch has no memory
+                raise InvalidRequest(f"{_UNUSABLE}: {error}") from None
+            self._note(slot, files)
+        idle = [digest for digest in self._slots if digest not in live]
+        self._slots[adapter.digest] = slot
+        for digest in idle[: max(0, len(self._slots) - self._max_loras)]:
+            freed = self._slots.pop(digest)
+            self._runner.put_adapter(freed, None)
+            self._note(freed, None)
+        return True
 
     def with_adapters(self, arrays: StepArrays, batch: Batch) -> StepArrays:
         """The step with the slot of each token, and with the adapters that other ranks lack."""
@@ -99,37 +103,17 @@ class AdapterSlots:
         """End the thread after the read that it is at."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _place(self, adapter: Adapter, live: Set[bytes]) -> bool:
-        """Have the adapter in a slot; False while its files are not here. Raises InvalidRequest."""
-        slot = self._slots.pop(adapter.digest, None)
-        if slot is None:
-            contents = self._contents_of(adapter)
-            if contents is None:
-                return False
-            files, tensors = contents
-            slot = next(each for each in itertools.count() if each not in self._slots.values())
-            try:
-                self._runner.put_adapter(slot, tensors)
-            except RuntimeError as error:  # torch has no memory
-                raise InvalidRequest(f"{_UNUSABLE}: {error}") from None
-            self._note(slot, files)
-        idle = [digest for digest in self._slots if digest not in live]
-        self._slots[adapter.digest] = slot
-        for digest in idle[: max(0, len(self._slots) - self._max_loras)]:
-            freed = self._slots.pop(digest)
-            self._runner.put_adapter(freed, None)
-            self._note(freed, None)
-        return True
-
     def _note(self, slot: int, files: AdapterFiles | None) -> None:
         if self._runner.rank.size > 1:
             self._changed.append((slot, files))
 
-    def _contents_of(self, adapter: Adapter) -> tuple[AdapterFiles, AdapterTensors] | None:
+    def _contents_of(
+        self, adapter: Adapter, wanted: Set[bytes]
+    ) -> tuple[AdapterFiles, AdapterTensors] | None:
         """The contents of the files; None while they are read, or wait for room. Raises InvalidRequest."""
         contents = self._contents.pop(adapter.digest, None)
         if contents is None:
-            if self._has_room():
+            if self._has_room(wanted):
                 self._read(adapter)
             return None
         try:
@@ -139,9 +123,8 @@ class AdapterSlots:
         self._contents[adapter.digest] = contents  # now the latest
         return found
 
-    def _has_room(self) -> bool:
-        """Forget the oldest contents that no held sequence waits for, until there is room for others."""
-        wanted = {each.adapter.digest for each in self.held if each.is_held and each.adapter is not None}
+    def _has_room(self, wanted: Set[bytes]) -> bool:
+        """Forget the oldest contents that are not wanted, until there is room for others."""
         idle = [digest for digest, each in self._contents.items() if each.done() and digest not in wanted]
         for digest in idle[: max(0, 1 + len(self._contents) - self._max_cpu_loras)]:
             del self._contents[digest]

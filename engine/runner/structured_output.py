@@ -7,7 +7,7 @@ Shapes: R rows of the logits, N masked rows, V vocabulary, W 32-bit words of a m
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Ordered
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,7 +82,6 @@ class StructuredOutputMask:
         self._tokenizer: LLTokenizer | None = None  # only the compiler uses it
         self._compiled: OrderedDict[str, OrderedDict[StructuredOutputs, Future[LLMatcher]]] = OrderedDict()
         self._progress: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
-        self.held: list[Sequence] = []  # wait for their grammars
 
     def check(self) -> None:
         """InvalidRequest when the model has no tokenizer or no end token, so that no form can be kept."""
@@ -96,17 +95,12 @@ class StructuredOutputMask:
     def applies(self, sampling: SamplingParams) -> bool:
         return sampling.structured_outputs is not None
 
-    def prepare(self, sequence: Sequence) -> None:
-        """Begin to compile the sequence's grammar, in a thread. The sequence is held until that has ended."""
-        if sequence.sampling.structured_outputs is not None and not self._of(sequence).compiled.done():
-            sequence.is_held = True
-            self.held.append(sequence)
+    def prepare(self, sequence: Sequence) -> Callable[[], bool]:
+        """Begin to compile the sequence's grammar, in a thread; return whether it is ready, as a function.
 
-    def release(self) -> None:
-        """Stop holding sequences with compiled grammars."""
-        for sequence in self.held:
-            sequence.is_held = not self._of(sequence).compiled.done()
-        self.held = [each for each in self.held if each.is_held and each.finish_reason is None]
+        The sequence has structured outputs. A grammar with errors is ready, too.
+        """
+        return self._of(sequence).compiled.done
 
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
         rows_N = upload(np.array(list(rows), np.int64), logits_RV.device)

@@ -124,19 +124,6 @@ class Scheduler:
             self.cache.forget(sequence.page_table)
         self._finish(sequence, FinishReason.ERROR)
 
-    def lose(self, keys: Iterable[SequenceKey]) -> None:
-        """Reset after a step that failed half-way: no sequence is live, `keys` own no page, no contents are
-        known.
-        """
-        self._queues.clear()
-        self._to_preempt.clear()
-        self._advanced = None
-        self._launched.clear()
-        for key in keys:
-            self.holds.kept.pop(key, None)
-        self.pool.lose(keys)
-        self.cache.clear()
-
     def has_work(self) -> bool:
         return bool(self._queues.by_key)
 
@@ -409,6 +396,8 @@ class Scheduler:
         for sequence, keys in zip(sequences, host_keys, strict=True):
             self._pages.restore(sequence, keys)
             self._queues.run(sequence)
+            if sequence.started_s is None:
+                sequence.started_s = self._clock.now_s()
             if sequence.preempted_since_s is not None:
                 sequence.preempted_s += self._clock.now_s() - sequence.preempted_since_s
                 sequence.preempted_since_s = None

@@ -98,6 +98,7 @@ class Sequence:
         default_factory=lambda: Share("")
     )  # of the scheduling key, while the sequence is live
     enqueued_s: float = 0.0
+    started_s: float | None = None  # its first admission
     own_s: float = 0.0  # the prompt's part of the step times, see `attribute_step_cost`
     computed_s: float = 0.0  # of all steps that computed a part of it
     used_s: float = 0.0  # its part of the time of these steps, by tokens
@@ -419,11 +420,6 @@ class SequenceQueues:
         """page_size: a power of two."""
         self._page_size = page_size
         self.shares = DecayedShares()  # of the scheduling keys of the sequences in by_key
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all sequences."""
-        self.shares.clear()
         self._num_with_quota = 0
         self.by_key: dict[SequenceKey, Sequence] = {}
         self.waiting: list[Sequence] = []  # by rank

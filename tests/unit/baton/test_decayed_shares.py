@@ -98,15 +98,6 @@ def test_latest_weight_holds_and_keeps_the_undivided_work() -> None:
     assert shares.join("leaves", 0.5).work == 120.0
 
 
-def test_clear_forgets_all_work() -> None:
-    shares = DecayedShares()
-    shares.charge([(shares.join("stays", 1.0), 10)], 0.0)
-    shares.leave(shares.join("leaves", 1.0))
-    shares.clear()
-    only = shares.join("stays", 1.0)
-    assert only.work == 0.0 and not shares.is_beyond_share(only)
-
-
 def test_key_with_much_of_the_others_due_is_beyond_its_share() -> None:
     shares = DecayedShares()
     heavy, light = shares.join("heavy", 1.0), shares.join("light", 3.0)

@@ -270,13 +270,19 @@ def test_host_keeps_pages_that_are_nowhere_else_before_pages_with_a_copy_on_disk
     engine.close()
 
 
-def test_aborted_and_lost_sequences_leave_no_host_page_behind(tmp_path: Path) -> None:
+def test_aborted_and_lost_sequences_leave_no_host_page_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     computed_before(tmp_path)
     second = engine_in(tmp_path)
     add(second, "gone", PROMPT)
     second.abort("gone")
     second.scheduler.check_integrity()
-    second.scheduler.lose([])
+    add(second, "lost", PROMPT)
+    with monkeypatch.context() as patched:
+        patched.setattr(second.runner, "execute", None)
+        with pytest.raises(TypeError):
+            run_to_end(second)
     second.scheduler.check_integrity()
     again = generate(second, PROMPT)
     assert num_cached(again) == 48
@@ -330,7 +336,7 @@ def test_disk_that_hangs_costs_a_recompute(tmp_path: Path, monkeypatch: pytest.M
     assert token_ids(again) == expected and not num_cached(again)
     second.scheduler.check_integrity()
     monkeypatch.setattr("baton.engine.engine.MAX_LOAD_S", 1000.0)
-    second.scheduler.lose([])  # the device and the host forget
+    second.scheduler.cache.make_room(24, keep=False)  # the device forgets, and the host has none
     again = generate(second, PROMPT)  # does not wait again
     assert token_ids(again) == expected and not num_cached(again)
     second.close()

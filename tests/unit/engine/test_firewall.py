@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from baton.clock import ManualClock
-from baton.engine.cache.page_pool import PageState
 from baton.engine.engine import ALL_BANNED, BAD_LOGITS, Engine
 from baton.engine.runner.step_inputs import StepArrays
 from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput, TokenIds
@@ -103,118 +102,28 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("where", ["build", "execute", "allocate", "release", "sample"])
-def test_step_that_fails_anywhere_leaves_others_their_pages(
+@pytest.mark.parametrize("where", ["build", "execute", "sample"])
+def test_failed_step_loses_all_requests_and_all_known_pages(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Claims, leases, writers and kept pages are outside the step; what was known is forgotten."""
     expected = token_ids(generate(engine, PROMPT * 3))
-    claim = engine.claim_prefix(PROMPT * 3, b"", "claim")
-    (kept,) = engine.add(
-        Request(request_id="kept", token_ids=TokenIds.of((7,) * 9), sampling=SamplingParams(max_tokens=1)),
-        keeps_pages=True,
-    )
-    drain(engine)
-    reserved = engine.pages.reserve(2, "lease", deadline_s=50.0)
-    engine.pages.add_writer(reserved, "writer")
     add(engine, "lost", PROMPT, max_tokens=1)
     add(engine, "waits", PROMPT, max_tokens=1)
-
-    owner, name = {
-        "build": (engine._builders[0], "build"),
-        "execute": (engine.runner, "execute"),
-        "allocate": (engine.pages, "_take_free"),
-        "release": (engine.pages, "release"),
-        "sample": (engine._sampler, "sample"),
-    }[where]
+    owner = {"build": engine._builders[0], "execute": engine.runner, "sample": engine._sampler}[where]
 
     def fail(*arguments: object, **named: object) -> None:
-        if where == "allocate":  # half-way
-            engine.pages._free.pop()
         raise Interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, fail)
+        patch.setattr(owner, where, fail)
         with pytest.raises(Interrupted):
             run_to_end(engine)
     assert not engine.has_work()
     engine.scheduler.check_integrity()
-    pages = engine.pages
-    assert all(pages.owners(page) == {"claim"} for page in claim.pages)
-    assert all(pages.owners(page) == {("kept", 0)} for page in kept.page_table)
-    assert all(pages.owners(page) == {"lease", "writer"} for page in reserved)
-    num_held = len(claim.pages) + len(kept.page_table) + len(reserved)
-    assert pages.count(PageState.FREE) == pages.num_pages - num_held
-    engine.release(claim)
-    engine.release_kept("kept")
-    pages.release(reserved, "lease")
-    pages.release(reserved, "writer")
+    assert engine.pages.num_free == engine.pages.num_pages
     again = generate(engine, PROMPT * 3)
     assert token_ids(again) == expected and again[0].num_cached_tokens == 0
     assert engine.load().pages["active"] == 0
-
-
-def test_failing_step_loses_pages_that_it_was_about_to_keep(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (kept,) = engine.add(
-        Request(request_id="r", token_ids=TokenIds.of((7,) * 9), sampling=SamplingParams(max_tokens=1)),
-        keeps_pages=True,
-    )
-    commit = engine.scheduler.commit
-
-    def fail_after(*arguments: Any) -> None:
-        commit(*arguments)
-        raise Interrupted
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "commit", fail_after)
-        with pytest.raises(Interrupted):
-            run_to_end(engine)
-    assert engine.pages.num_free == engine.pages.num_pages
-    engine.scheduler.check_integrity()
-    engine.release_kept("r")
-    assert kept.num_computed_tokens == 9
-
-
-def test_pages_of_one_engine_go_on_in_another(tiny_model: Path) -> None:
-    """The two halves of a hand-off, with real tensors: claimed, received and kept pages, to the bit."""
-    prefill, decode = tiny_engine(tiny_model), tiny_engine(tiny_model)
-    sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=12, logprobs=1)
-    prompt = tuple(PROMPT * 2)
-    prefill.add(Request(request_id="whole", token_ids=TokenIds.of(prompt), sampling=sampling))
-    whole = drain(prefill)["whole"]
-    generate(decode, PROMPT)  # decode knows the first pages
-    claim = decode.claim_prefix(prompt, b"", "r")
-    assert claim.num_tokens == 8
-
-    first_only = SamplingParams(temperature=1.0, seed=5, max_tokens=1, logprobs=1)
-    (kept,) = prefill.add(
-        Request(request_id="r", token_ids=TokenIds.of(prompt), sampling=first_only), keeps_pages=True
-    )
-    (first,) = drain(prefill)["r"]
-    num_pages = decode.pages.pages_for(len(prompt)) - len(claim.pages)
-    assert decode.make_room(num_pages)
-    received = decode.pages.reserve(num_pages, "landing", 1e12)
-    sent = list(kept.page_table[len(claim.pages) :])
-    with torch.inference_mode():
-        decode.runner.pool.device[received] = prefill.runner.pool.device[sent]
-    prefill.release_kept("r")
-    decode.pages.adopt(received, "landing", "r")
-
-    request = Request(
-        request_id="r",
-        token_ids=TokenIds.of(prompt),
-        sampling=sampling,
-        generated_token_ids=(first.token_id or 0,),
-    )
-    decode.add(request, FilledPages((*claim.pages, *received), len(prompt), "r"))
-    rest = drain(decode)["r"]
-    assert [first.logprobs, *(output.logprobs for output in rest)] == [output.logprobs for output in whole]
-    assert [output.index for output in rest] == list(range(1, 12))
-    for engine in (prefill, decode):
-        engine.scheduler.check_integrity()
-        assert engine.load().pages["active"] == 0
 
 
 def test_several_choices_cannot_bring_the_same_pages(engine: Engine) -> None:

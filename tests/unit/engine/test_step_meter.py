@@ -5,22 +5,15 @@ from pathlib import Path
 import pytest
 
 from baton.engine.engine import Engine
-from baton.engine.replica import MAX_PENDING, PHASES, StepMeter
+from baton.engine.replica import PHASES
 from baton.messages.status import Histogram
-from baton.messages.workers import Load
-from baton.request import Request, SamplingParams, TokenIds
-from tests.tiny_models import tiny_engine
-
-
-def add(engine: Engine, name: str, num_tokens: int, max_tokens: int) -> None:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
-    engine.add(Request(request_id=name, token_ids=TokenIds.of(range(num_tokens)), sampling=sampling))
+from tests.tiny_models import add, tiny_engine
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_steps_are_counted_with_their_tokens_and_times(is_async: bool, tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model, scheduler={"async_scheduling": is_async, "max_num_batched_tokens": 16})
-    add(engine, "a", 30, 5)
+    add(engine, "a", list(range(30)), max_tokens=5, ignore_eos=True)
     while engine.has_work():
         engine.step()
     load = engine.load()
@@ -35,7 +28,7 @@ def test_phases_of_the_step_after_a_load_are_timed(is_async: bool, tiny_model: P
     """Other processes may interrupt a phase: the forward pass has its part of one of five steps at least."""
     engine = tiny_engine(tiny_model, scheduler={"async_scheduling": is_async})
     for name in "abcdefghijklmnop":  # enough rows that the forward pass is no small part of a step
-        add(engine, name, 30, 16)
+        add(engine, name, list(range(30)), max_tokens=16, ignore_eos=True)
     engine.step()
     assert not _phases(engine)
     shares = []
@@ -58,19 +51,8 @@ def _phases(engine: Engine) -> dict[str, Histogram]:
 
 def test_padding_of_a_static_batch_is_counted(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model, scheduler={"policy": "static"})
-    add(engine, "a", 4, 2)
-    add(engine, "b", 10, 2)
+    add(engine, "a", list(range(4)), max_tokens=2, ignore_eos=True)
+    add(engine, "b", list(range(10)), max_tokens=2, ignore_eos=True)
     while engine.has_work():
         engine.step()
     assert engine.load().num_padded_tokens == 10 - 4
-
-
-def test_figures_are_counted_once_however_many_wait() -> None:
-    meter = StepMeter()
-    for number in range(MAX_PENDING + 10):
-        meter.observe(0.001 * (1 + number % 3), 1 + number % 2)
-    for _ in range(2):
-        load = meter.load(Load())
-        assert load.times["step"].num == load.step_tokens.num == MAX_PENDING + 10
-    assert load.times["step"].quantile(1.0) == 0.005  # of 1, 2 and 3 ms: the bound is in the bucket
-    assert load.step_tokens.counts == [MAX_PENDING // 2 + 5, MAX_PENDING // 2 + 5]

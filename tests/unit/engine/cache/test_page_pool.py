@@ -113,20 +113,6 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.hand_over(pages, owner, new_owner)
             self.sequences[new_owner] = self.sequences.pop(owner)
 
-    @rule(data=st.data())
-    def lose(self, data: st.DataObject) -> None:
-        """Lose owners, sometimes after a half-done call has damaged everything derived."""
-        lost = data.draw(st.sets(st.sampled_from(sorted(self.sequences) or ["a stranger"])))
-        if data.draw(st.booleans()):
-            self.pool._free.clear()
-            self.pool._counts = [7] * len(PageState)
-            self.pool._state = bytearray([PageState.CACHED] * self.NUM_PAGES)
-        self.pool.lose(lost)
-        for owner in lost:
-            self.sequences.pop(owner, None)
-        self.known.clear()
-        self.forget_reused()
-
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def extend(self, data: st.DataObject) -> None:

@@ -141,21 +141,6 @@ def test_chain_of_any_length_is_forgotten() -> None:
     assert cache.num_cut_pages == 4_999
 
 
-def test_cleared_cache_knows_nothing_on_either_side() -> None:
-    cache = make(num_pages=4, num_host_pages=4)
-    sequence = sequence_of("a", range(16))
-    compute(cache, sequence)
-    finish(cache, sequence)
-    cache.make_room(2)
-    cache.pool.lose(())
-    cache.clear()
-    cache.check_integrity()
-    cache.host.check_integrity()
-    assert cache.pool.num_free == 4 and cache.host.num_available == 4 and not cache.host.known_keys()
-    assert cache.host.take_copies() == ((), ())
-    assert matched(cache, sequence_of("b", range(17))) == 0
-
-
 def test_tenants_share_the_pages_of_a_public_prefix_and_no_others() -> None:
     cache = make()
     compute(cache, sequence_of("a", range(16), salt=with_public(b"one", 9)))
@@ -206,17 +191,6 @@ class Reader:
             key: (page, cache.pool.generation(page)) for key, page in cache.known_pages().items()
         }
         assert self.host == {key: (cache.host.page_of(key), 0) for key in cache.host.known_keys()}
-
-
-def test_cleared_cache_is_reported_afresh() -> None:
-    cache, reader = make(), Reader()
-    sequence = computed(cache, "a", list(range(8)))
-    reader.read(cache.take_changes())
-    cache.pool.lose([sequence.key])
-    cache.clear()
-    changes = cache.take_changes()
-    reader.read(changes)
-    assert changes.is_snapshot and not reader.device
 
 
 @pytest.mark.parametrize("seed", range(20))
