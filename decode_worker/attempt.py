@@ -41,7 +41,7 @@ from baton.rpc.worker_node import PromptTimer, check_one_choice
 
 # From the grant on; the time that the prompt waits in the prefill worker counts too.
 TRANSFER_TIMEOUT_S: Final = 600.0
-# Of a prompt that migrates: computed in one step, while its client waits.
+# Most tokens that a migrating attempt may lack: one step computes them while the client waits.
 MAX_MISSING_TOKENS: Final = 512
 
 

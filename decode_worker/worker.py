@@ -56,8 +56,9 @@ from baton.rpc.peers import Peer, PeerRegistry
 from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports, failure_of
 
 PrefillResult: TypeAlias = Prefilled | PrefillFailed
-MAX_EARLY_S: Final = 10.0  # a Dispatch that is later than this comes over a link that is given up
-MAX_PREPARED_S: Final = 10.0  # likewise a TakeOver
+# Longest wait of a result for its Dispatch; by then routers have given up a silent link.
+MAX_EARLY_S: Final = 10.0
+MAX_PREPARED_S: Final = 10.0  # longest wait of a prepared attempt for its TakeOver
 
 
 class EarlyResults:
@@ -103,21 +104,18 @@ class RunningAttempts:
         self._peer_registry = peer_registry
         self._reports = reports
         self._attempts: dict[str, Attempt] = {}  # by engine id
-        self._queued: dict[str, Attempt] = {}  # prompts that the engine has not started
 
     def begin(self, attempt: Attempt) -> None:
         """Continue with all the KV that the attempt has. On InvalidRequest the attempt keeps its pages."""
         (attempt.sequence,) = self._engine.add(attempt.engine_request, attempt.filled)
         if attempt.first is None:
             attempt.timer.run(attempt.sequence)
-            self._queued[attempt.engine_id] = attempt
         attempt.stage, attempt.filled = AttemptStage.RUNNING, None
         self._attempts[attempt.engine_id] = attempt
 
     def abort(self, attempt: Attempt) -> None:
         self._engine.abort(attempt.engine_id)
         self._attempts.pop(attempt.engine_id, None)
-        self._queued.pop(attempt.engine_id, None)
 
     def step(self) -> list[tuple[Attempt, AttemptFailed | None]]:
         """Run one step of the engine, if there is work; return the attempts that it ends.
@@ -126,13 +124,8 @@ class RunningAttempts:
         """
         if not self._engine.has_work():
             return []
-        self._reports.step_begins()
         endings = [self._emit(output) for output in self._engine.step()]
         self._reports.step_ended(self._engine)
-        for attempt in list(self._queued.values()):
-            attempt.timer.step_ended(self._reports.step_began_s)
-            if attempt.timer.has_started:
-                del self._queued[attempt.engine_id]
         return [ending for ending in endings if ending is not None]
 
     def _emit(self, output: StepOutput) -> tuple[Attempt, AttemptFailed | None] | None:
@@ -141,9 +134,8 @@ class RunningAttempts:
             return attempt, attempt.failed(*failure_of(output))
         times = None
         if attempt.timer.is_running:
-            now_s, began_s = self._reports.clock.now_s(), self._reports.step_began_s
-            self._reports.prefilled(self._reports.computed(attempt.timer.computed(output, now_s, began_s)))
-            self._queued.pop(attempt.engine_id, None)
+            now_s = self._reports.clock.now_s()
+            self._reports.prefilled(self._reports.computed(attempt.timer.computed(output, now_s)))
             times = attempt.timer.phases()
         if output.finish_reason is not None:
             times = attempt.times(self._reports.clock.now_s())

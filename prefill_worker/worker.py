@@ -189,8 +189,8 @@ class LayerwiseSend:
         self._group += 1
 
 
-MAX_GRANT_WAIT_S: Final = 30.0  # of a computed prompt, for its decode worker to have free pages
-# Of a grant, for the router's order: the router may have died before sending it.
+MAX_GRANT_WAIT_S: Final = 30.0  # longest wait of a computed prompt for the grant of its decode worker
+# Longest wait of a grant for the router's order, which never comes when the router has died.
 MAX_ORDER_WAIT_S: Final = 5.0
 
 
@@ -253,7 +253,6 @@ class PrefillWorker(WorkerNode):
             self._transfer_ended(ended)
         self._reports.heartbeat(self)
         if self._engine.has_work():
-            self._reports.step_begins()
             outputs = self._engine.step(self._layerwise_send)
             continuing = [job for output in outputs if (job := self._send_first_token(output)) is not None]
             self._peer_registry.flush()  # at once: clients wait, and sending pages takes the processor
@@ -370,7 +369,6 @@ class PrefillWorker(WorkerNode):
         for job in self._by_engine_id.values():
             if job.stage is PrefillStage.COMPUTING:
                 self._offer(job)
-                job.timer.step_ended(self._reports.step_began_s)
 
     def _offer(self, job: PrefillJob) -> None:
         offer = job.take_offer()
@@ -387,8 +385,7 @@ class PrefillWorker(WorkerNode):
             self._fail(job, *failure_of(output))
             return None
         reason = job.finish_reason(output.finish_reason, self._engine.max_model_len)
-        computed = job.timer.computed(output, self._clock.now_s(), self._reports.step_began_s)
-        self._reports.computed(computed)
+        self._reports.computed(job.timer.computed(output, self._clock.now_s()))
         times = job.timer.phases(hidden_s=self._endpoint.active_s(job.transfer))
         event = TokenEvent.of(job.request, output, reason, times)
         if not fits(event):

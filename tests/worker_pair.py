@@ -273,13 +273,15 @@ class WorkerPair:
         if host in self._alive and letter.sender in host.peers:
             host.node.received(host.peers[letter.sender], letter.message)
 
-    def turns_until(self, is_so: Callable[[], bool]) -> None:
-        """Raises TimeoutError when it does not become so."""
+    def turns_until(self, is_so: Callable[[], bool], *, ticks: Host | None = None) -> None:
+        """Make turns until it is so. ticks: a worker that ticks before each turn. Raises TimeoutError."""
         until_s = time.monotonic() + TIMEOUT_S
         while not is_so():
             if time.monotonic() > until_s:
                 held = {host.hello.worker.name: host.held() for host in self._alive if host.hello.worker}
                 raise TimeoutError(f"it did not come to that: {held}")
+            if ticks is not None:
+                ticks.node.tick()
             self.turn()
             if not any(host.engine.has_work() for host in self._alive):
                 for host in self._alive:
@@ -298,6 +300,12 @@ class WorkerPair:
 
     def failures(self) -> list[AttemptFailed]:
         return [each for each in self.said[GATEWAY.id] if isinstance(each, AttemptFailed)]
+
+    def failure(self) -> AttemptFailed:
+        """Make turns until the gateway has been told of a failure; return it. There is one alone."""
+        self.turns_until(lambda: bool(self.failures()))
+        (failed,) = self.failures()
+        return failed
 
     def is_answered(self, request: Request) -> bool:
         events = self.heard(request)

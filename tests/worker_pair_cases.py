@@ -1,4 +1,4 @@
-"""What the tests of both workers share: pairs that must give all back, prompts, and one engine alone."""
+"""Fixtures and requests of both workers' tests; every pair must free all pages in the end."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +17,8 @@ from tests.worker_pair import ROUTER, Host, WorkerPair
 
 MakePair: TypeAlias = Callable[..., WorkerPair]
 PROMPT: Final = tuple((7 * i + i * i) % VOCAB_SIZE for i in range(41))
+LONG_PROMPT: Final = tuple((3 * i + i * i) % VOCAB_SIZE for i in range(70))
+SMALL_STEPS: Final[dict[str, Any]] = {"scheduler": {"max_num_batched_tokens": 8}}
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +88,17 @@ def prefills(pair: WorkerPair) -> list[PrefillTimes]:
     """Times of prompts that the router has been told."""
     told = [each for each in pair.said[ROUTER.id] if isinstance(each, Measured)]
     return [times for each in told for times in each.prefills]
+
+
+def warm(pair: WorkerPair, holder: Host) -> PullSource:
+    """Have one worker alone know LONG_PROMPT; return the source that the router would have learned."""
+    is_local = holder is pair.decode
+    pair.dispatch(a_request(90, LONG_PROMPT), is_local=is_local)
+    pair.turns_until(lambda: pair.is_answered(a_request(90, LONG_PROMPT)))
+    pair.quiet_down()
+    if not is_local:
+        pair.decode.engine.scheduler.cache.make_room(pair.decode.engine.pages.num_pages, keep=False)
+    return known_at(holder, LONG_PROMPT)
 
 
 def known_at(host: Host, prompt: tuple[int, ...]) -> PullSource:

@@ -73,7 +73,7 @@ class TimedSequence(Protocol):
     """The part of an engine's sequence that a `PromptTimer` reads."""
 
     @property
-    def is_queued(self) -> bool: ...
+    def started_s(self) -> float | None: ...
     @property
     def own_s(self) -> float: ...
     @property
@@ -97,7 +97,6 @@ class PromptTimer:
         self._request = request
         self._arrived_s = arrived_s
         self._sequence: TimedSequence | None = None
-        self._started_s: float | None = None  # the beginning of the first step
         self._pulled = (0, 0.0)
         self._prompt_s = self._preempted_s = 0.0  # until the first token
         self._told_s = 0.0  # of the sequence's used_s
@@ -107,11 +106,6 @@ class PromptTimer:
         """The engine has the sequence, and its first token has not come."""
         return self._sequence is not None and self.times is None
 
-    @property
-    def has_started(self) -> bool:
-        """A step has computed a part of the prompt."""
-        return self._started_s is not None
-
     def pulled(self, num_bytes: int, seconds: float) -> None:
         """Record the prefix that came from a peer."""
         self._pulled = num_bytes, seconds
@@ -120,16 +114,10 @@ class PromptTimer:
         """Follow the prompt's sequence in the engine."""
         self._sequence = sequence
 
-    def step_ended(self, began_s: float) -> None:
-        """Record a step of the engine; the first step after the queue starts the prompt."""
-        if self._started_s is None and self._sequence is not None and not self._sequence.is_queued:
-            self._started_s = began_s
-
-    def computed(self, output: StepOutput, now_s: float, step_began_s: float) -> PrefillTimes:
-        """Record the first token and return the times. step_began_s: the beginning of the token's step."""
-        started_s = step_began_s if self._started_s is None else self._started_s
+    def computed(self, output: StepOutput, now_s: float) -> PrefillTimes:
+        """Record the first token and return the times."""
+        started_s = now_s if self._started_s is None else self._started_s
         self.first_token_s = now_s
-        self._started_s = started_s
         if self._sequence is not None:
             self._prompt_s, self._preempted_s = self._sequence.computed_s, self._sequence.preempted_s
         self.times = PrefillTimes(
@@ -177,6 +165,11 @@ class PromptTimer:
             num_accepted_tokens=0 if sequence is None else sequence.num_accepted_tokens,
         )
 
+    @property
+    def _started_s(self) -> float | None:
+        """The time at which the engine began to compute the prompt; None: not yet, or not here."""
+        return None if self._sequence is None else self._sequence.started_s
+
     def _take_used_s(self, sequence: TimedSequence | None) -> float:
         told_s, self._told_s = self._told_s, self._told_s if sequence is None else sequence.used_s
         return max(0.0, self._told_s - told_s)
@@ -187,7 +180,6 @@ class WorkerReports:
 
     def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
         self.clock = clock
-        self.step_began_s = 0.0
         self.times: defaultdict[str, Times] = defaultdict(Times)  # by name, for `with_times`
         self._peer_registry = peer_registry
         self._asked: tuple[Peer, ...] = ()  # routers that asked for KV events; some may have left
@@ -220,10 +212,6 @@ class WorkerReports:
         """Send this router, and those that asked before, all pages in the next `tell`."""
         self._asked = tuple(dict.fromkeys((*self._readers, router)))
         self._must_tell_all, self._next_events_s = True, self.clock.now_s()
-
-    def step_begins(self) -> None:
-        """Note the time at which a step of the engine begins."""
-        self.step_began_s = self.clock.now_s()
 
     def step_ended(self, engine: ReportedEngine) -> None:
         """Sample the engine's last step. Call after each step."""

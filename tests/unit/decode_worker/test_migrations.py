@@ -6,18 +6,18 @@ from baton.engine.engine import Engine
 from baton.kvtransfer.protocol.messages import Commit, PullRequest
 from baton.messages.control import Dispatch, Failure, Prepared, TakeOver
 from baton.request import Request
-from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
+from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import GATEWAY, ROUTER, WorkerPair
-from tests.worker_pair_cases import MakePair, a_request, answer_alone, begun, has_pulled, said
-
-PROMPT = tuple((3 * i + i * i) % VOCAB_SIZE for i in range(70))
-
-
-def warm(pair: WorkerPair) -> None:
-    """The other worker alone has the pages, as if it ran the former attempt."""
-    pair.answer(a_request(90, PROMPT))
-    pair.quiet_down()
-    pair.decode.engine.scheduler.cache.make_room(pair.decode.engine.pages.num_pages, keep=False)
+from tests.worker_pair_cases import (
+    LONG_PROMPT,
+    MakePair,
+    a_request,
+    answer_alone,
+    begun,
+    has_pulled,
+    said,
+    warm,
+)
 
 
 def begin(pair: WorkerPair, request: Request) -> None:
@@ -39,14 +39,14 @@ def test_answer_goes_on_after_tokens_that_came_while_the_pages_moved(
     make_pair: MakePair, alone: Engine, page_sizes: tuple[int, int]
 ) -> None:
     pair = make_pair(page_sizes=page_sizes)
-    warm(pair)
-    whole = answer_alone(alone, a_request(1, PROMPT, logprobs=2))
-    request = a_request(1, PROMPT, logprobs=2, attempt=1, generated_token_ids=begun(whole, 1))
+    warm(pair, pair.prefill)
+    whole = answer_alone(alone, a_request(1, LONG_PROMPT, logprobs=2))
+    request = a_request(1, LONG_PROMPT, logprobs=2, attempt=1, generated_token_ids=begun(whole, 1))
     begin(pair, request)
     pair.turns_until(lambda: is_prepared(pair))
     assert not pair.heard(request)
     take_over(pair, request, begun(whole, 4)[1:])
-    rest = a_request(1, PROMPT, attempt=1, generated_token_ids=begun(whole, 4))
+    rest = a_request(1, LONG_PROMPT, attempt=1, generated_token_ids=begun(whole, 4))
     pair.turns_until(lambda: pair.is_answered(rest))
     assert said(pair.heard(rest)) == whole[4:]
     assert has_pulled(pair.decode, pulls=1)
@@ -55,23 +55,23 @@ def test_answer_goes_on_after_tokens_that_came_while_the_pages_moved(
 
 def test_tokens_that_leave_no_room_for_an_answer_are_no_migration(make_pair: MakePair) -> None:
     pair = make_pair()
-    warm(pair)
-    request = a_request(1, PROMPT)
+    warm(pair, pair.prefill)
+    request = a_request(1, LONG_PROMPT)
     begin(pair, request)
     pair.turns_until(lambda: is_prepared(pair))
-    take_over(pair, request, (1,) * (MAX_MODEL_LEN - len(PROMPT)))
-    pair.turns_until(lambda: bool(pair.failures()))
-    assert pair.failures()[0].failure is Failure.INVALID
+    take_over(pair, request, (1,) * (MAX_MODEL_LEN - len(LONG_PROMPT)))
+    failed = pair.failure()
+    assert failed.failure is Failure.INVALID
     assert not pair.decode_worker.counters["migrations"]
 
 
 @pytest.mark.parametrize("kind", [PullRequest, Commit])
 def test_cancel_before_the_pages_are_here_gives_all_back(make_pair: MakePair, kind: type) -> None:
     pair = make_pair()
-    warm(pair)
+    warm(pair, pair.prefill)
     holding = pair.prefill.endpoint if kind is PullRequest else pair.decode.endpoint
     holding.holds = kind
-    request = a_request(1, PROMPT)
+    request = a_request(1, LONG_PROMPT)
     begin(pair, request)
     pair.turns_until(lambda: holding.is_holding)
     pair.cancel(request)
@@ -82,8 +82,8 @@ def test_cancel_before_the_pages_are_here_gives_all_back(make_pair: MakePair, ki
 
 def test_cancel_of_a_prepared_attempt_gives_all_back(make_pair: MakePair) -> None:
     pair = make_pair()
-    warm(pair)
-    request = a_request(1, PROMPT)
+    warm(pair, pair.prefill)
+    request = a_request(1, LONG_PROMPT)
     begin(pair, request)
     pair.turns_until(lambda: is_prepared(pair))
     assert pair.decode.held()
@@ -97,14 +97,14 @@ def test_prepared_attempt_that_is_left_waiting_fails(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair()
-    warm(pair)
-    request = a_request(1, PROMPT)
+    warm(pair, pair.prefill)
+    request = a_request(1, LONG_PROMPT)
     begin(pair, request)
     pair.turns_until(lambda: is_prepared(pair))
     monkeypatch.setattr("baton.decode_worker.worker.MAX_PREPARED_S", 0.0)
     pair.decode_worker.tick()
-    pair.turns_until(lambda: bool(pair.failures()))
-    assert pair.failures()[0].failure is Failure.BUSY
+    failed = pair.failure()
+    assert failed.failure is Failure.BUSY
     pair.quiet_down()
 
 
@@ -113,8 +113,8 @@ def test_long_context_without_its_pages_is_not_taken(
 ) -> None:
     monkeypatch.setattr("baton.decode_worker.attempt.MAX_MISSING_TOKENS", 32)
     pair = make_pair()
-    request = a_request(1, PROMPT)
+    request = a_request(1, LONG_PROMPT)
     begin(pair, request)
-    pair.turns_until(lambda: bool(pair.failures()))
-    assert pair.failures()[0].failure is Failure.BUSY and not is_prepared(pair)
+    failed = pair.failure()
+    assert failed.failure is Failure.BUSY and not is_prepared(pair)
     pair.quiet_down()

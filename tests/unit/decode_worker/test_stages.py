@@ -1,4 +1,4 @@
-"""What may happen at each stage of an attempt whose prompt is computed elsewhere."""
+"""Losses, cancels, new attempts and drains at each stage of an attempt."""
 
 from typing import Any
 

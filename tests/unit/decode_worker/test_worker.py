@@ -1,4 +1,4 @@
-"""What a decode worker does when something ends early, fails, or comes out of turn."""
+"""Attempts that end early, fail or arrive out of order."""
 
 import pytest
 
@@ -24,6 +24,7 @@ from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair, prefill_of
 from tests.worker_pair_cases import (
     PROMPT,
+    SMALL_STEPS,
     MakePair,
     a_request,
     answer_alone,
@@ -32,7 +33,6 @@ from tests.worker_pair_cases import (
     said,
 )
 
-SMALL_STEPS = {"scheduler": {"max_num_batched_tokens": 8}}
 OPERATOR = Hello(process=Kind.OPERATOR, id="9" * 32)
 
 
@@ -81,11 +81,7 @@ def test_late_dispatch_whose_prompt_was_cancelled_is_computed_here(
     pair.turn()  # the prefill worker is told to cancel
     pair.dispatch(request)
 
-    def is_answered() -> bool:
-        pair.prefill.node.tick()
-        return pair.is_answered(request)
-
-    pair.turns_until(is_answered)
+    pair.turns_until(lambda: pair.is_answered(request), ticks=pair.prefill)
     assert said(pair.heard(request)) == answer_alone(alone, request)
     assert pair.decode_worker.counters["recomputed_prefills"] == 1
 
@@ -183,8 +179,8 @@ class TestPagesThatDoNotCome:
         pair.decode.peers[PREFILL].silence_s = LINK_TIMEOUT_S
         pair.list_members(pair.decode)
         pair.decode_worker.tick()
-        pair.turns_until(lambda: bool(pair.failures()))
-        assert (pair.failures()[0].failure, pair.failures()[0].worker) == (Failure.LOST, PREFILL)
+        failed = pair.failure()
+        assert (failed.failure, failed.worker) == (Failure.LOST, PREFILL)
         assert not pair.heard(request)
 
     def test_a_lost_link_for_pages_after_the_first_token(self, make_pair: MakePair, alone: Engine) -> None:
@@ -206,8 +202,7 @@ class TestPagesThatDoNotCome:
         pair.turn()
         assert not pair.heard(request) and not pair.decode.engine.has_work()
         pair.leave(pair.decode, pair.prefill.hello)
-        pair.turns_until(lambda: bool(pair.failures()))
-        (failed,) = pair.failures()
+        failed = pair.failure()
         assert (failed.failure, failed.worker) == (Failure.LOST, PREFILL)
 
     def test_endpoint_that_closes_before_it_has_read_a_grant_leaves_no_page_reserved(
@@ -323,8 +318,7 @@ class TestADispatchWithoutItsGateway:
 def test_prompt_beyond_the_models_length_is_refused_at_once(make_pair: MakePair) -> None:
     pair = make_pair()
     pair.dispatch(a_request(prompt=(1,) * MAX_MODEL_LEN))
-    pair.turns_until(lambda: bool(pair.failures()))
-    (failed,) = pair.failures()
+    failed = pair.failure()
     assert failed.failure is Failure.INVALID
     assert f"the model takes {MAX_MODEL_LEN}" in failed.reason
     assert not failed.worker
@@ -333,8 +327,7 @@ def test_prompt_beyond_the_models_length_is_refused_at_once(make_pair: MakePair)
 def test_several_choices_are_several_attempts(make_pair: MakePair) -> None:
     pair = make_pair()
     pair.dispatch(a_request(n=2))
-    pair.turns_until(lambda: bool(pair.failures()))
-    (failed,) = pair.failures()
+    failed = pair.failure()
     assert failed.failure is Failure.INVALID and "one choice, got n 2" in failed.reason
 
 
@@ -344,8 +337,7 @@ def test_prefill_worker_that_is_gone_before_the_dispatch_may_have_died_of_the_pr
     pair, request = make_pair(), a_request()
     pair.lose_prefill_worker()
     pair.dispatch(request)
-    pair.turns_until(lambda: bool(pair.failures()))
-    (failed,) = pair.failures()
+    failed = pair.failure()
     assert (failed.failure, failed.worker) == (Failure.LOST, PREFILL)
 
 
@@ -387,10 +379,9 @@ def test_failure_of_the_prefill_worker_fails_the_attempt(make_pair: MakePair, fa
     bring_to(pair, request, "computing")
     failed = PrefillFailed(request_id=request.request_id, attempt=0, failure=failure, reason="why")
     pair.tell(pair.decode, pair.prefill.hello, failed)
-    pair.turns_until(lambda: bool(pair.failures()))
-    assert pair.failures() == [
-        AttemptFailed(request_id=request.request_id, attempt=0, failure=failure, reason="why", worker=PREFILL)
-    ]
+    assert pair.failure() == AttemptFailed(
+        request_id=request.request_id, attempt=0, failure=failure, reason="why", worker=PREFILL
+    )
 
 
 def test_load_counts_incoming_pages_and_tokens(make_pair: MakePair) -> None:
@@ -425,8 +416,7 @@ class TestProbes:
         pair.decode.endpoint.num_flips = 1000
         request = a_request(is_probe=True)
         pair.dispatch(request)
-        pair.turns_until(lambda: bool(pair.failures()))
-        (failed,) = pair.failures()
+        failed = pair.failure()
         assert (failed.failure, failed.worker) == (Failure.ERROR, PREFILL)
         assert not pair.decode_worker.load().counters.get("remote_prefills")
         pair.turns_until(lambda: pair.decode_worker.is_idle)
@@ -434,8 +424,8 @@ class TestProbes:
     def test_probe_fails_without_a_prefill_worker(self, make_pair: MakePair) -> None:
         pair = make_pair()
         pair.dispatch(a_request(is_probe=True), is_local=True)
-        pair.turns_until(lambda: bool(pair.failures()))
-        assert pair.failures()[0].failure is Failure.ERROR and pair.decode_worker.is_idle
+        failed = pair.failure()
+        assert failed.failure is Failure.ERROR and pair.decode_worker.is_idle
 
     def test_prompts_computed_here_are_not_counted_as_transferred(self, make_pair: MakePair) -> None:
         pair = make_pair()

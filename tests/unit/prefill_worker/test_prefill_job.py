@@ -1,4 +1,4 @@
-"""What of a prompt can leave, and when."""
+"""The pages of a prompt that may be sent before and after it is computed."""
 
 from typing import Any
 

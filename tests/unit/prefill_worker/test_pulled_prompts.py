@@ -17,25 +17,21 @@ from baton.kvtransfer.protocol.messages import ON_HOST, Commit, PullRequest
 from baton.kvtransfer.protocol.source import pin_nothing
 from baton.messages.control import Members, PullSource
 from baton.messages.workers import WorkerRole
-from baton.request import Request
-from tests.tiny_models import VOCAB_SIZE, generate, tiny_engine
+from tests.tiny_models import generate, tiny_engine
 from tests.worker_pair import DECODE, ROUTER, Host, WorkerPair
-from tests.worker_pair_cases import MakePair, a_request, answer_alone, answer_of, has_pulled, known_at, said
+from tests.worker_pair_cases import (
+    LONG_PROMPT,
+    MakePair,
+    a_request,
+    answer_alone,
+    answer_of,
+    has_pulled,
+    known_at,
+    said,
+    warm,
+)
 
-PROMPT: Final = tuple((3 * i + i * i) % VOCAB_SIZE for i in range(70))
 PAGE_SIZES: Final = [(4, 4), (16, 4), (4, 16)]
-
-
-def begin(pair: WorkerPair, request: Request, source: PullSource) -> None:
-    pair.dispatch(request, source=source)
-
-
-def warm(pair: WorkerPair) -> PullSource:
-    """The decode worker alone knows the prompt. So only its rest is handed over, but all of it is pulled."""
-    pair.dispatch(a_request(90, PROMPT), is_local=True)
-    pair.turns_until(lambda: pair.is_answered(a_request(90, PROMPT)))
-    pair.quiet_down()
-    return known_at(pair.decode, PROMPT)
 
 
 @pytest.mark.parametrize("page_sizes", PAGE_SIZES)
@@ -44,9 +40,9 @@ def test_pulled_prefix_is_not_computed_and_changes_no_token(
     make_pair: MakePair, alone: Engine, page_sizes: tuple[int, int], num_more: int
 ) -> None:
     pair = make_pair(page_sizes=page_sizes)
-    source = warm(pair)
-    request = a_request(1, PROMPT + tuple(range(num_more)), logprobs=2)
-    begin(pair, request, source)
+    source = warm(pair, pair.decode)
+    request = a_request(1, LONG_PROMPT + tuple(range(num_more)), logprobs=2)
+    pair.dispatch(request, source=source)
     pair.turns_until(lambda: pair.is_answered(request))
     events = pair.heard(request)
     assert said(events) == answer_alone(alone, request)
@@ -55,11 +51,11 @@ def test_pulled_prefix_is_not_computed_and_changes_no_token(
 
 def test_only_missing_pages_are_pulled(make_pair: MakePair, alone: Engine) -> None:
     pair = make_pair()
-    source = warm(pair)
-    pair.answer(a_request(2, PROMPT[:41]))  # both know forty tokens now
+    source = warm(pair, pair.decode)
+    pair.answer(a_request(2, LONG_PROMPT[:41]))  # both know forty tokens now
     pair.decode.endpoint.holds = PullRequest
-    request = a_request(1, PROMPT)
-    begin(pair, request, source)
+    request = a_request(1, LONG_PROMPT)
+    pair.dispatch(request, source=source)
     pair.turns_until(lambda: pair.decode.endpoint.is_holding)
     ((_, pull),) = pair.decode.endpoint._held
     assert isinstance(pull, PullRequest) and pull.num_units == (68 - 40) // 4
@@ -70,8 +66,8 @@ def test_only_missing_pages_are_pulled(make_pair: MakePair, alone: Engine) -> No
 def _reuse_all(pair: WorkerPair, source: PullSource) -> PullSource:
     """Its pages are taken by another prompt, and the router has not heard of it."""
     pair.decode.engine.scheduler.cache.make_room(96, keep=False)
-    pair.dispatch(a_request(91, PROMPT[::-1]), is_local=True)
-    pair.turns_until(lambda: pair.is_answered(a_request(91, PROMPT[::-1])))
+    pair.dispatch(a_request(91, LONG_PROMPT[::-1]), is_local=True)
+    pair.turns_until(lambda: pair.is_answered(a_request(91, LONG_PROMPT[::-1])))
     return source
 
 
@@ -90,9 +86,9 @@ def _invent(pair: WorkerPair, source: PullSource) -> PullSource:
 
 def _mix_up(pair: WorkerPair, source: PullSource) -> PullSource:
     """The very pages that the worker has, with their generations: of another prompt."""
-    pair.dispatch(a_request(91, PROMPT[::-1]), is_local=True)
-    pair.turns_until(lambda: pair.is_answered(a_request(91, PROMPT[::-1])))
-    return known_at(pair.decode, PROMPT[::-1])
+    pair.dispatch(a_request(91, LONG_PROMPT[::-1]), is_local=True)
+    pair.turns_until(lambda: pair.is_answered(a_request(91, LONG_PROMPT[::-1])))
+    return known_at(pair.decode, LONG_PROMPT[::-1])
 
 
 def _swap(pair: WorkerPair, source: PullSource) -> PullSource:
@@ -130,9 +126,9 @@ def test_a_hint_that_is_wrong_costs_nothing_but_time(
     number: dict[str, int],
 ) -> None:
     pair = make_pair()
-    source = spoil(pair, warm(pair))
-    request = a_request(1, PROMPT)
-    begin(pair, request, source)
+    source = spoil(pair, warm(pair, pair.decode))
+    request = a_request(1, LONG_PROMPT)
+    pair.dispatch(request, source=source)
     assert answer_of(pair, request) == answer_alone(alone, request)
     assert has_pulled(pair.prefill, **number)
 
@@ -140,12 +136,14 @@ def test_a_hint_that_is_wrong_costs_nothing_but_time(
 def on_host(pair: WorkerPair, source: PullSource) -> PullSource:
     """Other prompts push some of its pages to the host; what the router would have been told then."""
     for number in (91, 92):
-        other = a_request(number, PROMPT[number - 90 :] + PROMPT[: number - 90])
+        other = a_request(number, LONG_PROMPT[number - 90 :] + LONG_PROMPT[: number - 90])
         pair.dispatch(other, is_local=True)
         pair.turns_until(lambda other=other: pair.is_answered(other))  # type: ignore[misc]
     pair.quiet_down()
     cache = pair.decode.engine.scheduler.cache
-    places = [cache.page_of(key) for key in pair.decode.engine.page_keys(PROMPT, b"", 4)][: len(source.pages)]
+    places = [cache.page_of(key) for key in pair.decode.engine.page_keys(LONG_PROMPT, b"", 4)][
+        : len(source.pages)
+    ]
     assert None in places and any(page is not None for page in places)
     pages = tuple(0 if page is None else page for page in places)
     ledger = cache.pool
@@ -155,9 +153,9 @@ def on_host(pair: WorkerPair, source: PullSource) -> PullSource:
 
 def test_pages_that_the_holder_keeps_on_its_host_are_pulled_too(make_pair: MakePair, alone: Engine) -> None:
     pair = make_pair(num_pages=(96, 54), num_host_pages=96)
-    source = on_host(pair, warm(pair))
-    request = a_request(1, PROMPT)
-    begin(pair, request, source)
+    source = on_host(pair, warm(pair, pair.decode))
+    request = a_request(1, LONG_PROMPT)
+    pair.dispatch(request, source=source)
     pair.turns_until(lambda: pair.is_answered(request))
     events = pair.heard(request)
     assert said(events) == answer_alone(alone, request)
@@ -169,7 +167,7 @@ def disk(tiny_model: Path, tmp_path: Path) -> Path:
     """The directory in which an engine has left the pages of the prompt."""
     cache = {"host_cache_memory_bytes": 96 * 2048, "kv_disk_path": str(tmp_path), "kv_disk_bytes": 2**22}
     engine = tiny_engine(tiny_model, cache=cache)
-    generate(engine, list(PROMPT))
+    generate(engine, list(LONG_PROMPT))
     engine.close()
     return tmp_path
 
@@ -182,8 +180,8 @@ def test_pages_that_the_holder_has_on_disk_alone_are_pulled_too(
     make_pair: MakePair, alone: Engine, disk: Path
 ) -> None:
     pair = make_pair(num_host_pages=96, decode_disk=disk)
-    request = a_request(1, PROMPT)
-    begin(pair, request, ON_DISK)
+    request = a_request(1, LONG_PROMPT)
+    pair.dispatch(request, source=ON_DISK)
     pair.turns_until(lambda: pair.is_answered(request))
     events = pair.heard(request)
     assert said(events) == answer_alone(alone, request)
@@ -203,8 +201,8 @@ def test_pull_does_not_wait_for_a_disk_that_hangs(
     monkeypatch.setattr(DiskStore, "read", hang)
     monkeypatch.setattr("baton.kvtransfer.endpoint.MAX_FETCH_S", 60.0 if is_cancelled else 0.05)
     pair = make_pair(num_host_pages=96, decode_disk=disk)
-    request = a_request(1, PROMPT)
-    begin(pair, request, ON_DISK)
+    request = a_request(1, LONG_PROMPT)
+    pair.dispatch(request, source=ON_DISK)
     pair.turns_until(lambda: bool(pair.decode.endpoint.num_open))
     if is_cancelled:
         pair.cancel(request)
@@ -220,22 +218,22 @@ def test_a_holder_that_cannot_bring_them_from_its_host_says_so(
     make_pair: MakePair, alone: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = make_pair()
-    source = warm(pair)
+    source = warm(pair, pair.decode)
     pair.decode.endpoint.pin = pin_nothing
-    request = a_request(1, PROMPT)
+    request = a_request(1, LONG_PROMPT)
     caplog.set_level("INFO")
-    begin(pair, request, source)
+    pair.dispatch(request, source=source)
     assert answer_of(pair, request) == answer_alone(alone, request)
     assert has_pulled(pair.prefill, pulls_failed=1) and "no room to copy it from the host" in caplog.text
 
 
 def test_without_room_for_the_pages_all_is_computed(make_pair: MakePair, alone: Engine) -> None:
     pair = make_pair(num_pages=(26, 96))
-    source = warm(pair)
+    source = warm(pair, pair.decode)
     ledger = pair.prefill.engine.pages
     taken = ledger.reserve(12, "somebody", 1e12)
-    request = a_request(1, PROMPT)
-    begin(pair, request, source)
+    request = a_request(1, LONG_PROMPT)
+    pair.dispatch(request, source=source)
     pair.turns_until(lambda: has_pulled(pair.prefill, pulls_not_begun=1))
     ledger.release(taken, "somebody")
     assert answer_of(pair, request) == answer_alone(alone, request)
@@ -243,9 +241,9 @@ def test_without_room_for_the_pages_all_is_computed(make_pair: MakePair, alone: 
 
 def test_prompt_logprobs_need_all_of_the_prompt(make_pair: MakePair, alone: Engine) -> None:
     pair = make_pair()
-    source = warm(pair)
-    request = a_request(1, PROMPT, prompt_logprobs=1)
-    begin(pair, request, source)
+    source = warm(pair, pair.decode)
+    request = a_request(1, LONG_PROMPT, prompt_logprobs=1)
+    pair.dispatch(request, source=source)
     assert answer_of(pair, request) == answer_alone(alone, request)
     assert has_pulled(pair.prefill, pulls_not_begun=1)
 
@@ -253,13 +251,13 @@ def test_prompt_logprobs_need_all_of_the_prompt(make_pair: MakePair, alone: Engi
 @pytest.mark.parametrize("holds", [PullRequest, None])
 def test_a_cancel_in_the_middle_gives_all_back(make_pair: MakePair, holds: type[PullRequest] | None) -> None:
     pair = make_pair()
-    source = warm(pair)
+    source = warm(pair, pair.decode)
     if holds is not None:
         pair.decode.endpoint.holds = holds
     else:
         pair.prefill.endpoint.holds = Commit
-    request = a_request(1, PROMPT)
-    begin(pair, request, source)
+    request = a_request(1, LONG_PROMPT)
+    pair.dispatch(request, source=source)
     pair.turns_until(lambda: pair.decode.endpoint.is_holding or pair.prefill.endpoint.is_holding)
     pair.cancel(request)
     pair.decode.endpoint.release()
@@ -270,9 +268,9 @@ def test_a_cancel_in_the_middle_gives_all_back(make_pair: MakePair, holds: type[
 
 def test_a_cancel_when_the_pages_have_just_come_gives_them_back(make_pair: MakePair) -> None:
     pair = make_pair()
-    source = warm(pair)
-    request = a_request(1, PROMPT)
-    begin(pair, request, source)
+    source = warm(pair, pair.decode)
+    request = a_request(1, LONG_PROMPT)
+    pair.dispatch(request, source=source)
     ledger = pair.prefill.engine.pages
     owners: list[int] = []
     while not owners:  # until they are adopted, which the worker has not polled
@@ -293,8 +291,8 @@ def test_a_holder_that_dies_is_not_waited_for(
     members = Members(workers=(pair.prefill.worker, pair.decode.worker, worker))
     pair.tell(pair.prefill, ROUTER, members)
     holder.endpoint.holds = PullRequest
-    request = a_request(1, PROMPT)
-    begin(pair, request, PullSource(worker.id, 68, tuple(range(17)), (1,) * 17))
+    request = a_request(1, LONG_PROMPT)
+    pair.dispatch(request, source=PullSource(worker.id, 68, tuple(range(17)), (1,) * 17))
 
     def is_asked() -> bool:
         holder.endpoint.poll()
@@ -308,20 +306,20 @@ def test_a_holder_that_dies_is_not_waited_for(
 
 def test_a_pull_that_takes_too_long_is_given_up(make_pair: MakePair, alone: Engine) -> None:
     pair = make_pair()
-    source = warm(pair)
+    source = warm(pair, pair.decode)
     pair.decode.endpoint.holds = PullRequest
-    request = a_request(1, PROMPT)
-    begin(pair, request, source)
+    request = a_request(1, LONG_PROMPT)
+    pair.dispatch(request, source=source)
     assert answer_of(pair, request) == answer_alone(alone, request)
     assert has_pulled(pair.prefill, pulls_failed=1)
 
 
 def test_a_holder_that_is_not_listed_is_not_asked(make_pair: MakePair) -> None:
     pair = make_pair()
-    source = warm(pair)
+    source = warm(pair, pair.decode)
     pair.decode.endpoint.holds = PullRequest
-    request = a_request(1, PROMPT)
+    request = a_request(1, LONG_PROMPT)
     pair.tell(pair.prefill, ROUTER, Members(workers=(pair.prefill.worker,)))
-    begin(pair, request, source)
+    pair.dispatch(request, source=source)
     pair.turns_until(lambda: pair.is_answered(request))
     assert not pair.decode.endpoint.is_holding

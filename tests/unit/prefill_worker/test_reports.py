@@ -1,4 +1,4 @@
-"""What a prefill worker tells a router that asks for it."""
+"""Reports of a prefill worker to routers that asked for KV events."""
 
 import time
 
@@ -10,9 +10,14 @@ from baton.kvtransfer.transports.base import Sender
 from baton.kvtransfer.transports.direct import ShmTransport
 from baton.messages.control import KvEventBatch, KvEventsWanted, Measured
 from baton.messages.workers import PairTransport, StepTimes
-from tests.unit.prefill_worker.test_pulled_prompts import PROMPT, begin, warm
 from tests.worker_pair import ROUTER, WorkerPair
-from tests.worker_pair_cases import MakePair, a_request, prefills
+from tests.worker_pair_cases import (
+    LONG_PROMPT,
+    MakePair,
+    a_request,
+    prefills,
+    warm,
+)
 
 
 def events(pair: WorkerPair) -> list[KvEventBatch]:
@@ -55,18 +60,6 @@ def test_a_prompts_times_are_told_when_its_pages_are_gone(make_pair: MakePair) -
     assert times.moved_bytes >= 41 * 512 and not times.pulled_bytes
 
 
-def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> None:
-    pair = make_pair(scheduler={"max_num_batched_tokens": 8})
-    pair.tell(pair.prefill, ROUTER, KvEventsWanted())
-    prompts = tuple(range(41)), tuple(range(1, 41))
-    began_s = time.monotonic()
-    for number, prompt in enumerate(prompts):
-        pair.dispatch(a_request(number, prompt))
-    pair.turns_until(lambda: len(prefills(pair)) == 2)
-    own_s = [times.own_s for times in prefills(pair)]
-    assert min(own_s) > 0 and sum(own_s) < time.monotonic() - began_s
-
-
 def test_both_workers_tell_a_requests_part_of_their_steps(make_pair: MakePair) -> None:
     pair, requests = make_pair(), [a_request(number, tuple(range(number, 41))) for number in (0, 1)]
     began_s = time.monotonic()
@@ -84,9 +77,9 @@ def test_both_workers_tell_a_requests_part_of_their_steps(make_pair: MakePair) -
 
 def test_times_include_the_prefix_pull(make_pair: MakePair) -> None:
     pair = make_pair()
-    source = warm(pair)
+    source = warm(pair, pair.decode)
     pair.tell(pair.prefill, ROUTER, KvEventsWanted())
-    begin(pair, a_request(1, PROMPT), source)
+    pair.dispatch(a_request(1, LONG_PROMPT), source=source)
     pair.turns_until(lambda: bool(prefills(pair)))
     (times,) = prefills(pair)
     assert (times.num_tokens, times.num_new_tokens) == (70, 2)

@@ -1,4 +1,4 @@
-"""What a prefill worker does for whom, and what it leaves behind.
+"""Orders, grants and cancels of a prefill worker, and the pages that it frees.
 
 That its pair answers as it should is tested with the decode worker.
 """
@@ -30,6 +30,7 @@ from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import GATEWAY, PREFILL, ROUTER, WorkerPair, prefill_of
 from tests.worker_pair_cases import (
     PROMPT,
+    SMALL_STEPS,
     STAGES,
     MakePair,
     a_request,
@@ -38,8 +39,6 @@ from tests.worker_pair_cases import (
     bring_to,
     said,
 )
-
-SMALL_STEPS = {"scheduler": {"max_num_batched_tokens": 8}}
 
 
 def order(pair: WorkerPair, request: Request, transfer: bytes = b"t" * 16) -> None:
@@ -81,11 +80,7 @@ def test_grant_whose_order_never_comes_is_given_back(
     bring_to(pair, request, "ordered")
     pair.turns_until(lambda: bool(pair.prefill.endpoint.num_open))
 
-    def is_answered() -> bool:
-        pair.prefill.node.tick()
-        return pair.is_answered(request)
-
-    pair.turns_until(is_answered)
+    pair.turns_until(lambda: pair.is_answered(request), ticks=pair.prefill)
     assert said(pair.heard(request)) == answer_alone(alone, request)
     assert pair.decode_worker.counters["recomputed_prefills"] == 1
     pair.cancel(request)
@@ -98,11 +93,7 @@ def test_computed_prompt_without_a_grant_is_given_up(
     pair, request = make_pair(), a_request()
     bring_to(pair, request, "ungranted")
 
-    def is_answered() -> bool:
-        pair.prefill.node.tick()
-        return pair.is_answered(request)
-
-    pair.turns_until(is_answered)
+    pair.turns_until(lambda: pair.is_answered(request), ticks=pair.prefill)
     assert said(pair.heard(request)) == answer_alone(alone, request)
     assert pair.decode_worker.counters["recomputed_prefills"] == 1
 
@@ -177,14 +168,6 @@ def test_pages_leave_while_the_rest_is_computed(make_pair: MakePair) -> None:
     assert pair.prefill.engine.has_work() and not pair.heard(request)
     pair.decode.endpoint.release()
     pair.turns_until(lambda: pair.is_answered(request))
-
-
-def test_the_first_token_goes_to_the_gateway_before_the_pages_have_come(
-    make_pair: MakePair, alone: Engine
-) -> None:
-    pair, request = make_pair(), a_request()
-    bring_to(pair, request, "token-only")
-    assert said(pair.heard(request)) == answer_alone(alone, request)[:1]
 
 
 @pytest.mark.parametrize("stage", STAGES)
