@@ -73,7 +73,7 @@ from baton.request import FilledPages, Request, StepOutput
 logger = logging.getLogger(__name__)
 HELD_POLL_S: Final = 0.001  # wait of an idle engine before it checks held sequences again
 MAX_LOAD_S: Final = 5.0  # longest wait of a request for its pages on disk; then its prompt is computed
-FLUSH_S: Final = 5.0  # for the pages that only the device has, at the end
+FLUSH_S: Final = 5.0  # longest time in which `close` writes pages to the disk
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
 ALL_BANNED: Final = (
     "no token is allowed here: the request's bans (allowed_token_ids, bad_words, logit_bias, min_tokens, "

@@ -162,7 +162,7 @@ class Replica(ABC):
 
     @property
     def is_blocked(self) -> bool:
-        """True when the last step could run no sequence, and one waits for pages alone."""
+        """True when no sequence runs and a waiting one lacks only pages. Valid after a step."""
         return self.scheduler.is_blocked
 
     # KV that comes from elsewhere or goes there.

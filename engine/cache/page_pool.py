@@ -15,8 +15,8 @@ The life of a page:
    reused before.
 7. A sequence may release a page that a launched step has yet to write, or to copy to the host; the pool then
    notes the latest step mark. Sequences may have such a page at once, because their steps come later on the
-   model's stream. Any other writer must wait until the mark has passed on every rank: `free_after` returns
-   the mark, and the pool does not wait. On a CPU every launched step has ended: there is nothing to wait for.
+   model's stream. Any other writer waits until every rank has passed the mark that `free_after` returns; the
+   pool itself never waits. On a CPU every launched step has ended: there is nothing to wait for.
 
 A page is in exactly one state, so free + active + cached + leased + quarantined == total. The generation of a
 page grows each time the page leaves FREE: (page, generation) names contents that never come back.

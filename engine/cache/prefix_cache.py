@@ -41,9 +41,9 @@ MAX_CHANGED_KEYS: Final = 1 << 16  # some eight megabytes
 class ChangedKeys:
     """The keys of pages that a prefix cache has learned, moved to another tier or forgotten since `take`.
 
-    A reader looks up the place of each page when it takes the keys, so a page that came and went in between
-    is not reported. Before the first `take`, beyond `limit` keys, and after `note_all`, everything counts as
-    changed.
+    A reader looks up the place of each page when it takes the keys, so a page that became known and unknown
+    in between is reported as NOWHERE. Before the first `take`, beyond `limit` keys, and after `note_all`,
+    everything counts as changed.
     """
 
     def __init__(self, limit: int = MAX_CHANGED_KEYS) -> None:

@@ -148,9 +148,9 @@ class Scheduler:
         return tuple(self._queues.by_key.values())
 
     def preempt(self, key: SequenceKey) -> None:
-        """Make the next plan preempt this running sequence, with or without need.
+        """For tests: make the next plan preempt this running sequence, with or without need.
 
-        A sequence that recomputes repeatedly advances only if one step is long enough for all its tokens.
+        A sequence that is preempted again and again advances only if one step computes all that it lacks.
         """
         sequence = self._queues.by_key[key]
         if not sequence.is_running:

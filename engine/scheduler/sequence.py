@@ -193,7 +193,9 @@ class Sequence:
         )
 
     def end_with(self, token_id: int) -> FinishReason | None:
-        """The reason to end with this token, which is the last one or takes its place; None: none."""
+        """The reason to end the sequence with this token, its last one or the one that replaces its
+        placeholder; None: the sequence goes on.
+        """
         if token_id in self.stop_ids and len(self.token_ids) >= self.min_num_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_num_tokens else None

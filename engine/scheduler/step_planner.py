@@ -158,10 +158,11 @@ class StepPlanner:
     def schedule_decodes(self) -> int:
         """Give every decode its token and, when its last page is full, a page; return how many run.
 
-        In a pipeline the decodes that have waited longest run, and the others are left for the next steps. An
-        other one takes the place of a decode that gets no page: without it, no step might free any.
-        Without shortage this is the whole cost of planning a decode step.
+        A pipeline runs the decodes that have waited longest and leaves the rest to the next steps. When a
+        decode gets no page, one of the rest runs in its place: otherwise no step in flight might ever free a
+        page.
         """
+        # Without shortage, what follows up to the first return is all that planning a decode step costs.
         decodes, page_size = self.queues.decodes, self._pool.page_size
         sequences = decodes.sequences[: self._max_decodes]
         at_page_end = [sequences[index] for index in decodes.page_starts if index < len(sequences)]

@@ -15,7 +15,7 @@ from baton.engine.scheduler.sequence import Sequence
 # The tokens that a form forces after the tokens of a sequence so far.
 ForcedTokens: TypeAlias = Callable[[Sequence], Ordered[int]]
 
-FORGETTING: Final = 0.01  # of the difference between drafted and plain steps, in each plain step
+FORGETTING: Final = 0.01  # each plain step moves the drafted scale this far towards the plain one
 WEIGHT: Final = 0.2  # of a new observation in an estimate
 FIRST_RATE: Final = 0.5  # of acceptance
 FORCED_RATE: Final = 0.95  # the model may spell forced text by other tokens

@@ -35,7 +35,8 @@ from baton.engine.speculation.draft_lengths import (
 POOL_DIVISOR: Final = 8  # the draft model's pages take an eighth of the memory for pages, or one sequence's
 TRIED_RATE: Final = 0.8  # the acceptance rate that a try begins with; a try succeeds with a higher rate
 TRIED_TOKENS: Final = 2  # draft tokens in a step of a try
-FORGOTTEN: Final = 0.998  # of the seconds of a draft token, in each step without one
+# Each step without draft tokens multiplies the measured seconds of one, so that drafting is tried again.
+TOKEN_S_DECAY: Final = 0.998
 PRIOR_WEIGHT: Final = 0.1  # of an observed rate in the rate that new sequences begin with
 FIRST_WAIT: Final = 16  # tokens from a failed try to the next one; each failure multiplies them by four
 LONGEST_WAIT: Final = 512
@@ -169,7 +170,7 @@ class ModelDrafter:
             else:
                 self._drafted[sequence].wait_after(sequence.num_tokens)
         if not wanted:
-            self._token_s *= FORGOTTEN  # so that it is measured again at some time
+            self._token_s *= TOKEN_S_DECAY
         self._draft(wanted)
         for sequence in wanted:
             drafted = self._drafted[sequence]

@@ -1,8 +1,9 @@
 """Runs requests through an engine in any configuration, with preemptions and other events."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,6 +99,29 @@ def run(
 def essence(outputs: list[list[StepOutput]]) -> list[list[Any]]:
     """The tokens and log probabilities of each request."""
     return [[(output.token_id, output.logprobs) for output in of_one] for of_one in outputs]
+
+
+@cache
+def plain(
+    directory: Path, quantization: str | None = None, cache_dtype: str = "auto"
+) -> tuple[list[list[StepOutput]], list[list[StepOutput]]]:
+    """The greedy and the seeded answers of one rank without further settings."""
+    with engine(directory, quantization=quantization, cache={"kv_cache_dtype": cache_dtype}) as made:
+        return run(made, prompts(), GREEDY), run(made, prompts(1), SEEDED)
+
+
+def check_settings(
+    directory: Path,
+    settings: Mapping[str, Any],
+    quantization: str | None = None,
+    cache_dtype: str = "auto",
+) -> None:
+    """The answers with the settings are those of `plain`."""
+    greedy, seeded = plain(directory, quantization, cache_dtype)
+    cache = {**settings.get("cache", {}), "kv_cache_dtype": cache_dtype}
+    with engine(directory, **{**settings, "quantization": quantization, "cache": cache}) as made:
+        assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
+        assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
 
 
 def tokens(outputs: list[list[StepOutput]]) -> list[list[int | None]]:

@@ -10,7 +10,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,18 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from baton.request import StepOutput
-from tests.parity.runs import GREEDY, SEEDED, PreemptInTurn, engine, essence, prompts, run, tokens
+from tests.parity.runs import (
+    GREEDY,
+    SEEDED,
+    PreemptInTurn,
+    check_settings,
+    engine,
+    essence,
+    plain,
+    prompts,
+    run,
+    tokens,
+)
 
 Directory = Callable[..., Path]
 FAST = ("llama-gqa7-biased", "mistral-window")
@@ -132,34 +141,15 @@ def cases(*axes: Iterable[Any], names: Sequence[str] = (*FAST, *SLOW)) -> list[P
     return made
 
 
-@cache
-def plain(
-    directory: Path, quantization: str | None = None, cache_dtype: str = "auto"
-) -> tuple[list[list[StepOutput]], list[list[StepOutput]]]:
-    with engine(directory, quantization=quantization, cache={"kv_cache_dtype": cache_dtype}) as made:
-        return run(made, prompts(), GREEDY), run(made, prompts(1), SEEDED)
-
-
 QUANTISED = {FAST[0]: "int8", FAST[1]: "int4", "llama2": "fp8", "mixtral": "int4", "deepseek3": "int8"}
 QUANTISED_PAGES = {FAST[0]: "int8", FAST[1]: "fp8", "gemma2": "int8", "gpt-oss": "fp8", "phi3": "int8"}
-
-
-def check_setting(
-    directory: Path, setting: str, quantization: str | None = None, cache_dtype: str = "auto"
-) -> None:
-    """The answers with the setting are those without."""
-    settings, (greedy, seeded) = SETTINGS[setting], plain(directory, quantization, cache_dtype)
-    cache = {**settings.get("cache", {}), "kv_cache_dtype": cache_dtype}
-    with engine(directory, **{**settings, "quantization": quantization, "cache": cache}) as made:
-        assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
-        assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
 
 
 @pytest.mark.parametrize(("name", "dtype", "setting"), cases(SETTINGS))
 def test_no_setting_changes_a_bit(
     name: str, dtype: torch.dtype, setting: str, model_directory: Directory
 ) -> None:
-    check_setting(model_directory(name, dtype), setting)
+    check_settings(model_directory(name, dtype), SETTINGS[setting])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +159,7 @@ def test_no_setting_changes_a_bit(
 def test_no_setting_changes_a_bit_with_quantised_weights(
     name: str, dtype: torch.dtype, setting: str, model_directory: Directory
 ) -> None:
-    check_setting(model_directory(name, dtype), setting, quantization=QUANTISED[name])
+    check_settings(model_directory(name, dtype), SETTINGS[setting], quantization=QUANTISED[name])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +168,7 @@ def test_no_setting_changes_a_bit_with_quantised_weights(
 def test_no_setting_changes_a_bit_with_quantised_pages(
     name: str, dtype: torch.dtype, setting: str, model_directory: Directory
 ) -> None:
-    check_setting(model_directory(name, dtype), setting, cache_dtype=QUANTISED_PAGES[name])
+    check_settings(model_directory(name, dtype), SETTINGS[setting], cache_dtype=QUANTISED_PAGES[name])
 
 
 # A preempted sequence computes all its tokens again, or gets full pages back from the host tier.

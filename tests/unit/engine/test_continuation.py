@@ -11,18 +11,6 @@ from baton.request import FinishReason, Request, SamplingParams, StepOutput, Tok
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, generate, run_to_end, tiny_engine, token_ids
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "seeded": {"temperature": 1.3, "top_p": 0.95, "seed": 11, "logprobs": 2},
-    "penalised": {
-        "temperature": 0.9,
-        "seed": 5,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.7,
-        "frequency_penalty": 0.9,
-    },
-    "at-least": {"min_tokens": 9, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 2))},
-}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix-cache", "no-cache"])
@@ -37,18 +25,6 @@ def answer(engine: Engine, *, sampling: SamplingParams, **fields: Any) -> list[S
 
 def essence(outputs: list[StepOutput]) -> list[tuple[Any, ...]]:
     return [(each.choice, each.index, each.token_id, each.logprobs, each.finish_reason) for each in outputs]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_answer_continues_after_any_token(engine: Engine, way: str) -> None:
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 14, **WAYS[way]})
-    whole = answer(engine, sampling=sampling)
-    assert len(whole) >= 9
-    for cut in range(1, len(whole)):
-        begun = tuple(output.token_id or 0 for output in whole[:cut])
-        rest = answer(engine, sampling=sampling, generated_token_ids=begun)
-        assert essence(rest) == essence(whole[cut:])
-        assert rest[0].num_cached_tokens <= len(PROMPT)
 
 
 def test_single_choices_equal_those_of_one_request(engine: Engine) -> None:

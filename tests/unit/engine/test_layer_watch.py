@@ -11,13 +11,12 @@ from torch import Tensor
 from baton.engine.engine import Engine
 from baton.engine.models.decoder import Decoder
 from baton.engine.scheduler.sequence import ScheduledChunk
-from baton.request import Request, SamplingParams, TokenIds
-from tests.tiny_models import generate, tiny_engine, token_ids, write_config
+from tests.tiny_models import add, generate, tiny_engine, token_ids, write_config
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 
 NUM_LAYERS = 5
-PROMPT = tuple(range(1, 22))
+PROMPT = list(range(1, 22))
 
 
 class Watch:
@@ -52,24 +51,19 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     return tiny_engine(directory, dtype=request.param, cache={"enable_prefix_caching": False})
 
 
-def add(engine: Engine, max_tokens: int = 1) -> None:
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    engine.add(Request(request_id="r", token_ids=TokenIds.of(PROMPT), sampling=sampling))
-
-
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 5, 99])
 def test_reported_layers_are_final_and_later_layers_untouched(
     engine: Engine, num_groups: int, native: bool
 ) -> None:
-    expected = token_ids(generate(engine, list(PROMPT), max_tokens=1))
+    expected = token_ids(generate(engine, PROMPT, max_tokens=1))
     if not native:
         assert isinstance(engine.runner.model, Decoder)
         engine.runner.model.stack = None
     with torch.inference_mode():
         engine.runner.pool.device.fill_(float("nan"))
     watch = Watch(engine, num_groups)
-    add(engine)
+    add(engine, "r", PROMPT, max_tokens=1)
     outputs = engine.step(watch)
     assert watch.chunks == [(0, len(PROMPT))] and token_ids(outputs) == expected
     assert watch.ranges[0][0] == 0 and watch.ranges[-1][1] == NUM_LAYERS
@@ -83,10 +77,10 @@ def test_reported_layers_are_final_and_later_layers_untouched(
 
 def test_watch_without_groups_gets_no_report(engine: Engine) -> None:
     watch = Watch(engine, 0)
-    add(engine, max_tokens=3)
+    add(engine, "r", PROMPT, max_tokens=3)
     outputs = [engine.step(watch) for _ in range(3)]
     assert watch.chunks == [(0, 21), (21, 1), (22, 1)] and watch.ranges == []
-    plain = generate(engine, list(PROMPT), max_tokens=3)
+    plain = generate(engine, PROMPT, max_tokens=3)
     assert [output.token_id for step in outputs for output in step] == token_ids(plain)
 
 
@@ -99,7 +93,7 @@ def test_two_ranks_tell_the_same(tmp_path: Path) -> None:
     directory = write_config(tmp_path / "model", num_hidden_layers=NUM_LAYERS)
     with closing(tiny_engine(directory, tensor_parallel_size=2)) as engine:
         watch = Watch(engine, 2)
-        add(engine)
+        add(engine, "r", PROMPT, max_tokens=1)
         engine.step(watch)
         assert watch.ranges == [(0, 2), (2, 5)]
         final = watch.pages()
@@ -112,7 +106,7 @@ def test_exception_of_the_watch_fails_the_step(engine: Engine) -> None:
         def layers_written(self, first: int, stop: int) -> None:
             raise RuntimeError("the watch is broken")
 
-    add(engine)
+    add(engine, "r", PROMPT, max_tokens=1)
     with pytest.raises(RuntimeError, match="the watch is broken"):
         engine.step(Broken(engine, 2))
     assert not engine.has_work() and engine.pages.num_free == engine.pages.num_pages

@@ -11,17 +11,11 @@ from baton.engine.engine import Engine
 from baton.engine.runner.step_inputs import StepArrays
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams, TokenIds
-from tests.tiny_models import VOCAB_SIZE, run_to_end, tiny_engine
+from tests.tiny_models import VOCAB_SIZE, generate, run_to_end, tiny_engine
 
 PAGE_BYTES: Final = 4 * 512
-PROMPT: Final = tuple((5 * i + i * i) % VOCAB_SIZE for i in range(48))
-OTHER: Final = tuple((7 * i + i * i) % VOCAB_SIZE for i in range(80))
-
-
-def run(engine: Engine, prompt: tuple[int, ...]) -> None:
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    engine.add(Request(request_id="a request", token_ids=TokenIds.of(prompt), sampling=sampling))
-    run_to_end(engine)
+PROMPT: Final = [(5 * i + i * i) % VOCAB_SIZE for i in range(48)]
+OTHER: Final = [(7 * i + i * i) % VOCAB_SIZE for i in range(80)]
 
 
 @pytest.fixture
@@ -29,7 +23,7 @@ def engine(tmp_path: Path) -> Engine:
     """It has computed PROMPT, twelve pages; there is room for twenty-four, and for as many on the host."""
     cache = {"kv_cache_memory_bytes": 24 * PAGE_BYTES, "host_cache_memory_bytes": 24 * PAGE_BYTES}
     engine = tiny_engine(tmp_path / "model", cache=cache)
-    run(engine, PROMPT)
+    generate(engine, PROMPT, max_tokens=1)
     return engine
 
 
@@ -37,8 +31,8 @@ def contents(engine: Engine, pages: list[int]) -> torch.Tensor:
     return engine.runner.pool.device[pages].clone()
 
 
-def lend(engine: Engine, keys: list[bytes]) -> list[int]:
-    pages = engine.pin(keys, "a borrower")
+def pin(engine: Engine, keys: list[bytes]) -> list[int]:
+    pages = engine.pin(keys, "a reader")
     assert pages is not None
     return pages
 
@@ -51,26 +45,26 @@ def is_all_back(engine: Engine) -> bool:
 
 def test_keys_name_the_same_pages_in_every_replica_and_are_of_a_salt(engine: Engine) -> None:
     keys = engine.page_keys(PROMPT, b"", 4)
-    assert lend(engine, keys) == list(engine.scheduler.cache.find([*PROMPT, 0], b""))
+    assert pin(engine, keys) == list(engine.scheduler.cache.find([*PROMPT, 0], b""))
     assert engine.pin(engine.page_keys(PROMPT, b"another tenant", 4), "another") is None
     layout, larger = engine.runner.layout, list[bytes]()
     namer = PageKeys(model_fingerprint=engine.fingerprint, dtype=layout.dtype, page_size=16)
-    namer.extend(larger, list(PROMPT), 3, b"")
+    namer.extend(larger, PROMPT, 3, b"")
     assert engine.page_keys(PROMPT, b"", 16) == larger
-    engine.pages.release(engine.scheduler.cache.find([*PROMPT, 0], b""), "a borrower")
+    engine.pages.release(engine.scheduler.cache.find([*PROMPT, 0], b""), "a reader")
     assert is_all_back(engine)
 
 
-def test_pages_on_the_host_are_lent_as_copies(engine: Engine) -> None:
+def test_pages_on_the_host_are_pinned_as_copies(engine: Engine) -> None:
     keys = engine.page_keys(PROMPT, b"", 4)
     expected = contents(engine, engine.scheduler.cache.find([*PROMPT, 0], b""))
-    run(engine, OTHER)
+    generate(engine, OTHER, max_tokens=1)
     known = [engine.scheduler.cache.page_of(key) for key in keys]
     assert None in known and known[0] is not None  # the last ones have gone to the host
-    pages = lend(engine, keys)
+    pages = pin(engine, keys)
     assert torch.equal(contents(engine, pages), expected)
     assert [engine.scheduler.cache.page_of(key) for key in keys] == known  # no lookup finds a copy
-    engine.pages.release(pages, "a borrower")
+    engine.pages.release(pages, "a reader")
     assert is_all_back(engine)
     assert engine.pages.num_free >= known.count(None)
 
@@ -80,21 +74,21 @@ def test_failed_copy_releases_the_pinned_pages(engine: Engine, monkeypatch: pyte
         raise RuntimeError("no copies today")
 
     keys = engine.page_keys(PROMPT, b"", 4)
-    run(engine, OTHER)
+    generate(engine, OTHER, max_tokens=1)
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no copies today"):
         patched.setattr(engine.runner, "execute", fail)
-        engine.pin(keys, "a borrower")
+        engine.pin(keys, "a reader")
     assert is_all_back(engine)
-    assert len(lend(engine, keys)) == len(keys)
+    assert len(pin(engine, keys)) == len(keys)
 
 
 def test_pin_without_room_for_copies_is_refused(engine: Engine) -> None:
     keys = engine.page_keys(PROMPT, b"", 4)
-    run(engine, OTHER)
+    generate(engine, OTHER, max_tokens=1)
     taken = engine.pages.allocate(engine.pages.num_free, "another")
     held = [page for page in range(24) if engine.pages.state(page) is PageState.CACHED]
     engine.pages.share(held, "another")
-    assert engine.pin(keys, "a borrower") is None
+    assert engine.pin(keys, "a reader") is None
     engine.pages.release([*taken, *held], "another")
     assert is_all_back(engine)
 
@@ -103,7 +97,7 @@ def test_pin_without_room_for_copies_is_refused(engine: Engine) -> None:
 def test_pin_of_an_absent_page_is_refused(engine: Engine, wrong: str) -> None:
     keys = engine.page_keys(PROMPT, b"", 4)
     keys = [*keys, b"?" * 16] if wrong == "unknown" else [*keys, keys[0]]
-    assert engine.pin(keys, "a borrower") is None
+    assert engine.pin(keys, "a reader") is None
     assert is_all_back(engine)
 
 

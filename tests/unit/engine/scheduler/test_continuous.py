@@ -56,21 +56,6 @@ def test_lower_class_takes_nothing_from_the_head_of_a_higher_one() -> None:
     harness.run()
 
 
-def test_stream_of_short_prompts_cannot_starve_a_long_one() -> None:
-    harness = make(max_num_seqs=64)
-    harness.add("long", prompt(640))
-    (long,) = (s for s in harness.live.values())
-    num_steps = 0
-    while long.num_generated_tokens == 0:
-        for number in range(4):
-            first = 4 * num_steps + number
-            harness.add(f"short-{first}", prompt(31, first + 1), SamplingParams(max_tokens=1))
-        harness.step()
-        num_steps += 1
-    assert num_steps <= 2 * 640 / BUDGET
-    harness.run()
-
-
 def test_several_long_prompts_cannot_starve_short_ones() -> None:
     harness = make()
     for number in range(3):

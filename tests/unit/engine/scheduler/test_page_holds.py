@@ -68,9 +68,6 @@ def test_kept_pages_hold_everything_computed_until_they_are_let_go(budget: int) 
     harness.run()
 
 
-# Room for reservations.
-
-
 def test_failed_sequence_leaves_no_page_to_be_found() -> None:
     harness = OpenHarness.of(16)
     (sequence,) = harness.add("a", PROMPT, SamplingParams(max_tokens=9))

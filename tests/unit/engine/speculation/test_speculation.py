@@ -25,9 +25,8 @@ from tests.disturbed_requests import answers, repeated_prompt
 from tests.tiny_models import VOCAB_SIZE, add, generate, run_to_end, tiny_engine, token_ids, write_config
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-# Long and less random answers repeat themselves, so that lookups find something.
-pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 
+# Long and less random answers repeat themselves, so that lookups find something.
 SAMPLINGS: Final[list[dict[str, Any]]] = [
     *disturbed_requests.SAMPLINGS,
     {"temperature": 0.0, "max_tokens": 60},
@@ -297,12 +296,3 @@ def test_small_gain_is_compared_with_a_plain_step_now_and_then(monkeypatch: pyte
             costs.observe(5, 1.0, has_drafts=True)
         assert costs.choose_num_drafts([rate], [4], num_decodes=1, num_tokens=1) == after
         costs.observe(1, 1.0, has_drafts=False)
-
-
-def test_steps_of_many_decodes_get_no_drafts_where_they_cost_as_much_as_tokens() -> None:
-    costs = StepCosts({1: 1.0, 8: 1.0, 64: 8.0}, {1: 1.0, 8: 1.0, 64: 8.0})
-    assert costs.choose_num_drafts([0.9], [4], num_decodes=1, num_tokens=1) == [4]
-    assert costs.choose_num_drafts([0.9, 0.1], [4, 4], num_decodes=2, num_tokens=2) == [4, 2]
-    assert costs.choose_num_drafts([0.9] * 16, [4] * 16, num_decodes=16, num_tokens=16) == [0] * 16
-    assert costs.choose_num_drafts([0.9], [0], num_decodes=1, num_tokens=1) == [0]
-    assert costs.choose_num_drafts([0.5], [4], num_decodes=1, num_tokens=1, token_s=0.6) == [0]
