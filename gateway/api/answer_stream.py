@@ -4,21 +4,18 @@
 
 1. Tokens come in batches, by callbacks. The chunks of one turn of the event loop are written at its end, in
    one piece. More than MAX_TURN_BYTES, such as echoed prompts, are written choice by choice in later turns.
-2. While the client lags, text is held and joined. From then on, until the client has kept up for
-   RECOVERY_SENTENCES, only whole sentences are written.
+2. While the client lags, text is held and joined. It is written in one piece when the client can take it.
 3. A client that lags by more than MAX_HELD_BYTES is given up: the answer is cancelled.
 
 So a slow client costs a bounded amount of memory and delays no other client.
 
 A resumed stream is generated again from its first token with the same seed, and `StreamProgress` drops the
 part that the client has. `DeliveredChoice` counts characters of text, of reasoning and of tool calls, and
-tokens separately, because text may be held back: an incomplete character, a possible stop string, a sentence
-for a slow client.
+tokens separately, because text may be held back: an incomplete character, a possible stop string.
 """
 
 import asyncio
 import logging
-import re
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,9 +36,6 @@ from baton.request import TOKEN_ID_BYTES, TokenIds, TokenLogprobs
 
 MAX_HELD_BYTES: Final = 64 * 2**10  # a stream
 MAX_TURN_BYTES: Final = 64 * 2**10  # then other streams have their turn
-SENTENCE_END: Final = re.compile(r"[.!?\u2026\u3002\uff01\uff1f]['\")\]]*\s|\n")
-MAX_SENTENCE_CHARS: Final = 400  # longer text is written without an end
-RECOVERY_SENTENCES: Final = 4
 BLOCK_TOKENS: Final = 256  # of PackedLogprobs
 BYTES_PER_CHARACTER: Final = 4
 logger = logging.getLogger(__name__)
@@ -193,7 +187,6 @@ class AnswerStream:
         self._writer: ResponseWriter | None = None
         self._held: list[list[Delta]] = [[] for _ in answer.choices]
         self._num_held_bytes = 0  # while the client lags
-        self._num_recovered = RECOVERY_SENTENCES  # sentences that were written since the client lagged
         self._progress = progress
         shown = progress.shown if progress is not None else ()
         # Choices with a written first chunk, which comes before any text.
@@ -283,7 +276,6 @@ class AnswerStream:
             self.gone()
 
     def _hold(self, delta: Delta) -> None:
-        self._num_recovered = 0
         num_logprobs = sum(len(entry.top) + 1 for entry in delta.logprobs)
         num_held = num_chars(delta)
         self._num_held_bytes += BYTES_PER_CHARACTER * num_held + TOKEN_ID_BYTES * len(delta.token_ids)
@@ -326,8 +318,6 @@ class AnswerStream:
                 shown = progress.shown[index]
                 shown.is_begun, shown.num_cached_tokens = True, choice.num_cached_tokens
             self._put(first)
-        if self._num_recovered < RECOVERY_SENTENCES and not has_ended and not self._answer.is_over:
-            delta = self._whole_sentences(delta, held)
         has_ids = delta.token_ids and self._answer.call.returns_token_ids
         if progress is not None:
             progress.wrote(choice, delta)
@@ -341,20 +331,6 @@ class AnswerStream:
             if progress is not None:
                 progress.shown[index].has_ended = True
             self._put(self._form.last(choice))
-
-    def _whole_sentences(self, delta: Delta, held: list[Delta]) -> Delta:
-        """Return the sentences of a delta and put the rest back. Only plain text is cut."""
-        ends = list(SENTENCE_END.finditer(delta.text))
-        is_of_tokens = delta.logprobs or self._answer.call.returns_token_ids
-        has_others = bool(delta.tool_calls or delta.reasoning)
-        if is_of_tokens or has_others or len(delta.text) > MAX_SENTENCE_CHARS:
-            return delta
-        end = ends[-1].end() if ends else 0
-        self._num_recovered += len(ends)
-        if end == len(delta.text):
-            return delta
-        held.append(Delta(delta.text[end:], delta.token_ids))
-        return Delta(delta.text[:end])
 
     def _put_end(self) -> None:
         """Put the error or the usage, and the end. An error and the end have no id: a client that resumes

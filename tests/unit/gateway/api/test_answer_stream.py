@@ -15,7 +15,6 @@ from baton.gateway.api.answer import Answer, AnswerChoice
 from baton.gateway.api.answer_stream import (
     MAX_HELD_BYTES,
     MAX_TURN_BYTES,
-    RECOVERY_SENTENCES,
     SERVER_SENT_EVENTS,
     AnswerCollector,
     AnswerStream,
@@ -27,7 +26,6 @@ from baton.gateway.api.format import ChatFormat, answer_format
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Limiter
-from baton.gateway.text.answer_reader import AnswerParsing
 from baton.request import FinishReason, TokenEvent, TokenIds, TokenLogprobs
 from baton.tenants import Quotas
 from tests.event_loop import on_loop
@@ -78,26 +76,17 @@ async def test_wait_returns_false_after_silence_and_ping_is_written() -> None:
 
 
 @on_loop
-async def test_lagging_client_gets_whole_sentences_until_it_keeps_up() -> None:
+async def test_lagging_client_gets_the_held_text_in_one_piece() -> None:
     streaming = Streaming()
     client = streaming.client
     streaming.stream.begin(client)
-    await streaming.emit("one ")
     client.lags = True
-    for text in ("two. ", "three", ". fo", "ur"):
+    for text in ("one. ", "two", ". three"):
         await streaming.emit(text)
-    assert client.texts() == ["one "]
+    assert not client.writes
     client.catch_up()
-    assert client.texts() == ["one ", "two. three. "]
-    await streaming.emit(" five")
-    assert len(client.texts()) == 2
-    await streaming.emit(". six. se")
-    assert client.texts()[2:] == ["four five. six. "]
-    await streaming.emit("ven")
-    assert client.texts()[3:] == ["seven"]  # calm again
-    await streaming.emit("!", is_end=True)
-    assert "".join(client.texts()) == "one two. three. four five. six. seven!"
-    assert RECOVERY_SENTENCES == 4 and client.is_done
+    await streaming.emit(" four")
+    assert client.texts() == ["one. two. three", " four"]
 
 
 @on_loop
@@ -111,41 +100,6 @@ async def test_end_waits_for_a_lagging_client() -> None:
     assert not client.writes and not streaming.stream.is_over
     client.catch_up()
     assert client.texts() == ["one. two three"] and client.is_done and streaming.stream.is_over
-
-
-@on_loop
-async def test_long_text_without_an_end_of_a_sentence_is_written() -> None:
-    streaming = Streaming()
-    streaming.stream.begin(streaming.client)
-    streaming.client.lags = True
-    await streaming.emit("word " * 200)
-    streaming.client.catch_up()
-    assert streaming.client.texts() == ["word " * 200]
-
-
-@on_loop
-async def test_logprobs_are_never_held_for_a_sentence() -> None:
-    streaming = Streaming(returns_token_ids=True)
-    streaming.stream.begin(streaming.client)
-    streaming.client.lags = True
-    await streaming.emit("one two")
-    streaming.client.catch_up()
-    assert streaming.client.texts() == ["one two"]
-
-
-@on_loop
-async def test_tool_call_is_never_held_for_a_sentence() -> None:
-    streaming = Streaming(is_chat=True, parsing=AnswerParsing(tool_call_parser="hermes"))
-    streaming.stream.begin(streaming.client)
-    await streaming.emit("I look")
-    streaming.client.lags = True
-    await streaming.emit(' there<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
-    streaming.client.catch_up()
-    deltas = [chunk["choices"][0]["delta"] for chunk in streaming.client.chunks()]
-    assert "".join(delta.get("content", "") for delta in deltas) == "I look there"
-    begun, rest = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert begun["function"] == {"name": "f", "arguments": ""}
-    assert rest == {"index": 0, "function": {"arguments": '{"x":1}'}}
 
 
 @on_loop
@@ -282,11 +236,14 @@ async def test_first_token_of_each_choice_is_shown() -> None:
 async def test_lagging_client_gets_the_empty_chunk_once() -> None:
     streaming = await begun()
     streaming.client.lags = True
-    for token_id in (HALF, OTHER_HALF, HALF):
-        await emit_id(streaming, token_id)
+    await emit_id(streaming, HALF)
     streaming.client.catch_up()
-    assert shown(streaming) == [("", None)], "there is no whole sentence yet"
-    await emit_id(streaming, OTHER_HALF, end=FinishReason.LENGTH)
+    assert shown(streaming) == [("", None)], "there is no whole character yet"
+    await emit_id(streaming, OTHER_HALF)
+    streaming.client.lags = True
+    for token_id in (HALF, OTHER_HALF):
+        await emit_id(streaming, token_id, end=FinishReason.LENGTH if token_id == OTHER_HALF else None)
+    streaming.client.catch_up()
     assert "".join(streaming.client.texts()) == 2 * LETTER
     assert [text for text, _ in shown(streaming)].count("") == 2, "the first and the last"
 
