@@ -15,7 +15,6 @@ from pydantic import BaseModel, Field
 from baton.cluster.offline.llm import LLM
 from baton.request import SamplingParams
 from tests.engine_frontend import EngineFrontend
-from tests.scripted_service import WORKER_ID
 from tests.served_gateway import ServedGateway
 
 Served = ServedGateway[EngineFrontend]
@@ -99,7 +98,8 @@ def test_stream_has_role_text_finish_and_usage_in_this_order(client: openai.Open
 def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
     found = chunks(client, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [chunk.usage.completion_tokens for chunk in found if chunk.usage is not None]
-    assert len(counts) == len(found) and counts == sorted(counts) and counts[-1] == 6
+    assert len(counts) == len(found) and counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 6)
 
 
 def test_answer_that_ends_with_its_first_token_counts_one(client: openai.OpenAI, llm: LLM) -> None:
@@ -120,26 +120,6 @@ def test_choices_with_a_seed_equal_those_of_the_engine(client: openai.OpenAI, ll
     assert [choice.text for choice in answer.choices] == [output.text for output in expected.outputs]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.text for choice in answer.choices}) > 1
-
-
-def test_later_choices_run_on_the_worker_of_the_first(served: Served, engine_client: openai.OpenAI) -> None:
-    service = served.service
-    num_opened = len(service.requests)
-    chat(engine_client, n=3, max_tokens=4, logit_bias={"1": -100})
-    requests = service.requests[num_opened:]
-    assert service.besides[num_opened:] == ["", WORKER_ID, WORKER_ID]
-    assert [request.choice for request in requests] == [0, 1, 2]
-    assert len({request.sampling.seed for request in requests}) == 1
-    assert len({request.request_id for request in requests}) == 3
-
-
-def test_stop_string_ends_the_text_and_the_request(served: Served, engine_client: openai.OpenAI) -> None:
-    num_cancelled = len(served.service.cancelled)
-    answer = chat(engine_client, stop=["2"])
-    assert answer.choices[0].message.content == "1 " and answer.choices[0].finish_reason == "stop"
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks(engine_client, stop="2"))
-    assert text == "1 "
-    assert len(served.service.cancelled) == num_cancelled + 2
 
 
 def test_chat_logprobs(client: openai.OpenAI, llm: LLM) -> None:
@@ -169,7 +149,7 @@ def test_streamed_logprobs_equal_those_of_a_whole_answer(client: openai.OpenAI) 
 
 
 def test_completion_echoes_its_prompt_with_logprobs(client: openai.OpenAI, llm: LLM) -> None:
-    """What log-likelihood tasks do: nothing generated is asked for."""
+    """Log-likelihood tasks ask for no generated token."""
     answer = client.completions.create(model="tiny", prompt=QUESTION, echo=True, logprobs=1, max_tokens=0)
     (expected,) = llm.generate(QUESTION, SamplingParams(max_tokens=1, prompt_logprobs=1))
     choice = answer.choices[0]
@@ -181,20 +161,6 @@ def test_completion_echoes_its_prompt_with_logprobs(client: openai.OpenAI, llm: 
     assert [first] == [None] and others == pytest.approx(logprobs[1:])
     assert "".join(choice.logprobs.tokens or ()) == QUESTION
     assert answer.usage is not None and answer.usage.completion_tokens == 0
-
-
-def test_echo_precedes_the_completion(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model="tiny", prompt=QUESTION, echo=True, logprobs=0, max_tokens=3, temperature=0
-    )
-    choice = answer.choices[0]
-    assert choice.text == f"{QUESTION}1 2"
-    assert choice.logprobs is not None and choice.logprobs.text_offset is not None
-    assert choice.logprobs.text_offset[-1] == len(QUESTION) + 2
-    stream = client.completions.create(
-        model="tiny", prompt=QUESTION, echo=True, max_tokens=3, temperature=0, stream=True
-    )
-    assert "".join(chunk.choices[0].text for chunk in stream) == f"{QUESTION}1 2"
 
 
 def test_every_form_of_prompt(client: openai.OpenAI, llm: LLM) -> None:
@@ -290,11 +256,6 @@ def test_task_of_another_kind_of_model_is_refused_with_what_is_served(client: op
         client.embeddings.create(model="tiny", input="sun")
 
 
-def test_error_before_the_first_token_of_a_stream_is_a_status(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="vocabulary"):
-        client.completions.create(model="tiny", prompt=[5000], stream=True)
-
-
 def test_every_response_has_an_id(client: openai.OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
         model="tiny",
@@ -306,16 +267,6 @@ def test_every_response_has_an_id(client: openai.OpenAI) -> None:
         chat(client, max_tokens=-1)
     assert error.value.request_id is not None and error.value.request_id.startswith("req-")
     assert error.value.response.headers["x-should-retry"] == "false"
-
-
-def test_leaving_a_stream_cancels_it(served: Served, engine_client: openai.OpenAI) -> None:
-    num_cancelled = len(served.service.cancelled)
-    stream = engine_client.completions.create(
-        model="tiny", prompt="the sun", stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    stream.close()
-    served.until(lambda: len(served.service.cancelled) > num_cancelled)
 
 
 def test_health_sends_a_request_through_the_engine(served: Served, engine_client: openai.OpenAI) -> None:

@@ -53,7 +53,7 @@ def refused(served: Served, path: str, **fields: Any) -> str:
 
 
 def prompt_of(served: Served, path: str, **fields: Any) -> tuple[int, ...]:
-    """What the cluster was asked for."""
+    """Return the prompt that reached the cluster."""
     status, answer = post(served, path, **fields)
     assert status == 200, answer
     return tuple(served.service.requests[-1].token_ids)
@@ -92,12 +92,6 @@ def test_reserved_template_variable_is_refused(served: Served, name: str) -> Non
 
 def test_unknown_template_variable_is_refused(served: Served) -> None:
     assert "'thinking'" in refused(served, CHAT, messages=MESSAGES, chat_template_kwargs={"thinking": True})
-
-
-def test_message_that_cannot_be_continued_is_the_param_of_the_error(served: Served) -> None:
-    for route in (CHAT, "/tokenize"):  # which add the generation prompt by default
-        status, answer = post(served, route, messages=MESSAGES, continue_final_message=True)
-        assert (status, answer["error"]["param"]) == (400, "continue_final_message")
 
 
 def test_metadata_is_accepted(served: Served) -> None:

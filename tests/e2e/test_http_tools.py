@@ -11,7 +11,6 @@ import pytest
 
 from baton.request import FinishReason
 from tests.e2e.conftest import client_of
-from tests.event_stream import joined, read_all
 from tests.scripted_service import ScriptedService
 from tests.served_gateway import ServedGateway
 from tests.tool_model import CALLED, TOKENIZER, TOOL, tool_model, writing
@@ -35,19 +34,6 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 def ask(client: openai.OpenAI, **given: Any) -> Any:
     return client.chat.completions.create(**{"model": "tiny", "messages": ASKED, **given})
-
-
-def test_resumed_stream_has_the_rest_of_the_tool_calls(served: Served) -> None:
-    second = CALLED.replace("Paris", "Rome")
-    served.service.play = writing(f"I will look. {CALLED} And there. {second} So.")
-    body = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "n": 2, "stream": True}
-    body["stream_options"] = {"resumable": True}
-    undisturbed = read_all(served.address.port, body)
-    whole = joined(undisturbed)
-    assert [len(choice["tool_calls"]) for choice in whole["choices"].values()] == [2, 2]
-    for place, event in enumerate(undisturbed[:-1]):
-        rest = read_all(served.address.port, body, event.id)
-        assert joined([*undisturbed[: place + 1], *rest]) == whole
 
 
 def test_tool_call_is_an_answer(served: Served, client: openai.OpenAI) -> None:

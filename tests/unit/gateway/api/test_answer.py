@@ -59,17 +59,6 @@ def test_tokens_become_text_until_the_end() -> None:
     assert not service.cancelled
 
 
-def test_usage_is_counted_once_between_two_batches_of_tokens() -> None:
-    service = ScriptedService()
-    answer, _ = started(service)
-    (request,) = service.requests
-    service.emit(request.request_id, events(request, calls.ids("1 2"), end=None))
-    first = answer.usage
-    assert answer.usage is first and first.completion == 3
-    service.emit(request.request_id, events(request, calls.ids(" 3"), start=3, end=None))
-    assert answer.usage.completion == 5
-
-
 def test_later_choices_wait_for_the_first_token_of_the_first_choice() -> None:
     service = ScriptedService()
     _, heard = started(service, num_choices=3, sampling={"prompt_logprobs": 1})

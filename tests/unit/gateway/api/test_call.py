@@ -138,12 +138,6 @@ def test_number_of_choices_is_bounded() -> None:
         assert (answer.status, answer.param) == (400, "n")
 
 
-def test_tool_choice_needs_tools() -> None:
-    for choice in ("auto", "required"):
-        with pytest.raises(ApiError, match="tool_choice"):
-            chat(tool_choice=choice)
-
-
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 10**30])
 def test_seed_fits_64_bits(seed: int) -> None:
     with pytest.raises(ApiError, match="seed"):
@@ -448,9 +442,13 @@ def test_wrong_prompts_are_refused(prompt: object) -> None:
         ({"reasoning_effort": "vast"}, "reasoning_effort"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),  # the template reads none
         ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),  # without a stream
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
+        ({"temperature": -1}, "temperature"),
     ],
 )
-def test_keys_about_tools_and_reasoning_are_named(fields: dict[str, Any], param: str) -> None:
+def test_key_with_a_wrong_value_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises((ApiError, InvalidRequest)) as refused:
         chat(tools=[TOOL], **fields)
     answer = as_api_error(refused.value)

@@ -72,7 +72,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED, 5])
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED, 5])
 def test_choice_without_tools_is_refused(choice: object) -> None:
     with pytest.raises(ApiError, match="no tools to choose from"):
         read_tool_choice(None, choice)
