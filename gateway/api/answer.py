@@ -1,8 +1,7 @@
 """The answer to one call: its choices are requests of the cluster, and their tokens become text here.
 
 1. `start` opens choice 0 of every prompt. Its first token opens the other choices on the same worker, which
-   has the pages of the prompt. A call with many choices opens a few at a time and leaves half of the event
-   loop's time to others.
+   has the pages of the prompt. A call with many choices opens OPEN_AT_ONCE in each turn of the event loop.
 2. Every batch of tokens of a choice becomes a Delta, and the listener is told.
 3. A choice ends with its last event, or at a stop string. No worker knows stop strings: the choice is
    cancelled there.
@@ -15,7 +14,6 @@ import hashlib
 import itertools
 import logging
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
@@ -34,7 +32,7 @@ from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from baton.tenants import with_public
 
-OPENING_S: Final = 0.001  # opening choices may hold the event loop for this long
+OPEN_AT_ONCE: Final = 16  # choices: they hold the event loop for about a millisecond
 _NOTHING: Final = DeliveredChoice()  # of an answer that is not resumed
 
 logger = logging.getLogger(__name__)
@@ -210,12 +208,12 @@ class Answer:
             self.fail(error)
 
     def _open_few(self) -> None:
-        since_s = time.thread_time() if len(self._unopened) > 1 else 0.0
-        while self._unopened:
-            self._open(*self._unopened.popleft())
-            if self._unopened and (taken_s := time.thread_time() - since_s) > OPENING_S:
-                asyncio.get_running_loop().call_later(taken_s, self._open_next)
+        for _ in range(OPEN_AT_ONCE):
+            if not self._unopened:
                 return
+            self._open(*self._unopened.popleft())
+        if self._unopened:
+            asyncio.get_running_loop().call_soon(self._open_next)
 
     def _open(self, choice: "AnswerChoice", sticky_worker: str) -> None:
         call, sampling = self.call, self._sampling

@@ -1,19 +1,16 @@
 import asyncio
-import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
-from baton.gateway.api.answer import OPENING_S, Answer, AnswerChoice
+from baton.gateway.api.answer import OPEN_AT_ONCE, Answer, AnswerChoice
 from baton.gateway.text.answer_parsing import choice_reader
 from baton.gateway.text.answer_reader import AnswerParsing, Delta, ToolCallDelta
 from baton.request import FinishReason
 from tests.event_loop import on_loop
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
 from tests.unit.gateway import calls
-from tests.waiting import until
 
 
 class Heard:
@@ -128,46 +125,34 @@ def test_answer_that_cannot_be_opened_cancels_its_choices() -> None:
     assert service.cancelled == [service.requests[0].request_id] and not service.sinks
 
 
-def open_slowly(service: ScriptedService, request: object) -> None:
-    since_s = time.thread_time()
-    while time.thread_time() - since_s <= OPENING_S:
-        pass
-
-
 @on_loop
-async def test_opening_many_choices_leaves_half_of_the_loop_to_others() -> None:
-    service, opened_s = ScriptedService(), list[float]()
-
-    def play(service: ScriptedService, request: object) -> None:
-        opened_s.append(time.monotonic())
-        open_slowly(service, request)
-
-    service.play = play
-    calls.answer(service, prompts=(calls.PROMPT,) * 3).start(Heard())
-    assert len(service.requests) == 1
-    await until(lambda: len(service.requests) == 3)
-    assert all(after - before > 2 * OPENING_S for before, after in pairwise(opened_s))
+async def test_many_choices_are_opened_a_few_in_each_turn() -> None:
+    service = ScriptedService()
+    calls.answer(service, prompts=(calls.PROMPT,) * (2 * OPEN_AT_ONCE + 1)).start(Heard())
+    num_opened = [len(service.requests)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+        num_opened.append(len(service.requests))
+    assert num_opened == [OPEN_AT_ONCE, 2 * OPEN_AT_ONCE, *[2 * OPEN_AT_ONCE + 1] * 2]
 
 
 @on_loop
 async def test_choice_that_cannot_be_opened_in_a_later_turn_fails_the_answer() -> None:
     service, heard = ScriptedService(), Heard()
-    service.play = open_slowly
-    calls.answer(service, prompts=(calls.PROMPT,) * 2).start(heard)
+    calls.answer(service, prompts=(calls.PROMPT,) * (OPEN_AT_ONCE + 1)).start(heard)
     service.refusal = Overloaded("full", retry_after_s=1)
-    await until(lambda: heard.error is not None)
+    await asyncio.sleep(0)
     assert heard.error is service.refusal and not service.sinks
 
 
 @on_loop
 async def test_cancelled_answer_opens_no_more_choices() -> None:
     service = ScriptedService()
-    service.play = open_slowly
-    answer = calls.answer(service, prompts=(calls.PROMPT,) * 2)
+    answer = calls.answer(service, prompts=(calls.PROMPT,) * (OPEN_AT_ONCE + 1))
     answer.start(Heard())
     answer.cancel()
-    await asyncio.sleep(3 * OPENING_S)
-    assert len(service.requests) == 1 and not service.sinks
+    await asyncio.sleep(0)
+    assert len(service.requests) == OPEN_AT_ONCE and not service.sinks
 
 
 def test_later_choice_that_cannot_be_opened_fails_the_answer() -> None:
