@@ -24,6 +24,7 @@ from baton.gateway.api.adapters import ServedAdapters, add_adapter_routes
 from baton.gateway.api.admin import Canary
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.dialects.response_store import add_response_routes
+from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.sleep import add_sleep_routes
 from baton.gateway.app import make_app
@@ -69,7 +70,14 @@ class GatewayProcess:
         self.is_draining = False
         self._config = config
         self._address: Address | None = None
-        self.metrics = Metrics(gateway=name, events=service.counters, worker_us=service.worker_us)
+        self._forms = forms = FormChecker()
+        self.metrics = Metrics(
+            gateway=name,
+            events=service.counters,
+            worker_us=service.worker_us,
+            forms=forms.outcomes,
+            form_check=forms.times,
+        )
         self._peers = PeerGateways(ring)
         self._watch: TenantsWatch | None = None
         self._tasks: list[asyncio.Task[None]] = []  # from `start` to `drain`
@@ -79,7 +87,6 @@ class GatewayProcess:
             tenants, self.metrics.tenants_file = self._watch.tenants, self._watch.counters
         models = _served_models(config, service)
         self._models, first = models, models.first
-        self.metrics.forms, self.metrics.form_check = first.bodies.forms.outcomes, first.bodies.forms.times
         self.limiter = Limiter(self.metrics, config)
         self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config, first.name)
         self._inference = Inference(
@@ -89,6 +96,7 @@ class GatewayProcess:
             clock,
             config,
             EventIds(ring),
+            forms,
             peers=self._peers,
             tracer=self._tracer,
         )
@@ -142,6 +150,7 @@ class GatewayProcess:
         for task in self._tasks:
             task.cancel()
         await self._peers.close()
+        await self._forms.close()
         await asyncio.gather(*(model.bodies.close() for model in self._models))
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
@@ -241,9 +250,6 @@ def _served_models(config: GatewayConfig, service: Service) -> ServedModels:
         _served_model(name, settings, service, is_one_of_several=True)
         for name, settings in config.other_models.items()
     ]
-    forms = first.bodies.forms
-    for other in others:  # one count over all models
-        other.bodies.forms.outcomes, other.bodies.forms.times = forms.outcomes, forms.times
     return ServedModels([first, *others])
 
 

@@ -39,8 +39,7 @@ from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
 from baton.gateway.api.body import early_text
 from baton.gateway.api.call import AskedCall
-from baton.gateway.api.errors import ApiError, as_api_error, invalid
-from baton.gateway.api.form_checker import FormChecker
+from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.api.prompt_reader import (
     BodyKind,
     LongText,
@@ -147,7 +146,6 @@ class BodyReader:
     def __init__(self, reader: PromptReader, helper_arguments: Sequence[str] = ()) -> None:
         """helper_arguments: of a helper's program; none: every body is read on the event loop."""
         self.reader = reader
-        self.forms = FormChecker()
         self._helpers = (_Helper(helper_arguments), _Helper(helper_arguments)) if helper_arguments else ()
 
     @classmethod
@@ -169,17 +167,6 @@ class BodyReader:
         Raises InvalidRequest and ApiError for faults of the client, Overloaded when too many bodies wait or a
         helper fails, and ModelError for a fault of the model's files.
         """
-        read = await self._read(kind, data, policy, tenant, history)
-        if isinstance(read, AskedCall) and (form := read.sampling.structured_outputs) is not None:
-            try:
-                await self.forms.check(tenant, form)
-            except InvalidRequest as error:
-                raise invalid(read.form_key, str(error)) from None
-        return read
-
-    async def _read(
-        self, kind: BodyKind, data: bytes, policy: ReadPolicy, tenant: str, history: bytes
-    ) -> AskedCall | TextAnswer:
         if not self._helpers:
             return self.reader.read(kind, data, policy, history)
         size = len(data) + len(history)
@@ -201,7 +188,6 @@ class BodyReader:
 
     async def close(self) -> None:
         """Kill the helpers; their jobs fail. May be called twice."""
-        await self.forms.close()
         for helper in self._helpers:
             await helper.close()
 

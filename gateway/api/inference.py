@@ -56,6 +56,7 @@ from baton.gateway.api.errors import (
     renamed,
     unsupported,
 )
+from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.format import DONE, answer_format
 from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy, TextAnswer
 from baton.gateway.http.protocol import (
@@ -120,6 +121,7 @@ class Inference:
         clock: Clock,
         config: GatewayConfig,
         event_ids: EventIds,
+        forms: FormChecker,
         *,
         peers: PeerGateways | None = None,
         tracer: Tracer | None = None,
@@ -133,6 +135,7 @@ class Inference:
         self._clock = clock
         self._config = config
         self._event_ids = event_ids
+        self._forms = forms
         self._calendar_s = calendar_s
         self._draw_seed = draw_seed
         self._public = {model.key: PublicPrefixes(model.bodies.reader) for model in models}
@@ -189,6 +192,7 @@ class Inference:
         assert isinstance(asked, AskedCall)
         del data, history
         self._metrics.unknown_keys += asked.num_unknown
+        await self._check_form(asked, tenant)
         if asked.response is not None:
             responses.check_conversation(asked.response, self.responses.max_bytes)
         event_id = header(scope, HEADER) if scope["type"] == "http" else None
@@ -217,6 +221,14 @@ class Inference:
             raise unsupported("stream_options.resumable", "true over a WebSocket")
         self._check(call, policy.longest())
         return call
+
+    async def _check_form(self, asked: AskedCall, tenant: Tenant) -> None:
+        form = asked.sampling.structured_outputs
+        if form is not None:
+            try:
+                await self._forms.check(tenant.name, form)
+            except InvalidRequest as error:
+                raise invalid(asked.form_key, str(error)) from None
 
     async def _count_public(self, public: PublicPrefixes, prompts: Sequence[Prompt], tenant: Tenant) -> None:
         for prompt in prompts:

@@ -26,6 +26,7 @@ from baton.gateway.api.body import (
 from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.call import SAMPLING_FIELDS, AskedCall, Call
 from baton.gateway.api.errors import ApiError, as_api_error
+from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import PromptReader, ReadPolicy
 from baton.gateway.metrics.metrics import ROUTES, Metrics
@@ -47,13 +48,14 @@ TEMPLATE = (
 
 
 LOOP = asyncio.Runner()  # of all tests of this file, which share a form server
+FORMS = FormChecker()
 BODIES = BodyReader(PromptReader(TOKENIZER, ChatTemplate(TEMPLATE, {})))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _loop_ends() -> Iterator[None]:
     yield
-    LOOP.run(BODIES.close())
+    LOOP.run(FORMS.close())
     LOOP.close()
 
 
@@ -73,7 +75,7 @@ def inference(**of_model: Any) -> Inference:
     config, event_ids, metrics = GatewayConfig(model="tiny", routers=()), EventIds([b"k" * 32]), Metrics()
     limiter = Limiter(metrics, GatewaySettings(max_open_requests=1))
     models, clock = ServedModels([model]), ManualClock()
-    return Inference(models, metrics, limiter, clock, config, event_ids, draw_seed=lambda: 11)
+    return Inference(models, metrics, limiter, clock, config, event_ids, FORMS, draw_seed=lambda: 11)
 
 
 def chat(**fields: Any) -> Call:
