@@ -3,11 +3,10 @@
 Frequent requests go to plain ASGI applications; FastAPI serves the others.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
-import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -17,31 +16,18 @@ from starlette.websockets import WebSocket
 
 import baton
 from baton.config.gateway import GatewayConfig
-from baton.errors import BatonError
-from baton.gateway.api.admin import Canary, Find, add_admin_routes
-from baton.gateway.api.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from baton.gateway.api.body_reader import ServedModel, ServedModels
-from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_error
-from baton.gateway.api.dialects.responses import ResponsesBody
+from baton.gateway.api.dialects.messages import body_of_error
 from baton.gateway.api.errors import ApiError, as_api_error
+from baton.gateway.api.inference import POSTS
+from baton.gateway.api.prompt_reader import BODIES
+from baton.gateway.api.served_models import ServedModel, ServedModels
 from baton.gateway.http.api_page import HEADERS as API_PAGE_HEADERS
 from baton.gateway.http.api_page import api_page
 from baton.gateway.http.auth import AuthMiddleware
-from baton.gateway.metrics.dashboard import LiveFeed, add_dashboard_routes
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.tracing import Tracer
 from baton.gateway.tenants.tenants import Tenants
 
-# Routes that are no FastAPI functions, for `/openapi.json`.
-POSTS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
-    "/v1/chat/completions": (ChatBody, "The next turn of a chat, whole or as server-sent events."),
-    "/v1/completions": (CompletionBody, "The continuation of a prompt, whole or as server-sent events."),
-    "/v1/responses": (ResponsesBody, "The next turn of a conversation, in the form of OpenAI's Responses."),
-    "/v1/messages": (MessageBody, "The next turn of a chat, in Anthropic's form."),
-    "/v1/messages/count_tokens": (CountBody, "The number of tokens of a chat in Anthropic's form."),
-    "/tokenize": (TokenizeBody, "Text, or a chat, as token ids."),
-    "/detokenize": (DetokenizeBody, "Token ids as text."),
-}
 # Routes of vLLM for tasks that no model has here.
 OTHER_TASKS: Final = (
     *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
@@ -66,7 +52,7 @@ REFERENCE: Final = "#/components/schemas/{name}"
 
 def describe_routes(openapi: dict[str, Any]) -> None:
     """Add the routes of POSTS to an OpenAPI document."""
-    bodies = [body for body, _ in POSTS.values()]
+    bodies = [BODIES[kind] for kind, _ in POSTS.values()]
     references, schemas = msgspec.json.schema_components(
         bodies, schema_hook=lambda kind: {"description": "any value"}, ref_template=REFERENCE
     )
@@ -83,23 +69,13 @@ JSON = "application/json"
 
 
 def make_app(
-    models: ServedModels,
-    tenants: Tenants,
-    *,
     posts: Mapping[str, ASGIApp],
     websocket: Callable[[WebSocket], Awaitable[None]],
-    canaries: Sequence[Canary],
-    exporter: Exporter,
-    feed: LiveFeed,
-    config: GatewayConfig,
-    find: Find,
-    tracer: Tracer | None,
     routes: Iterable[Callable[[FastAPI], None]],
-) -> ASGIApp:
-    """Return the whole gateway as one ASGI application.
+) -> FastAPI:
+    """Return the application with all routes, which `guard` protects.
 
-    canaries: one for each model, in order. posts: by path. websocket: answers `/v1/stream`. find: of the
-    requests of this gateway. routes: each adds routes of one part.
+    posts: by path. websocket: answers `/v1/stream`. routes: each adds the routes of one part.
     """
     app = FastAPI(
         title="Baton",
@@ -112,37 +88,43 @@ def make_app(
     app.router.routes += [Route(path, _never, methods=["POST"]) for path in posts]
     app.router.routes += [Route(path, _refuse_task, methods=["GET", "POST"]) for path in OTHER_TASKS]
     app.router.routes.append(WebSocketRoute("/v1/stream", websocket))
-    service = models.first.service
-    _add_health(app, models, canaries)
-    _add_operator_pages(app, exporter)
-    add_dashboard_routes(app, feed, service)
-    _add_models(app, models)
-    add_admin_routes(app, service, find)
     for add_routes in routes:
         add_routes(app)
     _answer_errors(app)
     _add_api_page(app)
     describe_routes(app.openapi())  # made once and kept until another route is added
+    return app
+
+
+def guard(
+    app: FastAPI,
+    tenants: Tenants,
+    *,
+    posts: Mapping[str, ASGIApp],
+    answered: Callable[[str, int], None],
+    config: GatewayConfig,
+    tracer: Tracer | None,
+) -> ASGIApp:
+    """Return the application behind the check of keys.
+
+    posts: answered without FastAPI, by path. answered: told the path and the status of each request. Pages of
+    the allowed sites may use the API, as in vLLM. Browsers ask before a request, without a key:
+    CORSMiddleware answers before keys are checked.
+    """
     guarded = AuthMiddleware(
         app,
         tenants,
         posts=posts,
-        answered=exporter.metrics.answered,
+        answered=answered,
         operator_port=config.operator_port,
         allowed_origins=config.allowed_origins,
         begin_trace=None if tracer is None else tracer.context,
     )
-    return _with_cors(guarded, config.allowed_origins) if config.allowed_origins else guarded
-
-
-def _with_cors(app: ASGIApp, allowed_origins: Sequence[str]) -> ASGIApp:
-    """Let pages of these sites use the API, as in vLLM.
-
-    Browsers ask before a request, without a key: this is answered before keys are checked.
-    """
+    if not config.allowed_origins:
+        return guarded
     return CORSMiddleware(
-        app,
-        allow_origins=allowed_origins,
+        guarded,
+        allow_origins=config.allowed_origins,
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=EXPOSED_HEADERS,
@@ -160,42 +142,6 @@ async def _never(request: Request) -> Response:
     raise ApiError(404, "there is no such path", code="not_found")
 
 
-def _add_health(app: FastAPI, models: ServedModels, canaries: Sequence[Canary]) -> None:
-    @app.get("/ping")
-    async def ping() -> Response:
-        """Answer while this process runs, with or without workers."""
-        return Response(b"{}", media_type=JSON)
-
-    @app.get("/health")
-    async def health() -> Response:
-        """Answer when a request has just gone through the workers, prefill included where configured."""
-        asleep = [model.name for model in models if model.is_asleep]
-        for canary, served in zip(canaries, models, strict=True):
-            if served.is_changing:
-                continue  # a check proves nothing then, and might wake the model
-            try:
-                await canary.check()
-            except BatonError as error:
-                which = f"model {canary.model!r}: " if canary.model else ""
-                message = f"not healthy: {which}{error}"
-                raise ApiError(503, message, code="unhealthy", retry_after_s=1.0) from error
-        said: dict[str, object] = {"status": "ok", "model": models.first.name}
-        if len(canaries) > 1:
-            said["models"] = models.names
-        if asleep:
-            said["asleep"] = asleep
-        status = models.first.service.status
-        if status is not None and status.head_away_s:
-            said["warnings"] = [
-                f"Ray's head has not answered for {status.head_away_s:.0f} s: no worker can be started"
-            ]
-        return Response(orjson.dumps(said), media_type=JSON)
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": app.version}
-
-
 def _add_api_page(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
@@ -203,7 +149,9 @@ def _add_api_page(app: FastAPI) -> None:
         return Response(api_page(app.openapi()), media_type="text/html", headers=API_PAGE_HEADERS)
 
 
-def _add_operator_pages(app: FastAPI, exporter: Exporter) -> None:
+def add_operator_pages(app: FastAPI, exporter: Exporter) -> None:
+    """Add `/metrics` and `/load`."""
+
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics of every gateway behind the port in Prometheus' text format."""
@@ -216,7 +164,9 @@ def _add_operator_pages(app: FastAPI, exporter: Exporter) -> None:
         return {"server_load": sum(counts.num_open for counts in await exporter.gateways())}
 
 
-def _add_models(app: FastAPI, models: ServedModels) -> None:
+def add_model_routes(app: FastAPI, models: ServedModels) -> None:
+    """Add `/v1/models` and `/v1/models/NAME`."""
+
     @app.get("/v1/models")
     async def all_models(request: Request) -> dict[str, Any]:
         """List the models that the key may use."""
@@ -240,7 +190,7 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
         "owned_by": "baton",
         "root": name if adapter is None else adapter.adapter.path,
         "parent": None if adapter is None else model.name,
-        "max_model_len": model.max_model_len,
+        "max_model_len": model.view.max_model_len,
         "vocab_size": None if tokenizer is None else tokenizer.vocab_size,
     }
 

@@ -21,15 +21,17 @@ from baton.config.gateway import GatewayConfig, GatewayModel, TextSettings, text
 from baton.config.generation_config import read_sampling_defaults
 from baton.errors import Overloaded
 from baton.gateway.api.adapters import ServedAdapters, add_adapter_routes
-from baton.gateway.api.admin import Canary
-from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
+from baton.gateway.api.admin import add_admin_routes
+from baton.gateway.api.body_reader import BodyReader
 from baton.gateway.api.dialects.response_store import add_response_routes
 from baton.gateway.api.form_checker import FormChecker
+from baton.gateway.api.health import Canary, add_health_routes
 from baton.gateway.api.inference import Inference
+from baton.gateway.api.served_models import ServedModel, ServedModels
 from baton.gateway.api.sleep import add_sleep_routes
-from baton.gateway.app import make_app
+from baton.gateway.app import add_model_routes, add_operator_pages, guard, make_app
 from baton.gateway.http.server import HttpServer
-from baton.gateway.metrics.dashboard import LiveFeed
+from baton.gateway.metrics.dashboard import LiveFeed, add_dashboard_routes
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer
@@ -105,25 +107,29 @@ class GatewayProcess:
             self.metrics, service, self._peers, models=models.names, vllm_names=config.vllm_metric_names
         )
         self.feed = LiveFeed(exporter, service, clock, model=", ".join(models.names))
-        app = make_app(
-            models,
+        posts = self._inference.posts
+        guarded = guard(
+            make_app(posts, self._inference.websocket, self._routes(exporter, service, clock)),
             tenants,
-            posts=self._inference.posts,
-            websocket=self._inference.websocket,
-            canaries=[self._canary(model, service, clock) for model in models],
-            exporter=exporter,
-            feed=self.feed,
+            posts=posts,
+            answered=self.metrics.answered,
             config=config,
-            find=self.find,
             tracer=self._tracer,
-            routes=self._routes(clock),
         )
-        self._server = HttpServer(app, config, self._refused)
+        self._server = HttpServer(guarded, config, self._refused)
 
-    def _routes(self, clock: Clock) -> Iterator[Callable[[FastAPI], None]]:
-        stored = self._inference.responses
+    def _routes(
+        self, exporter: Exporter, service: Service, clock: Clock
+    ) -> Iterator[Callable[[FastAPI], None]]:
+        models, stored = self._models, self._inference.responses
+        canaries = [self._canary(model, service, clock) for model in models]
+        yield partial(add_health_routes, models=models, canaries=canaries)
+        yield partial(add_operator_pages, exporter=exporter)
+        yield partial(add_dashboard_routes, feed=self.feed, service=service)
+        yield partial(add_model_routes, models=models)
+        yield partial(add_admin_routes, service=service, find=self.find)
         yield partial(add_response_routes, store=stored, answers=self.limiter.answers, clock=clock)
-        yield partial(add_sleep_routes, models=self._models)
+        yield partial(add_sleep_routes, models=models)
         yield partial(add_adapter_routes, adapters=self._adapters)
 
     async def prepare(self) -> None:

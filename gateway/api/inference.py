@@ -21,7 +21,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final
@@ -42,8 +42,7 @@ from baton.gateway.api.answer_stream import (
     Framing,
     StreamProgress,
 )
-from baton.gateway.api.body import Prompt, early_text, raw_fields
-from baton.gateway.api.body_reader import PublicPrefixes, ServedModel, ServedModels
+from baton.gateway.api.body import early_text, raw_fields
 from baton.gateway.api.call import AskedCall, Call
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.response_store import ResponseStore
@@ -59,6 +58,7 @@ from baton.gateway.api.errors import (
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.format import DONE, answer_format
 from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy, TextAnswer
+from baton.gateway.api.served_models import ServedModel, ServedModels
 from baton.gateway.http.protocol import (
     RECEIVED_S,
     RESPONSE_WRITER,
@@ -96,6 +96,17 @@ EVENT_STREAM: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+# Path -> the kind of its bodies, and a summary.
+POSTS: Final[dict[str, tuple[BodyKind, str]]] = {
+    "/v1/chat/completions": ("chat", "The next turn of a chat, whole or as server-sent events."),
+    "/v1/completions": ("completion", "The continuation of a prompt, whole or as server-sent events."),
+    "/v1/responses": ("response", "The next turn of a conversation, in the form of OpenAI's Responses."),
+    "/v1/messages": ("message", "The next turn of a chat, in Anthropic's form."),
+    "/v1/messages/count_tokens": ("count_tokens", "The number of tokens of a chat in Anthropic's form."),
+    "/tokenize": ("tokenize", "Text, or a chat, as token ids."),
+    "/detokenize": ("detokenize", "Token ids as text."),
+}
+TEXT_KINDS: Final[frozenset[BodyKind]] = frozenset({"count_tokens", "tokenize", "detokenize"})
 KEYS: Final[dict[BodyKind, Mapping[str, str]]] = {"response": responses.KEYS, "message": messages.KEYS}
 # WebSocket
 LINES: Final = Framing(b"", b"\n", b"")  # a line is a message; the connection has pings of its own
@@ -138,7 +149,6 @@ class Inference:
         self._forms = forms
         self._calendar_s = calendar_s
         self._draw_seed = draw_seed
-        self._public = {model.key: PublicPrefixes(model.bodies.reader) for model in models}
         self.responses = ResponseStore(
             max_entries=config.max_stored_responses,
             max_bytes=config.max_stored_response_bytes,
@@ -149,15 +159,10 @@ class Inference:
 
     @property
     def posts(self) -> Mapping[str, ASGIApp]:
-        """The ASGI applications that answer POST requests, by path."""
+        """The ASGI applications that answer POSTS, by path."""
         return {
-            "/v1/chat/completions": partial(self._serve, "chat"),
-            "/v1/completions": partial(self._serve, "completion"),
-            "/v1/responses": partial(self._serve, "response"),
-            "/v1/messages": partial(self._serve, "message"),
-            "/v1/messages/count_tokens": partial(self._serve_text, "count_tokens"),
-            "/tokenize": partial(self._serve_text, "tokenize"),
-            "/detokenize": partial(self._serve_text, "detokenize"),
+            path: partial(self._serve_text if kind in TEXT_KINDS else self._serve, kind)
+            for path, (kind, _) in POSTS.items()
         }
 
     async def websocket(self, websocket: WebSocket) -> None:
@@ -198,7 +203,9 @@ class Inference:
         event_id = header(scope, HEADER) if scope["type"] == "http" else None
         resumed = self._event_ids.open(event_id, tenant.name, self._calendar_s()) if event_id else None
         if not asked.cache_salt:  # a salt of the caller's shares no pages with other tenants
-            await self._count_public(self._public[model.key], asked.prompts, tenant)
+            for prompt in asked.prompts:
+                num_public = await model.bodies.public.num_tokens(tenant.public_texts, prompt.token_ids)
+                prompt.num_public_tokens = num_public
         sampling, adapter = asked.sampling, adapters.get(asked.model)
         if sampling.seed is None:  # choices differ by their number, not by their seed
             seed = self._draw_seed() if resumed is None else resumed.seed
@@ -229,10 +236,6 @@ class Inference:
                 await self._forms.check(tenant.name, form)
             except InvalidRequest as error:
                 raise invalid(asked.form_key, str(error)) from None
-
-    async def _count_public(self, public: PublicPrefixes, prompts: Sequence[Prompt], tenant: Tenant) -> None:
-        for prompt in prompts:
-            prompt.num_public_tokens = await public.num_tokens(tenant.public_texts, prompt.token_ids)
 
     def _model_of(self, call: Call) -> ServedModel:
         return self._models.of(call.served or None)
@@ -299,7 +302,7 @@ class Inference:
         """
         await self._yield_for(call)
         model = self._model_of(call)
-        if model.is_asleep and not self._config.wake_on_request:
+        if model.view.is_asleep and not self._config.wake_on_request:
             raise ApiError(503, ASLEEP.format(model=model.name), code="model_asleep", retry_after_s=WAKE_S)
         permit, now_s = self._limiter.enter(call), self._clock.now_s
         try:

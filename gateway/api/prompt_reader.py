@@ -51,6 +51,15 @@ NO_WORKERS_RETRY_S: Final = 2.0
 BodyKind: TypeAlias = Literal[
     "chat", "completion", "either", "response", "message", "tokenize", "detokenize", "count_tokens"
 ]
+BODIES: Final[dict[BodyKind, type[Any]]] = {
+    "chat": ChatBody,
+    "completion": CompletionBody,
+    "response": responses.ResponsesBody,
+    "message": messages.MessageBody,
+    "count_tokens": messages.CountBody,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeBody,
+}
 
 
 class TextAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -169,16 +178,16 @@ class PromptReader:
         is_streamed = kind == "either"
         if kind == "either":
             kind = "chat" if "messages" in raw_fields(data) else "completion"
-        kinds: dict[BodyKind, tuple[type[Any], Callable[[Any, ReadPolicy], AskedCall | TextAnswer]]] = {
-            "chat": (ChatBody, self._chat),
-            "completion": (CompletionBody, self._completion),
-            "response": (responses.ResponsesBody, partial(self._response, history)),
-            "message": (messages.MessageBody, self._message),
-            "count_tokens": (messages.CountBody, self._count_tokens),
-            "tokenize": (TokenizeBody, self._tokenize),
-            "detokenize": (DetokenizeBody, self._detokenize),
+        reads: dict[BodyKind, Callable[[Any, ReadPolicy], AskedCall | TextAnswer]] = {
+            "chat": self._chat,
+            "completion": self._completion,
+            "response": partial(self._response, history),
+            "message": self._message,
+            "count_tokens": self._count_tokens,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
         }
-        struct, read = kinds[kind]
+        struct = BODIES[kind]
         body, unknown = decode_body(data, struct)
         if unknown and (policy.is_strict or getattr(struct, "refuses_unknown", False)):
             key = unknown[0][:64]  # `renamed` leaves a message alone that does not begin with the key
@@ -186,7 +195,7 @@ class PromptReader:
         policy.check_model(body.model)
         if is_streamed:
             body = msgspec.structs.replace(body, stream=True)
-        return msgspec.structs.replace(read(body, policy), num_unknown=len(unknown))
+        return msgspec.structs.replace(reads[kind](body, policy), num_unknown=len(unknown))
 
     def encode(self, text: str, *, max_tokens: int | None, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Text that cannot fit `max_tokens` raises before it is tokenised.

@@ -17,8 +17,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from baton.gateway.api.body import read_query
-from baton.gateway.api.body_reader import OpenOrder, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
+from baton.gateway.api.served_models import OpenOrder, ServedModel, ServedModels
 from baton.messages.orders import Sleep, Wake, is_superseded, latest_order, not_followed, numbered
 
 ASK_EVERY_S: Final = 1.0
@@ -60,7 +60,7 @@ def add_sleep_routes(app: FastAPI, models: ServedModels) -> None:
     async def is_sleeping(request: Request) -> dict[str, bool]:
         """Tell whether a model sleeps."""
         asked = read_query(request.query_params, ModelQuery)
-        return {"is_sleeping": _model(models, asked.model).is_asleep}
+        return {"is_sleeping": _model(models, asked.model).view.is_asleep}
 
 
 def _model(models: ServedModels, name: str | None) -> ServedModel:
@@ -80,7 +80,7 @@ async def _repeat_order(model: ServedModel, asked: Sleep | Wake) -> None:
     Raises ApiError 409 when a later order to do the opposite holds, and 503 after TIMEOUT_S.
     """
     order, former = numbered(asked, model.orders, time.time()), latest_order(model.orders, model.key)
-    workers = frozenset(worker.name for worker in model.workers)
+    workers = frozenset(worker.name for worker in model.view.workers)
     if model.open_order is not None:
         workers |= model.open_order.workers
     if not workers:
@@ -109,4 +109,4 @@ async def _repeat_order(model: ServedModel, asked: Sleep | Wake) -> None:
 
 def _have_followed(model: ServedModel, opened: OpenOrder) -> bool:
     """Return whether all workers of the order have followed."""
-    return not not_followed(opened.order, opened.workers, model.workers, model.service.draining)
+    return not not_followed(opened.order, opened.workers, model.view.workers, model.service.draining)

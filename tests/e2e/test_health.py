@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
 
-from baton.gateway.api.admin import FRESH_S
+from baton.gateway.api.health import FRESH_S
 from tests.served import Served, until
 
 WAIT_S = 120.0  # of a slow machine

@@ -3,11 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import httpx2
+from fastapi import FastAPI
+
 from baton.bench.serve.figures import events_of
 from baton.cluster.model_directory import resolve_model
 from baton.gateway.api.answer import Answer
 from baton.gateway.api.body import Prompt
+from baton.gateway.api.body_reader import BodyReader
 from baton.gateway.api.call import Call
+from baton.gateway.api.errors import as_api_error
+from baton.gateway.api.prompt_reader import PromptReader
+from baton.gateway.api.served_models import ServedModel
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.tokenizer import Tokenizer
@@ -37,6 +44,23 @@ def answer(service: Service, *, sampling: dict[str, Any] | None = None, **fields
 
 def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text)
+
+
+def served_model(service: Service, *, name: str = "tiny", **fields: Any) -> ServedModel:
+    """Return a model, without a tokenizer unless `bodies` has one."""
+    given = {"bodies": BodyReader(PromptReader(None, None)), **fields}
+    return ServedModel(name=name, service=service, created_s=0, **given)
+
+
+async def ask(app: FastAPI, path: str, method: str = "GET") -> tuple[int, Any]:
+    """Return the status and the decoded body of an answer, or the status and the code of the error."""
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
+        try:
+            answer = await client.request(method, path)
+        except Exception as error:  # the middleware answers with this status
+            refused = as_api_error(error)
+            return refused.status, refused.code
+        return answer.status_code, answer.json() if answer.content else None
 
 
 class Client:

@@ -23,12 +23,13 @@ from baton.gateway.api.body import (
     early_text,
     list_prompts,
 )
-from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
+from baton.gateway.api.body_reader import BodyReader
 from baton.gateway.api.call import SAMPLING_FIELDS, AskedCall, Call
 from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import PromptReader, ReadPolicy
+from baton.gateway.api.served_models import ServedModels
 from baton.gateway.metrics.metrics import ROUTES, Metrics
 from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
@@ -36,7 +37,7 @@ from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import SamplingParams, StructuredOutputs
 from tests.scripted_service import ScriptedService
-from tests.unit.gateway.calls import TENANT, TOKENIZER
+from tests.unit.gateway.calls import TENANT, TOKENIZER, served_model
 
 TOOL = {"type": "function", "function": {"name": "weather"}}
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -71,7 +72,7 @@ def read(kind: Any, fields: dict[str, Any], **of_model: Any) -> Call:
 
 
 def inference(**of_model: Any) -> Inference:
-    model = ServedModel(name="tiny", bodies=BODIES, service=ScriptedService(), created_s=0, **of_model)
+    model = served_model(ScriptedService(), bodies=BODIES, **of_model)
     config, event_ids, metrics = GatewayConfig(model="tiny", routers=()), EventIds([b"k" * 32]), Metrics()
     limiter = Limiter(metrics, GatewaySettings(max_open_requests=1))
     models, clock = ServedModels([model]), ManualClock()

@@ -3,14 +3,11 @@
 import asyncio
 from typing import Any
 
-import httpx2
 import msgspec
 import pytest
 from fastapi import FastAPI
 
-from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
-from baton.gateway.api.errors import ApiError
-from baton.gateway.api.prompt_reader import PromptReader
+from baton.gateway.api.served_models import ServedModels
 from baton.gateway.api.sleep import LOOK_EVERY_S, add_sleep_routes
 from baton.messages.operations import Status
 from baton.messages.orders import Sleep, Wake
@@ -18,6 +15,7 @@ from baton.messages.workers import Worker, WorkerRole
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker
 from tests.scripted_service import ScriptedService
+from tests.unit.gateway import calls
 
 
 class Cluster(ScriptedService):
@@ -41,18 +39,10 @@ class Cluster(ScriptedService):
 
 
 async def call(service: ScriptedService, method: str, path: str, *, is_one: bool = False) -> tuple[int, Any]:
-    bodies, app = BodyReader(PromptReader(None, None)), FastAPI()
-    keys = [""] if is_one else ["a", "b"]
-    models = [
-        ServedModel(name=key or "a", key=key, bodies=bodies, service=service, created_s=0) for key in keys
-    ]
+    app, keys = FastAPI(), [""] if is_one else ["a", "b"]
+    models = [calls.served_model(service, name=key or "a", key=key) for key in keys]
     add_sleep_routes(app, ServedModels(models))
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
-        try:
-            answer = await client.request(method, path)
-        except ApiError as error:
-            return error.status, error.code
-        return answer.status_code, answer.json() if answer.content else None
+    return await calls.ask(app, path, method)
 
 
 @on_loop
@@ -110,24 +100,12 @@ class SlowCluster(Cluster):
 
     def __init__(self) -> None:
         super().__init__(num_deaf=10**6)
-        self.model = ServedModel(
-            name="a",
-            key="a",
-            bodies=BodyReader(PromptReader(None, None)),
-            service=self,
-            created_s=0,
-        )
+        self.model = calls.served_model(self, name="a", key="a")
         self.app = FastAPI()
         add_sleep_routes(self.app, ServedModels([self.model]))
 
     async def post(self, path: str) -> int:
-        async with httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(self.app), base_url="http://x"
-        ) as client:
-            try:
-                return (await client.post(path)).status_code
-            except ApiError as error:
-                return error.status
+        return (await calls.ask(self.app, path, "POST"))[0]
 
     def begin(self, path: str) -> "asyncio.Task[int]":
         return asyncio.ensure_future(self.post(path))
@@ -198,9 +176,9 @@ async def test_model_does_not_sleep_while_a_worker_that_has_joined_again_is_list
     service.follow(are_asleep=True)
     asleep, service.workers = service.workers, [*awake, *service.workers]
     await asyncio.sleep(3 * LOOK_EVERY_S)
-    assert not falls_asleep.done() and not service.model.is_asleep
+    assert not falls_asleep.done() and not service.model.view.is_asleep
     service.workers = asleep
-    assert await falls_asleep == 200 and service.model.is_asleep
+    assert await falls_asleep == 200 and service.model.view.is_asleep
 
 
 @on_loop
@@ -209,7 +187,7 @@ async def test_model_changes_from_an_order_until_all_have_followed() -> None:
     service = SlowCluster()
 
     def state() -> tuple[bool, bool]:
-        return service.model.is_changing, service.model.is_asleep
+        return service.model.is_changing, service.model.view.is_asleep
 
     assert state() == (False, False)
     falls_asleep = service.begin("/sleep")
