@@ -70,7 +70,7 @@ class TenantRow(msgspec.Struct, frozen=True, kw_only=True):
     counts: TenantCounts
 
 
-class GatewayRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GatewayRow(msgspec.Struct, frozen=True, kw_only=True):
     """One gateway. Of a gateway of another port only the fields up to `is_here` are known."""
 
     name: str
@@ -90,7 +90,7 @@ class GatewayRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_clients_gone: int = 0
 
 
-class RouterRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RouterRow(msgspec.Struct, frozen=True, kw_only=True):
     """One router. Counts are since its start."""
 
     id: str

@@ -67,7 +67,7 @@ export function showWorker(details, snapshot, id) {
     if (!whole) return;
     transports.update(transportValues(whole.load.pairs));
     counters.update(countValues({ ...whole.load.counters, ...whole.load.gauges }));
-    identity.update(Object.entries(whole.worker).map(([name, value]) => [name, plain(value)]));
+    identity.update(allFields(whole.worker));
   };
   details.show(row ? row.name : id.slice(0, 8), [gone, ...sections.flat()], update);
   update(snapshot);
@@ -138,13 +138,8 @@ function liveValues(row) {
  * @param {string} name
  */
 export function showTenant(details, snapshot, name) {
-  const values = new Values(element("dl", { class: "values" }));
-  const update = (latest) => {
-    const row = latest.tenants.find((each) => each.status.tenant === name);
-    if (row) values.update(tenantValues(row));
-  };
-  details.show(name, [values.list], update);
-  update(snapshot);
+  const find = (latest) => latest.tenants.find((each) => each.status.tenant === name);
+  showFields(details, snapshot, name, find, tenantValues);
 }
 
 /** @returns {[string, string][]} */
@@ -170,20 +165,26 @@ function tenantValues({ status, counts }) {
 }
 
 /**
- * Show every field of a gateway or router, and keep it fresh.
+ * Show the fields of a row, and keep them fresh.
  * @param {Details} details
  * @param {import("./feed.js").Snapshot} snapshot
  * @param {string} title
  * @param {(snapshot: import("./feed.js").Snapshot) => any} find
+ * @param {(row: any) => [string, string][]} valuesOf
  */
-export function showFields(details, snapshot, title, find) {
+export function showFields(details, snapshot, title, find, valuesOf = allFields) {
   const values = new Values(element("dl", { class: "values" }));
   const update = (latest) => {
     const row = find(latest);
-    if (row) values.update(Object.entries(row).map(([name, value]) => [name, plain(value)]));
+    if (row) values.update(valuesOf(row));
   };
   details.show(title, [values.list], update);
   update(snapshot);
+}
+
+/** @returns {[string, string][]} */
+function allFields(row) {
+  return Object.entries(row).map(([name, value]) => [name, plain(value)]);
 }
 
 /**

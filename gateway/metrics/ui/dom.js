@@ -64,8 +64,12 @@ export class Values {
  * @param {string} name such as "blue"
  */
 export function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  probe.style.color = `var(--${name})`; // a variable itself is not resolved
+  return getComputedStyle(probe).color;
 }
+
+const probe = element("span", { hidden: "" });
+document.body.append(probe);
 
 /**
  * Fit a canvas to its size on the page and return its context, scaled to CSS pixels.

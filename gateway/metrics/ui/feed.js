@@ -71,36 +71,6 @@ const WORKER = {
   compile_us: 0,
   num_failed_forms: 0,
 };
-const GATEWAY = {
-  node: "",
-  pid: 0,
-  address: "",
-  is_here: false,
-  num_open: 0,
-  num_refused: 0,
-  num_requests: 0,
-  requests_per_s: 0,
-  num_tokens: 0,
-  tokens_per_s: 0,
-  num_replays: 0,
-  num_refused_forms: 0,
-  form_check_p99_s: 0,
-  num_clients_gone: 0,
-};
-const ROUTER = {
-  node: "",
-  pid: 0,
-  num_attempts: 0,
-  num_queued: 0,
-  oldest_wait_s: 0,
-  level: "",
-  redis: "none",
-  num_routed: 0,
-  routed_per_s: 0,
-  routing_p99_s: 0,
-  blind_share: 0,
-  counters: {},
-};
 
 export class Feed {
   /**
@@ -130,22 +100,11 @@ export class Feed {
 
   /** @param {Snapshot} snapshot */
   take(snapshot) {
-    for (const worker of snapshot.workers) fill(worker, WORKER);
-    for (const gateway of snapshot.gateways) fill(gateway, GATEWAY);
-    for (const router of snapshot.routers) fill(router, ROUTER);
+    snapshot.workers = snapshot.workers.map((worker) => ({ ...WORKER, ...worker }));
     const last = this.points.at(-1);
     if (!last || last.time_s < snapshot.point.time_s) this.points.push(snapshot.point);
     while (this.points[0].time_s < snapshot.point.time_s - HISTORY_S) this.points.shift();
     this.changed(true);
     this.told(this.points, snapshot);
   }
-}
-
-/**
- * Give the fields that the gateway left out their defaults.
- * @param {any} row
- * @param {any} defaults
- */
-function fill(row, defaults) {
-  for (const name in defaults) if (row[name] === undefined) row[name] = defaults[name];
 }

@@ -16,35 +16,12 @@ const details = new Details();
 const values = new Values(byId("tiles"));
 const charts = CHARTS.map((each) => new Chart(byId("charts"), each.title, each.series, each.format, each));
 const lists = {
-  workers: list(
-    "Workers",
-    (host) =>
-      new Table(
-        host,
-        "Workers",
-        WORKER_COLUMNS,
-        (row) => row.id,
-        (row) => openWorker(row.id),
-      ),
-  ),
-  tenants: list(
-    "Tenants",
-    (host) =>
-      new Table(
-        host,
-        "Tenants",
-        TENANT_COLUMNS,
-        (row) => row.status.tenant,
-        (row) => showTenant(details, latest, row.status.tenant),
-      ),
-  ),
+  workers: rows("Workers", WORKER_COLUMNS, ({ id }) => openWorker(id)),
+  tenants: rows("Tenants", TENANT_COLUMNS, (row) => showTenant(details, latest, row.status.tenant)),
   requests: list("Requests", (host) => new RequestList(host, openRequest)),
-  gateways: list(
-    "Gateways",
-    (host) => new Table(host, "Gateways", GATEWAY_COLUMNS, (row) => row.name, openGateway),
-  ),
-  routers: list("Routers", (host) => new Table(host, "Routers", ROUTER_COLUMNS, (row) => row.id, openRouter)),
-  plans: list("Plans", (host) => new Table(host, "Plans", PLAN_COLUMNS, (row) => row.id, openPlan)),
+  gateways: rows("Gateways", GATEWAY_COLUMNS, ({ name }) => openRow("gateways", "name", name, `Gateway ${name}`)),
+  routers: rows("Routers", ROUTER_COLUMNS, ({ id }) => openRow("routers", "id", id, `Router ${id.slice(0, 8)}`)),
+  plans: rows("Plans", PLAN_COLUMNS, ({ id }) => openRow("plans", "id", id, `Plan ${id}`)),
 };
 const map = new ClusterMap(byId("map"), {
   worker: openWorker,
@@ -79,6 +56,10 @@ function list(title, make) {
   return { tab, panel, part: make(panel) };
 }
 
+function rows(title, columns, open) {
+  return list(title, (host) => new Table(host, title, columns, open));
+}
+
 function choose(name) {
   for (const [each, { tab, panel }] of Object.entries(lists)) {
     tab.setAttribute("aria-selected", String(each === name));
@@ -104,20 +85,9 @@ function openRequest(id) {
   if (latest) showRequest(details, latest, id);
 }
 
-function openGateway({ name }) {
-  showFields(details, latest, `Gateway ${name}`, (snapshot) =>
-    snapshot.gateways.find((each) => each.name === name),
-  );
-}
-
-function openRouter({ id }) {
-  showFields(details, latest, `Router ${id.slice(0, 8)}`, (snapshot) =>
-    snapshot.routers.find((each) => each.id === id),
-  );
-}
-
-function openPlan({ id }) {
-  showFields(details, latest, `Plan ${id}`, (snapshot) => snapshot.plans.find((each) => each.id === id));
+/** Show every field of the row of a list that has this value. */
+function openRow(list, field, value, title) {
+  showFields(details, latest, title, (snapshot) => snapshot[list].find((each) => each[field] === value));
 }
 
 function tell(points, snapshot) {

@@ -104,13 +104,7 @@ export class RequestList {
     this.order.addEventListener("change", () => this.ask());
     this.tenant.addEventListener("change", () => this.ask());
     host.append(form);
-    this.table = new Table(
-      host,
-      "Requests",
-      COLUMNS,
-      (row) => row.request_id,
-      (row) => open(row.request_id),
-    );
+    this.table = new Table(host, "Requests", COLUMNS, (row) => open(row.request_id));
     this.table.sortBy("time");
     this.filter = this.table.filter;
     this.askedAt = -Infinity;

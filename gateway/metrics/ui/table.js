@@ -24,11 +24,10 @@ export class Table {
    * @param {HTMLElement} host
    * @param {string} label names the table
    * @param {Column[]} columns the first one names the row
-   * @param {(row: any) => string} keyOf
    * @param {(row: any) => void} opened called when a row is chosen
    */
-  constructor(host, label, columns, keyOf, opened) {
-    Object.assign(this, { columns, keyOf, opened });
+  constructor(host, label, columns, opened) {
+    Object.assign(this, { columns, opened });
     this.all = [];
     this.rows = [];
     this.words = "";
