@@ -10,7 +10,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from baton.errors import ModelError
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.tokenizer_file import has_tokenizer, read_tokenizer, read_vocab_size
+from baton.tokenizer_file import MAX_FILE_BYTES, has_tokenizer, read_text, read_tokenizer, read_vocab_size
 from tests.unit.gateway.tiny_tokenizers import TEXT
 
 TEXTS: Final = [
@@ -115,3 +115,14 @@ def test_vocabulary_size_comes_from_the_config(tmp_path: Path) -> None:
 
 def test_directory_without_a_config_has_no_vocabulary_size(tmp_path: Path) -> None:
     assert read_vocab_size(tmp_path) is None
+
+
+def test_files_are_bounded_and_must_be_utf8(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(ModelError, match="latin: cannot be read"):
+        read_text(tmp_path / "latin")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(ModelError, match="huge: should be at most"):
+        read_text(tmp_path / "huge")
+    assert read_text(tmp_path / "absent") is None

@@ -28,7 +28,7 @@ from tests.metered_cluster import ROUTE, MeteredCluster
 from tests.metric_scrapes import Scrapes, check_alerts, program
 from tests.node_peers import a_worker, a_worker_status, id_of
 from tests.scripted_service import ScriptedService
-from tests.unit.cluster.test_operations_files import RULES, rules
+from tests.unit.cluster.deploy_files import RULES, rules
 from tests.worker_pair import WorkerPair
 from tests.worker_pair_cases import a_request
 

@@ -27,16 +27,11 @@ from baton.config.gateway import GatewayConfig
 from baton.config.loader import build
 from baton.config.router import RouterConfig
 from baton.gateway.http.auth import PUBLIC_PATHS
-from baton.gateway.metrics.exporter import Exporter
-from baton.gateway.metrics.metrics import Metrics
-from baton.messages.operations import Status
-from baton.messages.workers import Address, Load, WorkerRole
+from baton.messages.workers import Address, WorkerRole
 from tests.kubernetes_schemas import check_document
-from tests.node_peers import a_worker, a_worker_status
 from tests.served import accepts, until
+from tests.unit.cluster.deploy_files import DEPLOY, ROOT, metrics_text
 
-ROOT: Final = Path(__file__).resolve().parents[3]
-DEPLOY: Final = ROOT / "deploy"
 OBJECT_STORE: Final = "--object-store-memory=100000000"
 DOCKERFILES: Final = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 
@@ -291,26 +286,6 @@ def test_the_rayservice_watches_the_gateways_and_leaves_their_port_alone(rayserv
     assert serve["http_options"]["port"] == ports["serve"] != ports["api"]
     strangers = [rule for rule in rayservice["NetworkPolicy"]["spec"]["ingress"] if "from" not in rule]
     assert [port["port"] for rule in strangers for port in rule["ports"]] == [ports["api"]]
-
-
-class Idle:
-    """A service with one worker that has everything to tell."""
-
-    counters: Final = {"replays": 1}
-    workers: Final = ()
-    status: Final = Status(
-        workers=(
-            a_worker_status(
-                a_worker("decode-0", node="host-7"), Load(pages={"free": 4}, counters={"opened_shm": 1})
-            ),
-        )
-    )
-
-
-def metrics_text() -> str:
-    """Return what a gateway with this service exports."""
-    exporter = Exporter(Metrics(), Idle(), models=["tiny"], vllm_names=False)  # type: ignore[arg-type]
-    return exporter.text([Metrics()]).decode()
 
 
 def test_metrics_tell_the_build_and_workers_by_role_and_node() -> None:

@@ -31,8 +31,7 @@ from tests.metered_cluster import MeteredCluster
 from tests.metric_scrapes import program
 from tests.node_peers import a_worker_status
 from tests.scripted_service import ScriptedService
-from tests.unit.cluster.test_deploy import DEPLOY
-from tests.unit.cluster.test_operations_files import RULES, exported_metrics, rules
+from tests.unit.cluster.deploy_files import DEPLOY, RULES, exported_metrics, rules
 from tests.waiting import wait_for
 from tests.worker_pair import ROUTER, WorkerPair
 from tests.worker_pair_cases import a_request

@@ -10,8 +10,7 @@ import yaml
 from baton.config.cluster import ServeConfig
 from baton.config.loader import build
 from tests.kubernetes_schemas import check_document
-from tests.unit.cluster.test_deploy import DEPLOY, ROOT
-from tests.unit.cluster.test_operations_files import RULES
+from tests.unit.cluster.deploy_files import DEPLOY, ROOT, RULES
 
 helm = pytest.importorskip("helm_python", reason="Helm's engine comes as a wheel for Linux on x86-64 alone")
 

@@ -4,36 +4,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
-
-import yaml
+from typing import Final
 
 from baton.gateway.http.auth import OPERATORS_FOLDERS, OPERATORS_PATHS
 from tests.metric_scrapes import program
-from tests.unit.cluster.test_deploy import DEPLOY, ROOT, metrics_text
+from tests.unit.cluster.deploy_files import DEPLOY, ROOT, exported_metrics, rules
 
-RULES: Final = DEPLOY / "prometheus/baton-rules.yml"
 RUNBOOK: Final = ROOT / "docs/operations.md"
 
 
 def check(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def exported_metrics() -> set[str]:
-    """Return the names of all metrics that a gateway exports, and of a histogram's series."""
-    found = set()
-    for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", metrics_text(), re.MULTILINE):
-        suffixes = ("", "_bucket", "_sum", "_count") if kind == "histogram" else ("",)
-        found |= {name + suffix for suffix in suffixes}
-    return found
-
-
-def rules() -> list[dict[str, Any]]:
-    (group,) = yaml.safe_load(RULES.read_text())["groups"]
-    found: list[dict[str, Any]] = group["rules"]
-    return found
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
@@ -62,10 +44,6 @@ def test_proxy_passes_no_path_of_operators_on() -> None:
     assert all("proxy_pass" in block(path) for path in ("/v1/models", "/v1/chat/completions", "/ping"))
     operators = [*OPERATORS_PATHS, *(f"{folder}x" for folder in OPERATORS_FOLDERS)]
     assert all("return 404;" in block(path) for path in operators)
-
-
-def test_promtool_accepts_the_rules() -> None:
-    check(program("promtool"), "check", "rules", str(RULES))
 
 
 def test_alerts_use_exported_metrics_and_have_runbook_entries() -> None:

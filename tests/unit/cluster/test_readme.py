@@ -15,7 +15,7 @@ from baton.config.cluster import ServeConfig
 from baton.config.environment import VARIABLES
 from baton.config.loader import known_keys
 from tests.test_layers import CONTRACT, EVERYTHING, MAY_IMPORT
-from tests.unit.cluster.test_operations_files import exported_metrics
+from tests.unit.cluster.deploy_files import exported_metrics
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 PAGES: Final = {

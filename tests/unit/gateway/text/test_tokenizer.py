@@ -20,7 +20,6 @@ from baton.gateway.text.tokenizer import (
     WindowDetokenizer,
 )
 from baton.request import FinishReason, SamplingParams
-from baton.tokenizer_file import MAX_FILE_BYTES, read_text
 from tests.unit.gateway import tiny_tokenizers
 
 BYTE_LEVEL = Tokenizer(tiny_tokenizers.byte_level())
@@ -144,17 +143,6 @@ def test_missing_or_damaged_file_is_named(directory: Path, content: bytes | None
         (directory / "tokenizer.json").write_bytes(content)
     with pytest.raises(ModelError, match=message):
         Tokenizer.from_directory(directory)
-
-
-def test_files_are_bounded_and_must_be_utf8(tmp_path: Path) -> None:
-    (tmp_path / "latin").write_bytes(b"caf\xe9")
-    with pytest.raises(ModelError, match="latin: cannot be read"):
-        read_text(tmp_path / "latin")
-    with (tmp_path / "huge").open("wb") as file:
-        file.truncate(MAX_FILE_BYTES + 1)
-    with pytest.raises(ModelError, match="huge: should be at most"):
-        read_text(tmp_path / "huge")
-    assert read_text(tmp_path / "absent") is None
 
 
 # Streams.
