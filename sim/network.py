@@ -1,6 +1,6 @@
 """Simulated connections: each carries bodies both ways, in order, with random delays.
 
-1. `connect` joins two living processes. Each end gets by `on_body` the bodies that the other end sends.
+1. `connect` joins two living processes. `on_body` of an end takes the bodies that the other end sends.
 2. A body takes a random time, and never overtakes an earlier body of the same direction.
 3. A closed connection delivers the bodies sent before. A connection cut by a fault or a death delivers some
    of the bodies that are under way, in order, and loses the others.
@@ -18,7 +18,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from baton.errors import WireError
 from baton.messages import control, operations
@@ -112,7 +112,7 @@ MAX_DEATH_DELAY_S: Final = 0.05  # until the other end notices a death
 
 
 class Silence(NamedTuple):
-    """A time in which nothing that a process sends arrives, by virtual time."""
+    """A span of virtual time in which nothing that a process sends arrives."""
 
     since_s: float
     until_s: float
@@ -197,7 +197,6 @@ class Wire:
         self.ends = ends
         self.is_cut = False
         self.stalled_until_s = 0.0
-        self.swallowed: dict[End, Silence] = {}  # of these ends, on this wire alone
         self._network = network
         for end in ends:
             end.wire = self
@@ -247,6 +246,10 @@ class Wire:
         return True
 
 
+# A paused process, an end whose bodies a black hole swallows, or a pair (sender, receiver) of names.
+Silent: TypeAlias = SimProcess | End | tuple[str, str]
+
+
 class Network:
     """All wires of a simulation, and the faults between processes. `random` is the only source of chance."""
 
@@ -254,8 +257,7 @@ class Network:
         self.wires: dict[Wire, None] = {}  # that are whole, oldest first
         self.has_been_cut = False  # between two living processes, perhaps unnoticed
         self._parted_until_s: dict[frozenset[str], float] = {}
-        self._swallowed: dict[tuple[str, str], Silence] = {}  # (sender, receiver)
-        self._paused: dict[SimProcess, Silence] = {}
+        self._silences: dict[Silent, Silence] = {}  # the last of each
         self._events = events
         self._random = random
         self._max_delay_s = random.choice(MAX_DELAYS_S)
@@ -288,49 +290,38 @@ class Network:
     def swallow(self, sender: str, receiver: str, seconds: float) -> None:
         """Open a black hole for everything that one process sends the other."""
         self.has_been_cut = True  # a process that dies behind the hole dies unseen
-        until_s = self._events.now_s + seconds
-        silence = self._lasting(self._swallowed.get((sender, receiver)), until_s)
-        self._swallowed[sender, receiver] = silence
-        for wire in self.wires:
-            if wire.joins({sender, receiver}):
-                self._watch_silence(wire, silence)
+        wires = [wire for wire in self.wires if wire.joins({sender, receiver})]
+        self._fall_silent((sender, receiver), wires, self._events.now_s + seconds)
 
     def swallow_wire(self, wire: Wire, ends: Sequence[End], seconds: float) -> None:
         """Open a black hole for bodies that these ends send over one wire; other wires work."""
         self.has_been_cut = True
-        until_s = self._events.now_s + seconds
         for end in ends:
-            wire.swallowed[end] = self._lasting(wire.swallowed.get(end), until_s)
-            self._watch_silence(wire, wire.swallowed[end])
+            self._fall_silent(end, [wire], self._events.now_s + seconds)
 
     def stands_still(self, process: SimProcess, until_s: float) -> None:
         """A process is paused until then: its links end when it has not answered for too long."""
-        silence = self._paused[process] = self._lasting(self._paused.get(process), until_s)
-        for wire in self.wires:
-            if any(end.owner is process for end in wire.ends):
-                self._watch_silence(wire, silence)
+        self._fall_silent(process, self._wires_of(process), until_s)
 
     def swallowed_until_s(self, sender: End, receiver: End) -> float:
         """Return the earliest arrival of a body sent now; 0 without a black hole."""
-        return max((each.until_s for each in self._black_holes(sender, receiver)), default=0.0)
+        holes = self._present(_names(sender, receiver), sender)
+        return max((each.until_s for each in holes), default=0.0)
 
     def silent_for_s(self, sender: End, receiver: End) -> float:
         """Return for how long no ping of the sender has come to the receiver; 0 when they come."""
-        now_s, paused = self._events.now_s, self._paused.get(sender.owner)
-        begun_s = [each.since_s for each in self._black_holes(sender, receiver)]
-        if paused is not None and now_s < paused.until_s:
-            begun_s.append(paused.since_s)
-        return now_s - min(begun_s, default=now_s)
+        silences = self._present(_names(sender, receiver), sender, sender.owner)
+        now_s = self._events.now_s
+        return now_s - min((each.since_s for each in silences), default=now_s)
 
     def connects_in_s(self, caller: SimProcess, callee: SimProcess) -> float:
         """Return how long a new connection waits for black holes in either direction."""
-        pairs = (caller.name, callee.name), (callee.name, caller.name)
-        ends_s = [self._swallowed[pair].until_s for pair in pairs if pair in self._swallowed]
-        return max(0.0, max(ends_s, default=0.0) - self._events.now_s)
+        holes = self._present((caller.name, callee.name), (callee.name, caller.name))
+        return max((each.until_s - self._events.now_s for each in holes), default=0.0)
 
     def close_all(self, process: SimProcess) -> None:
         """Close a process's wires in order."""
-        for wire in [wire for wire in self.wires if any(end.owner is process for end in wire.ends)]:
+        for wire in self._wires_of(process):
             wire.close()
 
     def delay_s(self) -> float:
@@ -365,28 +356,33 @@ class Network:
         """Tell an end of the wire's end at a random time within `seconds`."""
         self._end_at(end, self._events.now_s, seconds)
 
-    def _black_holes(self, sender: End, receiver: End) -> Iterator[Silence]:
-        """Yield the black holes that swallow a body sent now."""
-        on_wire = sender.wire.swallowed.get(sender) if sender.wire is not None else None
-        for hole in (self._swallowed.get((sender.owner.name, receiver.owner.name)), on_wire):
-            if hole is not None and self._events.now_s < hole.until_s:
-                yield hole
+    def _wires_of(self, process: SimProcess) -> list[Wire]:
+        return [wire for wire in self.wires if any(end.owner is process for end in wire.ends)]
 
-    def _lasting(self, before: Silence | None, until_s: float) -> Silence:
-        """Return a silence that begins now, or the one that lasts already, until then at least."""
-        now_s = self._events.now_s
-        if before is None or before.until_s <= now_s:
-            return Silence(now_s, until_s)
-        return Silence(before.since_s, max(until_s, before.until_s))
+    def _fall_silent(self, key: Silent, wires: Sequence[Wire], until_s: float) -> None:
+        """Begin a silence, or extend the present one. Silent wires end after LINK_TIMEOUT_S."""
+        since_s = self._events.now_s
+        for present in self._present(key):
+            since_s, until_s = present.since_s, max(until_s, present.until_s)
+        self._silences[key] = Silence(since_s, until_s)
+        if since_s + LINK_TIMEOUT_S < until_s:
+            for wire in wires:
+                self._events.at(since_s + LINK_TIMEOUT_S, wire.give_up)
+
+    def _present(self, *keys: Silent) -> Iterator[Silence]:
+        """Yield the present silences of these keys."""
+        for key in keys:
+            silence = self._silences.get(key)
+            if silence is not None and self._events.now_s < silence.until_s:
+                yield silence
 
     def _end_at(self, end: End, time_s: float, within_s: float) -> None:
         time_s += self._random.uniform(0.0, within_s)
         self._events.at(time_s, lambda: end.owner.post(end.hear_end))
 
-    def _watch_silence(self, wire: Wire, silence: Silence) -> None:
-        """End a wire after LINK_TIMEOUT_S of silence, if the silence lasts until then."""
-        if silence.since_s + LINK_TIMEOUT_S < silence.until_s:
-            self._events.at(silence.since_s + LINK_TIMEOUT_S, wire.give_up)
+
+def _names(sender: End, receiver: End) -> tuple[str, str]:
+    return sender.owner.name, receiver.owner.name
 
 
 class Host:
