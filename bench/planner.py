@@ -31,11 +31,12 @@ from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.config.planner import PlannerConfig
 from baton.messages.status import StreamCounts
 from baton.planner.demand import Stream
-from baton.planner.layouts import Objectives, QueueModel, Room
+from baton.planner.layouts import QueueModel, Room
 from baton.planner.planner import Figures, Planner, ScalingPlan
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import Machine
 from baton.sim.timed.workload import read_trace
+from baton.tenants import Sla
 
 INTERVAL_S: Final = 30.0
 GOAL: Final = 0.99
@@ -55,7 +56,8 @@ class Workload(NamedTuple):
 
     name: str
     calls: list[ElasticCall]
-    objectives: Objectives
+    ttft_s: float
+    tpot_s: float
     startup_s: float = 120.0
 
 
@@ -94,7 +96,7 @@ def simulate(
     fleet.run(calls, control, INTERVAL_S, feed)
     met: dict[str, list[bool]] = {}
     for call in calls:
-        is_met = call.meets(workload.objectives.ttft_s, workload.objectives.tpot_s)
+        is_met = call.meets(workload.ttft_s, workload.tpot_s)
         met.setdefault(call.tenant, []).append(is_met)
     by_tenant = {tenant: sum(each) / len(each) for tenant, each in met.items()}
     attainment = sum(map(sum, met.values())) / len(calls)
@@ -116,9 +118,10 @@ class Planned:
             | settings  # type: ignore[arg-type]
         )
         self.plans: list[ScalingPlan] = []
-        self._objectives = workload.objectives
+        self._ttft_s, self._tpot_s = workload.ttft_s, workload.tpot_s
         self._lost_s = lost_s
-        self._planner = Planner(config, QueueModel(MACHINE, ROOM, workload.objectives))
+        sla = Sla(ttft_ms=1e3 * workload.ttft_s, tpot_ms=1e3 * workload.tpot_s)
+        self._planner = Planner(config, QueueModel(MACHINE, ROOM, sla))
         self._to_come = deque(workload.calls)
         self._num_startups = 0
         self._counts: dict[Stream, StreamCounts] = {}
@@ -127,7 +130,7 @@ class Planned:
         """Count a request that has ended."""
         counts = self._counts_of(call)
         counts.end(call.prompt_tokens, call.cached_tokens, call.output_tokens)
-        is_met = call.meets(self._objectives.ttft_s, self._objectives.tpot_s)
+        is_met = call.meets(self._ttft_s, self._tpot_s)
         counts.num_met += is_met
         counts.num_missed += not is_met
 
@@ -266,7 +269,7 @@ def _work(workload: Workload, bin_s: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the prefill and decode workers that each bin keeps busy."""
     num_bins = int(workload.calls[-1].at_s / bin_s) + 2
     prefill, decode = np.zeros(num_bins), np.zeros(num_bins)
-    tpot_s = min(workload.objectives.tpot_s, 0.2)
+    tpot_s = min(workload.tpot_s, 0.2)
     for call in workload.calls:
         at = int(call.at_s / bin_s)
         prefill[at] += (
@@ -322,7 +325,7 @@ def made(
                 tenant=whose,
             )
         )
-    return Workload(name, calls, Objectives(ttft_s=15.0, tpot_s=0.05, attainment=GOAL), startup_s)
+    return Workload(name, calls, 15.0, 0.05, startup_s)
 
 
 def synthetic(seed: int) -> Iterator[tuple[str, Callable[[], Workload]]]:
@@ -375,7 +378,7 @@ def traced(path: Path, seed: int) -> Workload:
                 )
             )
     calls.sort(key=lambda call: call.at_s)
-    return Workload(path.stem[:24], calls, Objectives(ttft_s=ttft_s, tpot_s=tpot_s, attainment=GOAL))
+    return Workload(path.stem[:24], calls, ttft_s, tpot_s)
 
 
 @suite(

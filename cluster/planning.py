@@ -6,7 +6,6 @@ written. With `apply` the workers that a plan orders are ordered from the cluste
 
 import asyncio
 import logging
-import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +21,11 @@ from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS
 from baton.messages.operations import MAX_PLANS, PlanSummary, Status
 from baton.messages.workers import WorkerRole
 from baton.planner.demand import Stream
-from baton.planner.layouts import Objectives, QueueModel, Room, SimRehearser, linear
+from baton.planner.layouts import QueueModel, Room, SimRehearser, linear
 from baton.planner.planner import Action, Figures, Planner, ScalingPlan, Score
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import FittedTimes, TimeModel
+from baton.tenants import Sla
 
 MAX_LOG_BYTES: Final = 2**26  # then the log begins anew, and the former one stays beside it
 
@@ -144,11 +144,7 @@ class Planning:
         _check_settings(config, times)
         times = msgspec.structs.replace(times, engine=config.engine)  # its workers are those to rehearse
         self._fingerprint = times.fingerprint
-        objectives = Objectives(
-            ttft_s=math.inf if settings.ttft_ms is None else settings.ttft_ms / 1e3,
-            tpot_s=math.inf if settings.tpot_ms is None else settings.tpot_ms / 1e3,
-            attainment=settings.attainment,
-        )
+        sla = Sla(ttft_ms=settings.ttft_ms, tpot_ms=settings.tpot_ms)
         sizes = _calibrated_sizes(config, times)
         size = sizes[WorkerRole.DECODE]
         room = Room(
@@ -156,10 +152,8 @@ class Planning:
             num_tokens=times.replicas[size].num_pages * times.page_size,
         )
         machines = {role: linear(FittedTimes(times, each)) for role, each in sizes.items()}
-        model = QueueModel(
-            machines[WorkerRole.DECODE], room, objectives, prefill=machines[WorkerRole.PREFILL]
-        )
-        rehearser = SimRehearser(times, objectives, sizes, config.router.policy)
+        model = QueueModel(machines[WorkerRole.DECODE], room, sla, prefill=machines[WorkerRole.PREFILL])
+        rehearser = SimRehearser(times, sla, sizes, config.router.policy)
         self._planner = Planner(settings, model, rehearser)
         self._settings = settings
         self._num_gateways = config.gateways

@@ -31,14 +31,6 @@ WINDOW_S: Final = 240.0  # over which the wait for prefill workers is predicted
 MAX_PHASES: Final = 512  # that are remembered
 
 
-class Objectives(msgspec.Struct, frozen=True, kw_only=True):
-    """Latency objectives, and the share of requests that must meet them."""
-
-    ttft_s: float = math.inf
-    tpot_s: float = math.inf
-    attainment: float = 0.99
-
-
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that come at a rate: arrays of one entry a cell of the joint distribution of lengths."""
 
@@ -187,14 +179,13 @@ class QueueModel:
     compute beside each other as workers do.
     """
 
-    def __init__(
-        self, machine: Machine, room: Room, objectives: Objectives, prefill: Machine | None = None
-    ) -> None:
+    def __init__(self, machine: Machine, room: Room, sla: Sla, prefill: Machine | None = None) -> None:
         """machine, room: of decode workers. prefill: the machine of prefill workers; None: the same."""
         self.machine = machine
         self.prefill = prefill or machine
         self.room = room
-        self.objectives = objectives
+        self._ttft_s = math.inf if sla.ttft_ms is None else sla.ttft_ms / 1e3
+        self._tpot_s = math.inf if sla.tpot_ms is None else sla.tpot_ms / 1e3
         self._phases: dict[tuple[object, ...], tuple[Demand, Phase]] = {}
 
     def rehearse(
@@ -269,9 +260,9 @@ class QueueModel:
         first = (load * demand.rate) @ service_s  # [factors], worker-seconds each second
         second = (load * demand.rate) @ service_s**2
         handoff_s = machine.exposed_s
-        slack_s = self.objectives.ttft_s - service_s - handoff_s  # [cells]
+        slack_s = self._ttft_s - service_s - handoff_s  # [cells]
         if not workers:
-            met = (self.objectives.ttft_s >= 1.5 * service_s) * np.ones_like(load)
+            met = (self._ttft_s >= 1.5 * service_s) * np.ones_like(load)
             return met, service_s * np.ones_like(load), np.zeros(len(load))
         use, mean_s = first / workers, float(service_s @ demand.rate) / max(demand.total_rate, 1e-12)
         begun_s = backlog * mean_s / workers
@@ -300,9 +291,8 @@ class QueueModel:
         # n sequences make n tokens a step of (step_s + n * sequence_s) / free.
         rest = np.maximum(1e-9, free - tokens * sequence_s)
         num = tokens * machine.step_base_s / rest
-        objective_s = self.objectives.tpot_s
         most = min(room.num_seqs, room.num_tokens / max(1.0, context))
-        num_allowed = np.minimum(most, (objective_s * free - machine.step_base_s) / sequence_s)
+        num_allowed = np.minimum(most, (self._tpot_s * free - machine.step_base_s) / sequence_s)
         step_s = (machine.step_base_s + np.minimum(num, most) * sequence_s) / free
         spread = 1 + np.sqrt(num / workers)  # routers level the workers, so only the sum is random
         met = np.where(num_allowed > 0, _normal((num_allowed - num) / spread), 0.0)
@@ -317,9 +307,7 @@ class SimRehearser:
     of its tokens as such prompts had cached lately.
     """
 
-    def __init__(
-        self, times: TimeModel, objectives: Objectives, sizes: Mapping[WorkerRole, int], policy: str
-    ) -> None:
+    def __init__(self, times: TimeModel, sla: Sla, sizes: Mapping[WorkerRole, int], policy: str) -> None:
         """times: of `baton calibrate`. sizes: tensor parallel sizes of the workers, which the times have.
         policy: of routing.
         """
@@ -327,15 +315,7 @@ class SimRehearser:
         self._sizes = sizes
         has_stages = any(times.replicas[size].num_stages > 1 for size in sizes.values())
         self._most = REHEARSED["full" if has_stages else "fast"]
-        self._settings = RehearsalSettings(
-            policy=policy,
-            sla=Sla(
-                ttft_ms=1e3 * objectives.ttft_s if math.isfinite(objectives.ttft_s) else None,
-                tpot_ms=1e3 * objectives.tpot_s if math.isfinite(objectives.tpot_s) else None,
-            ),
-            has_intervals=False,
-            num_warmup=1,
-        )
+        self._settings = RehearsalSettings(policy=policy, sla=sla, has_intervals=False, num_warmup=1)
 
     def rehearse(self, outlook: Outlook, layout: Layout) -> LayoutPrediction | None:
         """See Rehearser. None: the load leaves the calibrated ranges. The backlog is not rehearsed."""

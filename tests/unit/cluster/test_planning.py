@@ -19,8 +19,9 @@ from baton.errors import ConfigError
 from baton.messages.operations import GatewayStatus, PlanSummary, Status
 from baton.messages.status import StreamCounts, cell_of
 from baton.messages.workers import WorkerRole, WorkerStatus
-from baton.planner.layouts import Objectives, QueueModel, Room, SimRehearser, linear
+from baton.planner.layouts import QueueModel, Room, SimRehearser, linear
 from baton.sim.timed.times import FittedTimes, Machine, TimeModel
+from baton.tenants import Sla
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker, a_worker_status
 from tests.waiting import until
@@ -219,11 +220,9 @@ def test_workers_of_another_model_hold(tmp_path: Path) -> None:
 def test_rehearsals_have_the_settings_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[EngineSettings, str]] = []
 
-    def made(
-        times: TimeModel, objectives: Objectives, sizes: dict[WorkerRole, int], policy: str
-    ) -> SimRehearser:
+    def made(times: TimeModel, sla: Sla, sizes: dict[WorkerRole, int], policy: str) -> SimRehearser:
         given.append((times.engine, policy))
-        return SimRehearser(times, objectives, sizes, policy)
+        return SimRehearser(times, sla, sizes, policy)
 
     monkeypatch.setattr("baton.cluster.planning.SimRehearser", made)
     usual_times().save(tmp_path / "times.json")
@@ -242,11 +241,9 @@ def test_each_role_is_predicted_by_the_times_of_its_workers(
 ) -> None:
     machines: list[Machine | None] = []
 
-    def made(
-        machine: Machine, room: Room, objectives: Objectives, prefill: Machine | None = None
-    ) -> QueueModel:
+    def made(machine: Machine, room: Room, sla: Sla, prefill: Machine | None = None) -> QueueModel:
         machines.extend((machine, prefill))
-        return QueueModel(machine, room, objectives, prefill)
+        return QueueModel(machine, room, sla, prefill)
 
     monkeypatch.setattr("baton.cluster.planning.QueueModel", made)
     replica = usual_times().replicas[1]

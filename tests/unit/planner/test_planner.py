@@ -17,7 +17,6 @@ from baton.planner.layouts import (
     WEIGHTS,
     Demand,
     LayoutPrediction,
-    Objectives,
     Outlook,
     QueueModel,
     Room,
@@ -26,18 +25,20 @@ from baton.planner.layouts import (
 from baton.planner.planner import Figures, Planner
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import Machine
+from baton.tenants import Sla
 
 MACHINE: Final = Machine()
+USUAL: Final = Sla(ttft_ms=15_000.0, tpot_ms=50.0)
 
 
 def workload(hours: float = 0.5, rate: float = 5.0) -> Workload:
     return made("steady", hours, lambda at_s: rate, seed=3)
 
 
-def planner(objectives: Objectives | None = None, machine: Machine = MACHINE, **settings: object) -> Planner:
+def planner(sla: Sla = USUAL, machine: Machine = MACHINE, **settings: object) -> Planner:
     given = {"ttft_ms": 15_000.0, "max_workers": 32, **settings}
     config = PlannerConfig(**given)  # type: ignore[arg-type]
-    return Planner(config, QueueModel(machine, Room(), objectives or Objectives(ttft_s=15.0, tpot_s=0.05)))
+    return Planner(config, QueueModel(machine, Room(), sla))
 
 
 def figures(
@@ -81,7 +82,7 @@ def test_load_needs_half_as_many_workers_of_two_stages() -> None:
 def prediction(decode: Machine, prefill: Machine | None) -> LayoutPrediction:
     """Return what is predicted of four prefill and two decode workers with three prompts a second."""
     demand = demand_of(3.0, 4000.0, 0.0, 200.0)
-    model = QueueModel(decode, Room(), Objectives(ttft_s=15.0, tpot_s=0.05), prefill)
+    model = QueueModel(decode, Room(), USUAL, prefill)
     return model.rehearse(
         Outlook(demand=demand, factors=(1.0,), weights=(1.0,)), Layout(num_prefill=4, num_decode=2)
     )
@@ -98,7 +99,7 @@ def rehearsed(demand: Demand, policy: str = "cost", **settings: Any) -> LayoutPr
     engine = EngineSettings(scheduler=SchedulerConfig(**settings))
     times = msgspec.structs.replace(usual_times(), engine=engine)
     sizes = dict.fromkeys(WorkerRole, 1)
-    rehearser = SimRehearser(times, Objectives(ttft_s=1.0, tpot_s=0.1), sizes, policy)
+    rehearser = SimRehearser(times, Sla(ttft_ms=1000.0, tpot_ms=100.0), sizes, policy)
     found = rehearser.rehearse(
         Outlook(demand=demand, factors=(1.0,) * len(WEIGHTS)), Layout(num_prefill=2, num_decode=1)
     )
@@ -145,10 +146,9 @@ class MadeRehearser:
 @pytest.mark.parametrize("is_known", [True, False])
 def test_both_predictions_are_of_one_rehearser(is_known: bool) -> None:
     ordered = Layout(num_prefill=2, num_decode=1)
-    objectives = Objectives(ttft_s=15.0, tpot_s=0.05)
     one = Planner(
         PlannerConfig(ttft_ms=15_000.0, max_workers=32),
-        QueueModel(MACHINE, Room(), objectives),
+        QueueModel(MACHINE, Room(), USUAL),
         MadeRehearser(None if is_known else ordered),
     )
     for tick in range(1, 20):
@@ -227,7 +227,7 @@ def test_operators_change_is_respected_for_a_while() -> None:
 
 
 def test_infeasible_objective_scales_nothing() -> None:
-    one = planner(Objectives(ttft_s=0.5, tpot_s=0.05))
+    one = planner(Sla(ttft_ms=500.0, tpot_ms=50.0))
     for tick in range(1, 20):
         plan = one.plan(30.0 * tick, figures(tick, (2, 1)))
     assert plan.outcome == "infeasible"
@@ -301,7 +301,7 @@ def test_tenant_with_longer_prompts_is_not_outvoted() -> None:
     """It has one of a hundred requests, whose prompts take most of their TTFT to compute."""
     ordered = {}
     for share in (0.0, 0.01):
-        one, ordered[share] = planner(Objectives(ttft_s=9.0, tpot_s=0.05)), (9, 2)
+        one, ordered[share] = planner(Sla(ttft_ms=9000.0, tpot_ms=50.0)), (9, 2)
         for tick in range(1, 13):
             num = 90 * tick
             many = counts_of(num, num_missed=round(0.01 * num))  # as many as may miss
@@ -327,12 +327,11 @@ def test_stream_that_pauses_asks_for_no_workers() -> None:
 
 @pytest.mark.parametrize("rehearses", [False, True])
 def test_load_that_stops_gives_its_workers_back(rehearses: bool) -> None:
-    objectives = Objectives(ttft_s=15.0, tpot_s=0.05)
     sizes = dict.fromkeys(WorkerRole, 1)
     one = Planner(
         PlannerConfig(ttft_ms=15_000.0, max_workers=32),
-        QueueModel(MACHINE, Room(), objectives),
-        SimRehearser(usual_times(), objectives, sizes, "cost") if rehearses else None,
+        QueueModel(MACHINE, Room(), USUAL),
+        SimRehearser(usual_times(), USUAL, sizes, "cost") if rehearses else None,
     )
     ordered, outcomes = (3, 1), []
     for tick in range(1, 40):
