@@ -16,7 +16,7 @@ from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Batch, ScheduledChunk
+from baton.engine.scheduler.sequence import ScheduledChunk
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.kernels.native import TORCH_DTYPES
 from baton.kvtransfer.transports.pages import PeerGenerations, SharedPool
@@ -218,38 +218,25 @@ class SimEngine(Replica):
         """As `Replica.step`; the only layer has no watch."""
         self._expire()
         batch = self.scheduler.apply(self.scheduler.plan())
-        duration_s = self._duration_s(batch)
+        busy_s = self._step_s + self._token_s * batch.num_tokens + self.more_s
+        duration_s = busy_s if batch.sequences else IDLE_STEP_S
         self._spend(duration_s)
         if batch.sequences:
             self._last_step = batch, duration_s
             self._step_meter.observe(duration_s, batch.num_tokens)
-        failed = self._unsampleable(batch)
-        sampled = self._run_batch(batch)
-        for sequence in failed:
-            self.scheduler.fail(sequence)
-        outputs = self.scheduler.commit(batch, sampled, duration_s, computed_s=duration_s)
-        self._check()
-        return outputs + [last_output(sequence) for sequence in failed]
-
-    def _unsampleable(self, batch: Batch) -> list[EngineSequence]:
-        return [
+        failed = [
             chunk.sequence
             for chunk in batch.chunks
             if chunk.samples and UNSAMPLEABLE in chunk.sequence.token_ids
         ]
-
-    def _run_batch(self, batch: Batch) -> list[int | None]:
-        return [self._run(chunk) for chunk in batch.chunks]
-
-    def _check(self) -> None:
+        sampled = [self._run(chunk) for chunk in batch.chunks]
+        for sequence in failed:
+            self.scheduler.fail(sequence)
+        outputs = self.scheduler.commit(batch, sampled, duration_s, computed_s=duration_s)
         self._num_steps += 1
         if not self._num_steps % STEPS_PER_CHECK:
             self.scheduler.check_integrity()
-
-    def _duration_s(self, batch: Batch) -> float:
-        if not batch.sequences:
-            return IDLE_STEP_S
-        return self._step_s + self._token_s * batch.num_tokens + self.more_s
+        return outputs + [last_output(sequence) for sequence in failed]
 
     def _run(self, chunk: ScheduledChunk) -> int | None:
         sequence, pool, size = chunk.sequence, self.pages, self.pages.page_size

@@ -14,7 +14,6 @@ from typing import Final, NamedTuple
 from baton.config.router import RouterConfig
 from baton.engine.replica import LayerWatch
 from baton.engine.scheduler.sequence import Batch
-from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.errors import BatonError
 from baton.gateway.metrics.requests import EndedRequest
 from baton.gateway.streams.request_stream import ReplayLimits, RequestMarks
@@ -70,50 +69,17 @@ class TimedContext(SimContext):
         return TimedProcess(name, self.events)
 
 
-class TimedEngine(SimEngine):
-    """A replica with the engine's scheduler and ledger of pages, and seconds in place of a model."""
-
-    def __init__(
-        self,
-        worker: Worker,
-        process: TimedProcess,
-        step_s: Callable[[StepWork], float],
-        has_prefix_cache: bool,
-    ) -> None:
-        super().__init__(worker, process.clock, process.spend, has_prefix_cache=has_prefix_cache)
-        self.vocab_size = VOCAB_SIZE
-        self.busy_s = 0.0
-        self._work_s = step_s
-
-    def _duration_s(self, batch: Batch) -> float:
-        if not batch.sequences:
-            return IDLE_S
-        seconds = self._work_s(work_of(batch))
-        self.busy_s += seconds
-        return seconds
-
-    def _unsampleable(self, batch: Batch) -> list[EngineSequence]:
-        return []
-
-    def _run_batch(self, batch: Batch) -> list[int | None]:
-        if batch.is_pure_decode:
-            return [1] * len(batch.sequences)
-        return [1 if chunk.samples else None for chunk in batch.chunks]
-
-    def _check(self) -> None:
-        """Leave the ledgers unchecked, for speed."""
-
-
 class _Launched(NamedTuple):
     batch: Batch
     launched_s: float
     ends_s: float  # in the last stage
 
 
-class PipelineEngine(TimedEngine):
-    """A replica of pipeline stages, which keeps as many steps in flight as `Engine` does.
+class TimedEngine(SimEngine):
+    """A replica with the engine's scheduler and ledger of pages, and seconds in place of a model.
 
-    Each stage takes the same part of a step's seconds, and computes one step after the other.
+    It is a pipeline of stages, and keeps as many steps in flight as `Engine` does. Each stage takes the same
+    part of a step's seconds, and computes one step after the other. The ledgers are not checked, for speed.
     """
 
     def __init__(
@@ -124,7 +90,10 @@ class PipelineEngine(TimedEngine):
         has_prefix_cache: bool,
         num_stages: int,
     ) -> None:
-        super().__init__(worker, process, step_s, has_prefix_cache)
+        super().__init__(worker, process.clock, process.spend, has_prefix_cache=has_prefix_cache)
+        self.vocab_size = VOCAB_SIZE
+        self.busy_s = 0.0
+        self._work_s = step_s
         self.scheduler.num_batches = num_stages
         self._in_flight: deque[_Launched] = deque()
         self._free_s = [0.0] * num_stages  # when each stage has computed the launched steps
@@ -159,7 +128,10 @@ class PipelineEngine(TimedEngine):
         step_s = ended_s - max(launched_s, self._busy_since_s or 0.0)
         self._last_step = batch, step_s
         self._step_meter.observe(step_s, batch.num_tokens)
-        outputs = self.scheduler.commit(batch, self._run_batch(batch), step_s, computed_s=step_s)
+        sampled: list[int | None] = [1] * len(batch.sequences)
+        if not batch.is_pure_decode:
+            sampled = [1 if chunk.samples else None for chunk in batch.chunks]
+        outputs = self.scheduler.commit(batch, sampled, step_s, computed_s=step_s)
         self._busy_since_s = ended_s if self.scheduler.has_work() else None
         return outputs
 
@@ -287,10 +259,7 @@ class FullCluster:
         self, times: WorkTimes, keeps: bool, worker: Worker, process: TimedProcess
     ) -> TimedEngine:
         self._processes.append(process)
-        step_s = partial(self._step_s, times)
-        if times.num_stages > 1:
-            return PipelineEngine(worker, process, step_s, keeps, times.num_stages)
-        return TimedEngine(worker, process, step_s, keeps)
+        return TimedEngine(worker, process, partial(self._step_s, times), keeps, times.num_stages)
 
     def _step_s(self, times: WorkTimes, work: StepWork) -> float:
         """Return the seconds of a step that begins now, beside the workers that are busy now."""
