@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 
 from baton.clock import Clock, ManualClock
-from baton.engine.cache.page_pool import PageState
 from baton.request import FinishReason, Request, SamplingParams, TokenIds
 from baton.sim.engine import (
     ENTRY_BYTES,
     NUM_WORDS,
     POISON,
-    UNSAMPLEABLE,
     KvMemory,
     SimEngine,
     entry_of,
@@ -143,19 +141,6 @@ def test_steps_take_longer_with_more_tokens() -> None:
     assert running.spent_s == pytest.approx(0.02 + 20 * 0.001)
 
 
-def test_damaged_page_changes_the_answer() -> None:
-    running = Running()
-    request = a_request("r", *range(10))
-    (progress,) = running.engine.add(request)
-    outputs = running.engine.step()
-    _, place = running.engine.memory.place(progress.page_table, 1, 4)
-    running.engine.memory.bytes[place] = bytes(4 * ENTRY_BYTES)
-    while running.engine.has_work():
-        outputs += running.engine.step()
-    found, expected = [output.token_id for output in outputs], answer(request)
-    assert found[0] == expected[0] and found != expected
-
-
 def test_write_to_a_shared_page_is_an_error() -> None:
     running = Running()
     (progress,) = running.engine.add(a_request("r", *range(10)))
@@ -172,15 +157,3 @@ def test_poison_crashes_the_process_and_names_its_request() -> None:
     with pytest.raises(Crash) as crash:
         running.engine.step()
     assert crash.value.culprit == id_of("bad")
-
-
-def test_request_that_cannot_be_sampled_ends_alone() -> None:
-    running = Running()
-    good, bad = a_request("good", 1, 2, max_tokens=1), a_request("bad", 1, UNSAMPLEABLE)
-    running.engine.add(good)
-    running.engine.add(bad)
-    outputs = {output.request_id: output for output in running.engine.step()}
-    assert outputs[bad.request_id].finish_reason is FinishReason.ERROR
-    assert outputs[good.request_id].finish_reason is FinishReason.LENGTH
-    assert not running.engine.has_work()
-    assert not running.engine.pages.count(PageState.ACTIVE)

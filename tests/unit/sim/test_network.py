@@ -5,7 +5,7 @@ from random import Random
 from baton.errors import ProtocolError
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import AnyMessage
-from baton.messages.control import Ended, Hello, Started
+from baton.messages.control import Ended, Hello
 from baton.messages.operations import StatusQuery
 from baton.messages.workers import Address
 from baton.router.redis.messages import AnyShared
@@ -188,26 +188,6 @@ class Hosted:
 
     def heard(self) -> list[list[str]]:
         return [self.caller.heard, self.callee.heard]
-
-
-def test_dialled_nodes_join_once_and_exchange_messages() -> None:
-    hosted = Hosted()
-    hosted.host.dial(HERE)
-    hosted.dial()
-    hosted.callee.peers[0].send(Started(attempts=()))
-    hosted.run()
-    assert hosted.heard() == [["joined", "Started"], ["joined"]]
-
-
-def test_dead_listener_is_forgotten_and_its_successor_reached() -> None:
-    hosted = Hosted()
-    hosted.callee_process.die()
-    hosted.dial()
-    assert hosted.heard() == [[], []]
-    successor = Node("successor")
-    hosted.serve(successor, SimProcess("successor", hosted.events), HERE)
-    hosted.dial()
-    assert successor.heard == ["joined"]
 
 
 def test_paused_listener_joins_when_it_resumes() -> None:

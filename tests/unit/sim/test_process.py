@@ -1,5 +1,3 @@
-import pytest
-
 from baton.sim.process import Crash, Events, OffsetClock, SimProcess
 
 
@@ -20,18 +18,6 @@ def test_call_for_a_past_time_is_made_now() -> None:
     events.at(1.0, lambda: made.append(events.now_s))
     events.run_until(3.0)
     assert made == [3.0]
-
-
-def test_calls_may_schedule_calls() -> None:
-    events, made = Events(), list[float]()
-
-    def again() -> None:
-        made.append(events.now_s)
-        events.after(1.0, again)
-
-    again()
-    events.run_until(2.5)
-    assert made == [0.0, 1.0, 2.0]
 
 
 def test_clocks_have_offsets_and_may_jump() -> None:
@@ -127,15 +113,3 @@ def test_crash_names_its_culprit() -> None:
     process.post(crash)
     events.run_until(0.0)
     assert process.is_dead and process.killed_by == "r.0"
-
-
-def test_other_errors_of_a_turn_are_raised() -> None:
-    events = Events()
-    process = SimProcess("p", events)
-
-    def fail() -> None:
-        raise ValueError("a bug of ours")
-
-    process.post(fail)
-    with pytest.raises(ValueError, match="a bug of ours"):
-        events.run_until(0.0)
