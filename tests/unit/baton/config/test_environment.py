@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.environment import cache_directory, log_level, prepare_nccl, prepare_ray
+from baton.config.environment import (
+    cache_directory,
+    environment_of_child,
+    log_level,
+    mps_variables,
+    prepare_nccl,
+    prepare_ray,
+)
 from baton.errors import ConfigError
 
 
@@ -55,3 +62,28 @@ def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="BATON_LOG_LEVEL: expected one of .*DEBUG.*, got 'loud'"):
         log_level()
+
+
+@pytest.mark.parametrize(("of_operator", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_sleep_unless_the_operator_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, of_operator: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if of_operator is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", of_operator)
+    assert environment_of_child(num_threads=1)["OMP_WAIT_POLICY"] == expected
+
+
+@pytest.mark.parametrize(
+    ("priority", "of_operator", "expected"),
+    [(0, None, "0"), (1, None, "1"), (None, None, None), (1, "0", "0")],
+)
+def test_worker_has_its_priority_among_the_clients_of_mps(
+    monkeypatch: pytest.MonkeyPatch, priority: int | None, of_operator: str | None, expected: str | None
+) -> None:
+    monkeypatch.delenv("CUDA_MPS_CLIENT_PRIORITY", raising=False)
+    if of_operator is not None:
+        monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", of_operator)
+    assert mps_variables(priority).get("CUDA_MPS_CLIENT_PRIORITY") == expected
+    environment = environment_of_child(num_threads=1, mps_priority=priority)
+    assert environment.get("CUDA_MPS_CLIENT_PRIORITY") == expected

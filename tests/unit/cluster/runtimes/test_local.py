@@ -1,4 +1,3 @@
-import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -97,24 +96,6 @@ async def test_closing_leaves_nothing_behind() -> None:
             os.kill(pid, 0)
 
 
-def test_ranks_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def threads(*ranks: int) -> list[int]:
-        runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_THREADS))
-        workers = [spec(f"worker-{index}", num_ranks=number) for index, number in enumerate(ranks)]
-        await runtime.open()
-        await runtime.place(workers)
-        try:
-            return [(await (await runtime.spawn(worker)).ready()).port for worker in workers]
-        finally:
-            await runtime.close()
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    num_cores = len(os.sched_getaffinity(0))
-    assert asyncio.run(threads(1)) == [num_cores]
-    assert asyncio.run(threads(*[1] * num_cores)) == [1] * num_cores
-    assert asyncio.run(threads(1, 2 * num_cores)) == [1, 2 * num_cores]  # one for each rank at the least
-
-
 def test_shares_are_even_unless_cores_per_rank_is_set() -> None:
     asked = msgspec.structs.replace(spec("c", num_ranks=2), cores_per_rank=3)
     assert share_out([spec("a", num_ranks=1), spec("b", num_ranks=2), spec("router"), asked], 20) == {
@@ -128,70 +109,8 @@ def test_each_role_has_all_cores() -> None:
     workers = [spec(name, num_ranks=1) for name in ("p0", "p1", "d0")]
     roles = [msgspec.structs.replace(each, role=each.name[0]) for each in workers]
     assert share_out_threads(roles, 8) == {"p0": 4, "p1": 4, "d0": 8}
-
-
-PRINT_THREADS: Final = """
-import os, sys
-sys.stdin.readline()
-print('{"type":"ProcessStarted","address":["127.0.0.1",%s]}' % os.environ["OMP_NUM_THREADS"], flush=True)
-sys.stdin.readline()
-"""
-
-
-PRINT_MPS: Final = """
-import os, sys
-sys.stdin.readline()
-priority = os.environ.get("CUDA_MPS_CLIENT_PRIORITY", "9")
-print('{"type":"ProcessStarted","address":["127.0.0.1",10%s]}' % priority, flush=True)
-sys.stdin.readline()
-"""
-
-
-PRINT_WAITING: Final = """
-import os, sys
-sys.stdin.readline()
-port = {"PASSIVE": 1001, "ACTIVE": 1002}[os.environ["OMP_WAIT_POLICY"]]
-print('{"type":"ProcessStarted","address":["127.0.0.1",%d]}' % port, flush=True)
-sys.stdin.readline()
-"""
-
-
-@pytest.mark.parametrize(("of_operator", "port"), [(None, 1001), ("ACTIVE", 1002)])
-@on_loop
-async def test_threads_that_wait_sleep_unless_the_operator_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, of_operator: str | None, port: int
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if of_operator is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", of_operator)
-    runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_WAITING))
-    await runtime.open()
-    try:
-        assert (await (await runtime.spawn(spec("worker-0", num_ranks=1))).ready()).port == port
-    finally:
-        await runtime.close()
-
-
-@pytest.mark.parametrize(
-    ("priority", "of_operator", "port"), [(0, None, 100), (1, None, 101), (None, None, 109), (1, "0", 100)]
-)
-def test_worker_has_its_priority_among_the_clients_of_mps(
-    monkeypatch: pytest.MonkeyPatch, priority: int | None, of_operator: str | None, port: int
-) -> None:
-    monkeypatch.delenv("CUDA_MPS_CLIENT_PRIORITY", raising=False)
-    if of_operator is not None:
-        monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", of_operator)
-
-    async def started() -> int:
-        runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_MPS))
-        await runtime.open()
-        worker = msgspec.structs.replace(spec("worker-0", num_ranks=1), mps_priority=priority)
-        try:
-            return (await (await runtime.spawn(worker)).ready()).port
-        finally:
-            await runtime.close()
-
-    assert asyncio.run(started()) == port
+    crowded = [spec("a", num_ranks=1), spec("b", num_ranks=16)]
+    assert share_out_threads(crowded, 8) == {"a": 1, "b": 16}  # one for each rank at the least
 
 
 @on_loop
@@ -202,7 +121,15 @@ async def test_more_ranks_than_gpus_cannot_be_placed() -> None:
             await runtime.place([greedy])
 
 
-PRINT_GPU: Final = PRINT_THREADS.replace("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+# Reports the variables as the host that it serves at.
+PRINT_VARIABLES: Final = """
+import os, sys
+sys.stdin.readline()
+names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_CLIENT_PRIORITY")
+values = " ".join(os.environ[name] for name in names)
+print('{"type":"ProcessStarted","address":["%s",1]}' % values, flush=True)
+sys.stdin.readline()
+"""
 
 
 @on_loop
@@ -210,10 +137,13 @@ async def test_further_workers_get_free_gpus_and_those_of_released_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("baton.cluster.runtimes.local.usable_gpus", lambda: ["3", "5"])
-    a, b, c = (
-        msgspec.structs.replace(spec(name, num_ranks=1), gpus_per_rank=1.0, role="decode") for name in "abc"
+    for name in ("OMP_NUM_THREADS", "CUDA_MPS_CLIENT_PRIORITY"):
+        monkeypatch.delenv(name, raising=False)
+    worker = msgspec.structs.replace(
+        spec("", num_ranks=1), gpus_per_rank=1.0, role="decode", mps_priority=1, cores_per_rank=3
     )
-    runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_GPU))
+    a, b, c = (msgspec.structs.replace(worker, name=name) for name in "abc")
+    runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_VARIABLES))
     await runtime.open()
     try:
         await runtime.place([a])
@@ -222,10 +152,10 @@ async def test_further_workers_get_free_gpus_and_those_of_released_ones(
             await runtime.place([a, b, c])
         runtime.release("a")
         await runtime.place([b, c])
-        ports = [(await (await runtime.spawn(each)).ready()).port for each in (b, c)]
+        said = [(await (await runtime.spawn(each)).ready()).host for each in (b, c)]
     finally:
         await runtime.close()
-    assert ports == [5, 3]
+    assert said == ["3 5 1", "3 3 1"]  # threads, GPU, priority
 
 
 @on_loop
