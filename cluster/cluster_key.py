@@ -20,11 +20,11 @@ from baton.rpc.auth import MIN_KEY_BYTES
 KEY_BYTES: Final = 32
 MAX_KEY_BYTES: Final = 1024
 MAX_KEYS: Final = 2
-NOT_OURS: Final = 0o027  # a group may read it: Kubernetes hands a secret to a user that is not root so
-
-
+# Bits that a key file must not have. Its group may read the file: Kubernetes mounts secrets that way for
+# users other than root.
+NOT_OURS: Final = 0o027
 READ_EVERY_S: Final = 1.0
-SPEAK_AFTER_S: Final = 5.0  # after a new key appears: by then all processes accept it
+USE_AFTER_S: Final = 5.0  # until a new key is used: all processes accept the key by then
 
 Keys: TypeAlias = tuple[bytes, ...]  # one or two cluster keys, the one to use first
 
@@ -66,14 +66,13 @@ class KeyWatch:
         self.keys = self._found = read()  # `keys` are in use now
         self._read = read
         self._clock = clock
-        self._interim = self.keys
-        self._speak_s = 0.0  # when `_found` follows `_interim`
+        self._use_s = 0.0  # when the first key of `_found` is used
         self._complaint = ""
 
     def look(self) -> bool:
         """Read the keys again. Return whether `keys` have changed.
 
-        A new key is accepted at once, beside the key in use, and used SPEAK_AFTER_S later: other processes
+        A new key is accepted at once, beside the key in use, and used USE_AFTER_S later: other processes
         may read the file later than this one.
         """
         try:
@@ -86,9 +85,8 @@ class KeyWatch:
         now_s, before = self._clock.now_s(), self.keys
         if found != self._found:
             self._found, self._complaint = found, ""
-            self._interim = (before[0], found[0])
-            self._speak_s = now_s if found[0] in before else now_s + SPEAK_AFTER_S
-        self.keys = self._found if now_s >= self._speak_s else self._interim
+            self._use_s = now_s if found[0] in before else now_s + USE_AFTER_S
+        self.keys = found if now_s >= self._use_s else (before[0], found[0])
         return self.keys != before
 
 

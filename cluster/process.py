@@ -41,7 +41,7 @@ from baton.cluster.runtimes.base import (
     Progress,
 )
 from baton.config.cluster import WorkerConfig
-from baton.errors import DRAINED, ORPHANED, STOPPED_TWICE, BatonError, ConfigError, status_of
+from baton.errors import DRAINED, ORPHANED, STOPPED_TWICE, BatonError, status_of
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address, HostPlace
 from baton.rpc.auth import Generations, KeyRing
@@ -105,7 +105,7 @@ def run(
                 tell(ProcessStarted(hosted.address))
                 hosted.serve(stop)
         case Kind.OPERATOR:
-            raise ConfigError(f"kind: expected router, gateway or worker, got {given.kind}")
+            raise AssertionError("an operator is no process of the cluster")
 
 
 def _tells_alive(tell: Tell) -> Callable[[Address], None]:

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.config.router import RouterConfig
+from baton.messages.workers import WorkerRole
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import ClientCall, Fleet
 from baton.sim.timed.times import Machine
@@ -110,7 +111,9 @@ def run_trace(
     config = RouterConfig(
         policy=policy, seed=seed, local_prefill_tokens=local_prefill_tokens, max_attempts=2**19
     )
-    rehearsal = FastCluster(config, fleet or Fleet(), Machine(), BLOCK_TOKENS, scale)
+    rehearsal = FastCluster(
+        config, fleet or Fleet(), dict.fromkeys(WorkerRole, Machine()), BLOCK_TOKENS, scale
+    )
     outcomes = rehearsal.run(
         ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each, number), num_answered=each.output_tokens)
         for number, each in enumerate(trace)

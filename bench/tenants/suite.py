@@ -30,6 +30,7 @@ from baton.bench.tenants.calls import (
 )
 from baton.bench.tenants.real import Size, measure_real
 from baton.config.router import RouterConfig
+from baton.messages.workers import WorkerRole
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import ClientCall, Fleet
 from baton.sim.timed.times import H200
@@ -79,7 +80,7 @@ WORKLOAD: Final = TenantWorkload(
 def simulate(calls: Sequence[ClientCall], until_s: float, seed: int) -> FastCluster:
     """Simulate all calls until then."""
     config = RouterConfig(policy="least-loaded", seed=seed, max_attempts=2**19)
-    rehearsal = FastCluster(config, FLEET, H200, seed=seed)
+    rehearsal = FastCluster(config, FLEET, dict.fromkeys(WorkerRole, H200), seed=seed)
     rehearsal.run(calls, until_s)
     rehearsal.router.admission_queue.check_integrity()
     return rehearsal

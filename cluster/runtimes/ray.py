@@ -70,7 +70,6 @@ HEAD_AWAY_S: Final = 3.0  # without an answer of the head
 CLOSE_TIMEOUT_S: Final = 15.0  # while Ray's head is away it cannot be told anything
 NODE_ID_LABEL: Final = "ray.io/node-id"
 AUTO: Final = "auto"
-_REPORTS: Final[msgspec.json.Decoder[Report]] = msgspec.json.Decoder(Report)
 MIN_RAY: Final = (2, 54)  # the job API of older versions runs code of strangers
 
 ResultT = TypeVar("ResultT")
@@ -509,7 +508,7 @@ class RayProcess:
                 await asyncio.wait((reporting,), timeout=REPORT_S)
             if not reporting.done():
                 await next(end for end in ends if end in done)
-            report = _REPORTS.decode(await reporting)
+            report: Report = await reporting
         except self._errors.RayError as error:
             raise WorkerLost(f"{self.name}: it ended before it served: {first_line(error)}") from None
         finally:
@@ -533,9 +532,10 @@ class RayProcess:
 
     async def loading(self) -> Loading | None:
         try:
-            return msgspec.json.decode(await self.actor.loading.remote(), type=Loading | None)
+            loading: Loading | None = await self.actor.loading.remote()
         except self._errors.RayError:
             return None
+        return loading
 
     async def watch(self) -> str:
         ends = [asyncio.ensure_future(end) for end in (self._end, *self._host_ends)]

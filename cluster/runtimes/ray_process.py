@@ -89,14 +89,15 @@ class ProcessActor(NodeActor):
             self._tell(ProcessFailed.of(error))
             raise
 
-    def report(self) -> bytes:
-        """Wait until the process serves or has failed. Return a Report as JSON."""
+    def report(self) -> Report:
+        """Wait until the process serves or has failed."""
         self._has_reported.wait()
-        return msgspec.json.encode(self._report)
+        assert self._report is not None
+        return self._report
 
-    def loading(self) -> bytes:
-        """Return the progress of loading weights, Loading | None, as JSON."""
-        return msgspec.json.encode(self._loading)
+    def loading(self) -> Loading | None:
+        """Return the progress of loading weights; None: unknown."""
+        return self._loading
 
     def silent_s(self) -> float:
         """Return the seconds since the event loop last ran; 0 before the process serves."""

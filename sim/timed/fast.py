@@ -31,7 +31,7 @@ from baton.sim.timed.fast_worker import FastWorker, PromptJob
 from baton.sim.timed.fleet import CallOutcome, ClientCall, FastGateway, Fleet, retry_s
 from baton.sim.timed.light_router import LightRouter
 from baton.sim.timed.times import Contention, WorkTimes
-from baton.tenants import Refusal, Sla
+from baton.tenants import Refusal
 
 MAX_RETRIES: Final = 2  # openai-python's
 NO_ROOM_S: Final = 0.05  # until a gateway asks again by itself
@@ -49,14 +49,14 @@ class FastCluster:
         self,
         config: RouterConfig,
         fleet: Fleet,
-        times: WorkTimes | Mapping[WorkerRole, WorkTimes],
+        times: Mapping[WorkerRole, WorkTimes],
         page_size: int = 16,
         scale: float = 1.0,
         seed: int = 0,
         contention: Contention | None = None,
         is_light: bool = False,
     ) -> None:
-        """times: of all workers, or by role. scale: real tokens in one token of the requests, for times.
+        """times: by role. scale: real tokens in one token of the requests, for times.
         seed: of clients that back off. contention: None for workers that share no machine.
         is_light: LightRouter routes, and not the production router.
         """
@@ -66,8 +66,7 @@ class FastCluster:
         self.events = Events()
         clock = OffsetClock(self.events, 0.0)
         self.router = Router(config, clock, f"{1:032x}")
-        all_times = tuple(times.values()) if isinstance(times, Mapping) else (times,)
-        token_bytes = all_times[0].kv_token_bytes * scale
+        token_bytes = next(iter(times.values())).kv_token_bytes * scale
         self.light: LightRouter | None = None
         if is_light:
             self.light = LightRouter(clock, self.keys_of, page_size, token_bytes, config.seed)
@@ -97,15 +96,12 @@ class FastCluster:
         for each in peers:
             self.router.received(each, Reachable(workers=tuple(self.workers)))
 
-    def _join_workers(
-        self, fleet: Fleet, times: WorkTimes | Mapping[WorkerRole, WorkTimes], page_size: int
-    ) -> None:
+    def _join_workers(self, fleet: Fleet, times: Mapping[WorkerRole, WorkTimes], page_size: int) -> None:
         for worker in fleet.workers(page_size, self.scale):
             is_prefill = worker.role is WorkerRole.PREFILL
             hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
-            own = times[worker.role] if isinstance(times, Mapping) else times
             budget = fleet.prefill_budget if is_prefill else fleet.decode_budget
-            peer = FastWorker(self, hello, own, budget / self.scale)
+            peer = FastWorker(self, hello, times[worker.role], budget / self.scale)
             peer.is_keeping = fleet.prefill_keeps if is_prefill else fleet.decode_keeps
             self.workers[worker.id] = peer
             if self.light is None:
@@ -202,7 +198,7 @@ class FastCluster:
             token_ids=TokenIds.of(call.token_ids),
             sampling=_sampling(call.max_tokens),
             tenant=call.tenant,
-            sla=call.sla if call.knows_sla else Sla(),
+            sla=call.sla,
             scheduling_key=call.scheduling_key,
             attempt=attempt,
         )

@@ -29,7 +29,7 @@ PARTS: Final = ("queued", "prefill_queued", "prefill_computing", "transfer_expos
 
 
 class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that a client makes. Without `knows_sla` its objectives are hidden from the router."""
+    """A call that a client makes."""
 
     at_s: float
     token_ids: Sequence[int]
@@ -38,7 +38,6 @@ class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     sla: Sla = Sla()
     scheduling_key: SchedulingKey = SchedulingKey()
-    knows_sla: bool = True
     page_keys: bytes | None = None  # of the prompt, for workers of one page size; None: of its tokens
     num_more_pages: int = 0  # of the prompt, that no other prompt has: they have no keys
 

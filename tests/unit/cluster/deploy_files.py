@@ -11,29 +11,20 @@ from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
 from baton.messages.workers import Load
 from tests.node_peers import a_worker, a_worker_status
+from tests.scripted_service import ScriptedService
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 DEPLOY: Final = ROOT / "deploy"
 RULES: Final = DEPLOY / "prometheus/baton-rules.yml"
 
 
-class Idle:
-    """A service with one worker that has everything to tell."""
-
-    counters: Final = {"replays": 1}
-    workers: Final = ()
-    status: Final = Status(
-        workers=(
-            a_worker_status(
-                a_worker("decode-0", node="host-7"), Load(pages={"free": 4}, counters={"opened_shm": 1})
-            ),
-        )
-    )
-
-
 def metrics_text() -> str:
-    """Return what a gateway with this service exports."""
-    exporter = Exporter(Metrics(), Idle(), models=["tiny"], vllm_names=False)  # type: ignore[arg-type]
+    """Return what a gateway exports whose service has one worker that has everything to tell."""
+    service = ScriptedService()
+    service.counters["replays"] = 1
+    worker, load = a_worker("decode-0", node="host-7"), Load(pages={"free": 4}, counters={"opened_shm": 1})
+    service.status = Status(workers=(a_worker_status(worker, load),))
+    exporter = Exporter(Metrics(), service, models=["tiny"], vllm_names=False)
     return exporter.text([Metrics()]).decode()
 
 

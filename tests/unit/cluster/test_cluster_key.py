@@ -4,7 +4,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.cluster.cli.main import main
-from baton.cluster.cluster_key import SPEAK_AFTER_S, Keys, KeyWatch, new_key, read_keys, write_secret
+from baton.cluster.cluster_key import USE_AFTER_S, Keys, KeyWatch, new_key, read_keys, write_secret
 from baton.errors import ConfigError
 
 OLD, NEW, THIRD = (name * 16 for name in (b"o", b"n", b"t"))
@@ -83,21 +83,21 @@ class Watched:
         return self.watch.keys
 
 
-def test_a_new_key_is_accepted_at_once_and_spoken_when_others_know_it() -> None:
+def test_a_new_key_is_accepted_at_once_and_used_when_others_know_it() -> None:
     watched = Watched(OLD)
     assert watched.after(0.0) == (OLD,)
-    assert watched.after(SPEAK_AFTER_S / 2, NEW, OLD) == (OLD, NEW)
-    assert watched.after(SPEAK_AFTER_S) == (NEW, OLD)
+    assert watched.after(USE_AFTER_S / 2, NEW, OLD) == (OLD, NEW)
+    assert watched.after(USE_AFTER_S) == (NEW, OLD)
     assert watched.after(0.0, NEW) == (NEW,)
 
 
 def test_a_file_that_has_the_new_key_alone_is_followed_in_two_steps_as_well() -> None:
     watched = Watched(OLD)
     assert watched.after(0.0, NEW) == (OLD, NEW)
-    assert watched.after(SPEAK_AFTER_S) == (NEW,)
+    assert watched.after(USE_AFTER_S) == (NEW,)
 
 
-def test_a_key_that_was_accepted_already_is_spoken_at_once() -> None:
+def test_a_key_that_was_accepted_already_is_used_at_once() -> None:
     watched = Watched(OLD)
     assert watched.after(0.0, OLD, NEW) == (OLD, NEW)
     assert watched.after(0.0, NEW, OLD) == (NEW, OLD)
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_read_changes_nothing_and_is_told_once(
     watched.now = None
     assert [watched.after(1.0) for _ in range(3)] == [(OLD,)] * 3
     assert caplog.messages == ["the cluster keys stay the same: no file"]
-    assert watched.after(SPEAK_AFTER_S, NEW, OLD) == (NEW, OLD)
+    assert watched.after(USE_AFTER_S, NEW, OLD) == (NEW, OLD)
 
 
 def test_new_makes_a_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ from baton.cluster.runtimes.base import (
 )
 from baton.config.gateway import GatewayConfig
 from baton.config.router import RouterConfig
-from baton.errors import ConfigError
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
@@ -117,17 +116,6 @@ def test_process_may_run_on_any_thread() -> None:
     thread.start()
     thread.join(20)
     assert len(addresses) == 1 and not thread.is_alive()
-
-
-def test_operator_is_no_process_of_the_cluster() -> None:
-    given = Assignment(
-        kind=Kind.OPERATOR,
-        name="operator",
-        generations=KeyRing.of(KEY, Kind.OPERATOR).generations,
-        config=msgspec.Raw(b"{}"),
-    )
-    with pytest.raises(ConfigError, match="kind: expected router, gateway or worker, got operator"):
-        run(given, KeyRing(given.kind, given.generations), threading.Event(), lambda message: None)
 
 
 def test_an_assignment_has_bounds() -> None:

@@ -13,6 +13,7 @@ import pytest
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Started
+from baton.messages.workers import WorkerRole
 from baton.router.recording import Decided, Inputs, Recording, decode_chunk
 from baton.sim.faults import Trouble
 from baton.sim.replay import Replay, frame_chunks, read_bundle
@@ -58,7 +59,9 @@ def rehearsed(policy: str = "cost", kept_s: float = 900.0, memory_bytes: int = 2
     """The recording of a rehearsed router with 400 calls about 12 documents in 40 s."""
     machine = Machine(prefill_s=0.02, prefill_token_s=1e-4, step_base_s=0.01, exposed_s=0.005)
     rehearsal = FastCluster(
-        RouterConfig(policy=policy), Fleet(num_prefill=3, num_decode=2, decode_keeps=True), machine
+        RouterConfig(policy=policy),
+        Fleet(num_prefill=3, num_decode=2, decode_keeps=True),
+        dict.fromkeys(WorkerRole, machine),
     )
     recording = Recording(kept_s, memory_bytes, lambda: 1.8e9)
     rehearsal.router.record(recording)

@@ -3,6 +3,7 @@
 import pytest
 
 from baton.config.router import RouterConfig
+from baton.messages.workers import WorkerRole
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import ClientCall, Fleet, PageStore
 from baton.sim.timed.times import Machine
@@ -43,7 +44,7 @@ def test_handoffs_at_once_take_longer() -> None:
     cluster = FastCluster(
         RouterConfig(policy="round-robin"),
         Fleet(num_prefill=1, num_decode=1, decode_keeps=True),
-        SharedLink(),
+        dict.fromkeys(WorkerRole, SharedLink()),
     )
     calls = [ClientCall(at_s=1 + 0.1 * at, token_ids=(at,) * 64, num_answered=8) for at in range(2)]
     calls.append(ClientCall(at_s=9.0, token_ids=(9,) * 64, num_answered=8))
@@ -56,7 +57,7 @@ def test_pages_leave_at_the_end_of_the_step_in_which_their_grant_comes() -> None
     cluster = FastCluster(
         RouterConfig(policy="round-robin"),
         Fleet(num_prefill=1, num_decode=1),
-        Machine(prefill_s=1.0, step_base_s=0.4),
+        dict.fromkeys(WorkerRole, Machine(prefill_s=1.0, step_base_s=0.4)),
     )
     calls = [ClientCall(at_s=0.0, token_ids=(1,) * 64, num_answered=200)]  # so the grants wait for its steps
     calls += [ClientCall(at_s=5.0 + 0.1 * at, token_ids=(at + 2,) * 64, num_answered=8) for at in (0, 1, 2)]
@@ -69,7 +70,7 @@ def test_prefix_is_pulled_when_its_holder_is_full() -> None:
     cluster = FastCluster(
         RouterConfig(),
         Fleet(num_prefill=0, num_decode=2, num_decode_seqs=1, decode_keeps=True),
-        Machine(kv_token_bytes=1024),
+        dict.fromkeys(WorkerRole, Machine(kv_token_bytes=1024)),
         is_light=True,
     )
     calls = (ClientCall(at_s=4.0 * at, token_ids=(7,) * 4096, num_answered=1000) for at in range(2))

@@ -12,6 +12,7 @@ import pytest
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Ended, Started
+from baton.messages.workers import WorkerRole
 from baton.request import TokenIds
 from baton.router.recording import Recording
 from baton.sim.replay import frame_chunks
@@ -174,7 +175,8 @@ def test_answer_of_several_attempts_has_the_tokens_of_all(tmp_path: Path) -> Non
 
 
 def test_bundle_of_a_router_is_a_trace(tmp_path: Path) -> None:
-    fast = FastCluster(RouterConfig(), Fleet(num_prefill=1, num_decode=1, decode_keeps=True), Machine())
+    fleet = Fleet(num_prefill=1, num_decode=1, decode_keeps=True)
+    fast = FastCluster(RouterConfig(), fleet, dict.fromkeys(WorkerRole, Machine()))
     recording = Recording(900.0, 2**26, lambda: 1.8e9)
     fast.router.record(recording)
     fast.run(
