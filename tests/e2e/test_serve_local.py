@@ -71,12 +71,6 @@ def num_cached_by_decode_workers(cluster: Served) -> int:
     return sum(entry.load.pages.get("cached", 0) for entry in decode_workers)
 
 
-def test_status_shows_the_workers(cluster: Served) -> None:
-    table = cluster.baton("status", "--port", str(cluster.port))
-    assert "prefill-0  prefill" in table and "decode-0   decode" in table
-    assert "1 gateway, 0 requests under way" in table
-
-
 def test_routing_decision_is_shown_by_http_and_by_explain(cluster: Served) -> None:
     status, answer = cluster.post("/v1/completions", {"prompt": COPY[0] * 8, "max_tokens": 2})
     assert status == 200
@@ -99,16 +93,6 @@ def test_chat_answers(cluster: Served) -> None:
     assert "prefill and decode" in cluster.baton(
         "chat", "--url", cluster.url, "--temperature", "0", "What is Baton?"
     )
-
-
-@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
-def test_a_worker_that_is_killed_is_started_again(cluster: Served, name: str) -> None:
-    before = cluster.status()[name].worker.id
-    os.kill(cluster.pid_of(name), signal.SIGKILL)
-    until(lambda: cluster.has_replaced(name, before))
-    until(cluster.answers)
-    assert cluster.complete(COPY[0]) == COPY[1]
-    assert any(f"{name} ended by SIGKILL; it is started again" in line for line in cluster.said)
 
 
 def test_a_router_and_a_gateway_that_are_killed_come_back_where_they_were(cluster: Served) -> None:
