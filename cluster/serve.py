@@ -217,7 +217,7 @@ class Cluster:
             case RestartWorker() if not process.is_drained:
                 self._keep(process.restart(self._config.drain_timeout_s))
             case _:
-                self._keep(process.undrain())
+                process.undrain()
 
     async def scale(self, num_prefill: int, num_decode: int, model: str = "") -> None:
         """Start missing workers of each role, and drain those that are too many, the last ones first.
@@ -236,6 +236,7 @@ class Cluster:
             for drained in [each for each in workers if each.is_drained]:
                 workers.remove(drained)
                 self._remove(drained)
+                self._keep(drained.stop(0.0))
             pools = {role: [each for each in workers if each.spec.role == role] for role in wanted}
             try:
                 await self._add(config, {role: most - len(pools[role]) for role, most in wanted.items()})
@@ -271,7 +272,7 @@ class Cluster:
         added = [self._supervised(spec) for spec in planned]
         self._processes += added
         for process in added:
-            self._keep(process.start_and_keep())
+            self._keep(process.keep())
 
     async def _take_away(self, process: Supervised) -> None:
         """Let a worker hand its requests over and end, and give up its resources."""

@@ -1,9 +1,10 @@
 """Keeps processes of the cluster alive.
 
 1. `start` starts the process and waits until it serves.
-2. `keep` watches it. A process that ends is started again, also after a SIGTERM from elsewhere; while it
-   keeps ending, the pause before the next start grows. A process that hangs is killed and replaced: a worker
-   when the routers agree (`replace`), a router or a gateway when its event loop has been silent for HUNG_S.
+2. `keep` starts it unless it serves, and watches it. A process that ends is started again, also after a
+   SIGTERM from elsewhere; while it keeps ending, the pause before the next start grows. A process that hangs
+   is killed and replaced: a worker when the routers agree (`replace`), a router or a gateway when its event
+   loop has been silent for HUNG_S.
 3. A worker that an operator drains (`baton drain`) is not started again until `undrain`, also when it dies
    or hangs meanwhile. `restart` lets a worker drain and starts it again.
 4. `stop` lets the process drain within its time, and then ends it.
@@ -12,7 +13,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -27,7 +28,7 @@ GRACE_S: Final = 5.0  # beyond the time to drain, for a process to end
 HUNG_S: Final = 10.0  # silence of an event loop, longer than on any machine that is merely busy
 LOOK_S: Final = 1.0
 KILLED_S: Final = 1.0  # for SIGKILL to take effect, before the successor starts
-MAX_STARTUPS: Final = 16  # that are kept for the planner
+MAX_STARTUPS: Final = 16  # start-ups kept for the planner
 MIN_VERDICT_S: Final = 2.0  # no router gives a worker up sooner after its start
 
 logger = logging.getLogger(__name__)
@@ -72,8 +73,10 @@ class Supervised:
         self._start_timeout_s = start_timeout_s
         self._back_off = BackOff()
         self._process: ManagedProcess | None = None
-        self._is_stopping = False
-        self._restarts_after_drain = self._is_to_drain = False
+        self._stopping = asyncio.Event()
+        # After the end of the process: a start, or no start until `undrain`. None: no start after a drain.
+        self._after_end: Literal["start", "rest"] | None = None
+        self._called_back = asyncio.Event()  # a process that rests is called back, or stopped
         self._started_s = self._ready_s = 0.0
         self._hangs = asyncio.Event()  # `_verdict` says why
         self._verdict = ""
@@ -94,7 +97,7 @@ class Supervised:
         self._process = await self._runtime.spawn(
             msgspec.structs.replace(self.spec, incarnation=next(self._starts))
         )
-        if self._is_stopping:  # `stop` came too early for this process
+        if self._stopping.is_set():  # `stop` came too early for this process
             self._process.kill()
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -105,7 +108,7 @@ class Supervised:
         self._ready_s = self._clock.now_s()
         self.startups_s = [*self.startups_s[-MAX_STARTUPS + 1 :], self._ready_s - self._started_s]
         self.is_ready = True
-        self._restarts_after_drain = self._is_to_drain = False  # an order may have come while it started
+        self._after_end = None  # an order may have come while it started
 
     async def describe(self) -> str:
         """Return the process's name, and its progress while it loads weights."""
@@ -116,16 +119,14 @@ class Supervised:
         amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
         return f"{self.name} ({share:.0%} of {amount} of weights)"
 
-    async def start_and_keep(self) -> None:
-        """Start the process, as often as necessary, and keep it alive."""
-        await self._start_again(await self._try_to_start())
-        if not self._is_stopping:
-            await self.keep()
-
     async def keep(self) -> None:
-        """Keep the process alive. Return when the process was stopped or has drained."""
-        assert self._process is not None, "start comes first"
+        """Keep the process alive until it is stopped. A process that does not serve is started first."""
+        why = "" if self.is_ready else await self._try_to_start()
         while True:
+            await self._start_again(why)
+            if self._stopping.is_set():
+                return
+            assert self._process is not None, "it serves"
             try:
                 why = await self._until_over(self._process)
             except Exception as error:  # of the runtime: `keep` must go on
@@ -133,13 +134,15 @@ class Supervised:
                 self._process.give_up()
                 why = f"cannot be watched: {type(error).__name__}"
             self.is_ready = False
-            if self._is_stopping:
+            if self._stopping.is_set():
                 return
-            if (not why or self._is_to_drain) and not self._restarts_after_drain:
-                logger.warning("%s %s and stays away", self.name, why or "has drained")
-                self.is_drained = True
-                return
-            await self._start_again(why or "has drained")
+            has_drained, why = not why, why or "has drained"
+            if self._after_end == "rest" or (self._after_end is None and has_drained):
+                logger.warning("%s %s and stays away", self.name, why)
+                await self._until_called_back()
+                if self._stopping.is_set():
+                    return
+                why = "is called back"
 
     def replace(self, reason: str, age_s: float) -> None:
         """Kill the process, which may not answer, and start its successor.
@@ -153,20 +156,12 @@ class Supervised:
 
     def drain(self) -> None:
         """Keep the process down once it ends, also when it dies: a router has told it to drain."""
-        self._is_to_drain, self._restarts_after_drain = True, False
+        self._after_end = "rest"
 
-    async def undrain(self) -> None:
-        """Start a drained process again, and keep it alive.
-
-        A process that still drains is started again when it has ended.
-        """
-        if not self.is_drained:
-            self._restarts_after_drain = True
-            return
-        self.is_drained = False
-        await self._start_again("is called back")
-        if not self._is_stopping:
-            await self.keep()
+    def undrain(self) -> None:
+        """Have `keep` start a drained process again; one that still drains, when it has ended."""
+        self._after_end = "start"
+        self._called_back.set()
 
     async def restart(self, drain_timeout_s: float) -> None:
         """Let the process drain for `drain_timeout_s`, then end it; it is started again.
@@ -178,13 +173,14 @@ class Supervised:
         if not self.is_ready:
             process.kill()
             return
-        self._restarts_after_drain = True
+        self._after_end = "start"
         process.stop()
         await self._end_in_time(process, drain_timeout_s)
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Let the process drain for `drain_timeout_s`, then end it for good."""
-        self._is_stopping = True
+        self._stopping.set()
+        self._called_back.set()
         if self._process is None:
             return
         self._process.stop()
@@ -197,6 +193,12 @@ class Supervised:
         except TimeoutError:
             logger.warning("%s did not end in %.0f s and is ended", self.name, drain_timeout_s + GRACE_S)
             process.kill()
+
+    async def _until_called_back(self) -> None:
+        self.is_drained = True
+        self._called_back.clear()
+        await self._called_back.wait()
+        self.is_drained = False
 
     async def _until_over(self, process: ManagedProcess) -> str:
         """Wait until the process ends or hangs. Return the reason; "" after a drain or a stop."""
@@ -241,7 +243,7 @@ class Supervised:
             pause_s = self._back_off.after(self._clock.now_s() - self._started_s)
             logger.warning("%s %s; it is started again in %.1f s", self.name, why, pause_s)
             await asyncio.sleep(pause_s)
-            if self._is_stopping:
+            if self._stopping.is_set():
                 return
             why = await self._try_to_start()
 

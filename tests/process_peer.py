@@ -4,8 +4,8 @@ behaviour.
 serves: reports its start and waits for SIGTERM. lives: also reports every 50 ms that it is alive. fails,
 fails-us: reports an error. says-much: reports more than a report may have. prints: prints another line first.
 loads: reports its progress, then serves. crashes: ends without a report. drains: serves, and ends like a
-worker that an operator has drained; drains-later: on SIGUSR1. falls-N: serves, and ends at once after its Nth
-start (a file counts the starts).
+worker that an operator has drained. falls-N: serves, and ends at once after its Nth start (a file counts the
+starts).
 """
 
 import os
@@ -76,8 +76,6 @@ def main() -> int:
         case "loads":
             for num_bytes in (1, 3):
                 say(Loading(num_bytes, 4))
-        case "drains-later":
-            signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(DRAINED))
         case "drains":
             say(ProcessStarted(Address("127.0.0.1", 1)))
             sys.exit(DRAINED)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins

@@ -5,6 +5,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from baton.cluster.supervisor import (
     Supervised,
 )
 from baton.errors import WorkerLost
+from baton.messages.workers import Address
 from tests.event_loop import on_loop
 from tests.process_peer import PEER, PeerConfig, spec
 from tests.waiting import until
@@ -173,7 +175,7 @@ async def test_process_that_is_stopped_while_it_is_made_ends(monkeypatch: pytest
             return await spawn(what)
 
         monkeypatch.setattr(runtime, "spawn", slow)
-        keeping = asyncio.create_task(process.start_and_keep())
+        keeping = asyncio.create_task(process.keep())
         await asyncio.sleep(0)
         await process.stop(1.0)
         may_go_on.set()
@@ -182,65 +184,94 @@ async def test_process_that_is_stopped_while_it_is_made_ends(monkeypatch: pytest
 
 
 @on_loop
-async def test_process_that_dies_as_it_drains_stays_away() -> None:
-    async with supervised(spec("serves")) as (process, runtime):
-        await process.start()
-        keeping = asyncio.create_task(process.keep())
-        process.drain()
-        runtime.spawned[0].kill()
-        await asyncio.wait_for(keeping, 10)
-        assert process.is_drained and len(runtime.spawned) == 1
-
-
-@on_loop
 async def test_drained_process_stays_away_until_undrained() -> None:
-    async with supervised(spec("drains")) as (process, runtime):
-        await process.start()
-        await asyncio.wait_for(process.keep(), 10)
-        assert (len(runtime.spawned), process.is_ready, process.is_drained) == (1, False, True)
-        await asyncio.wait_for(process.undrain(), 20)  # which keeps it: this peer drains again
-        assert (len(runtime.spawned), process.is_drained) == (2, True)
+    async with kept(spec("drains")) as (process, runtime):
+        await until(lambda: process.is_drained)
+        assert (len(runtime.spawned), process.is_ready) == (1, False)
+        process.undrain()
+        await until(lambda: len(runtime.spawned) == 2 and process.is_drained)  # this peer drains again
 
 
+class Life:
+    """A process that serves once it may, and ends as a test decides."""
+
+    def __init__(self) -> None:
+        self.may_serve = asyncio.Event()
+        self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def ready(self) -> Address:
+        await self.may_serve.wait()
+        return Address("127.0.0.1", 1)
+
+    async def watch(self) -> str:
+        return await asyncio.shield(self.end)
+
+    async def silent_s(self) -> float:
+        return 0.0
+
+    def stop(self) -> None:
+        if not self.end.done():
+            self.end.set_result("")
+
+
+class Lives(LocalRuntime):
+    """Its processes are Lives."""
+
+    def __init__(self) -> None:
+        super().__init__(KEY)
+        self.lives: list[Life] = []
+
+    async def spawn(self, spec: ProcessSpec) -> Any:
+        self.lives.append(Life())
+        return self.lives[-1]
+
+
+@asynccontextmanager
+async def living(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Supervised, list[Life]]]:
+    """Keep a process that is about to serve; stop it in the end."""
+    monkeypatch.setattr("baton.cluster.supervisor.FIRST_S", 0.0)
+    runtime = Lives()
+    process = Supervised(spec("worker"), runtime, SystemClock(), itertools.count(1), START_S)
+    keeping = asyncio.create_task(process.keep())
+    await until(lambda: len(runtime.lives) == 1)
+    yield process, runtime.lives
+    await process.stop(1.0)
+    await asyncio.wait_for(keeping, 10)
+
+
+@pytest.mark.parametrize(
+    ("orders", "end", "is_started"),
+    [
+        ([], "ended by SIGKILL", True),
+        ([], "", False),  # a router has drained it
+        (["drain"], "ended by SIGKILL", False),
+        (["undrain"], "", True),
+        (["drain", "undrain"], "", True),
+        (["drain", "undrain"], "ended by SIGKILL", True),
+        (["undrain", "drain"], "", False),
+    ],
+)
 @on_loop
-async def test_process_that_still_drains_is_started_again_after_undrain() -> None:
-    async with supervised(spec("drains-later")) as (process, runtime):
-        await process.start()
-        keeping = asyncio.create_task(process.keep())
-        await process.undrain()
-        os.kill(runtime.spawned[0].pid, signal.SIGUSR1)
-        await until_replaced(process, runtime)
-        os.kill(runtime.spawned[1].pid, signal.SIGUSR1)
-        await asyncio.wait_for(keeping, 10)  # one undrain starts one process
-        assert process.is_drained
-
-
-@on_loop
-async def test_process_that_is_called_back_twice_stays_away_after_its_next_drain() -> None:
-    async with supervised(spec("drains-later")) as (process, runtime):
-        await process.start()
-        keeping = asyncio.create_task(process.keep())
-        os.kill(runtime.spawned[0].pid, signal.SIGUSR1)
-        await asyncio.wait_for(keeping, 10)
-        assert process.is_drained
-        keeping = asyncio.create_task(process.undrain())
-        await until(lambda: not process.is_drained)
-        await process.undrain()  # while it starts
-        await until_replaced(process, runtime)
-        os.kill(runtime.spawned[1].pid, signal.SIGUSR1)
-        await asyncio.wait_for(keeping, 10)
-        assert process.is_drained and len(runtime.spawned) == 2
-
-
-@on_loop
-async def test_process_that_is_called_back_as_it_starts_stays_away_after_its_drain() -> None:
-    async with supervised(spec("drains")) as (process, runtime):
-        starting = asyncio.create_task(process.start())
-        await asyncio.sleep(0)
-        await process.undrain()
-        await starting
-        await asyncio.wait_for(process.keep(), 10)
-        assert process.is_drained and len(runtime.spawned) == 1
+async def test_latest_order_decides_what_follows_the_end_of_a_process(
+    monkeypatch: pytest.MonkeyPatch, orders: list[str], end: str, is_started: bool
+) -> None:
+    async with living(monkeypatch) as (process, lives):
+        lives[0].may_serve.set()
+        await until(lambda: process.is_ready)
+        for order in orders:
+            getattr(process, order)()
+        lives[0].end.set_result(end)
+        await until(lambda: process.is_drained or len(lives) == 2)
+        assert process.is_drained is not is_started
+        process.undrain()
+        process.undrain()
+        await until(lambda: len(lives) == 2)
+        process.undrain()  # while it starts
+        lives[1].may_serve.set()
+        await until(lambda: process.is_ready)
+        lives[1].end.set_result("")
+        await until(lambda: process.is_drained)
+        assert len(lives) == 2, "an order counts once"
 
 
 @on_loop
@@ -295,7 +326,7 @@ def test_pause_starts_anew_after_a_long_life() -> None:
 async def test_further_process_is_started_as_often_as_necessary_and_kept(obstacle: Exception) -> None:
     async with supervised(spec("late")) as (process, runtime):
         runtime.obstacles.append(obstacle)
-        keeping = asyncio.create_task(process.start_and_keep())
+        keeping = asyncio.create_task(process.keep())
         await until(lambda: process.is_ready, START_S)
         await process.stop(1.0)
         await asyncio.wait_for(keeping, 20)
