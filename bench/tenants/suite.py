@@ -9,8 +9,8 @@ simulated. docs/benchmarks.md explains the figures.
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from random import Random
 from typing import Final
 
@@ -77,10 +77,43 @@ WORKLOAD: Final = TenantWorkload(
 )
 
 
-def simulate(calls: Sequence[ClientCall], until_s: float, seed: int) -> FastCluster:
+class ProbedCluster(FastCluster):
+    """A FastCluster that counts how long workers are idle while calls wait, and notes the overload level."""
+
+    def __init__(self, seed: int) -> None:
+        self.levels: list[tuple[float, int]] = []  # time, overload level
+        self.waiting_s = self.idle_s = 0.0  # worker-seconds in which a call waited; of these, idle
+        self._seen_s = 0.0
+        config = RouterConfig(policy="least-loaded", seed=seed, max_attempts=2**19)
+        super().__init__(config, FLEET, dict.fromkeys(WorkerRole, H200), seed=seed)
+
+    def served(self) -> Iterator[tuple[float, str, int]]:
+        """Yield the time, the tenant and the tokens of each computed prompt and of each whole answer."""
+        for each in self.outcomes:
+            if each.first_token_s >= 0:
+                yield each.first_token_s, each.call.tenant, each.call.num_tokens
+            if each.ended_s >= 0:
+                yield each.ended_s, each.call.tenant, each.call.num_answered
+
+    def at(self, when_s: float, call: Callable[[], None]) -> None:
+        super().at(when_s, partial(self._probe, call))
+
+    def _probe(self, call: Callable[[], None]) -> None:
+        passed_s, self._seen_s = self.events.now_s - self._seen_s, self.events.now_s
+        if len(self.router.admission_queue):
+            workers = self.prefill_workers
+            self.waiting_s += passed_s * len(workers)
+            self.idle_s += passed_s * sum(not each.is_stepping for each in workers)
+        call()
+
+    def _tick(self, number: int) -> None:
+        super()._tick(number)
+        self.levels.append((self.events.now_s, int(self.router.admission_queue.overload.level)))
+
+
+def simulate(calls: Sequence[ClientCall], until_s: float, seed: int) -> ProbedCluster:
     """Simulate all calls until then."""
-    config = RouterConfig(policy="least-loaded", seed=seed, max_attempts=2**19)
-    rehearsal = FastCluster(config, FLEET, dict.fromkeys(WorkerRole, H200), seed=seed)
+    rehearsal = ProbedCluster(seed)
     rehearsal.run(calls, until_s)
     rehearsal.router.admission_queue.check_integrity()
     return rehearsal
@@ -102,7 +135,7 @@ def measure_noisy(seconds: float, seed: int) -> list[Row]:
     ]
 
 
-def _idle_row(name: str, rehearsal: FastCluster) -> Row:
+def _idle_row(name: str, rehearsal: ProbedCluster) -> Row:
     percent = 100 * rehearsal.idle_s / max(1e-9, rehearsal.waiting_s)
     return at_most(f"{name}: prefill idle while anyone waits", percent, "%", 2.0)
 
@@ -115,7 +148,7 @@ def measure_shares(seconds: float, seed: int) -> list[Row]:
     for number in range(round(seconds / BIN_S)):
         since_s = WARM_S + number * BIN_S
         served: Counter[str] = Counter()
-        for at_s, tenant, num_tokens in rehearsal.served:
+        for at_s, tenant, num_tokens in rehearsal.served():
             if since_s <= at_s < since_s + BIN_S:
                 served[tenant] += num_tokens
         parts = [

@@ -71,9 +71,6 @@ class FastCluster:
         if is_light:
             self.light = LightRouter(clock, self.keys_of, page_size, token_bytes, config.seed)
         self.outcomes: list[CallOutcome] = []
-        self.served: list[tuple[float, str, int]] = []  # time, tenant, tokens computed or answered
-        self.levels: list[tuple[float, int]] = []  # time, overload level
-        self.waiting_s = self.idle_s = 0.0  # worker-seconds in which a call waited; of these, idle
         self.workers: dict[str, FastWorker] = {}
         self.parts: defaultdict[str, float] = defaultdict(float)  # seconds of all requests, as in timelines
         self.holders: dict[str, FastWorker] = {}  # request id -> its decode worker
@@ -81,7 +78,6 @@ class FastCluster:
         self._numbers = count()
         self._open: dict[str, CallOutcome] = {}
         self._num_to_come = 0  # calls that have not been made
-        self._seen_s = 0.0
         self._prompt_keys = PromptKeys()
         self._keys: dict[str, tuple[bytes, ...]] = {}  # request id -> keys of the prompt's pages
         self._known_keys: dict[tuple[AttemptKey, Family], bytes] = {}  # of calls that bring them
@@ -125,7 +121,7 @@ class FastCluster:
 
     def at(self, when_s: float, call: Callable[[], None]) -> None:
         """Call at that virtual time."""
-        self.events.at(when_s, call if self.light is not None else partial(self._happen, call))
+        self.events.at(when_s, call)
 
     def keys_of(self, request: Request) -> tuple[bytes, ...]:
         """Return the keys of the prompt's pages; none where no worker keeps pages."""
@@ -154,7 +150,6 @@ class FastCluster:
         outcome.given_s, outcome.begun_s, outcome.first_token_s = job.given_s, job.begun_s, now_s
         outcome.first_wait_s = self.contention.wait_s(now_s)
         outcome.num_held = job.num_held
-        self.served.append((now_s, request.tenant, request.num_tokens))
         if self.light is not None:
             self.light.started(request.request_id)
             return
@@ -170,7 +165,6 @@ class FastCluster:
         outcome, key = self._open.pop(request.request_id), request.key
         outcome.ended_s, num_answered = self.events.now_s, outcome.call.num_answered
         outcome.last_wait_s = self.contention.wait_s(outcome.ended_s)
-        self.served.append((self.events.now_s, request.tenant, num_answered))
         for name, seconds in outcome.parts().items():
             self.parts[name] += seconds
         self._keys.pop(request.request_id, None)
@@ -223,15 +217,6 @@ class FastCluster:
             self._num_to_come += 1
             self.at(now_s + wait_s, partial(self._ask, outcome.call, outcome.retry + 1))
 
-    def _happen(self, call: Callable[[], None]) -> None:
-        """Count how long workers were idle while calls waited, then make the call."""
-        passed_s, self._seen_s = self.events.now_s - self._seen_s, self.events.now_s
-        if len(self.router.admission_queue):
-            workers = self.prefill_workers
-            self.waiting_s += passed_s * len(workers)
-            self.idle_s += passed_s * sum(not each.is_stepping for each in workers)
-        call()
-
     def _tick(self, number: int) -> None:
         """Tick the workers and the router, now and every TICK_S from now on."""
         if self.light is not None:
@@ -242,5 +227,4 @@ class FastCluster:
             if has_beat:
                 worker.beat()
         self.router.tick()
-        self.levels.append((self.events.now_s, int(self.router.admission_queue.overload.level)))
         self.at(self.events.now_s + TICK_S, partial(self._tick, number + 1))

@@ -4,8 +4,7 @@ from collections import Counter
 from random import Random
 
 from baton.bench.tenants.calls import ttft_s
-from baton.bench.tenants.suite import TOKENS_PER_S, WORKLOAD, simulate
-from baton.sim.timed.fast import FastCluster
+from baton.bench.tenants.suite import TOKENS_PER_S, WORKLOAD, ProbedCluster, simulate
 
 
 def test_every_call_is_answered_where_there_is_room() -> None:
@@ -15,7 +14,7 @@ def test_every_call_is_answered_where_there_is_room() -> None:
     rehearsal.router.in_flight.check_integrity()
 
 
-def slowest_s(rehearsal: FastCluster) -> float:
+def slowest_s(rehearsal: ProbedCluster) -> float:
     """Return the TTFT within which 95 % of the quiet tenants' first requests are answered."""
     quiet = [each for each in rehearsal.outcomes if each.call.tenant != "noisy" and not each.retry]
     assert sum(each.first_token_s >= 0 for each in quiet) > 0.98 * len(quiet)
@@ -33,7 +32,7 @@ def test_work_is_shared_by_weight_while_all_want_more() -> None:
     calls = WORKLOAD.flood({"a": 1.0, "b": 3.0}, 2 * TOKENS_PER_S, 8.0, Random(0))
     rehearsal = simulate(calls, 8.0, 0)
     served: Counter[str] = Counter()
-    for at_s, tenant, num_tokens in rehearsal.served:
+    for at_s, tenant, num_tokens in rehearsal.served():
         served[tenant] += num_tokens * (at_s > 2)
     assert abs(served["b"] / served["a"] / 3.0 - 1) < 0.15
     assert rehearsal.idle_s < 0.02 * rehearsal.waiting_s
