@@ -3,10 +3,11 @@
 1. On each other node a `RankHost` listens. Rank 0's process connects to each host (`HostedRanks`) and proves
    that it has workers' keys. The host has the worker's configuration and keys from the runtime; rank 0 sends
    neither.
-2. StartRank starts a rank as rank 0 starts those of its own node. The host passes the rank's answers on.
+2. StartRanks starts the ranks of the host's node as rank 0 starts those of its own. The host passes the
+   answers of the ranks on.
 3. A rank that ends ends the worker: rank 0's process hears of the end and notices it without a step
-   (`HostedRanks.check`). A rank that dies without a word also ends the host's `serve`, and the runtime ends
-   all actors of the worker.
+   (`HostedRanks.check`). A rank that ends without an error message also ends the host's `serve`, and the
+   runtime ends all actors of the worker.
 4. CloseRanks waits for the ranks, which have been told to stop, and kills those that stay. A link that ends
    without CloseRanks is lost: the host ends its ranks, too, and both ends of the link end the worker.
 5. A rank ends with its host: the host keeps the rank's stdin open. New keys go to ranks the same way.
@@ -27,6 +28,7 @@ from msgspec import Meta
 
 from baton.cluster.model_directory import resolve_model
 from baton.config.cluster import WorkerConfig
+from baton.config.engine import EngineConfig
 from baton.config.environment import node_name
 from baton.engine.runner.rank_process import (
     READY,
@@ -51,7 +53,6 @@ CLOSE_S: Final = 5.0  # beyond the ranks' own time, for a host to answer
 FAILURE_S: Final = 2.0  # for the error of a rank to come after the end of its connections
 MAX_LINKS: Final = 2  # the link of a replica that has ended, and that of the next one
 FIRST_ORDER_S: Final = 10.0  # for the first order of a link: rank 0's process sends it at once
-MAX_RANKS: Final = 2**16 - 1
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,9 @@ class HostMessage(
     """A message between rank 0's process and a host."""
 
 
-class StartRank(HostMessage, frozen=True):
-    """Start a rank on the host's node."""
+class StartRanks(HostMessage, frozen=True):
+    """Start the ranks of the host's node. The first order of a link, which has one such order."""
 
-    rank: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     num_threads: Annotated[int, Meta(ge=1, le=2**16)]
     ranks: Address  # where rank 0 listens for the other ranks
     replica: Annotated[bytes, Meta(max_length=32)]  # as in RankNetwork
@@ -96,7 +96,7 @@ class RanksClosed(HostMessage, frozen=True):
     """All ranks have ended."""
 
 
-ToHost: TypeAlias = StartRank | CloseRanks
+ToHost: TypeAlias = StartRanks | CloseRanks
 FromHost: TypeAlias = RankSaid | RankEnded | RanksClosed
 SCHEMA: Final = schema_hash(ToHost, FromHost)
 _TO_HOST: Final[msgspec.msgpack.Decoder[ToHost]] = msgspec.msgpack.Decoder(ToHost)
@@ -169,8 +169,8 @@ class RankHost:
             replica = _HostedReplica(self._config, self._node, self._ring, connection, self._failed)
             if self._listener.keep(sock, connection.close, MAX_LINKS):
                 replica.serve(order)
-            elif isinstance(order, StartRank):
-                replica.refuse(order, WorkerLost("the host has too many links"))
+            else:
+                replica.refuse(WorkerLost("the host has too many links"))
         except PeerGone:
             logger.info("rank 0 is gone")
         except (BatonError, OSError) as error:
@@ -199,8 +199,8 @@ class _HostedReplica:
         self._ring = ring
         self._connection = connection
         self._failed = failed
-        ranks_per_node = config.engine.ranks_per_node
-        self._to_start = set(range(node * ranks_per_node, (node + 1) * ranks_per_node))
+        num_here = config.engine.ranks_per_node
+        self._ranks = range(node * num_here, (node + 1) * num_here)
         self._processes: list[TpWorkerProcess] = []
         self._keys_lock = threading.Lock()  # held while keys are passed on, so that the newest come last
         self._threads: list[threading.Thread] = []
@@ -212,9 +212,11 @@ class _HostedReplica:
         self._ring.follow(self._use_keys)
         with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
             try:
-                while isinstance(order, StartRank):
+                if isinstance(order, StartRanks):
                     self._start(order, str(Path(folder) / "store"))
                     order = _next_message(self._connection, _TO_HOST)
+                if isinstance(order, StartRanks):
+                    raise self._connection.drop(WireError("the ranks have been started", reason="order"))
                 timeout_s = order.timeout_s
             except (PeerGone, WireError) as error:
                 if self._processes:
@@ -226,21 +228,21 @@ class _HostedReplica:
                 self._end(timeout_s)
         self._send(RanksClosed())
 
-    def refuse(self, order: StartRank, error: BatonError | OSError) -> None:
-        """Say why the rank is not started."""
+    def refuse(self, error: BatonError | OSError) -> None:
+        """Say why the next rank is not started, and none after it."""
         failure = TpWorkerFailure(type(error).__name__, str(error))
-        self._send(RankSaid(rank=order.rank, answer=msgspec.json.encode(failure)))
+        self._send(RankSaid(rank=self._ranks[len(self._processes)], answer=msgspec.json.encode(failure)))
 
-    def _start(self, order: StartRank, rendezvous: str) -> None:
+    def _start(self, order: StartRanks, rendezvous: str) -> None:
         try:
-            if order.rank not in self._to_start:
-                raise WorkerLost("it is not a rank of this node, or was started before")
-            self._to_start.remove(order.rank)
-            keys = self._ring.generations
-            process = TpWorkerProcess(self._assignment(order, rendezvous, keys))
+            for rank in self._ranks:
+                self._start_rank(order, rank, rendezvous)
         except (BatonError, OSError) as error:
-            self.refuse(order, error)
-            return
+            self.refuse(error)
+
+    def _start_rank(self, order: StartRanks, rank: int, rendezvous: str) -> None:
+        keys = self._ring.generations
+        process = TpWorkerProcess(self._assignment(order, rank, rendezvous, keys))
         with self._keys_lock:
             self._processes.append(process)
         if self._ring.generations != keys:  # they were replaced while the process started
@@ -249,12 +251,12 @@ class _HostedReplica:
         self._threads.append(thread)
         thread.start()
 
-    def _assignment(self, order: StartRank, rendezvous: str, keys: Generations) -> TpAssignment:
+    def _assignment(self, order: StartRanks, rank: int, rendezvous: str, keys: Generations) -> TpAssignment:
         config, own_host, link_timeout_s = self._config, self._config.host, self._config.link_timeout_s
         model = str(resolve_model(config.engine.model).resolve())
         return TpAssignment(
             config=msgspec.structs.replace(config.engine, model=model),
-            rank=order.rank,
+            rank=rank,
             rendezvous=rendezvous,
             num_threads=order.num_threads,
             sidecar=AgentArguments(
@@ -336,23 +338,22 @@ class HostedRanks:
     def keys(self) -> Generations:
         return self._ring.generations
 
-    def start(self, node: int, rank: int, num_threads: int, network: RankNetwork) -> "HostedRank":
-        if not 1 <= node <= len(self._hosts):
-            raise ConfigError(f"nnodes: there are hosts on {len(self._hosts)} other nodes, not on {node}")
+    def start(self, config: EngineConfig, num_threads: int, network: RankNetwork) -> "Sequence[HostedRank]":
+        num_hosts, num_wanted = len(self._hosts), config.nnodes - 1
+        if num_hosts != num_wanted:
+            raise ConfigError(f"nnodes: there are hosts on {num_hosts} other nodes, not on {num_wanted}")
         assert self._agents is not None, "agents of other nodes have an address"
-        if node not in self._links:
-            self._links[node] = _HostLink(self._hosts[node - 1], self._ring, self.link_timeout_s)
-        order = StartRank(
-            rank=rank,
-            num_threads=num_threads,
-            ranks=network.rank_zero,
-            replica=network.replica,
-            agents=self._agents,
+        order = StartRanks(
+            num_threads=num_threads, ranks=network.rank_zero, replica=network.replica, agents=self._agents
         )
-        hosted = HostedRank(rank, self._has_changed, self.close)
-        self._ranks.append(hosted)
-        self._links[node].start(order, hosted)
-        return hosted
+        self._ranks = [
+            HostedRank(rank, self._has_changed) for rank in range(config.ranks_per_node, config.num_ranks)
+        ]
+        for node, place in enumerate(self._hosts, start=1):
+            here = [rank for rank in self._ranks if rank.rank // config.ranks_per_node == node]
+            self._links[node] = _HostLink(place, self._ring, self.link_timeout_s, here)
+            self._links[node].start(order)
+        return self._ranks
 
     def check(self) -> None:
         """Raise WorkerLost when a rank has ended or a host is gone. Not after `close`."""
@@ -380,7 +381,10 @@ class HostedRanks:
 class _HostLink:
     """The connection to the host of one node."""
 
-    def __init__(self, place: HostPlace, ring: KeyRing, link_timeout_s: float) -> None:
+    def __init__(
+        self, place: HostPlace, ring: KeyRing, link_timeout_s: float, ranks: "Sequence[HostedRank]"
+    ) -> None:
+        """ranks: of the node."""
         where = f"{place.host}:{place.port}"
         try:
             sock = socket.create_connection((place.host, place.port), HANDSHAKE_TIMEOUT_S)
@@ -391,14 +395,13 @@ class _HostLink:
         except (BatonError, OSError) as error:
             raise WorkerLost(f"the host of ranks at {where} cannot be reached: {error}") from error
         self._where = where
-        self._ranks: dict[int, HostedRank] = {}
+        self._ranks = {rank.rank: rank for rank in ranks}
         self._have_ended = threading.Event()
         self._close_by_s: float | None = None  # from `begin_close` on
         self._thread = threading.Thread(target=self._read, name="rank-host", daemon=True)
         self._thread.start()
 
-    def start(self, order: StartRank, rank: "HostedRank") -> None:
-        self._ranks[order.rank] = rank
+    def start(self, order: StartRanks) -> None:
         self._send(order)
 
     def begin_close(self, timeout_s: float) -> None:
@@ -431,20 +434,17 @@ class _HostLink:
         except (PeerGone, WireError) as error:
             why = f"is gone: {error}"
         self._have_ended.set()
-        for rank in list(self._ranks.values()):
+        for rank in self._ranks.values():
             rank.lost(f"the host of ranks at {self._where} {why}")
 
 
 class HostedRank:
     """Rank 0's end of a rank on another node: a TpWorker."""
 
-    def __init__(
-        self, rank: int, has_changed: threading.Condition, close_all: Callable[[float], None]
-    ) -> None:
-        """has_changed: shared by all ranks on other nodes. close_all: closes them all."""
+    def __init__(self, rank: int, has_changed: threading.Condition) -> None:
+        """has_changed: shared by all ranks on other nodes."""
         self.rank = rank
         self._has_changed = has_changed
-        self._close_all = close_all
         self._is_ready = False
         self.error: BatonError | None = None  # what the rank said, or why it is gone
         self._has_said_why = False
@@ -460,10 +460,6 @@ class HostedRank:
     def check(self) -> None:
         if self.error is not None:
             raise self.error
-
-    def close(self, timeout_s: float) -> None:
-        """As `TpWorker`, of the ranks of all other nodes."""
-        self._close_all(timeout_s)
 
     def told(self, message: RankSaid | RankEnded) -> None:
         """Note a message of the host. The link's thread calls."""

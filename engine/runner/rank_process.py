@@ -12,7 +12,7 @@ This module needs no torch.
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -80,9 +80,6 @@ class TpWorker(Protocol):
     def check(self) -> None:
         """Raise the TP worker's own error, or WorkerLost, if its process has ended. Returns at once."""
 
-    def close(self, timeout_s: float) -> None:
-        """Wait for the process; kill it after the timeout."""
-
 
 class RankNodes(Protocol):
     """Starts the ranks of one replica on nodes other than rank 0's. The engine's caller implements it."""
@@ -99,10 +96,11 @@ class RankNodes(Protocol):
     def link_timeout_s(self) -> float:
         """The link timeout of the connections between ranks, in seconds; see `Connection`."""
 
-    def start(self, node: int, rank: int, num_threads: int, network: RankNetwork) -> TpWorker:
-        """Start a rank on a node, counted from 1. Raises WorkerLost when the node cannot be reached.
+    def start(self, config: EngineConfig, num_threads: int, network: RankNetwork) -> Sequence[TpWorker]:
+        """Start the ranks of all other nodes. Raises WorkerLost when a node cannot be reached.
 
-        network: of rank 0.
+        config: of the replica. num_threads: of each rank. network: of rank 0. ConfigError: the replica needs
+        another number of nodes.
         """
 
     def failure(self) -> BatonError | None:
@@ -194,7 +192,7 @@ class TpWorkerProcess:
             self.process.wait()
 
     def close(self, timeout_s: float) -> None:
-        """As `TpWorker`. No thread may be in `watch`."""
+        """Wait for the process; kill it after the timeout. No thread may be in `watch`."""
         self.end(timeout_s)
         self._close_stdin()
         self._reader.close()

@@ -119,7 +119,8 @@ class TpWorkers:
             )
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")  # readable by this user alone
         rendezvous = str(Path(self._folder.name) / "store")
-        self._workers: list[TpWorker] = []
+        self._processes: list[TpWorkerProcess] = []  # of this node
+        self._workers: list[TpWorker] = []  # on all nodes, by rank
         self._nodes = nodes
         self._listener: RankListener | None = None
         self._links: RankLinks | None = None
@@ -135,10 +136,7 @@ class TpWorkers:
             elif config.pipeline_parallel_size > 1:
                 own_key = KeyRing.of(secrets.token_bytes(KEY_BYTES), Kind.WORKER)
                 network = self._listen(LOOPBACK, own_key.generations)
-            for rank in range(1, config.num_ranks):
-                if nodes is not None and network is not None and rank >= num_here:
-                    self._workers.append(nodes.start(rank // num_here, rank, share, network))
-                    continue
+            for rank in range(1, num_here):
                 assignment = TpAssignment(
                     config=config,
                     rank=rank,
@@ -148,7 +146,10 @@ class TpWorkers:
                     sidecar=sidecar,
                     network=network,
                 )
-                self._workers.append(TpWorkerProcess(assignment))
+                self._processes.append(TpWorkerProcess(assignment))
+                self._workers.append(self._processes[-1])
+            if nodes is not None and network is not None:
+                self._workers += nodes.start(config, share, network)
             self._wait_until_ready()
             with self.explains_loss():
                 self._links = _connect(0, config, network, self._listener)
@@ -183,8 +184,10 @@ class TpWorkers:
             timer.join()
 
     def _kill(self) -> None:
-        for worker in self._workers:
-            worker.close(0.0)
+        for process in self._processes:
+            process.close(0.0)
+        if self._nodes is not None:
+            self._nodes.close()
 
     def _wait_until_ready(self) -> None:
         until_s = time.monotonic() + START_TIMEOUT_S
@@ -213,10 +216,9 @@ class TpWorkers:
     def host_pools(self, own: Tensor, layout: PageLayout) -> list[Tensor]:
         """The host pages of the other ranks, by rank, of a replica with a disk tier. own: rank 0's."""
         num_pages, _, *shape = own.shape  # stages may have other numbers of layers
-        processes = (worker for worker in self._workers if isinstance(worker, TpWorkerProcess))
         return [
             shared_zeros(each.host_fd, (num_pages, len(layout.layers_of(each.rank)), *shape), own.dtype)
-            for each in processes
+            for each in self._processes
         ]
 
     def stop(self) -> None:
@@ -232,10 +234,10 @@ class TpWorkers:
     def close(self, timeout_s: float) -> None:
         """Wait for the processes, which have received STOP_COMMAND; kill them after the timeout."""
         until_s = time.monotonic() + timeout_s
-        for worker in self._workers:
-            worker.close(max(0.0, until_s - time.monotonic()))
+        for process in self._processes:
+            process.close(max(0.0, until_s - time.monotonic()))
         if self._nodes is not None:
-            self._nodes.close()
+            self._nodes.close(max(0.0, until_s - time.monotonic()))
         if self._listener is not None:
             self._listener.close()
         if self._links is not None:
