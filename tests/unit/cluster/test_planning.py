@@ -20,6 +20,7 @@ from baton.messages.operations import GatewayStatus, PlanSummary, Status
 from baton.messages.status import StreamCounts, cell_of
 from baton.messages.workers import WorkerRole, WorkerStatus
 from baton.planner.layouts import QueueModel, Room, SimRehearser, linear
+from baton.planner.planner import ScalingPlan
 from baton.sim.timed.times import FittedTimes, Machine, TimeModel
 from baton.tenants import Sla
 from tests.event_loop import on_loop
@@ -100,7 +101,7 @@ def test_missing_times_are_an_error(tmp_path: Path) -> None:
     planner = PlannerConfig(mode="advise", ttft_ms=1000, times=str(tmp_path / "none.json"))
     config = ServeConfig(model="tiny", planner=planner)
     with pytest.raises(ConfigError):
-        Planning(config, ManualClock(), FakeRouters(), FakeWorkers(), tmp_path / "plans.jsonl")
+        Host(tmp_path, config)
 
 
 def test_log_whose_folder_cannot_be_made_is_an_error(tmp_path: Path) -> None:
@@ -117,69 +118,73 @@ def test_log_that_is_none_is_an_error(tmp_path: Path) -> None:
         read_plans(tmp_path / "plans.jsonl", 3)
 
 
-def planning(
-    folder: Path,
-    routers: FakeRouters,
-    workers: FakeWorkers,
-    clock: ManualClock,
-    mode: str,
-    ranks: Ranks = ONE,
-    calibrated: Ranks | None = None,
-    **calibrated_settings: Any,
-) -> Planning:
-    """A planner of a cluster whose objective one prefill worker cannot meet.
+class Host:
+    """The host of a planner, with its fakes."""
 
-    calibrated: the ranks of the workers that the times are of; None: those of the cluster.
-    calibrated_settings: of their engine.
-    """
-    tp_size, num_stages = calibrated or ranks
-    times = msgspec.structs.replace(usual_times(), engine=EngineSettings(**calibrated_settings))
-    replica = msgspec.structs.replace(times.replicas[1], num_stages=num_stages)
-    msgspec.structs.replace(times, replicas={tp_size: replica}).save(folder / "times.json")
-    config = msgspec.convert(
-        {"mode": mode, "ttft_ms": 60_000.0, "max_workers": 8, "times": str(folder / "times.json")},
-        PlannerConfig,
-    )
-    engine = EngineSettings(tensor_parallel_size=ranks.tp_size, pipeline_parallel_size=ranks.num_stages)
-    return Planning(
-        ServeConfig(model="tiny", planner=config, engine=engine),
-        clock,
-        routers,
-        workers,
-        folder / "plans.jsonl",
-    )
+    def __init__(self, folder: Path, config: ServeConfig) -> None:
+        self.routers, self.workers = FakeRouters(), FakeWorkers()
+        self.log = folder / "plans.jsonl"
+        self._clock = ManualClock()
+        self.planning = Planning(config, self._clock, self.routers, self.workers, self.log)
 
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        mode: str = "apply",
+        ranks: Ranks = ONE,
+        calibrated: Ranks | None = None,
+        **calibrated_settings: Any,
+    ) -> "Host":
+        """Plan for a cluster whose objective one prefill worker cannot meet.
 
-def run_ticks(one: Planning, routers: FakeRouters, clock: ManualClock, num: int, rate: int) -> None:
-    for _ in range(num):
-        clock.advance(30.0)
-        routers.num += 30 * rate
-        asyncio.run(one.tick())
+        calibrated: the ranks of the workers that the times are of; None: those of the cluster.
+        calibrated_settings: of their engine.
+        """
+        tp_size, num_stages = calibrated or ranks
+        times = msgspec.structs.replace(usual_times(), engine=EngineSettings(**calibrated_settings))
+        replica = msgspec.structs.replace(times.replicas[1], num_stages=num_stages)
+        msgspec.structs.replace(times, replicas={tp_size: replica}).save(folder / "times.json")
+        planner = msgspec.convert(
+            {"mode": mode, "ttft_ms": 60_000.0, "max_workers": 8, "times": str(folder / "times.json")},
+            PlannerConfig,
+        )
+        engine = EngineSettings(tensor_parallel_size=ranks.tp_size, pipeline_parallel_size=ranks.num_stages)
+        return cls(folder, ServeConfig(model="tiny", planner=planner, engine=engine))
+
+    def run(self, num: int, rate: int) -> None:
+        """Let so many ticks pass, at so many requests a second."""
+        for _ in range(num):
+            self._clock.advance(30.0)
+            self.routers.num += 30 * rate
+            asyncio.run(self.planning.tick())
+
+    def plans(self, num: int) -> list[ScalingPlan]:
+        """Return the latest plans of the log."""
+        return read_plans(self.log, num)
 
 
 @pytest.mark.parametrize(("mode", "is_applied"), [("advise", False), ("apply", True)])
 def test_plans_are_written_and_applied_if_asked_for(tmp_path: Path, mode: str, is_applied: bool) -> None:
-    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
-    one = planning(tmp_path, routers, workers, clock, mode)
-    run_ticks(one, routers, clock, 8, rate=200)
-    plans = read_plans(tmp_path / "plans.jsonl", 8)
+    host = Host.of(tmp_path, mode)
+    host.run(8, rate=200)
+    plans = host.plans(8)
     assert len(plans) == 8
     assert plans[0].outcome == "hold"
     assert plans[-1].target.num_workers > 2
-    assert bool(workers.scaled) is is_applied
-    assert [each.id for each in routers.told] == [each.decision_id for each in reversed(plans)]
-    assert any(each.actions.startswith("add ") for each in routers.told)
+    assert bool(host.workers.scaled) is is_applied
+    assert [each.id for each in host.routers.told] == [each.decision_id for each in reversed(plans)]
+    assert any(each.actions.startswith("add ") for each in host.routers.told)
     scored = {score.decision_id: score.attainment for plan in plans for score in plan.scores}
-    assert {each.id: each.came for each in routers.told if each.id in scored} == scored
+    assert {each.id: each.came for each in host.routers.told if each.id in scored} == scored
 
 
 @pytest.mark.parametrize("ranks", [Ranks(2, 1), Ranks(2, 2)], ids=str)
 def test_workers_of_several_ranks_are_added_whole(tmp_path: Path, ranks: Ranks) -> None:
-    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
-    one = planning(tmp_path, routers, workers, clock, "apply", ranks)
-    run_ticks(one, routers, clock, 5, rate=200)
-    target = read_plans(tmp_path / "plans.jsonl", 1)[-1].target
-    assert target.num_workers > 2 and workers.scaled[-1] == (target.num_prefill, target.num_decode)
+    host = Host.of(tmp_path, "apply", ranks)
+    host.run(5, rate=200)
+    target = host.plans(1)[-1].target
+    assert target.num_workers > 2 and host.workers.scaled[-1] == (target.num_prefill, target.num_decode)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +199,7 @@ def test_workers_that_were_not_calibrated_are_an_error(
     tmp_path: Path, ranks: Ranks, calibrated: Ranks, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        planning(tmp_path, FakeRouters(), FakeWorkers(), ManualClock(), "advise", ranks, calibrated)
+        Host.of(tmp_path, "advise", ranks, calibrated)
 
 
 @pytest.mark.parametrize(
@@ -204,17 +209,16 @@ def test_workers_that_were_not_calibrated_are_an_error(
 )
 def test_times_of_other_types_are_an_error(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="calibrate with the options of the cluster"):
-        planning(tmp_path, FakeRouters(), FakeWorkers(), ManualClock(), "advise", **settings)
+        Host.of(tmp_path, "advise", **settings)
 
 
 def test_workers_of_another_model_hold(tmp_path: Path) -> None:
-    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
-    one = planning(tmp_path, routers, workers, clock, "apply")
-    routers.workers = (a_worker_status(a_worker("decode-0", fingerprint="another")),)
-    run_ticks(one, routers, clock, 8, rate=200)
-    plan = read_plans(tmp_path / "plans.jsonl", 1)[-1]
+    host = Host.of(tmp_path)
+    host.routers.workers = (a_worker_status(a_worker("decode-0", fingerprint="another")),)
+    host.run(8, rate=200)
+    plan = host.plans(1)[-1]
     assert (plan.outcome, plan.reason) == ("hold", "1 workers have another model than those of planner.times")
-    assert not workers.scaled
+    assert not host.workers.scaled
 
 
 def test_rehearsals_have_the_settings_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +236,7 @@ def test_rehearsals_have_the_settings_of_the_cluster(tmp_path: Path, monkeypatch
         engine=EngineSettings(scheduler=SchedulerConfig(max_num_batched_tokens=512)),
         router=RouterConfig(policy="round-robin"),
     )
-    Planning(config, ManualClock(), FakeRouters(), FakeWorkers(), tmp_path / "plans.jsonl")
+    Host(tmp_path, config)
     assert given == [(config.engine, "round-robin")]
 
 
@@ -256,45 +260,41 @@ def test_each_role_is_predicted_by_the_times_of_its_workers(
         planner=PlannerConfig(mode="advise", ttft_ms=1000, times=str(tmp_path / "times.json")),
         prefill=WorkersConfig(tensor_parallel_size=2),
     )
-    Planning(config, ManualClock(), FakeRouters(), FakeWorkers(), tmp_path / "plans.jsonl")
+    Host(tmp_path, config)
     assert machines == [linear(FittedTimes(times, size)) for size in (1, 2)]
 
 
 def test_routers_that_do_not_answer_hold(tmp_path: Path) -> None:
-    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
-    one = planning(tmp_path, routers, workers, clock, "apply")
-    run_ticks(one, routers, clock, 6, rate=1)
-    workers.scaled.clear()
-    routers.is_gone = True
-    run_ticks(one, routers, clock, 2, rate=1000)
-    assert [plan.outcome for plan in read_plans(tmp_path / "plans.jsonl", 2)] == ["hold", "hold"]
-    assert not workers.scaled
+    host = Host.of(tmp_path)
+    host.run(6, rate=1)
+    host.workers.scaled.clear()
+    host.routers.is_gone = True
+    host.run(2, rate=1000)
+    assert [plan.outcome for plan in host.plans(2)] == ["hold", "hold"]
+    assert not host.workers.scaled
 
 
 @pytest.mark.parametrize("obstacle", [ConfigError("no room"), TimeoutError(), RuntimeError("Ray is lost")])
 def test_change_that_fails_is_tried_again(tmp_path: Path, obstacle: Exception) -> None:
-    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
-    one = planning(tmp_path, routers, workers, clock, "apply")
-    workers.obstacle = obstacle
+    host = Host.of(tmp_path)
+    host.workers.obstacle = obstacle
     for _ in range(8):
         with suppress(RuntimeError):
-            run_ticks(one, routers, clock, 1, rate=200)
-    assert len(workers.scaled) >= 3
-    assert "manual" not in {plan.outcome for plan in read_plans(tmp_path / "plans.jsonl", 8)}
+            host.run(1, rate=200)
+    assert len(host.workers.scaled) >= 3
+    assert "manual" not in {plan.outcome for plan in host.plans(8)}
 
 
 def test_plan_is_carried_out_although_it_cannot_be_written(tmp_path: Path) -> None:
-    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
-    one = planning(tmp_path, routers, workers, clock, "apply")
+    host = Host.of(tmp_path)
     (tmp_path / "plans.jsonl").symlink_to("/dev/full")
-    run_ticks(one, routers, clock, 8, rate=200)
-    assert len(workers.scaled) >= 3
+    host.run(8, rate=200)
+    assert len(host.workers.scaled) >= 3
 
 
 @on_loop
 async def test_planner_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
-    one = planning(tmp_path, routers, workers, clock, "apply")
+    host = Host.of(tmp_path)
     num_calls = 0
 
     async def fails() -> Status:
@@ -302,8 +302,10 @@ async def test_planner_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytes
         num_calls += 1
         raise RuntimeError("this was not foreseen")
 
-    monkeypatch.setattr(routers, "status_or_none", fails)
-    monkeypatch.setattr(one, "_settings", msgspec.structs.replace(one._settings, interval_s=0.001))
-    keeping = asyncio.create_task(one.keep_planning())
+    monkeypatch.setattr(host.routers, "status_or_none", fails)
+    monkeypatch.setattr(
+        host.planning, "_settings", msgspec.structs.replace(host.planning._settings, interval_s=0.001)
+    )
+    keeping = asyncio.create_task(host.planning.keep_planning())
     await until(lambda: num_calls >= 3)
     keeping.cancel()

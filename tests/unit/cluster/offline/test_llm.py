@@ -154,23 +154,12 @@ def test_a_stop_string_over_two_tokens_ends_the_request(llm: LLM) -> None:
     assert not llm.engine.has_work()
 
 
-def test_the_first_of_several_stop_strings_counts(llm: LLM) -> None:
-    (completion,) = llm.generate(COPY, replace(GREEDY, stop=["star", "moon"]))
-    assert texts([completion]) == ["sun "]
-    assert completion.outputs[0].stop_reason == "moon"
-
-
 def test_each_choice_stops_for_itself(llm: LLM) -> None:
     sampling = SamplingParams(temperature=1.2, max_tokens=60, n=4, seed=2, ignore_eos=True)
     free = texts(llm.generate("k1=sun", sampling))
     stop = free[0][4:6]
     stopping = replace(sampling, stop=stop)
     assert texts(llm.generate("k1=sun", stopping)) == [text.partition(stop)[0] for text in free]
-
-
-def test_a_stop_string_may_be_shown(llm: LLM) -> None:
-    shown = replace(GREEDY, stop=["moon"], include_stop_str_in_output=True)
-    assert texts(llm.generate(COPY, shown)) == ["sun moon"]
 
 
 def test_bad_words_are_not_written(llm: LLM) -> None:
@@ -429,14 +418,6 @@ def test_closing_ends_open_streams_as_aborted() -> None:
 def test_prompts_that_wait_for_others_are_answered() -> None:
     with LLM("tiny", cache=MEMORY, scheduler={"max_queue_delay_ms": 20.0}) as llm:
         assert texts(llm.generate([COPY, COPY], GREEDY)) == [COPIED, COPIED]
-
-
-def test_stop_token_that_was_asked_for_is_the_reason(llm: LLM) -> None:
-    (free,) = llm.generate(COPY, GREEDY)
-    stop = free.outputs[0].token_ids[1]
-    sampling = SamplingParams(temperature=0.0, stop_token_ids=(stop,))
-    (answer,) = llm.generate(COPY, sampling)[0].outputs
-    assert (answer.text, answer.token_ids, answer.stop_reason) == ("sun", free.outputs[0].token_ids[:2], stop)
 
 
 def test_cached_prompt_tokens_are_counted(llm: LLM) -> None:
