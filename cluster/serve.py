@@ -98,7 +98,7 @@ class Cluster:
         self._clock: Clock = SystemClock()
         self._processes: list[Supervised] = []
         self._topology: Topology | None = None
-        # From the present time on, so processes of an earlier `baton serve` have lower numbers.
+        # Starts at the present time in ms, above all numbers of an earlier `baton serve`.
         self._starts = itertools.count(round(time.time() * 1000))
         self._scaling = asyncio.Lock()
         self._leaving: set[Supervised] = set()  # they hand over their requests and end

@@ -159,7 +159,7 @@ def _router(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:
         host=address.host,
         port=address.port,
         redis=topology.redis,
-        seed=config.router.seed ^ index,  # another one each, within the bounds
+        seed=config.router.seed ^ index,  # a different seed for each router
         link_timeout_s=config.link_timeout_s,
     )
     return ProcessSpec(kind=Kind.ROUTER, name=f"router-{index}", config=settings)

@@ -8,8 +8,8 @@ milliseconds, and forked processes share that memory.
 3. For each worker the runtime sends two descriptors, the worker's stdin and stdout. The template forks a
    child, which forks the worker and ends. The runtime adopts the orphan: it waits for the worker as for a
    subprocess, and workers outlive the template.
-4. The worker, once it is an orphan, writes its id to its stdout. It takes its environment from the first line
-   of its stdin, and runs the program of a subprocess.
+4. When its parent has ended, the worker writes its process id to its stdout. It takes its environment from
+   the first line of its stdin, and runs the program of a subprocess.
 5. The template ends with the runtime, also in the middle of an import.
 """
 

@@ -145,7 +145,7 @@ class DemandHistory:
             return None
         cells = np.array(list(ended))  # [cells, (prompt, cached tokens)], buckets
         weight, output = np.array(list(ended.values())).T
-        # A length that has not ended yet takes the answers of the nearest one that has.
+        # A prompt length without an ended request takes the answers of the nearest length that has one.
         known = np.unique(cells[:, 0])
         sums = np.zeros((len(known), 2))  # arrived requests and tokens, of each known length
         for prompt, num in arrived.items():

@@ -2,8 +2,8 @@
 
 Each call of `Planner.plan` is one tick:
 
-1. Missing or contradictory figures: hold. A change that the planner did not order is an operator's: hold for
-   a while, and go on from there.
+1. Missing or contradictory figures: hold. A change that the planner did not order counts as an operator's:
+   the planner holds for `manual_hold_s`, then plans from the new layout.
 2. The rates of all streams are forecast for now, and for when a worker that is ordered now would serve.
 3. Layouts are rehearsed against all quantiles of both forecasts. The cheapest that meets the objectives is
    the target. Where no layout could meet them, however small the load, the outcome is "infeasible", and

@@ -24,7 +24,7 @@ from baton.tenants import Sla
 NUM_FINALISTS: Final = 3
 SPEEDS: Final = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # multiples of the load that headroom tries
 NUM_WITH_HEADROOM: Final = 10
-STEP_TOKENS: Final = (256, 512, 1024, 2048, 4096, 8192)
+TRIED_STEP_TOKENS: Final = (256, 512, 1024, 2048, 4096, 8192)
 MAX_LAYOUTS: Final = 40
 NUM_COUNTS: Final = 20  # of devices, that are tried first where more are allowed
 MOST_FULL: Final = 2000  # requests of a full rehearsal
@@ -71,12 +71,13 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 def layouts(times: TimeModel, max_ranks: int) -> list[Layout]:
     """Return the candidates of up to so many devices, in the order in which they are worth a rehearsal.
 
-    Of each number of devices, those without roles come first, then even splits. Smaller steps come last.
+    Among layouts of one number of devices, those without roles come first, then even splits. Smaller
+    steps come last.
     """
     sizes = sorted(times.replicas)
     ranks = {size: size * times.replicas[size].num_stages for size in sizes}
     most = min(each.steps.most["num_new"] for each in times.replicas.values())
-    usual = max([each for each in STEP_TOKENS if each <= most], default=int(most))
+    usual = max([each for each in TRIED_STEP_TOKENS if each <= most], default=int(most))
     base = [
         Layout(num_prefill=0, num_decode=number, decode_tp=size)
         for size in sizes
@@ -91,7 +92,7 @@ def layouts(times: TimeModel, max_ranks: int) -> list[Layout]:
     ]
     base = [each.with_stages(times) for each in base]
     base = _spread(base)
-    steps = [each for each in STEP_TOKENS if each < usual][::-2][:2]
+    steps = [each for each in TRIED_STEP_TOKENS if each < usual][::-2][:2]
     found = [msgspec.structs.replace(each, step_tokens=usual) for each in base]
     found += [msgspec.structs.replace(each, step_tokens=tokens) for tokens in steps for each in base]
     return found

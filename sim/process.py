@@ -183,7 +183,7 @@ class SimProcess:
 
 
 class TimedProcess(SimProcess):
-    """A process that is its own clock, which shows the time that a turn has spent: such turns measure
+    """A process whose clock includes the time that the present turn has spent, so that turns can measure
     themselves.
 
     What a turn begins after `spend` begins at the end of that time.

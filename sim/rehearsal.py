@@ -13,7 +13,7 @@
 
 Each figure has an interval: the cluster is rehearsed, in the fast mode, with all work as long as predicted,
 shorter and longer by the error of the time model, and the requests of all three are drawn anew in blocks.
-The interval of the attainment is at least Wilson's for as many requests.
+The interval of the attainment is at least as wide as Wilson's for this number of requests.
 A rehearsal that spends more than TOLERATED of its time outside of the calibrated ranges has no figures.
 """
 
@@ -356,8 +356,10 @@ def _course(
 
 
 def _figures(course: Course, others: Sequence[Course], settings: RehearsalSettings) -> dict[str, Figure]:
-    """Return each figure of a course. others: in the quickest mode, with usual, less and more work. The
-    spread of their draws about the first of them is the interval.
+    """Return each figure of a course.
+
+    others: three courses in the quickest mode, with predicted, shorter and longer work. The interval is the
+    spread of their draws, relative to the first of them.
     """
     whole = _values(course, np.arange(len(course.ttft_ms)), settings.sla)
     if not others:

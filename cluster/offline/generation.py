@@ -28,14 +28,14 @@ PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 EXPECTED: Final = "text, token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
 
-class GivenPrompt(NamedTuple):
+class OfflinePrompt(NamedTuple):
     """One prompt. `text` is encoded unless `token_ids` are given; beside token ids it is only shown."""
 
     text: str | None
     token_ids: tuple[int, ...] | None
 
 
-def list_prompts(prompts: object) -> list[object]:
+def prompts_in(prompts: object) -> list[object]:
     """Return one entry for each prompt, unread. Raises InvalidRequest for a value that holds no prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -45,13 +45,13 @@ def list_prompts(prompts: object) -> list[object]:
     return [listed] if listed and _is_integer(listed[0]) else listed
 
 
-def read_prompt(prompt: object) -> GivenPrompt:
-    """Read one entry of `list_prompts`. Raises InvalidRequest."""
+def read_prompt(prompt: object) -> OfflinePrompt:
+    """Read one entry of `prompts_in`. Raises InvalidRequest."""
     if isinstance(prompt, str):
-        return GivenPrompt(prompt, None)
+        return OfflinePrompt(prompt, None)
     if isinstance(prompt, Mapping):
         return _from_mapping(prompt)
-    return GivenPrompt(None, _token_ids(prompt, EXPECTED))
+    return OfflinePrompt(None, _token_ids(prompt, EXPECTED))
 
 
 def list_sampling(sampling: object, num_prompts: int) -> list[SamplingParams]:
@@ -103,7 +103,7 @@ def items_of(value: object) -> list[object] | None:
     return list(value) if isinstance(value, Iterable) else None
 
 
-def _from_mapping(prompt: Mapping[object, object]) -> GivenPrompt:
+def _from_mapping(prompt: Mapping[object, object]) -> OfflinePrompt:
     given = {key: value for key, value in prompt.items() if value is not None}
     for key in given:
         if key not in PROMPT_KEYS:
@@ -112,10 +112,10 @@ def _from_mapping(prompt: Mapping[object, object]) -> GivenPrompt:
     if text is not None and not isinstance(text, str):
         raise InvalidRequest(f"prompt: expected text, got {shown(text)}")
     if "prompt_token_ids" in given:
-        return GivenPrompt(text, _token_ids(given["prompt_token_ids"], "prompt_token_ids: token ids"))
+        return OfflinePrompt(text, _token_ids(given["prompt_token_ids"], "prompt_token_ids: token ids"))
     if text is None:
         raise InvalidRequest(f"expected {EXPECTED}, got {shown(prompt)}")
-    return GivenPrompt(text, None)
+    return OfflinePrompt(text, None)
 
 
 def _token_ids(given: object, expected: str) -> tuple[int, ...]:

@@ -27,14 +27,14 @@ from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.offline.generation import (
     Completion,
     Generation,
-    GivenPrompt,
+    OfflinePrompt,
     Prompts,
     Sampling,
     TextDelta,
     items_of,
-    list_prompts,
     list_sampling,
     naming,
+    prompts_in,
     read_prompt,
 )
 from baton.cluster.offline.progress import watch
@@ -344,7 +344,7 @@ class LLM:
         self.close()
 
     def _prepare(self, prompts: object, sampling_params: object) -> list[Generation]:
-        listed = list_prompts(prompts)
+        listed = prompts_in(prompts)
         generations = []
         given = self._default_sampling if sampling_params is None else sampling_params
         sampling = list_sampling(given, len(listed))
@@ -358,7 +358,7 @@ class LLM:
                 )
         return generations
 
-    def _request(self, prompt: GivenPrompt, sampling: SamplingParams) -> Request:
+    def _request(self, prompt: OfflinePrompt, sampling: SamplingParams) -> Request:
         given = prompt.token_ids
         token_ids = TokenIds.of(self.tokenizer.encode(prompt.text or "") if given is None else given)
         request = Request(

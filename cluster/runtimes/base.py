@@ -150,7 +150,7 @@ def share_out_threads(specs: Sequence[ProcessSpec], num_cores: int) -> dict[str,
 
 
 class ManagedProcess(Protocol):
-    """One life of a process. Calls may be repeated, and come from one asyncio loop."""
+    """One life of a process. All methods are called on one asyncio loop, and may be called again."""
 
     async def ready(self) -> Address:
         """Wait until the process serves, and return its address. Raises ConfigError or WorkerLost."""

@@ -116,7 +116,7 @@ class RayRuntime:
         self._actor_class: Any = None  # called with a name
         self._host_class: Any = None
         self._placements: dict[str, Placement] = {}  # by the name of a worker
-        # Of Ray's resources, by the name of a worker: those of each bundle.
+        # Name of a worker -> Ray's resources that each of its bundles needs.
         self._needs: dict[str, list[dict[str, float]]] = {}
         self._roles: dict[str, str] = {}  # by the name of a worker
         self._suspects: dict[str, float] = {}  # id of a node -> when a worker on it was given up

@@ -22,7 +22,7 @@ TIMEOUT_S: Final = 10.0
 logger = logging.getLogger(__name__)
 
 
-class Watch:
+class GatewayWatch:
     """Ray Serve's actor, which watches the gateways at a port of its machine, the head."""
 
     def __init__(self, port: int) -> None:
@@ -60,6 +60,6 @@ def application(arguments: Mapping[str, str]) -> Any:
     # The head has no cores to give, and this node's own resource keeps the actor on it.
     options = {"num_cpus": 0, "resources": {"baton_head": 0.001}}
     deployment: Any = serve.deployment(
-        Watch, name="baton", num_replicas=1, ray_actor_options=options, health_check_period_s=5
+        GatewayWatch, name="baton", num_replicas=1, ray_actor_options=options, health_check_period_s=5
     )
     return deployment.bind(int(arguments["port"]))

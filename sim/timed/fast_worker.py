@@ -153,7 +153,7 @@ class FastWorker:
         self._jobs: list[tuple[float, int, PromptJob]] = []  # by the tenants' virtual clocks
         self._numbers = count()
         self._run: Run | None = None
-        self._is_between = False  # the end of a run is handled; what comes of it is in the next one
+        self._is_between = False  # the end of a run is being handled: new work starts with the next run
         self._num_steps = 0  # in all
         self._ends: list[tuple[int, int, Request]] = []  # a heap: last step of each sequence
         self._num_context = 0  # tokens that all sequences attend to

@@ -21,7 +21,7 @@ from baton.sim.timed.times import StepWork
 from baton.tenants import SchedulingKey, Sla
 
 BODY_S: Final = 5e-5  # a message on its way
-MAX_HONOURED_S: Final = 120.0  # a longer retry-after is not believed
+MAX_HONOURED_S: Final = 120.0  # a longer retry-after is ignored: the client backs off by itself
 BACK_OFF_S: Final = 0.5
 MAX_BACK_OFF_S: Final = 8.0
 GATEWAY: Final = f"{7:032x}"

@@ -171,7 +171,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class StepModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The seconds of a step, and what they are worth."""
+    """The seconds of a step, the calibrated ranges, and the errors."""
 
     fixed_s: float
     curves: dict[str, Curve]  # by QUANTITIES

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from baton.cluster.offline.generation import (
-    GivenPrompt,
-    list_prompts,
+    OfflinePrompt,
     list_sampling,
     naming,
+    prompts_in,
     read_prompt,
 )
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams
 
 
-def read(prompts: object) -> list[GivenPrompt]:
-    return [read_prompt(prompt) for prompt in list_prompts(prompts)]
+def read(prompts: object) -> list[OfflinePrompt]:
+    return [read_prompt(prompt) for prompt in prompts_in(prompts)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.cluster.runtimes import ray_service
-from baton.cluster.runtimes.ray_service import Watch
+from baton.cluster.runtimes.ray_service import GatewayWatch
 
 
 class Answers:
@@ -50,7 +50,7 @@ def test_watch_is_ready_once_baton_answers(monkeypatch: pytest.MonkeyPatch) -> N
     answers = Answers()
     answers.statuses["/health"] = 503
     with gateway(answers) as port, ThreadPoolExecutor(1) as thread:
-        watch = thread.submit(Watch, port)
+        watch = thread.submit(GatewayWatch, port)
         assert answers.has_asked.wait(30) and not watch.done()
         answers.statuses["/health"] = 200
         watch.result(30).check_health()
@@ -59,7 +59,7 @@ def test_watch_is_ready_once_baton_answers(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_gateway_that_is_gone_or_fails_is_told() -> None:
     answers = Answers()
     with gateway(answers) as port:
-        watch = Watch(port)
+        watch = GatewayWatch(port)
         answers.statuses["/ping"] = 500
         with pytest.raises(RuntimeError, match="/ping has status 500"):
             watch.check_health()
@@ -70,7 +70,7 @@ def test_a_gateway_that_is_gone_or_fails_is_told() -> None:
 def test_missing_workers_do_not_make_the_cluster_unhealthy() -> None:
     answers = Answers()
     with gateway(answers) as port:
-        watch = Watch(port)
+        watch = GatewayWatch(port)
         answers.statuses["/health"] = 503
         watch.check_health()
         assert str(port) in watch(None)
