@@ -57,10 +57,7 @@ class Cluster:
     def hold(self, name: str, request: Request, num_pages: int) -> None:
         """Report that a worker holds the first pages of a prompt, and nothing else."""
         keys = PromptKeys().keys(family_of(a_worker(name)), request)[: KEY_BYTES * num_pages]
-        pages, generations = tuple(range(num_pages)), (7,) * num_pages
-        self[name].say(
-            KvEventBatch(first=0, keys=keys, pages=pages, generations=generations, is_snapshot=True)
-        )
+        self[name].say(stored(keys, is_snapshot=True))
 
     def decode_others(self, name: str, num_attempts: int) -> None:
         """Report running decodes of an earlier router."""
@@ -78,6 +75,13 @@ class Cluster:
         routed = self.submit(request, **fields)
         assert isinstance(routed, Routed)
         return name_of(routed.decode), name_of(routed.prefill)
+
+
+def stored(keys: bytes, first: int = 0, **changes: Any) -> KvEventBatch:
+    """A worker's report that it has stored the pages with these keys."""
+    num_pages = len(keys) // KEY_BYTES
+    fields = {"pages": tuple(range(num_pages)), "generations": (7,) * num_pages, **changes}
+    return KvEventBatch(first=first, keys=keys, **fields)
 
 
 def a_member(worker: Worker) -> Member:

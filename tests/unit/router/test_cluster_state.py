@@ -7,7 +7,6 @@ from baton.messages.control import (
     Decision,
     Dispatch,
     Ended,
-    KvEventBatch,
     KvEventsWanted,
     Measured,
     Prefill,
@@ -19,7 +18,7 @@ from baton.messages.workers import PrefillTimes
 from baton.request import Request, TokenIds
 from baton.router.sliced_work import PromptKeys, family_of
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
-from tests.unit.router.router_cluster import Cluster, cluster
+from tests.unit.router.router_cluster import Cluster, cluster, stored
 
 
 def cost_cluster(*workers: str, policy: str = "cost") -> Cluster:
@@ -82,7 +81,7 @@ def test_worker_of_other_weights_is_no_pull_source() -> None:
     for name in ("p1", "d1"):
         c.add(name, num_pages=16_384, max_model_len=65_536, max_num_seqs=128, fingerprint="other")
     keys = PromptKeys().keys(family_of(a_worker("p1", fingerprint="other")), long_request("x"))
-    c["p1"].say(KvEventBatch(first=0, keys=keys, pages=tuple(range(500)), generations=(7,) * 500))
+    c["p1"].say(stored(keys))
     c.router.cluster_state.model.learn_size(1000, 1)  # so few bytes that pulling would be cheapest
     c.submit(long_request("a"))
     sources = {(each.prefill or each.decode): each.source for each in explained(c, id_of("a")).weighed}
@@ -113,7 +112,7 @@ def test_gap_in_the_events_of_a_worker_is_asked_about() -> None:
     c["d0"].take(KvEventsWanted)
     c.hold("d0", long_request("x"), 4)
     assert c["d0"].take(KvEventsWanted) == []
-    c["d0"].say(KvEventBatch(first=9, keys=b"k" * 16, pages=(1,), generations=(0,)))
+    c["d0"].say(stored(b"k" * 16, first=9))
     assert c["d0"].only(KvEventsWanted)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple, replace
 
 from baton.clock import ManualClock
-from baton.messages.control import ON_DISK, Heartbeat, KvEventBatch, Measured, Routed, Started
+from baton.messages.control import ON_DISK, Heartbeat, Measured, Routed, Started
 from baton.messages.workers import Load as WorkerLoad
 from baton.messages.workers import PrefillTimes, StepTimes, Tier, Worker, WorkerRole
 from baton.router.in_flight import InFlight, InFlightAttempt, LagOf, SchedulingClass
@@ -23,7 +23,7 @@ from baton.router.policies.cost_model import CostModel
 from baton.router.sliced_work import PromptKeys, family_of
 from tests.node_peers import a_request, a_worker, id_of
 from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
-from tests.unit.router.router_cluster import Cluster, a_member, cluster
+from tests.unit.router.router_cluster import Cluster, a_member, cluster, stored
 
 PROMPT_TOKENS = 400
 
@@ -90,9 +90,7 @@ class World:
         num = self.random.choice((0, 0, 3, 9, 24, 25))
         if self.random.random() < 0.9:
             self.index.join(member.worker)
-            pages = tuple(range(num))
-            events = KvEventBatch(first=0, keys=keys[: 16 * num], pages=pages, generations=(1,) * num)
-            self.index.apply(member.id, events)
+            self.index.apply(member.id, stored(keys[: 16 * num]))
 
     def _measure(self, member: Member) -> None:
         random = self.random
@@ -186,9 +184,8 @@ def test_least_busy_workers_of_a_random_draw_are_compared() -> None:
         keys = world.keys.keys(family_of(worker), world.request)[:32]
         world.index.join(worker)
     for number, work_s in {0: 9.0, 1: 9.0, 2: 9.0, 3: 9.0, 5: 2.0, 6: 1.0}.items():
-        held = KvEventBatch(first=0, keys=keys, pages=(0, 1), generations=(1, 1))
         if number < 4:
-            world.index.apply(id_of(f"p{number}"), held)
+            world.index.apply(id_of(f"p{number}"), stored(keys))
         entry = InFlightAttempt("g", id_of("d0"), id_of(f"p{number}"), 10, 10, work_s)
         world.in_flight.enter((f"{number}", 0), entry)
     drawn = [0.0, 0.0, *((number + 0.5) / num for number in (5, 7, 6, 8))]
@@ -451,14 +448,7 @@ def test_worker_with_the_prompt_on_its_device_goes_before_one_that_reads_it_from
     keys = world.keys.keys(family_of(worker), world.request)
     num_pages = len(keys) // 16
     for name, generation, tier in (("p0", ON_DISK, Tier.HOST), ("p1", 1, Tier.DEVICE)):
-        events = KvEventBatch(
-            first=0,
-            keys=keys,
-            pages=tuple(range(num_pages)),
-            generations=(generation,) * num_pages,
-            tier=tier,
-        )
-        world.index.apply(id_of(name), events)
+        world.index.apply(id_of(name), stored(keys, generations=(generation,) * num_pages, tier=tier))
     world.model.learn_tiers(id_of("p0"), {Tier.HOST: 1_000, Tier.DISK: 100_000})
     pools = world.pool(WorkerRole.DECODE), world.pool(WorkerRole.PREFILL)
     choice = CostPolicy(world.context(Random(0))).choose(world.request, view_of(*pools))

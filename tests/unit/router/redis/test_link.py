@@ -28,6 +28,7 @@ from tests.unit.router.redis_routers import (
     running,
     until_known,
 )
+from tests.unit.router.router_cluster import stored
 from tests.waiting import until
 
 pytestmark = [
@@ -67,8 +68,7 @@ async def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> N
             second.join(W0)
             first_number = first.index.next_number(W0.id)
             assert first_number is not None
-            events = KvEventBatch(first=first_number, keys=RNG.bytes(16), pages=(9,), generations=(9,))
-            assert second.index.apply(W0.id, events), "there is no gap"
+            assert second.index.apply(W0.id, stored(RNG.bytes(16), first_number)), "there is no gap"
 
 
 @on_loop

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from baton.clock import ManualClock
-from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
 from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex
@@ -24,6 +23,7 @@ from baton.router.redis.outbox import (
 )
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import CODEC, NAMES, num_held
+from tests.unit.router.router_cluster import stored
 
 W0 = a_worker("w0", num_pages=9000)
 RNG = np.random.default_rng(5)
@@ -42,15 +42,8 @@ class OutboxCase:
         self._number = 0
 
     def report(self, keys: bytes, tier: Tier = Tier.DEVICE) -> None:
-        num_pages = len(keys) // KEY_BYTES
-        events = KvEventBatch(
-            first=self._number,
-            keys=keys,
-            pages=tuple(range(num_pages)),
-            generations=(2,) * num_pages,
-            tier=tier,
-        )
-        self._number += num_pages
+        events = stored(keys, self._number, tier=tier)
+        self._number += len(events.pages)
         self.index.apply(W0.id, events)
         self.outbox.pages(W0.id, events)
 
@@ -167,10 +160,7 @@ def test_changed_workers_get_snapshots_in_turn_the_oldest_snapshot_first() -> No
     due = []
     for number in range(6):
         for worker in workers[: 3 if number < 4 else 1]:  # later the first alone
-            events = KvEventBatch(
-                first=number, keys=KEYS[number * KEY_BYTES :][:KEY_BYTES], pages=(number,), generations=(2,)
-            )
-            assert index.apply(worker.id, events)
+            assert index.apply(worker.id, stored(KEYS[number * KEY_BYTES :][:KEY_BYTES], number))
         worker_id = outbox.next_to_snapshot()
         assert worker_id is not None and len(outbox.snapshot(worker_id, "1-0")) == 1
         due.append(worker_id)

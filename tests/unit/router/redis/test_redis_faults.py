@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from baton.cluster.redis_server import RedisServer, find_program
-from baton.messages.control import Ended, KvEventBatch
+from baton.messages.control import Ended
 from baton.messages.workers import Worker
 from baton.pages import KEY_BYTES
 from baton.router.redis.messages import MESSAGE, WORKER, Codec, Snapshot, pages_of, snapshot_of
@@ -29,6 +29,7 @@ from tests.unit.router.redis_routers import (
     running,
     until_known,
 )
+from tests.unit.router.router_cluster import stored
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
@@ -129,7 +130,7 @@ async def test_values_that_no_router_of_the_cluster_has_written_are_ignored() ->
     async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         forger = Codec(b"another key" * 3)
-        forged = KvEventBatch(first=0, keys=CHAIN, pages=tuple(range(40)), generations=(1,) * 40)
+        forged = stored(CHAIN)
         async with connected(redis.url) as connection:
             await connection.call("HSET", NAMES.workers, W1.id, forger.encode(WORKER, W1))
             async with running(first, second):
