@@ -178,7 +178,7 @@ class HttpClient:
         with self.ask(method, route, body) as answer, self._lost(BROKEN_OFF):
             for line in answer:
                 if line.startswith(b"event:"):
-                    name = line[6:].strip().decode()
+                    name = line[6:].strip().decode(errors="replace")
                 elif line.startswith(b"data:"):
                     yield name, line[5:].strip()
 
@@ -195,7 +195,7 @@ def decoded(data: bytes, type_: type[ValueT]) -> ValueT:
     """Decode JSON of an API. WorkerLost: the data are not JSON of the type, as of another version."""
     try:
         return msgspec.json.decode(data, type=type_)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # MsgspecError, and UnicodeDecodeError for text that is not UTF-8
         raise WorkerLost(f"the API's answer cannot be read: {error}") from None
 
 

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+import msgspec
+
 from baton.cluster.cli import output
 from baton.cluster.cli.connections import HttpClient, add_url_options, decoded, url_of
 from baton.cluster.cli.options import CliCommand, Parser
@@ -18,6 +20,18 @@ from baton.errors import ConfigError, WorkerLost
 Message: TypeAlias = dict[str, str]
 PROMPT: Final = "> "
 DONE: Final = b"[DONE]"
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A model of `/v1/models`."""
+
+    id: str
+
+
+class Models(msgspec.Struct, frozen=True):
+    """The answer of `/v1/models`."""
+
+    data: list[Model]
 
 
 def _add_options(parser: Parser) -> None:
@@ -66,10 +80,10 @@ def _typed() -> Iterator[str]:
 
 def first_model(client: HttpClient) -> str:
     """Return the id of the first model of the API. Raises WorkerLost."""
-    models = client.read_json("/v1/models", dict[str, Any])["data"]
+    models = client.read_json("/v1/models", Models).data
     if not models:
         raise WorkerLost("the API has no model")
-    return str(models[0]["id"])
+    return models[0].id
 
 
 def stream_answer(

@@ -30,7 +30,7 @@ class Api(BaseHTTPRequestHandler):
         """Log nothing."""
 
     def do_GET(self) -> None:
-        self._answer(200, json.dumps({"data": [{"id": "tiny"}]}))
+        self._answer(200, "{}" if "login" in self.path else json.dumps({"data": [{"id": "tiny"}]}))
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -101,6 +101,11 @@ def test_answer_comes_in_pieces(url: str, suffix: str) -> None:
 def test_errors_of_the_api_are_raised(url: str, text: str, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         ask(url, text)
+
+
+def test_list_of_models_that_is_none_is_told(url: str) -> None:
+    with pytest.raises(WorkerLost, match="the API's answer cannot be read: .*`data`"):
+        first_model(HttpClient(f"{url}/login"))
 
 
 def test_wrong_url_and_dead_api_are_told() -> None:
