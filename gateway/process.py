@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -73,8 +74,10 @@ class GatewayProcess:
         self._config = config
         self._address: Address | None = None
         self._forms = forms = FormChecker()
+        refused: Counter[str] = Counter()
         self.metrics = Metrics(
             gateway=name,
+            refused=refused,
             events=service.counters,
             worker_us=service.worker_us,
             forms=forms.outcomes,
@@ -116,7 +119,7 @@ class GatewayProcess:
             config=config,
             tracer=self._tracer,
         )
-        self._server = HttpServer(guarded, config, self._refused)
+        self._server = HttpServer(guarded, config, refused)
 
     def _routes(
         self, exporter: Exporter, service: Service, clock: Clock
@@ -152,7 +155,9 @@ class GatewayProcess:
         """Take no new request, let running ones end, close. May be called twice."""
         self.is_draining = True
         self.feed.close()
-        await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
+        if not await self._server.drain():
+            self._inference.give_up(Overloaded("draining", retry_after_s=1.0))
+        await self._server.closed()
         for task in self._tasks:
             task.cancel()
         await self._peers.close()
@@ -184,9 +189,6 @@ class GatewayProcess:
     def _canary(self, model: ServedModel, service: Service, clock: Clock) -> Canary:
         own = self._config.other_models.get(model.name, self._config)
         return Canary(service, clock, expects_prefill=own.expects_prefill, model=model.key)
-
-    def _refused(self, code: str) -> None:
-        self.metrics.refused[code] += 1
 
 
 async def serve_gateway(

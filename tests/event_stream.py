@@ -70,12 +70,12 @@ def stream(
 
 
 def read_all(port: int, body: dict[str, Any], last_id: str = "", **headers: str) -> list[Event]:
-    """To its end."""
+    """Return all events of a POST."""
     return list(stream(port, body, last_id, headers=headers))
 
 
 def joined(events: Sequence[Event]) -> dict[str, Any]:
-    """What the chunks say together, however the tokens came in batches."""
+    """Return the content of all chunks, independent of batches."""
     whole: dict[str, Any] = {"heads": set(), "choices": {}, "usage": None, "is_done": False}
     for event in events:
         if event.data == "[DONE]":

@@ -40,7 +40,7 @@ def ask(url: str, key: str, **headers: str) -> httpx2.Response:
 
 
 def keys(*arguments: str) -> str:
-    """What `baton keys` prints."""
+    """Return the output of `baton keys`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         assert main(["keys", *arguments]) == 0

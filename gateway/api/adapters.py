@@ -18,7 +18,7 @@ from msgspec import Meta
 from baton.adapters import Adapter, AdapterPath, NamedAdapter, read_adapter
 from baton.clock import Clock
 from baton.errors import ModelError, WorkerLost
-from baton.gateway.api.body import decode_body
+from baton.gateway.api.body import ClientBody, decode_body
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.api.health import run_once
 from baton.gateway.api.served_models import ServedModel, ServedModels
@@ -31,7 +31,7 @@ EXCHANGE_S: Final = 5.0  # between two exchanges of changes with the other gatew
 UNLOADED_NS: Final = 3600 * 10**9  # for which a gateway remembers that an adapter was unloaded
 
 
-class LoadAdapter(msgspec.Struct, frozen=True):
+class LoadAdapter(ClientBody, frozen=True):
     """The body of `/v1/load_lora_adapter`."""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -40,7 +40,7 @@ class LoadAdapter(msgspec.Struct, frozen=True):
     base_model_name: str | None = None  # the model that it changes; None where the gateway serves one model
 
 
-class UnloadAdapter(msgspec.Struct, frozen=True):
+class UnloadAdapter(ClientBody, frozen=True):
     """The body of `/v1/unload_lora_adapter`."""
 
     lora_name: str

@@ -138,7 +138,15 @@ class AskedForm(msgspec.Struct, frozen=True):
     form: StructuredOutputs
 
 
-class FormKeys(msgspec.Struct, frozen=True, kw_only=True):
+class ClientBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A body that a client sends."""
+
+    unsupported: ClassVar[Unsupported] = {}
+    without_meaning: ClassVar[frozenset[str]] = frozenset()  # further keys that change no answer
+    refuses_unknown: ClassVar[bool] = False
+
+
+class FormKeys(ClientBody, frozen=True, kw_only=True):
     """The fields of a body that ask for a form. A body may ask for one form."""
 
     response_format: ResponseFormat | None = None
@@ -153,7 +161,7 @@ class FormKeys(msgspec.Struct, frozen=True, kw_only=True):
         """Return the form that the body asks for. ApiError 400 names the key of one that cannot be read."""
         asked = list(self._forms())
         if len(asked) > 1:
-            raise invalid(asked[1][0], f"the body asks for a form by {asked[0][0]} already")
+            raise invalid(asked[1][0], f"give one of {asked[0][0]} and {asked[1][0]}, not both")
         for key, fields in asked:
             try:
                 return AskedForm(key, msgspec.convert(fields, StructuredOutputs))
@@ -283,7 +291,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
-class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeBody(ClientBody, frozen=True, kw_only=True):
     """The body of `/tokenize`: either a prompt or messages."""
 
     model: ModelName | None = None
@@ -297,14 +305,15 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+class DetokenizeBody(ClientBody, frozen=True, kw_only=True):
     """The body of `/detokenize`."""
 
     model: ModelName | None = None
     tokens: list[Annotated[int, Meta(ge=0, lt=2**31)]]
 
 
-AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
+AnyBody = TypeVar("AnyBody", bound=ClientBody)
+AnyQuery = TypeVar("AnyQuery", bound=msgspec.Struct)
 
 _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 NULL: Final = msgspec.Raw(b"null")
@@ -319,11 +328,9 @@ class _Kind(NamedTuple):
 
 
 @functools.cache
-def _kind(kind: type[msgspec.Struct]) -> _Kind:
-    """Read the class attributes `unsupported` and `without_meaning` of a body, which may be absent."""
-    own = getattr(kind, "without_meaning", frozenset[str]())
-    known = WITHOUT_MEANING.keys() | own | set(kind.__struct_fields__)
-    return _Kind(msgspec.json.Decoder(kind), frozenset(known), getattr(kind, "unsupported", {}))
+def _kind(kind: type[ClientBody]) -> _Kind:
+    known = WITHOUT_MEANING.keys() | kind.without_meaning | set(kind.__struct_fields__)
+    return _Kind(msgspec.json.Decoder(kind), frozenset(known), kind.unsupported)
 
 
 MAX_UNSUPPORTED_CHARS: Final = 80  # of a refused value in the error message
@@ -362,7 +369,7 @@ def _decoded(data: bytes, kind: type[AnyBody]) -> AnyBody:
     return body
 
 
-def read_query(params: Mapping[str, str], kind: type[AnyBody]) -> AnyBody:
+def read_query(params: Mapping[str, str], kind: type[AnyQuery]) -> AnyQuery:
     """Return the parameters of a query as a struct. Raises ApiError 400 that names a wrong parameter."""
     try:
         return msgspec.convert(dict(params), kind, strict=False)
@@ -396,7 +403,7 @@ def early_text(data: bytes, key: Literal["model", "previous_response_id"]) -> st
         return None
 
 
-def _check_supported(keys: dict[str, msgspec.Raw], asked: set[str], kind: type[msgspec.Struct]) -> None:
+def _check_supported(keys: dict[str, msgspec.Raw], asked: set[str], kind: type[ClientBody]) -> None:
     for key in asked:
         value = bytes(keys[key])
         harmless = NOTHING | _kind(kind).unsupported[key]

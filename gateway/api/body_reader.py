@@ -198,7 +198,7 @@ class HelperQueue:
 
     @property
     def num_taken(self) -> int:
-        """The job that has the helper, and the jobs that wait for it."""
+        """The number of jobs that run or wait."""
         return self._num_waiting + (not self._is_free)
 
     async def take(self, tenant: str, num_bytes: int) -> None:

@@ -170,7 +170,7 @@ def read_call(
         raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}")
     if body.stream_options is not None and not body.stream:
         key = "stream_options.resumable" if options.resumable else "stream_options"
-        raise invalid(key, "only a stream has any; set stream as well")
+        raise invalid(key, "needs stream = true")
     is_chat = isinstance(body, ChatBody)
     max_tokens, logprobs = _num_asked(body)
     return AskedCall(
@@ -220,11 +220,11 @@ def _sampling(
 ) -> SamplingParams:
     """Return the sampling parameters that a body asks for, but for those that need the model's files."""
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-        raise invalid("logprobs", f"at most {MAX_LOGPROBS} alternatives, got {logprobs}")
+        raise invalid("logprobs", f"expected 0 to {MAX_LOGPROBS}, got {logprobs}")
     if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= MAX_LOGPROBS:
-        raise invalid("prompt_logprobs", f"at most {MAX_LOGPROBS} alternatives, got {body.prompt_logprobs}")
+        raise invalid("prompt_logprobs", f"expected 0 to {MAX_LOGPROBS}, got {body.prompt_logprobs}")
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs", "they come with a whole answer, not with a stream")
+        raise invalid("prompt_logprobs", "not available in a stream")
     if isinstance(body, CompletionBody):
         max_tokens = max_tokens or 1  # the token is not shown
     of_prompt = (body.prompt_logprobs, logprobs if _has_echo(body) else None)

@@ -84,7 +84,8 @@ from baton.gateway.streams.resume import (
 )
 from baton.gateway.tenants.budget import Charge
 from baton.gateway.tenants.limiter import Limiter
-from baton.gateway.tenants.tenants import Tenant, read_objectives
+from baton.gateway.tenants.objectives import read_objectives
+from baton.gateway.tenants.tenants import Tenant
 from baton.tenants import Refusal
 
 SEED_BITS: Final = 63
@@ -114,8 +115,8 @@ MAX_UNSENT: Final = 8  # messages; with more, the client lags
 IDLE_TIMES: Final = 4  # the idle timeouts between two calls; an HTTP connection is simply opened again
 MAX_CANCEL_BYTES: Final = 4096
 ASLEEP: Final = (
-    "the model {model!r} sleeps: an operator wakes it by baton wake or POST /wake_up; with --wake-on-request "
-    "a request does"
+    "the model {model!r} sleeps: wake it with `baton wake` or POST /wake_up, or start the gateway with "
+    "--wake-on-request"
 )
 WAKE_S: Final = 10.0  # until a client may ask again for a model that sleeps
 GOING_AWAY: Final = 1001  # the code of a close
@@ -182,7 +183,7 @@ class Inference:
             answer.fail(error)
 
     async def read_call(self, kind: BodyKind, data: bytes, scope: Scope, charge: Charge) -> Call:
-        """Return the call of a body. kind: "chat", "completion" or "either". charge: the body's.
+        """Return the call of a body. kind: the route's; "either" over the WebSocket. charge: the body's.
 
         Raises InvalidRequest and ApiError for a fault of the client, and the errors of `Charge.add`.
         """

@@ -189,7 +189,7 @@ class PromptReader:
         }
         struct = BODIES[kind]
         body, unknown = decode_body(data, struct)
-        if unknown and (policy.is_strict or getattr(struct, "refuses_unknown", False)):
+        if unknown and (policy.is_strict or struct.refuses_unknown):
             key = unknown[0][:64]  # `renamed` leaves a message alone that does not begin with the key
             raise ApiError(400, f"unknown key {key!r}", code="invalid_value", param=key)
         policy.check_model(body.model)

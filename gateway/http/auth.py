@@ -36,7 +36,7 @@ OPERATORS_PATHS: Final = frozenset(
     {"/metrics", "/load", "/ui", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     | {"/sleep", "/wake_up", "/is_sleeping"}
 )
-OPERATORS_FOLDERS: Final = ("/admin/", "/ui/")  # their paths do as well
+OPERATORS_FOLDERS: Final = ("/admin/", "/ui/")  # every path below is for operators too
 LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: only shown
 BEARER: Final = "bearer "
 POLICY_VIOLATION: Final = 1008

@@ -20,6 +20,7 @@ import asyncio
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import Any, Final, Protocol, cast
@@ -230,7 +231,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits and counts that all connections of a server share."""
 
     config: GatewayConfig
-    refused: Callable[[str], None]  # called with the code of each refusal
+    refused: Counter[str]  # connections, by the code of the refusal
     waiting: dict[Any, None] = {}  # connections without a request, the longest first: they are evicted first
 
 
@@ -404,7 +405,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if oldest is None:
             return False
         del self._limits.waiting[oldest]
-        self._limits.refused("evicted")
+        self._limits.refused["evicted"] += 1
         oldest.transport.abort()
         return True
 
@@ -436,14 +437,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _stalled(self) -> None:
-        self._limits.refused("stalled")
+        self._limits.refused["stalled"] += 1
         self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
         if self._refusal is not None:
             return
         self._refusal = error
-        self._limits.refused(error.code or "")
+        self._limits.refused[error.code or ""] += 1
         self._deadline.clear()
         has_begun = any(writer.has_begun for writer in self._bodies)
         self._leave_bodies()

@@ -1,4 +1,4 @@
-"""uvicorn with the gateway's protocol and sockets, and an end that the gateway asks for."""
+"""Runs uvicorn with Baton's HTTP and WebSocket protocols on sockets of its own, and drains it on request."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,8 @@ import functools
 import math
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Final
 
 from starlette.types import ASGIApp
@@ -25,8 +26,8 @@ GIVE_UP_S: Final = 2  # for the clients of abandoned requests to be told
 class HttpServer:
     """The HTTP server of one event loop: `start` it, then `drain` it."""
 
-    def __init__(self, app: ASGIApp, config: GatewayConfig, refused: Callable[[str], None]) -> None:
-        """refused: called with the code of each connection that the server refuses."""
+    def __init__(self, app: ASGIApp, config: GatewayConfig, refused: Counter[str]) -> None:
+        """refused: counts the connections that the server refuses, by code."""
         self._config = config
         self._server = _Server(_uvicorn_config(app, HttpLimits(config=config, refused=refused)))
         self._task: asyncio.Task[None] | None = None
@@ -55,18 +56,18 @@ class HttpServer:
             await self._task
         return host, port
 
-    async def drain(self, give_up: Callable[[], None]) -> None:
-        """Accept nothing more, let running requests end, then close.
-
-        give_up: called when the time is over; it must end the requests that still run.
-        """
+    async def drain(self) -> bool:
+        """Accept nothing more, let requests end. Returns False if some run after `drain_timeout_s`."""
         if self._task is None:
-            return
+            return True
         self._server.should_exit = True
         await asyncio.wait((self._task,), timeout=self._config.drain_timeout_s)
-        if not self._task.done():
-            give_up()
-        await self._task
+        return self._task.done()
+
+    async def closed(self) -> None:
+        """Wait until the server that was drained has closed."""
+        if self._task is not None:
+            await self._task
 
 
 class _Server(Server):

@@ -181,7 +181,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         if self._is_ended or self.close_sent:
             return
         self._is_ended = True
-        self._limits.refused(f"websocket_{code.name.lower()}")
+        self._limits.refused[f"websocket_{code.name.lower()}"] += 1
         self._deadline.clear()
         self.stop_keepalive()
         self.conn.fail(code, reason)

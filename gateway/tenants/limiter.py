@@ -1,7 +1,7 @@
 """Admits each call of a tenant or refuses it, and counts it to its end.
 
-Quotas hold for the whole cluster, and the router keeps them. One gateway has no more open than the cluster: a
-call over the quota here is over the quota everywhere, and the router need not be asked.
+Quotas hold for the whole cluster, and the router keeps them. A gateway never has more open calls than the
+cluster, so a call over the quota here is refused without asking the router.
 
 A gateway has a `Budget` of slots for choices, and of bytes: of bodies and prompts, charged as they come and
 before they are parsed, and of answers that are kept until they are whole.

@@ -1,4 +1,4 @@
-"""The tenants of one gateway, by the keys that clients send, and the objectives that a request may ask for.
+"""The tenants of one gateway, by the keys that clients send.
 
 A tenant's name decides which cached prompts its requests may share: its salt is derived here from the cluster
 key, and no client can choose one. gateway/tenants/file.py reads the tenants file.
@@ -16,23 +16,19 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import math
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import msgspec
-from starlette.types import Scope
 
 from baton.clock import Clock
 from baton.errors import ConfigError
-from baton.gateway.api.errors import Headers, invalid
-from baton.gateway.tenants.file import TenantsFile, read_tenants, unknown_name
+from baton.gateway.tenants.file import TenantsFile, read_tenants
 from baton.messages.bounds import Kind
 from baton.rpc.auth import CACHE_SALTS, ClusterKeys, KeyRing
-from baton.tenants import ONLY_CLASS, SchedulingKey, Sla, TenantPolicy
+from baton.tenants import ONLY_CLASS, TenantPolicy
 
 SALT_BYTES: Final = 16
 
@@ -124,72 +120,6 @@ def _tenant(name: str, file: TenantsFile, key: bytes) -> Tenant:
         public_texts=tuple(file.public_prefixes[prefix] for prefix in entry.public_prefixes),
         is_admin=entry.admin,
     )
-
-
-# Headers may ask for no more than the tenant's policy gives.
-#
-# x-slo-ttft-ms, x-slo-tpot-ms    latency objectives (llm-d's x-llm-d-slo-* mean the same)
-# x-baton-priority                the priority class: the tenant's own or a lower one
-
-TTFT_HEADERS: Final = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")  # the first present one counts
-TPOT_HEADERS: Final = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
-PRIORITY_HEADER: Final = b"x-baton-priority"
-MAX_SLO_MS: Final = 86_400_000.0
-_HEADERS: Final = frozenset({*TTFT_HEADERS, *TPOT_HEADERS, PRIORITY_HEADER})
-AskedFor: TypeAlias = Mapping[bytes, str]  # name of a header above -> its value
-
-
-def read_objectives(scope: Scope, tenant: Tenant) -> tuple[Sla, SchedulingKey]:
-    """Return the latency objectives and the scheduling key of a request.
-
-    Both are the tenant's unless the headers ask for looser objectives, for objectives that the tenant is not
-    promised, or for a lower class. Raises ApiError 400, which names the header.
-    """
-    headers: Headers = scope["headers"]  # of repeated ones the first counts
-    asked = {name: value.decode("latin-1") for name, value in reversed(headers) if name in _HEADERS}
-    promised = tenant.policy.sla
-    if not asked:
-        return promised, tenant.policy.scheduling_key(tenant.rank)
-    ttft_ms, tpot_ms = _milliseconds(asked, TTFT_HEADERS), _milliseconds(asked, TPOT_HEADERS)
-    sla = Sla(
-        ttft_ms=_looser(promised.ttft_ms, ttft_ms),
-        tpot_ms=_looser(promised.tpot_ms, tpot_ms),
-        deadline_ms=promised.deadline_ms,
-    )
-    scheduling_key = tenant.policy.scheduling_key(_rank_of(asked, tenant))
-    wishes = ((promised.ttft_ms, ttft_ms), (promised.tpot_ms, tpot_ms))
-    if any(own is None and wish is not None for own, wish in wishes):
-        scheduling_key = msgspec.structs.replace(scheduling_key, has_unpromised_sla=True)
-    return sla, scheduling_key
-
-
-def _rank_of(asked: AskedFor, tenant: Tenant) -> int:
-    name = asked.get(PRIORITY_HEADER)
-    if name is None:
-        return tenant.rank
-    if name not in tenant.classes:
-        raise invalid(PRIORITY_HEADER.decode(), unknown_name("class", name[:64], tenant.classes))
-    return max(tenant.rank, tenant.classes.index(name))
-
-
-def _looser(promised: float | None, asked: float | None) -> float | None:
-    if promised is None or asked is None:
-        return promised if asked is None else asked
-    return max(promised, asked)
-
-
-def _milliseconds(asked: AskedFor, names: tuple[bytes, ...]) -> float | None:
-    name = next((name for name in names if name in asked), None)
-    if name is None:
-        return None
-    text = asked[name]
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= MAX_SLO_MS:
-        raise invalid(name.decode(), f"expected milliseconds, got {text[:32]!r}")
-    return value
 
 
 LOOK_EVERY_S: Final = 0.2

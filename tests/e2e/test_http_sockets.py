@@ -211,7 +211,7 @@ def fragments(data: bytes, size: int) -> bytes:
 
 
 def close_code(served: Served, sent: bytes) -> int:
-    """Of the close with which the gateway answers this."""
+    """Return the close code that the gateway answers with."""
     with upgraded(served) as client:
         client.sendall(sent)
         answer = b""

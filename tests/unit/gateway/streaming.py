@@ -26,7 +26,7 @@ class Streaming:
         self._nums = [0] * len(self.answer.choices)
 
     async def emit(self, text: str, *, choice: int = 0, is_end: bool = False) -> None:
-        """And let the turn end."""
+        """Emit, then let the turn of the loop end."""
         self.emit_now(text, choice=choice, is_end=is_end)
         await asyncio.sleep(0)
 

@@ -67,7 +67,7 @@ async def response_of(
 
 
 async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """To hold the key."""
+    """Answer a handshake without the key."""
     await reader.read(1)
     writer.write(bytes(64))
     writer.close()

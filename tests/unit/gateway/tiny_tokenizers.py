@@ -13,7 +13,7 @@ SPECIAL = ["<s>", "</s>"]
 
 
 def byte_level() -> Tokenizer:
-    """Of the kind that Llama 3 and Qwen use: every token is a run of bytes."""
+    """Return a tokenizer like those of Llama 3 and Qwen: every token is a run of bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Of the kind that Llama 2 and Mistral use: characters, and bytes for the ones that are not known."""
+    """Return a tokenizer like those of Llama 2 and Mistral: characters, and bytes for unknown ones."""
     names = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     letters = sorted(set("".join(TEXT[:2])) - {" "})
     vocabulary = {name: index for index, name in enumerate([*names, *letters])}

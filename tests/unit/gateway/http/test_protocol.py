@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -94,7 +95,7 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
 @on_loop
 async def test_closed_connection_is_freed_without_the_collector() -> None:
     gateway = GatewayConfig(model="tiny", routers=(Address("127.0.0.1", 1),), port=0)
-    limits = HttpLimits(config=gateway, refused=lambda code: None)
+    limits = HttpLimits(config=gateway, refused=Counter())
     config = Config(_answer, log_config=None, lifespan="off")
     config.load()
     connections = list[weakref.ref[LimitedProtocol]]()

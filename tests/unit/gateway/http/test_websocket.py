@@ -1,6 +1,7 @@
 """Limits of WebSockets: handshakes that do not end, and pings of clients that do not read."""
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -22,7 +23,7 @@ HEAD = (
 PING = b"\x89\x80\0\0\0\0"
 PONG = b"\x8a\x00"
 CONFIG = GatewayConfig(model="tiny", routers=(Address("127.0.0.1", 1),), port=0, header_timeout_s=0.2)
-LIMITS = HttpLimits(config=CONFIG, refused=lambda code: None)
+LIMITS = HttpLimits(config=CONFIG, refused=Counter())
 
 
 async def _accept_never(scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,7 +33,7 @@ async def _accept_never(scope: Scope, receive: Receive, send: Send) -> None:
 
 def test_handshake_that_does_not_end_closes_the_connection() -> None:
     async def shake() -> bytes:
-        server = HttpServer(_accept_never, CONFIG, lambda code: None)
+        server = HttpServer(_accept_never, CONFIG, Counter())
         host, port = await server.start()
         try:
             reader, writer = await asyncio.open_connection(host, port)
@@ -45,7 +46,8 @@ def test_handshake_that_does_not_end_closes_the_connection() -> None:
             finally:
                 writer.close()
         finally:
-            await server.drain(lambda: None)
+            await server.drain()
+            await server.closed()
 
     assert asyncio.run(shake()) == b""
 

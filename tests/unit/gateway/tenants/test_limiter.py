@@ -52,7 +52,7 @@ def test_calls_are_counted_by_adapter_before_and_after_their_first_token(
 
 
 def fill(limiter: Limiter, *tenants: str, num_choices: int = 1) -> dict[str, list[Permit]]:
-    """By turns, until all of them are sent away."""
+    """Admit calls of the tenants in turn until each is refused."""
     visits: dict[str, list[Permit]] = {tenant: [] for tenant in tenants}
     asking = list(tenants)
     while asking:
