@@ -36,7 +36,6 @@ from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.models.loading.weights import Checkpoint, HostCheckpoint, Progress
 from baton.engine.models.model import attention_mlp_crossover
-from baton.engine.models.parallel import PendingTensor, ReplicaRank
 from baton.engine.models.registry import RANK_CHECKS, read_model_config
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.adapter_slots import AdapterSlots
@@ -52,6 +51,7 @@ from baton.engine.runner.model_runner import (
     page_bytes,
 )
 from baton.engine.runner.rank_process import RankNodes
+from baton.engine.runner.replica_rank import PendingTensor, ReplicaRank
 from baton.engine.runner.sampler import Draws, Sampled, Sampler
 from baton.engine.runner.step_inputs import StepArrays, StepBuilder, encode
 from baton.engine.runner.structured_output import StructuredOutputMask

@@ -17,9 +17,12 @@ from baton.engine.models.decoder import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from baton.engine.models.parallel import ReplicaRank
+from baton.engine.runner.rank_links import RankListener, connect_ranks
+from baton.engine.runner.rank_process import RankNetwork
+from baton.engine.runner.replica_rank import ReplicaRank
 from tests.remote import CONTEXT
 from tests.tiny_models import VOCAB_SIZE, dummy_parameters
+from tests.transfer_ends import RING
 
 CPU: Final = torch.device("cpu")
 DTYPES: Final = ("float32", "bfloat16")
@@ -36,10 +39,6 @@ def reduce(rank: ReplicaRank, _: Path, dtype: str) -> Tensor:
 
 def gather(rank: ReplicaRank, _: Path, dtype: str) -> Tensor:
     return rank.tp.all_gather(values(rank.tp.rank, 5, 14, dtype=dtype)[:, ::2])
-
-
-def smallest(rank: ReplicaRank, _: Path, dtype: str) -> Tensor:
-    return torch.tensor([[rank.smallest(10 - rank.index)]])
 
 
 def embedding(rank: ReplicaRank, directory: Path, dtype: str) -> Tensor:
@@ -67,19 +66,20 @@ def rows(rank: ReplicaRank, directory: Path, dtype: str) -> Tensor:
     return layer(values(3, 5, 48, dtype=dtype)[:, start:stop])
 
 
-JOBS: Final[dict[str, Job]] = {
-    job.__name__: job for job in (reduce, gather, smallest, embedding, head, columns, rows)
-}
+JOBS: Final[dict[str, Job]] = {job.__name__: job for job in (reduce, gather, embedding, head, columns, rows)}
 
 
 class Pair:
     """Rank 0 here, rank 1 in a process. `close` ends the process, which must not have been killed."""
 
     def __init__(self, folder: Path) -> None:
-        store = str(folder / "store")
-        self.process = CONTEXT.Process(target=_do_jobs, args=(store,))
+        listener = RankListener("127.0.0.1", RING, b"pair")
+        network = RankNetwork(
+            rank_zero=listener.address, replica=b"pair", own_host="127.0.0.1", keys=RING.generations
+        )
+        self.process = CONTEXT.Process(target=_do_jobs, args=(folder, network))
         self.process.start()
-        self.rank = ReplicaRank.join(0, FileStore(store, 2), CPU, tp_size=2)
+        self.rank = join_pair(0, folder, network, listener)
 
     def run(self, job: str, directory: Path, dtype: str = "float32") -> Tensor:
         """The result of the job, which must have the same bits on both ranks."""
@@ -92,12 +92,22 @@ class Pair:
     def close(self) -> None:
         self.rank.send_command(b"stop")
         self.process.join(30)
+        assert self.rank.links is not None
+        self.rank.links.close()
         assert self.process.exitcode == 0
 
 
-def _do_jobs(store: str) -> None:
+def join_pair(
+    rank: int, folder: Path, network: RankNetwork, listener: RankListener | None = None
+) -> ReplicaRank:
+    """One of two tensor-parallel ranks that meet in a file `store`. listener: of rank 0."""
+    links = connect_ranks(rank, network, listener, model="", tp_size=2, pp_size=1)
+    return ReplicaRank.join(rank, FileStore(str(folder / "store"), 2), CPU, links, tp_size=2)
+
+
+def _do_jobs(folder: Path, network: RankNetwork) -> None:
     torch.set_grad_enabled(False)
-    rank = ReplicaRank.join(1, FileStore(store, 2), CPU, tp_size=2)
+    rank = join_pair(1, folder, network)
     while (command := rank.receive_command()) != b"stop":
         job, dtype, directory = command.decode().split(" ", 2)
         rank.tp.all_gather(JOBS[job](rank, Path(directory), dtype).float())

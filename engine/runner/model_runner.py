@@ -50,7 +50,6 @@ from baton.engine.models.model import (
     parameter_shapes,
     split_layers,
 )
-from baton.engine.models.parallel import PendingTensor, ReplicaRank
 from baton.engine.models.registry import (
     ARCHITECTURES,
     ModelConfig,
@@ -59,6 +58,7 @@ from baton.engine.models.registry import (
     read_model_config,
 )
 from baton.engine.runner.cuda_graphs import StepGraphs
+from baton.engine.runner.replica_rank import PendingTensor, ReplicaRank
 from baton.engine.runner.step_inputs import (
     ModelInput,
     StepArrays,

@@ -1,15 +1,16 @@
-"""Commands and tensors between the ranks of a replica with several stages, over authenticated connections.
+"""Messages between the ranks of a replica, over authenticated connections: commands and tensors.
 
 1. Rank 0 listens on its node's address, and so does every other rank with a next stage. Each other rank
    connects to rank 0 and says where it listens, and which model its node has (RankHello).
 2. When all ranks have come, with the same model, rank 0 tells each the address of its rank of the stage
    before (RankWelcome). The rank connects there; rank 0 has that link already.
-3. A RankLink carries tensors in both directions. Each direction keeps its order, and a receiver's tensors
+3. A RankLink carries messages in both directions. Each direction keeps its order, and a receiver's tensors
    are filled in the order in which it began to receive them. A thread reads all that comes, so a sender never
    waits for the receiver's step. No more comes than the steps in flight need, at most MAX_WAITING_BYTES.
 4. A link ends when its peer closes it or dies, or when the peer's machine is silent for `link_timeout_s`.
 
-torch's gloo neither authenticates its peers nor seals what they send, and small tensors take it longer.
+The ranks of a stage sum tensors elsewhere (engine/models/parallel.py). torch's gloo neither authenticates its
+peers nor seals what they send, and small messages take it longer.
 """
 
 import socket
@@ -18,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from queue import Empty, Queue
 from typing import Annotated, Final, TypeVar
 
@@ -27,7 +27,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from baton.engine.models.parallel import IDLE_TIMEOUT, JOIN_TIMEOUT, STEP_TIMEOUT
+from baton.engine.models.parallel import JOIN_TIMEOUT, STEP_TIMEOUT
 from baton.engine.runner.rank_process import START_TIMEOUT_S, RankNetwork
 from baton.errors import BatonError, ModelError, PeerGone, WireError, WorkerLost
 from baton.messages.bounds import LINK_TIMEOUT_S, MAX_BODY_BYTES, Kind, schema_hash
@@ -40,7 +40,7 @@ from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 JOIN_S: Final = JOIN_TIMEOUT.total_seconds()
 CHECK_S: Final = 0.1  # between looks whether a rank has ended that is to come
 STEP_S: Final = STEP_TIMEOUT.total_seconds()
-HEAD_BYTES: Final = 8  # before each tensor: its length
+HEAD_BYTES: Final = 8  # before each message: its length
 MAX_WAITING_BYTES: Final = 4 * 2**30  # at one end of a link, for the peer or for the steps of this rank
 
 
@@ -73,37 +73,50 @@ class RankLink:
         self._peer = peer
         self._outbox = Outbox(connection, max_unsent_bytes=MAX_WAITING_BYTES, timeout_s=STEP_S)
         self._begun: deque[PendingReceive] = deque()  # not filled in yet, oldest first
-        self._arrived: Queue[bytes | BatonError] = Queue()  # parts of tensors; the last item is an error
+        self._arrived: Queue[bytes | BatonError] = Queue()  # parts of messages; the last item is an error
         self._lock = threading.Lock()
         self._num_waiting_bytes = 0  # in `_arrived`
-        self._error: BatonError | None = None  # after which no tensor is received
+        self._error: BatonError | None = None  # after which nothing is received
         self._thread = threading.Thread(target=self._read, name=f"rank-{peer}", daemon=True)
         self._thread.start()
 
-    def send(self, tensor: Tensor) -> None:
-        """Send the tensor without waiting for the peer. RuntimeError when the peer is gone."""
-        content = _bytes_of(tensor.contiguous())
+    def send(self, message: bytes | memoryview) -> None:
+        """Send a message without waiting for the peer. WorkerLost when the peer is gone."""
         first = MAX_BODY_BYTES - HEAD_BYTES
-        with self._as_runtime_error():
-            self._outbox.send(b"".join((len(content).to_bytes(HEAD_BYTES, "little"), content[:first])))
-            for start in range(first, len(content), MAX_BODY_BYTES):
-                self._outbox.send(bytes(content[start : start + MAX_BODY_BYTES]))
+        with self._as_worker_lost():
+            self._outbox.send(b"".join((len(message).to_bytes(HEAD_BYTES, "little"), message[:first])))
+            for start in range(first, len(message), MAX_BODY_BYTES):
+                self._outbox.send(bytes(message[start : start + MAX_BODY_BYTES]))
 
     def receive(self, tensor: Tensor) -> "PendingReceive":
-        """Begin to receive the peer's next tensor, which must be as large as this contiguous one."""
+        """Begin to receive the peer's next message, which must be as long as this contiguous tensor."""
         arrival = PendingReceive(self, tensor)
         self._begun.append(arrival)
         return arrival
 
+    def receive_bytes(self, timeout_s: float | None) -> bytes:
+        """The peer's next message, after the tensors that have begun to be received.
+
+        WorkerLost when it has not come in time, or the peer is gone. The link is of no use then. None: wait
+        as long as the peer lives.
+        """
+        if self._begun:
+            self.fill(self._begun[-1], timeout_s)
+        with self._as_worker_lost():
+            return self._next_message(timeout_s)
+
     def fill(self, arrival: "PendingReceive", timeout_s: float | None) -> None:
         """Fill in the tensor of the arrival, after those of arrivals that began before.
 
-        RuntimeError when a tensor has not come in time or has another size, or the peer is gone. The link is
-        of no use then.
+        WorkerLost as in `receive_bytes`, and when a message is not as long as its tensor.
         """
-        with self._as_runtime_error():
+        with self._as_worker_lost():
             while not arrival.is_here:
-                self._fill(self._begun[0].tensor, timeout_s)
+                message, content = self._next_message(timeout_s), _bytes_of(self._begun[0].tensor)
+                if len(message) != len(content):
+                    why = f"expected a tensor of {len(content)} bytes, got {len(message)}"
+                    raise self._ended(why, "length")
+                content[:] = message
                 self._begun.popleft().is_here = True
 
     def flush(self) -> None:
@@ -116,20 +129,16 @@ class RankLink:
         self._outbox.close()
         self._thread.join()
 
-    def _fill(self, tensor: Tensor, timeout_s: float | None) -> None:
-        content, part = _bytes_of(tensor), memoryview(self._next_part(timeout_s))
-        num_bytes = int.from_bytes(part[:HEAD_BYTES], "little")
-        if num_bytes != len(content):
-            raise self._ended(f"expected a tensor of {len(content)} bytes, got {num_bytes}", "length")
-        part, start = part[HEAD_BYTES:], 0
-        while True:
-            if len(part) > num_bytes - start:
-                raise self._ended("a tensor is longer than its head says", "length")
-            content[start : start + len(part)] = part
-            start += len(part)
-            if start == num_bytes:
-                return
-            part = memoryview(self._next_part(timeout_s))
+    def _next_message(self, timeout_s: float | None) -> bytes:
+        part = self._next_part(timeout_s)
+        parts, num_missing = [part[HEAD_BYTES:]], int.from_bytes(part[:HEAD_BYTES], "little")
+        num_missing -= len(parts[0])
+        while num_missing > 0:
+            parts.append(self._next_part(timeout_s))
+            num_missing -= len(parts[-1])
+        if num_missing:
+            raise self._ended("a message is longer than its head says", "length")
+        return b"".join(parts)
 
     def _next_part(self, timeout_s: float | None) -> bytes:
         if self._error is not None:
@@ -165,18 +174,11 @@ class RankLink:
             self._arrived.put(error)
 
     @contextmanager
-    def _as_runtime_error(self) -> Iterator[None]:
+    def _as_worker_lost(self) -> Iterator[None]:
         try:
             yield
         except BatonError as error:
-            raise RuntimeError(f"rank {self._peer}: {error}") from error
-
-
-class _Sent:
-    """A tensor that the link has taken."""
-
-    def wait(self, timeout: timedelta = STEP_TIMEOUT, /) -> bool:
-        return True
+            raise WorkerLost(f"rank {self._peer}: {error}") from error
 
 
 class PendingReceive:
@@ -187,27 +189,33 @@ class PendingReceive:
         self.is_here = False  # True once the tensor is filled in
         self._link = link
 
-    def wait(self, timeout: timedelta = STEP_TIMEOUT, /) -> bool:
-        """RuntimeError when the peer is gone or silent. IDLE_TIMEOUT waits as long as the peer lives."""
-        self._link.fill(self, None if timeout >= IDLE_TIMEOUT else timeout.total_seconds())
-        return True
+    def wait(self, timeout_s: float = STEP_S) -> None:
+        """Wait until the tensor is filled in. WorkerLost as in `RankLink.fill`."""
+        self._link.fill(self, timeout_s)
 
 
 class RankLinks:
-    """One rank's links to other ranks of its replica: a `PointToPoint`."""
+    """One rank's links to other ranks of its replica, by rank."""
 
     def __init__(self, links: Mapping[int, RankLink]) -> None:
         """links: by the other rank."""
         self._links = links
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> _Sent:
-        """Begin to send one tensor. RuntimeError when the rank is gone."""
-        self._links[dst].send(*tensors)
-        return _Sent()
+    def send(self, rank: int, tensor: Tensor) -> None:
+        """Send a tensor, which may be changed once this returns. WorkerLost when the rank is gone."""
+        self._links[rank].send(_bytes_of(tensor.contiguous()))
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> PendingReceive:
-        """Begin to receive one tensor: the rank's tensors fill these in the order of the calls."""
-        return self._links[src].receive(*tensors)
+    def send_bytes(self, rank: int, message: bytes) -> None:
+        """Send a message. WorkerLost when the rank is gone."""
+        self._links[rank].send(message)
+
+    def receive(self, rank: int, tensor: Tensor) -> PendingReceive:
+        """Begin to receive a tensor: the rank's tensors fill these in the order of the calls."""
+        return self._links[rank].receive(tensor)
+
+    def receive_bytes(self, rank: int, timeout_s: float | None) -> bytes:
+        """The rank's next message, as `RankLink.receive_bytes`."""
+        return self._links[rank].receive_bytes(timeout_s)
 
     def flush(self) -> None:
         """Wait until the kernel has all that was sent: it sends that on after the end of the process."""
@@ -300,7 +308,7 @@ class RankListener:
 def connect_ranks(
     rank: int, network: RankNetwork, listener: RankListener | None, *, model: str, tp_size: int, pp_size: int
 ) -> RankLinks:
-    """Connect this rank to the ranks that it exchanges tensors with.
+    """Connect this rank to rank 0 and to its ranks of the stages before and after; rank 0 to all others.
 
     listener: of rank 0; other ranks make their own. model: its fingerprint on this node. WorkerLost when the
     ranks do not all come in time; ModelError, on rank 0, when another node has another model.

@@ -33,7 +33,7 @@ ERROR_OUTPUT: Final = 2  # of the starter, for everything that a TP worker print
 
 
 class RankNetwork(msgspec.Struct, frozen=True, kw_only=True):
-    """The place where the ranks of a worker with several stages meet: rank 0's listener."""
+    """The place where the ranks of a worker meet: rank 0's listener."""
 
     rank_zero: Address
     replica: bytes  # random: ranks of another replica, or of an earlier start, are refused
@@ -47,11 +47,11 @@ class TpAssignment(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     rank: int
-    rendezvous: str  # path of the file where the ranks of a node find each other
+    rendezvous: str  # path of the file where the ranks of a node find each other's groups for sums
     num_threads: int
     host_fd: int = -1  # of the memory of its host pages, which rank 0 maps too; -1: memory of its own
     sidecar: RankSidecar | None = None
-    network: RankNetwork | None = None  # None: there is one stage
+    network: RankNetwork
     # The starter keeps stdin open: lines go to the sidecar, and the rank ends when stdin closes.
     has_guardian: bool = False
 

@@ -4,7 +4,7 @@
    started there, by `RankNodes`.
 2. The TP worker says READY on its channel before it meets the other ranks, so that rank 0 learns at once of a
    process that died, and after START_TIMEOUT_S of a process that hangs.
-3. The ranks meet; with several stages, over the connections of rank_links.py. They load their parts of the
+3. The ranks meet over the connections of rank_links.py. They load their parts of the
    weights and agree on the size of the pool. A TP worker that fails writes its error to the channel before
    its connections close, so that rank 0 finds the error when it sees them close.
 4. If the caller of the engine has a sidecar for the rank, the sidecar starts beside it.
@@ -38,7 +38,6 @@ from baton.config.engine import EngineConfig, RankSidecar
 from baton.config.environment import cache_directory
 from baton.config.loader import import_named
 from baton.engine.cache.page_pool import StepMarks
-from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.model_runner import ModelRunner, check_memory, choose_device, model_fingerprint
 from baton.engine.runner.rank_links import RankLinks, RankListener, connect_ranks
@@ -52,6 +51,7 @@ from baton.engine.runner.rank_process import (
     TpWorkerFailure,
     TpWorkerProcess,
 )
+from baton.engine.runner.replica_rank import ReplicaRank
 from baton.engine.runner.step_inputs import decode
 from baton.errors import FAILED, ORPHANED, BatonError, ConfigError, WorkerLost
 from baton.kernels import native
@@ -130,10 +130,9 @@ class TpWorkers:
         share = max(1, self._num_threads // num_here)
         native.set_num_threads(share)
         try:
-            network = None
             if nodes is not None:
                 network = self._listen(nodes.host, nodes.keys, nodes.link_timeout_s)
-            elif config.pipeline_parallel_size > 1:
+            else:
                 own_key = KeyRing.of(secrets.token_bytes(KEY_BYTES), Kind.WORKER)
                 network = self._listen(LOOPBACK, own_key.generations)
             for rank in range(1, num_here):
@@ -148,7 +147,7 @@ class TpWorkers:
                 )
                 self._processes.append(TpWorkerProcess(assignment))
                 self._workers.append(self._processes[-1])
-            if nodes is not None and network is not None:
+            if nodes is not None:
                 self._workers += nodes.start(config, share, network)
             self._wait_until_ready()
             with self.explains_loss():
@@ -256,21 +255,18 @@ def shared_zeros(fd: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _connect(
-    rank: int, config: EngineConfig, network: RankNetwork | None, listener: RankListener | None = None
-) -> RankLinks | None:
-    """Connect a rank to ranks of other stages; None: there are none. listener: of rank 0."""
-    if network is None:
-        return None
+    rank: int, config: EngineConfig, network: RankNetwork, listener: RankListener | None = None
+) -> RankLinks:
+    """Connect a rank to other ranks. listener: of rank 0."""
     tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
     model = model_fingerprint(config) if config.nnodes > 1 else ""
     return connect_ranks(rank, network, listener, model=model, tp_size=tp_size, pp_size=pp_size)
 
 
-def _join(rank: int, rendezvous: str, config: EngineConfig, links: RankLinks | None) -> ReplicaRank:
-    store = FileStore(rendezvous, config.ranks_per_node)
+def _join(rank: int, rendezvous: str, config: EngineConfig, links: RankLinks) -> ReplicaRank:
     tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-    device = choose_device(config.device, rank)
-    return ReplicaRank.join(rank, store, device, tp_size=tp_size, pp_size=pp_size, links=links)
+    store, device = FileStore(rendezvous, config.ranks_per_node), choose_device(config.device, rank)
+    return ReplicaRank.join(rank, store, device, links, tp_size=tp_size, pp_size=pp_size)
 
 
 # In the process of the TP worker.
@@ -288,8 +284,7 @@ def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
     channel.send_bytes(READY)
     links = _connect(assignment.rank, config, assignment.network)
     _run_rank(assignment, _join(assignment.rank, assignment.rendezvous, config, links), guardian)
-    if links is not None:
-        links.flush()
+    links.flush()
 
 
 def _run_rank(assignment: TpAssignment, rank: ReplicaRank, guardian: "_Guardian | None") -> None:

@@ -18,9 +18,9 @@ import numpy as np
 
 from baton.config.engine import EngineConfig
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import ModelConfig, choose_max_model_len, read_draft_model_config
 from baton.engine.runner.model_runner import ModelRunner, count_pages
+from baton.engine.runner.replica_rank import ReplicaRank
 from baton.engine.runner.sampler import Sampler
 from baton.engine.runner.step_inputs import StepBuilder
 from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey

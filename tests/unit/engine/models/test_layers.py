@@ -8,7 +8,8 @@ import torch
 
 from baton.engine.models.decoder import ColumnParallelLinear
 from baton.engine.models.loading.weights import Adapters, AdapterTensors, DummyCheckpoint, Parameters, Shape
-from baton.engine.models.parallel import ReplicaRank, TensorParallel
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.runner.replica_rank import ReplicaRank
 from baton.errors import ConfigError
 from baton.kernels.linear import linear
 from baton.kernels.quantised import WeightFormat

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from baton.engine.models import parallel
-from baton.engine.models.parallel import ReplicaRank, TensorParallel, TorchGroup
+from baton.engine.models.parallel import TensorParallel, TorchGroup, join_stage
+from baton.engine.runner.replica_rank import ReplicaRank
 from baton.errors import ConfigError, WorkerLost
 from baton.kernels import collectives
 from baton.kernels.collectives import SharedMemoryGroup
@@ -20,21 +21,21 @@ from tests.tensor_parallel_peer import CPU, DTYPES, Pair, values
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def joined(tp_size: int, pp_size: int = 1) -> list[ReplicaRank]:
-    """The ranks of a replica, in one process."""
-    store, size = HashStore(), tp_size * pp_size
-    with ThreadPoolExecutor(size) as threads:
+def joined(size: int, num_stages: int = 1) -> list[TensorParallel]:
+    """The ranks of some stages of so many ranks, in one process."""
+    store = HashStore()
+    with ThreadPoolExecutor(size * num_stages) as threads:
 
-        def join(rank: int) -> ReplicaRank:
-            return ReplicaRank.join(rank, store, CPU, tp_size=tp_size, pp_size=pp_size)
+        def join(rank: int) -> TensorParallel:
+            return join_stage(store, rank // size, rank % size, size, CPU)
 
-        return list(threads.map(join, range(size)))
+        return list(threads.map(join, range(size * num_stages)))
 
 
-def sums(ranks: list[ReplicaRank], inputs: list[Tensor]) -> list[Tensor]:
+def sums(ranks: list[TensorParallel], inputs: list[Tensor]) -> list[Tensor]:
     """The sum that each rank gets."""
     with ThreadPoolExecutor(len(ranks)) as threads:
-        return list(threads.map(lambda rank, x: rank.tp.all_reduce(x.clone()), ranks, inputs))
+        return list(threads.map(lambda rank, x: rank.all_reduce(x.clone()), ranks, inputs))
 
 
 @dtypes
@@ -46,9 +47,9 @@ def test_all_reduce_is_the_sum_on_both_ranks(pair: Pair, tiny_model: Path, dtype
 def test_no_rank_leaves_an_empty_sum_before_the_other_has_come() -> None:
     ranks = joined(2)
     with ThreadPoolExecutor(1) as threads:
-        early = threads.submit(ranks[0].tp.all_reduce, torch.zeros(0, 7))
+        early = threads.submit(ranks[0].all_reduce, torch.zeros(0, 7))
         assert not wait([early], timeout=0.3).done
-        assert ranks[1].tp.all_reduce(torch.zeros(0, 7)).shape == early.result().shape == (0, 7)
+        assert ranks[1].all_reduce(torch.zeros(0, 7)).shape == early.result().shape == (0, 7)
 
 
 @dtypes
@@ -58,24 +59,24 @@ def test_all_gather_puts_the_ranks_side_by_side(pair: Pair, tiny_model: Path, dt
 
 
 def test_each_stage_sums_in_shared_memory_of_its_own() -> None:
-    ranks = joined(2, pp_size=2)
-    assert all(isinstance(rank.tp.group, SharedMemoryGroup) for rank in ranks)
-    inputs = [values(rank.index, 5, 7, dtype="float32") for rank in ranks]
+    ranks = joined(2, num_stages=2)
+    assert all(isinstance(rank.group, SharedMemoryGroup) for rank in ranks)
+    inputs = [values(index, 5, 7, dtype="float32") for index in range(4)]
     expected = [inputs[0] + inputs[1], inputs[2] + inputs[3]]
-    for rank, got in zip(ranks, sums(ranks, inputs), strict=True):
-        assert torch.equal(got, expected[rank.pp.stage])
+    for index, got in enumerate(sums(ranks, inputs)):
+        assert torch.equal(got, expected[index // 2])
 
 
 def test_sum_over_four_ranks_does_not_depend_on_the_rows_beside_it() -> None:
     ranks = joined(4)
-    inputs = [values(rank.index, 40, 300, dtype="float32") for rank in ranks]
+    inputs = [values(rank.rank, 40, 300, dtype="float32") for rank in ranks]
     whole, alone = sums(ranks, inputs), sums(ranks, [x[:1] for x in inputs])
     assert all(torch.equal(a[0], w[0]) for a, w in zip(alone, whole, strict=True))
 
 
 def assert_ranks_sum_through_gloo() -> None:
     ranks, inputs = joined(2), [values(rank, 5, 7, dtype="float32") for rank in range(2)]
-    assert all(isinstance(rank.tp.group, TorchGroup) for rank in ranks)
+    assert all(isinstance(rank.group, TorchGroup) for rank in ranks)
     assert all(torch.equal(got, inputs[0] + inputs[1]) for got in sums(ranks, inputs))
 
 
@@ -115,10 +116,6 @@ def test_ranks_sum_through_gloo_when_the_first_has_no_memory(
     assert "no memory" in caplog.text
 
 
-def test_ranks_agree_on_the_smallest(pair: Pair, tiny_model: Path) -> None:
-    assert pair.run("smallest", tiny_model).tolist() == [[9]]
-
-
 def test_group_of_one_exchanges_nothing() -> None:
     alone, x = ReplicaRank(), values(0, 3, 4, dtype="float32")
     assert alone.tp.all_reduce(x) is x and alone.tp.all_gather(x) is x and alone.smallest(5) == 5
@@ -143,13 +140,14 @@ def test_killed_peer_is_reported_at_once(tmp_path: Path, caplog: pytest.LogCaptu
     assert str(error.value) == "tensor-parallel rank 0 of 2 lost a peer"
     (logged,) = caplog.messages  # with the library's own words
     assert len(logged) > len(f"{error.value}: ") and logged.startswith(f"{error.value}: ")
-    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+    with pytest.raises(WorkerLost, match="rank 1: the peer is gone"):
         lost.rank.smallest(1)
 
 
 def test_last_peer_ends_when_rank_0_goes_away(tmp_path: Path) -> None:
     left = Pair(tmp_path)
-    del left.rank
+    assert left.rank.links is not None
+    left.rank.links.close()
     left.process.join(20)
     assert left.process.exitcode not in (None, 0)
 
@@ -157,10 +155,16 @@ def test_last_peer_ends_when_rank_0_goes_away(tmp_path: Path) -> None:
 def test_rank_without_peers_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "JOIN_TIMEOUT", timedelta(milliseconds=100))
     with pytest.raises(WorkerLost, match="rank 0 of 2 did not meet the others"):
-        ReplicaRank.join(0, FileStore(str(tmp_path / "store"), 2), CPU, tp_size=2)
+        join_stage(FileStore(str(tmp_path / "store"), 2), 0, 0, 2, CPU)
 
 
-def test_sockets_listen_on_loopback_only(pair: Pair) -> None:
-    process = psutil.Process(pair.process.pid)
-    addresses = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert addresses and set(addresses) == {"127.0.0.1"}
+def test_sockets_of_gloo_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listening() -> set[tuple[str, int]]:
+        connections = psutil.Process().net_connections("inet")
+        return {(*each.laddr,) for each in connections if each.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    monkeypatch.delattr(os, "memfd_create")
+    ranks = joined(2)
+    assert {host for host, _ in listening() - before} == {"127.0.0.1"}
+    assert len(ranks) == 2

@@ -15,11 +15,11 @@ from baton.engine.cache.page_pool import mark_of
 from baton.engine.engine import Engine
 from baton.engine.models.loading.weights import AdaptedProjection, Adapters, AdapterTensors
 from baton.engine.models.model import Model
-from baton.engine.models.parallel import ReplicaRank
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner import cuda_graphs, model_runner, sampler
 from baton.engine.runner.cuda_graphs import MAX_PROMPTS, StepGraphs, graph_shapes
 from baton.engine.runner.model_runner import ModelRunner
+from baton.engine.runner.replica_rank import ReplicaRank
 from baton.engine.runner.step_inputs import (
     GraphInputs,
     GraphShape,

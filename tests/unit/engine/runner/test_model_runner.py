@@ -8,9 +8,10 @@ from baton.engine.models.decoder import Decoder, RmsNorm
 from baton.engine.models.loading.checkpoint import fingerprint
 from baton.engine.models.loading.weights import Checkpoint
 from baton.engine.models.model import dummy_checkpoint, parameter_bytes, parameter_shapes
-from baton.engine.models.parallel import ReplicaRank, TensorParallel
+from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import choose_max_model_len, read_model_config
 from baton.engine.runner.model_runner import ModelRunner, choose_device, model_fingerprint
+from baton.engine.runner.replica_rank import ReplicaRank
 from baton.engine.runner.step_inputs import StepBuilder
 from baton.errors import ConfigError
 from tests.batches import make_batch, make_sequence, rest_of

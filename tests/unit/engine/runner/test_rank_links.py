@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from queue import Queue
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from baton.engine.models.parallel import ReplicaRank
 from baton.engine.runner import rank_links
 from baton.engine.runner.rank_links import (
     HEAD_BYTES,
@@ -26,6 +24,7 @@ from baton.engine.runner.rank_links import (
     connect_ranks,
 )
 from baton.engine.runner.rank_process import RankNetwork
+from baton.engine.runner.replica_rank import ReplicaRank
 from baton.errors import BatonError, ModelError, PeerGone, WorkerLost
 from baton.messages.bounds import MAX_BODY_BYTES, Kind
 from baton.rpc import connection as rpc_connection
@@ -74,7 +73,7 @@ def network_at(listener: RankListener, ring: KeyRing = RING, replica: bytes = RE
 
 def received(links: RankLinks, rank: int, tensor: Tensor, timeout_s: float = 10.0) -> Tensor:
     filled = torch.empty_like(tensor)
-    links.recv([filled], rank, 0).wait(timedelta(seconds=timeout_s))
+    links.receive(rank, filled).wait(timeout_s)
     return filled
 
 
@@ -84,8 +83,8 @@ def test_tensors_come_in_the_order_in_which_they_were_sent(connect: Connect) -> 
         values(seed, 3 + seed, 5, dtype=dtype) for seed, dtype in enumerate(("float32", "bfloat16") * 3)
     ]
     for tensor in tensors:
-        first.send([tensor], 1, 0)
-        second.send([tensor[::2]], 0, 0)  # a tensor with gaps
+        first.send(1, tensor)
+        second.send(0, tensor[::2])  # a tensor with gaps
     for tensor in tensors:
         assert torch.equal(received(second, 0, tensor), tensor)
         assert torch.equal(received(first, 1, tensor[::2].contiguous()), tensor[::2])
@@ -95,11 +94,11 @@ def test_tensors_are_filled_in_the_order_in_which_they_began_to_be_received(conn
     first, second = connect()
     sent, filled = [values(seed, 2 + seed, dtype="float32") for seed in range(3)], list[Tensor]()
     for tensor in sent:
-        first.send([tensor], 1, 0)
+        first.send(1, tensor)
         filled.append(torch.zeros_like(tensor))
-    arrivals = [second.recv([tensor], 0, 0) for tensor in filled]
+    arrivals = [second.receive(0, tensor) for tensor in filled]
     for chosen in (1, 0, 2):
-        arrivals[chosen].wait(timedelta(seconds=10))
+        arrivals[chosen].wait(10.0)
         assert torch.equal(filled[chosen], sent[chosen])
 
 
@@ -107,45 +106,45 @@ def test_large_tensors_pass_each_other_though_none_is_received_yet(connect: Conn
     """Both ranks send more than sockets hold before either receives."""
     first, second = connect()
     large = torch.randint(0, 255, (20 * MAX_BODY_BYTES + 7,), dtype=torch.uint8)
-    first.send([large], 1, 0)
-    second.send([large], 0, 0)
+    first.send(1, large)
+    second.send(0, large)
     assert torch.equal(received(first, 1, large), large) and torch.equal(received(second, 0, large), large)
 
 
 def test_sent_tensor_may_be_overwritten_at_once(connect: Connect) -> None:
     first, second = connect()
     tensor = torch.ones(5 * MAX_BODY_BYTES, dtype=torch.uint8)
-    first.send([tensor], 1, 0)
+    first.send(1, tensor)
     tensor.zero_()
     assert received(second, 0, tensor).all()
 
 
 def test_rank_that_is_silent_is_reported_after_the_timeout(connect: Connect) -> None:
     first, _ = connect()
-    with pytest.raises(RuntimeError, match="rank 1: it was silent for 0.05 s"):
+    with pytest.raises(WorkerLost, match="rank 1: it was silent for 0.05 s"):
         received(first, 1, torch.zeros(1), timeout_s=0.05)
 
 
 def test_rank_that_is_gone_is_reported_once_its_tensors_have_been_received(connect: Connect) -> None:
     first, second = connect()
     tensor = values(0, 3, 4, dtype="float32")
-    second.send([tensor], 0, 0)
+    second.send(0, tensor)
     second.close()
     assert torch.equal(received(first, 1, tensor), tensor)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="rank 1: the peer is gone"):
+        with pytest.raises(WorkerLost, match="rank 1: the peer is gone"):
             received(first, 1, tensor)
-    with pytest.raises(RuntimeError, match="rank 1: the connection is closed"):
-        first.send([tensor], 1, 0)
+    with pytest.raises(WorkerLost, match="rank 1: the connection is closed"):
+        first.send(1, tensor)
 
 
 @pytest.mark.parametrize("num_sent", [3, 5])
 def test_tensor_of_another_size_ends_the_link(connect: Connect, num_sent: int) -> None:
     first, second = connect()
     for _ in range(2):
-        first.send([torch.zeros(num_sent)], 1, 0)
+        first.send(1, torch.zeros(num_sent))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"rank 0: expected a tensor of 16 bytes, got {4 * num_sent}"):
+        with pytest.raises(WorkerLost, match=f"rank 0: expected a tensor of 16 bytes, got {4 * num_sent}"):
             received(second, 0, torch.zeros(4))
 
 
@@ -154,7 +153,7 @@ def test_tensor_of_any_size_is_followed_by_the_next_one(connect: Connect, size: 
     first, second = connect()
     sent = [torch.full((size,), 7, dtype=torch.uint8), torch.arange(5)]
     for tensor in sent:
-        first.send([tensor], 1, 0)
+        first.send(1, tensor)
     for tensor in sent:
         assert torch.equal(received(second, 0, tensor), tensor)
 
@@ -163,10 +162,10 @@ def test_tensors_that_no_step_takes_end_the_link(connect: Connect, monkeypatch: 
     first, second = connect()
     monkeypatch.setattr(rank_links, "MAX_WAITING_BYTES", 3 * MAX_BODY_BYTES)
     large = torch.ones(4 * MAX_BODY_BYTES, dtype=torch.uint8)
-    first.send([large], 1, 0)
-    with pytest.raises(RuntimeError, match="rank 1: the peer is gone"):
+    first.send(1, large)
+    with pytest.raises(WorkerLost, match="rank 1: the peer is gone"):
         received(first, 1, large)  # no rank 1 sends any
-    with pytest.raises(RuntimeError, match=r"rank 0: \d+ bytes wait for the steps of this rank"):
+    with pytest.raises(WorkerLost, match=r"rank 0: \d+ bytes wait for the steps of this rank"):
         received(second, 0, large)
 
 
@@ -202,7 +201,7 @@ def test_newcomers_that_prove_nothing_do_not_hold_up_the_ranks(connect: Connect)
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, 1, network_at(listener), None)
         zero, one = join(0, network_at(listener), listener), joining.result()
-        zero.send([torch.arange(3)], 1, 0)
+        zero.send(1, torch.arange(3))
         assert received(one, 0, torch.arange(3)).tolist() == [0, 1, 2]
         for links in (zero, one):
             links.close()
@@ -291,7 +290,7 @@ def test_rank_that_comes_while_the_listener_closes_is_not_kept(monkeypatch: pyte
 def test_flush_waits_until_the_peer_has_all_that_was_sent(connect: Connect) -> None:
     first, second = connect()
     large = torch.ones(20 * MAX_BODY_BYTES, dtype=torch.uint8)
-    first.send([large], 1, 0)
+    first.send(1, large)
     first.flush()
     first.close()
     assert received(second, 0, large).all()
@@ -327,23 +326,43 @@ def replica(links: list[RankLinks], tp_size: int, folder: Path) -> list[ReplicaR
 
         def join(rank: int) -> ReplicaRank:
             store = FileStore(str(folder / f"node-{rank // tp_size}"), tp_size)
-            return ReplicaRank.join(rank, store, CPU, tp_size=tp_size, pp_size=pp_size, links=links[rank])
+            return ReplicaRank.join(rank, store, CPU, links[rank], tp_size=tp_size, pp_size=pp_size)
 
         return list(threads.map(join, range(len(links))))
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 3), (2, 3)])
+def test_ranks_follow_commands_and_agree_on_the_smallest(
+    connect: Connect, tmp_path: Path, tp_size: int, pp_size: int
+) -> None:
+    ranks = replica(connect(tp_size=tp_size, pp_size=pp_size), tp_size, tmp_path)
+    commands = [b"", b"go", b"go" * 10_000, b"go" * MAX_BODY_BYTES]
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        least = [*threads.map(lambda rank: rank.smallest(3 - rank.index), ranks)]
+        assert least == [4 - len(ranks)] * len(ranks)
+        for command in commands:
+            ranks[0].send_command(command)
+        for command in commands:
+            assert [*threads.map(ReplicaRank.receive_command, ranks[1:])] == [command] * (len(ranks) - 1)
+
+
+def test_message_comes_after_tensors_that_began_to_be_received(connect: Connect) -> None:
+    first, second = connect()
+    sent = torch.arange(3)
+    first.send(1, sent)
+    first.send_bytes(1, b"after it")
+    begun = second.receive(0, torch.zeros_like(sent))
+    assert second.receive_bytes(0, 10.0) == b"after it"
+    begun.wait(0.0)
+    assert torch.equal(begun.tensor, sent)
 
 
 def test_stages_pass_hidden_states_on_and_the_last_one_answers(connect: Connect, tmp_path: Path) -> None:
     ranks = replica(connect(tp_size=2, pp_size=3), 2, tmp_path)
     hidden = values(0, 5, 7, dtype="bfloat16")
     with ThreadPoolExecutor(len(ranks)) as threads:
-        least = list(threads.map(lambda rank: rank.smallest(10 - rank.index), ranks))
-        assert least == [5] * 6
 
         def step(rank: ReplicaRank) -> Tensor:
-            if rank.index == 0:
-                rank.send_command(b"go" * 10_000)
-            else:
-                assert rank.receive_command() == b"go" * 10_000
             x = hidden if rank.pp.is_first else rank.pp.receive(torch.empty_like(hidden))
             x = rank.tp.all_reduce(x.clone())
             if not rank.pp.is_last:
@@ -362,7 +381,7 @@ def test_lost_stage_is_worker_lost(connect: Connect, tmp_path: Path) -> None:
     links = connect()
     first, _ = replica(links, 1, tmp_path)
     links[1].close()
-    with pytest.raises(WorkerLost, match="pipeline stage 0 of 2 lost a peer"):
+    with pytest.raises(WorkerLost, match="rank 1: the peer is gone"):
         first.pp.receive_answer(torch.empty(1)).wait()
-    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+    with pytest.raises(WorkerLost, match="rank 1: the peer is gone"):
         first.smallest(1)

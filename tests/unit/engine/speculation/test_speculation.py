@@ -14,7 +14,7 @@ from baton.clock import ManualClock
 from baton.config.engine import engine_config
 from baton.engine import engine as engine_module
 from baton.engine.engine import Engine
-from baton.engine.models.parallel import PendingTensor
+from baton.engine.runner.replica_rank import PendingTensor
 from baton.engine.runner.step_inputs import StepArrays
 from baton.engine.speculation.draft_lengths import DRAFTED_STEPS, MIN_GAIN, Acceptance, StepCosts
 from baton.engine.speculation.draft_model import ModelDrafter
