@@ -26,10 +26,11 @@ import logging
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO, Final, TypeAlias
+from typing import BinaryIO, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -128,6 +129,8 @@ class ReadFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     retry_after_s: float | None = None
 
 
+ResultT = TypeVar("ResultT")
+Job: TypeAlias = Callable[[], Awaitable[ResultT]]
 ReadResult: TypeAlias = AskedCall | TextAnswer | ReadFailed
 _JOBS: Final = msgspec.msgpack.Decoder(ReadJob)
 _RESULTS: Final[msgspec.msgpack.Decoder[ReadResult]] = msgspec.msgpack.Decoder(ReadResult)
@@ -171,7 +174,7 @@ class BodyReader:
             except LongText as found:
                 size = found.num_chars
         express, largest = self._helpers
-        is_express = size <= EXPRESS_BYTES and express.turns.num_taken <= largest.turns.num_taken
+        is_express = size <= EXPRESS_BYTES and express.jobs.num_taken <= largest.jobs.num_taken
         helper = express if is_express else largest
         result = await helper.do(tenant, size, ReadJob(kind, policy, len(data), history), data)
         if not isinstance(result, ReadFailed):
@@ -186,78 +189,80 @@ class BodyReader:
             await helper.close()
 
 
-class HelperQueue:
-    """The jobs that wait for one helper: tenants take turns, by bytes."""
+class HelperQueue(Generic[ResultT]):
+    """Runs the jobs of one helper, one at a time: tenants take turns, by bytes."""
 
     def __init__(self) -> None:
-        self._is_free = True
-        self._num_waiting = 0
+        self.num_taken = 0  # jobs that run or wait
         self._share = FairShare()
-        # By tenant, none empty: the turn of each job that waits, oldest first -> the job's bytes.
-        self._lanes: dict[str, dict[asyncio.Future[None], int]] = {}
+        # By tenant, none empty: the result of each job that waits, oldest first -> the job and its bytes.
+        self._lanes: dict[str, dict[asyncio.Future[ResultT], tuple[Job[ResultT], int]]] = {}
+        self._runner: asyncio.Task[None] | None = None  # while there are jobs
 
-    @property
-    def num_taken(self) -> int:
-        """The number of jobs that run or wait."""
-        return self._num_waiting + (not self._is_free)
+    async def run(self, tenant: str, num_bytes: int, job: Job[ResultT]) -> ResultT:
+        """Return the result of a job, or raise its error.
 
-    async def take(self, tenant: str, num_bytes: int) -> None:
-        """Wait for the helper; the caller must then call `leave`.
-
+        The job is dropped if the caller is cancelled before its turn; a job that has begun runs to its end.
         Raises Overloaded when too many jobs wait, of the tenant or of all.
         """
-        if self._is_free:
-            self._is_free = False
-            return
-        lane = self._lanes.get(tenant, {})
-        if not has_slots(tenant, 1, len(lane), MAX_WAITING - self._num_waiting):
-            message = f"{self._num_waiting} texts wait for their turn, {len(lane)} of them the tenant's"
+        lane, num_waiting = self._lanes.get(tenant, {}), max(0, self.num_taken - 1)
+        if not has_slots(tenant, 1, len(lane), MAX_WAITING - num_waiting):
+            message = f"{num_waiting} texts wait for their turn, {len(lane)} of them the tenant's"
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
-        turn = asyncio.get_running_loop().create_future()
-        lane[turn] = num_bytes
+        result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        lane[result] = job, num_bytes
         self._lanes[tenant] = lane
-        self._num_waiting += 1
         self._share.join(tenant, 1.0)
+        self.num_taken += 1
+        if self._runner is None:
+            self._runner = asyncio.create_task(self._run_all())
         try:
-            await turn
+            return await result
         except asyncio.CancelledError:
-            if not turn.cancelled():
-                self.leave()  # the turn came in the same moment; the next job has it
-            elif turn in self._lanes.get(tenant, ()):
-                self._remove(tenant, turn)
+            if result in self._lanes.get(tenant, ()):
+                self._remove(tenant, result)
+                self.num_taken -= 1
             raise
 
-    def leave(self) -> None:
-        """Give the helper to the waiting tenant that has had least of it."""
-        self._share.age()  # a tenant that was away may have its share of the last few turns
+    async def _run_all(self) -> None:
         while (tenant := self._share.first()) is not None:
-            turn, num_bytes = next(iter(self._lanes[tenant].items()))
-            is_there = not turn.cancelled()  # a cancelled job's task may not have run since
-            if is_there:
+            result, (job, num_bytes) = next(iter(self._lanes[tenant].items()))
+            if not result.cancelled():  # a cancelled caller may not have run since
+                self._share.age()  # a tenant that was away may have its share of the last few turns
                 self._share.serve(tenant, num_bytes)
-                turn.set_result(None)
-            self._remove(tenant, turn)
-            if is_there:
-                return
-        self._is_free = True
+            self._remove(tenant, result)
+            if not result.cancelled():
+                await _settle(result, job)
+            self.num_taken -= 1
+        self._runner = None
 
-    def _remove(self, tenant: str, turn: asyncio.Future[None]) -> None:
+    def _remove(self, tenant: str, result: asyncio.Future[ResultT]) -> None:
         lane = self._lanes[tenant]
-        del lane[turn]
-        self._num_waiting -= 1
+        del lane[result]
         if not lane:
             del self._lanes[tenant]
             self._share.leave(tenant)
+
+
+async def _settle(result: asyncio.Future[ResultT], job: Job[ResultT]) -> None:
+    """Run a job and set its result, unless its caller has been cancelled."""
+    try:
+        value = await job()
+    except Exception as error:
+        if not result.cancelled():
+            result.set_exception(error)
+    else:
+        if not result.cancelled():
+            result.set_result(value)
 
 
 class _Helper:
     """One helper process, started when it is first needed, and the jobs that wait for it."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self.turns = HelperQueue()
+        self.jobs: HelperQueue[ReadResult] = HelperQueue()
         self._arguments = arguments
         self._process: Process | None = None
-        self._running: asyncio.Task[ReadResult] | None = None
         self._is_closed = False
 
     async def start(self) -> Process:
@@ -270,10 +275,7 @@ class _Helper:
 
     async def do(self, tenant: str, size: int, job: ReadJob, data: bytes) -> ReadResult:
         """size: what the tenant is charged for the job: bytes, or the characters of a longer text."""
-        await self.turns.take(tenant, size)
-        self._running = task = asyncio.create_task(self._do(job, data))
-        task.add_done_callback(lambda _: self.turns.leave())
-        return await asyncio.shield(task)  # the helper is busy until the result is there
+        return await self.jobs.run(tenant, size, partial(self._do, job, data))
 
     async def close(self) -> None:
         self._is_closed = True

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,9 +39,6 @@ DIRECTORY = resolve_model("tiny")
 TOKENIZER = Tokenizer.from_directory(DIRECTORY)
 LONG = "the sun " * SMALL_BYTES
 POLICY = ReadPolicy(model="tiny", may_use=True, max_model_len=100_000)
-
-ResultT = TypeVar("ResultT")
-Order = list[str]
 
 
 def body_reader() -> BodyReader:
@@ -184,14 +181,21 @@ async def test_model_without_a_tokenizer_takes_token_ids() -> None:
 # Turns.
 
 
-def asking(
-    turns: HelperQueue, order: Order, tenant: str, name: str, num_bytes: int = 10
-) -> "asyncio.Task[None]":
-    async def ask() -> None:
-        await turns.take(tenant, num_bytes)
-        order.append(name)
+class Jobs:
+    """A queue of jobs that end once the gate is open."""
 
-    return asyncio.create_task(ask())
+    def __init__(self) -> None:
+        self.queue: HelperQueue[str] = HelperQueue()
+        self.gate = asyncio.Event()
+        self.begun: list[str] = []
+
+    def ask(self, tenant: str, name: str, num_bytes: int = 10) -> "asyncio.Task[str]":
+        async def job() -> str:
+            self.begun.append(name)
+            await self.gate.wait()
+            return name
+
+        return asyncio.create_task(self.queue.run(tenant, num_bytes, job))
 
 
 async def settle() -> None:
@@ -199,61 +203,67 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def leave_all(turns: HelperQueue, times: int) -> None:
-    for _ in range(times):
-        turns.leave()
-        await settle()
-
-
 @on_loop
 async def test_tenant_with_many_bodies_does_not_delay_a_tenant_with_one() -> None:
-    turns, order = HelperQueue(), Order()
-    asked = [asking(turns, order, "noisy", f"n{number}", 1000) for number in range(20)]
+    jobs, names = Jobs(), [f"n{number}" for number in range(20)]
+    asked = [jobs.ask("noisy", name, 1000) for name in names]
     await settle()
-    asked.append(asking(turns, order, "quiet", "q"))
+    asked.append(jobs.ask("quiet", "q"))
     await settle()
-    await leave_all(turns, 20)
-    await asyncio.gather(*asked)
-    assert order.index("q") <= 2 and len(order) == 21
-    order.remove("q")
-    assert order == [f"n{number}" for number in range(20)]
+    jobs.gate.set()
+    assert await asyncio.gather(*asked) == [*names, "q"]
+    assert jobs.begun.index("q") <= 2 and len(jobs.begun) == 21
+    jobs.begun.remove("q")
+    assert jobs.begun == names
 
 
-@pytest.mark.parametrize("moment", ["before its turn", "at its turn", "as its turn comes"])
+@pytest.mark.parametrize("hears", [True, False])  # of the cancellation, before its turn comes
 @pytest.mark.parametrize("tenant_of_next", ["a", "b"])
 @on_loop
-async def test_cancelled_job_is_skipped(moment: str, tenant_of_next: str) -> None:
-    turns, order = HelperQueue(), Order()
-    await turns.take("a", 1)
-    gone, after = asking(turns, order, "a", "gone"), asking(turns, order, tenant_of_next, "after")
+async def test_cancelled_job_is_skipped(hears: bool, tenant_of_next: str) -> None:
+    jobs = Jobs()
+    first = jobs.ask("a", "first")
     await settle()
-    if moment == "at its turn":
-        turns.leave()
-        gone.cancel()
-    else:
-        gone.cancel()
-        if moment == "before its turn":
-            await settle()
-        turns.leave()
+    gone, after = jobs.ask("a", "gone"), jobs.ask(tenant_of_next, "after")
     await settle()
-    assert gone.cancelled() and order == ["after"]
-    turns.leave()
-    await turns.take("c", 1)
-    await asyncio.gather(gone, after, return_exceptions=True)
+    gone.cancel()
+    if hears:
+        await settle()
+    jobs.gate.set()
+    assert (await first, await after) == ("first", "after")
+    await settle()
+    assert gone.cancelled() and jobs.begun == ["first", "after"] and not jobs.queue.num_taken
+    assert await jobs.ask("c", "later") == "later"
+
+
+@on_loop
+async def test_job_that_has_begun_ends_without_its_caller_before_the_next_one_begins() -> None:
+    jobs = Jobs()
+    gone = jobs.ask("a", "gone")
+    await settle()
+    gone.cancel()
+    after = jobs.ask("a", "after")
+    await settle()
+    assert gone.cancelled() and jobs.begun == ["gone"]
+    jobs.gate.set()
+    assert await after == "after"
+    await settle()
+    assert not jobs.queue.num_taken
 
 
 @on_loop
 async def test_tenant_with_many_waiting_bodies_is_refused_before_others() -> None:
-    turns, order = HelperQueue(), Order()
-    noisy = [asking(turns, order, "noisy", "n") for _ in range(2 * MAX_WAITING)]
+    jobs = Jobs()
+    noisy = [jobs.ask("noisy", "n")]
+    await settle()
+    noisy += [jobs.ask("noisy", "n") for _ in range(2 * MAX_WAITING - 1)]
     await settle()
     num_refused = sum(task.done() and isinstance(task.exception(), Overloaded) for task in noisy)
     assert len(noisy) - num_refused == 1 + 4 * MAX_WAITING // 5 + 1
-    quiet = asking(turns, order, "quiet", "q")
+    quiet = jobs.ask("quiet", "q")
     await settle()
     assert not quiet.done()
-    for task in (quiet, *noisy):
-        task.cancel()
+    jobs.gate.set()
     await asyncio.gather(quiet, *noisy, return_exceptions=True)
 
 
