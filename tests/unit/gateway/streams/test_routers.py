@@ -27,7 +27,15 @@ from baton.messages.control import (
     Submit,
     Weighed,
 )
-from baton.messages.operations import Decisions, Explain, FindRequests, FoundRequests, Status, StatusQuery
+from baton.messages.operations import (
+    Decisions,
+    Explain,
+    FindRequests,
+    FoundRequests,
+    GatewayStatus,
+    Status,
+    StatusQuery,
+)
 from baton.messages.status import RouterStatus
 from baton.request import FinishReason, Request
 from baton.rpc.questions import MAX_ASKED
@@ -225,15 +233,25 @@ def test_status_joins_all_routers_once_all_have_answered() -> None:
     g = with_two("d0")
     g.tick(1.0)
     assert all(g[name].take(StatusQuery) for name in NAMES)
-    one, other = (RouterStatus(id=id_of(name), num_attempts=2) for name in NAMES)
-    g["router"].say(Status(num_gateways=3, num_attempts=2, routers=(one,)))
-    told = [g.frontend.status]
-    g["other"].say(Status(num_gateways=3, num_attempts=2, routers=(other,)))
-    told.append(g.frontend.status)
+    statuses = [
+        Status(
+            num_gateways=3,
+            num_attempts=2,
+            gateways=(GatewayStatus(id=id_of(f"heard by {name}")),),
+            routers=(RouterStatus(id=id_of(name), num_attempts=2),),
+        )
+        for name in NAMES
+    ]
+    told = list[Status | None]()
+    for name, status in zip(NAMES, statuses, strict=True):
+        g[name].say(status)
+        told.append(g.frontend.status)
     g["other"].leave()
     told.append(g.frontend.status)
-    both = Status(num_gateways=3, num_attempts=4, routers=(one, other))
-    assert told == [None, both, Status(num_gateways=3, num_attempts=2, routers=(one,))]
+    assert told == [None, Status.joined(statuses, statuses[0]), statuses[0]]
+    both = told[1]
+    assert both is not None and (both.num_gateways, both.num_attempts) == (3, 4)
+    assert [len(part) for part in (both.gateways, both.routers)] == [2, 2]
 
 
 def test_tenants_of_all_gateways_queue_at_one_router() -> None:
