@@ -1,7 +1,6 @@
 """Requests that the server refuses before any route sees them."""
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 
 from baton.gateway.api.answer import AnswerChoice
 from baton.gateway.http.protocol import MAX_PIPELINED
+from tests.http_wire import exchange, post_bytes, read_all, read_response, status
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served_gateway import ServedGateway
 
@@ -38,43 +38,7 @@ def hasty() -> Iterator[Served]:
 
 
 def post(body: bytes = BODY, *headers: bytes, path: bytes = b"/v1/completions") -> bytes:
-    lines = [b"POST " + path + b" HTTP/1.1", b"host: localhost", b"content-length: %d" % len(body), *headers]
-    return b"\r\n".join([*lines, b"", body])
-
-
-def read_all(client: socket.socket) -> bytes:
-    """Return all bytes until the server closes the connection."""
-    parts = []
-    try:
-        while data := client.recv(65_536):
-            parts.append(data)
-    except ConnectionResetError:
-        pass
-    return b"".join(parts)
-
-
-def read_response(client: socket.socket) -> bytes:
-    """One, of a connection that is kept."""
-    answer = b""
-    while b"\r\n\r\n" not in answer:
-        answer += client.recv(65_536)
-    head, _, body = answer.partition(b"\r\n\r\n")
-    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-    while len(body) < length:
-        body += client.recv(65_536)
-    return head + body
-
-
-def exchange(served: Served, *sent: bytes) -> bytes:
-    """Everything that comes back before the server ends the connection."""
-    with served.connect() as client:
-        for data in sent:
-            client.sendall(data)
-        return read_all(client)
-
-
-def status(answer: bytes) -> int:
-    return int(answer.split(b" ", 2)[1])
+    return post_bytes(body, *headers, path=path)
 
 
 def error(answer: bytes) -> dict[str, str]:
@@ -95,7 +59,7 @@ def test_connection_is_kept_after_an_answer(served: Served) -> None:
 def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
     good = post(b'{"prompt": [5], "max_tokens": 2, "echo": true}')
     bad = post(b'{"prompt": [1], "n": 129}', b"connection: close")
-    first, _, second = exchange(served, good + bad).partition(b'"usage"')
+    first, _, second = exchange(served.connect(), good + bad).partition(b'"usage"')
     assert status(first) == 200 and b"HTTP/1.1 400" in second
 
 
@@ -113,16 +77,17 @@ def test_request_that_offers_http_2_is_answered_by_http_1(served: Served) -> Non
 def test_more_pipelined_requests_than_allowed_end_the_connection(served: Served) -> None:
     refused = served.gateway.metrics.refused
     before = refused["too_many_pipelined"]
-    answer = exchange(served, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 5000)
+    answer = exchange(served.connect(), b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 5000)
     assert status(answer) == 400 and error(answer)["code"] == "too_many_pipelined"
     assert refused["too_many_pipelined"] == before + 1
     as_many = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * (MAX_PIPELINED - 1)
     last = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    assert exchange(served, as_many + last).count(b"HTTP/1.1 200 ") == MAX_PIPELINED
+    assert exchange(served.connect(), as_many + last).count(b"HTTP/1.1 200 ") == MAX_PIPELINED
 
 
 def test_header_that_never_ends_is_refused(hasty: Served) -> None:
-    assert status(exchange(hasty, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: ")) == 408
+    begun = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: "
+    assert status(exchange(hasty.connect(), begun)) == 408
 
 
 def test_header_that_never_ends_is_refused_after_an_answer(hasty: Served) -> None:
@@ -134,12 +99,12 @@ def test_header_that_never_ends_is_refused_after_an_answer(hasty: Served) -> Non
 
 
 def test_body_that_never_ends_is_refused(hasty: Served) -> None:
-    answer = exchange(hasty, post()[:-3])
+    answer = exchange(hasty.connect(), post()[:-3])
     assert status(answer) == 408 and error(answer)["code"] == "request_timeout"
 
 
 def test_silent_connection_is_closed(hasty: Served) -> None:
-    assert exchange(hasty) == b""
+    assert exchange(hasty.connect()) == b""
 
 
 def test_empty_lines_keep_no_connection_open(hasty: Served) -> None:
@@ -159,7 +124,7 @@ def test_empty_lines_keep_no_connection_open(hasty: Served) -> None:
     ],
 )
 def test_large_headers_are_refused(served: Served, headers: list[bytes]) -> None:
-    answer = exchange(served, post(BODY, *headers))
+    answer = exchange(served.connect(), post(BODY, *headers))
     assert status(answer) == 431 and error(answer)["code"] == "headers_too_large"
 
 
@@ -171,7 +136,8 @@ def test_largest_number_of_headers_is_accepted(served: Served) -> None:
 
 def test_large_body_is_refused_by_its_length(served: Served) -> None:
     answer = exchange(
-        served, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n"
+        served.connect(),
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n",
     )
     assert status(answer) == 413 and error(answer)["code"] == "body_too_large"
 
@@ -180,16 +146,16 @@ def test_large_body_is_refused_while_it_comes(served: Served) -> None:
     """A chunked body announces no size."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
-    assert status(exchange(served, head, chunk, chunk, chunk)) == 413
+    assert status(exchange(served.connect(), head, chunk, chunk, chunk)) == 413
 
 
 def test_two_lengths_are_refused(served: Served) -> None:
-    assert status(exchange(served, post(BODY, b"transfer-encoding: chunked"))) == 400
-    assert status(exchange(served, post(BODY, b"content-length: 3"))) == 400
+    assert status(exchange(served.connect(), post(BODY, b"transfer-encoding: chunked"))) == 400
+    assert status(exchange(served.connect(), post(BODY, b"content-length: 3"))) == 400
 
 
 def test_bytes_that_are_not_http_are_refused(served: Served) -> None:
-    answer = exchange(served, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 tls\r\n\r\n")
+    answer = exchange(served.connect(), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 tls\r\n\r\n")
     assert status(answer) == 400 and error(answer)["code"] == "bad_request"
 
 
@@ -208,9 +174,11 @@ def test_last_connections_are_reserved_for_health_checks() -> None:
 
 def test_wrong_methods_and_paths_are_refused(served: Served) -> None:
     get = b"GET /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    answer = exchange(served, get)
+    answer = exchange(served.connect(), get)
     assert status(answer) == 405 and b"allow: POST" in answer
-    assert status(exchange(served, post(BODY, b"connection: close", path=b"/v1/completions/"))) == 404
+    assert (
+        status(exchange(served.connect(), post(BODY, b"connection: close", path=b"/v1/completions/"))) == 404
+    )
 
 
 def test_answer_that_could_be_too_large_is_refused() -> None:

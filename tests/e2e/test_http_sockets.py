@@ -14,6 +14,7 @@ import pytest
 from baton.gateway.http.websocket import MAX_FRAGMENTS
 from baton.request import Request
 from tests.e2e.test_http_streams import hear
+from tests.http_wire import exchange, post_bytes, read_all, read_until
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served_gateway import ServedGateway
 
@@ -99,18 +100,6 @@ def upgraded(served: Served) -> socket.socket:
     return client
 
 
-def all_that_comes(served: Served, *sent: bytes) -> bytes:
-    """Return all bytes until the server ends the connection."""
-    with served.connect() as client:
-        client.settimeout(8)
-        for data in sent:
-            client.sendall(data)
-        answer = b""
-        while data := client.recv(65_536):
-            answer += data
-        return answer
-
-
 @pytest.mark.parametrize(
     "head",
     [
@@ -122,7 +111,7 @@ def all_that_comes(served: Served, *sent: bytes) -> bytes:
     ],
 )
 def test_wrong_upgrade_is_refused(impatient: Served, head: bytes) -> None:
-    answer = all_that_comes(impatient, head + UPGRADE + b"\r\n", b"{}")
+    answer = exchange(impatient.connect(), head + UPGRADE + b"\r\n", b"{}")
     assert answer.startswith(b"HTTP/1.1 400 ") and b'"bad_upgrade"' in answer
 
 
@@ -135,17 +124,13 @@ def test_refusal_is_readable_while_the_client_writes(impatient: Served) -> None:
         for _ in range(5):
             client.sendall(b"{}" * 1000)
             time.sleep(0.05)
-        answer = b""
-        while data := client.recv(65_536):
-            answer += data
+        answer = read_all(client)
     assert answer.startswith(told) and b'"bad_upgrade"' in answer
 
 
 def test_websocket_does_not_begin_during_an_answer() -> None:
-    body = b'{"prompt": "a", "stream": true}'
-    post = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body)
     with ServedGateway(ScriptedService) as served, served.connect() as client:
-        client.sendall(post + body)
+        client.sendall(post_bytes(b'{"prompt": "a", "stream": true}'))
         served.until(lambda: len(served.service.sinks) == 1)
         client.sendall(b"GET /v1/stream HTTP/1.1\r\n" + UPGRADE + b"\r\n")
         served.until(lambda: not served.service.sinks)
@@ -212,11 +197,7 @@ def fragments(data: bytes, size: int) -> bytes:
 
 def close_code(served: Served, sent: bytes) -> int:
     """Return the close code that the gateway answers with."""
-    with upgraded(served) as client:
-        client.sendall(sent)
-        answer = b""
-        while data := client.recv(65_536):
-            answer += data
+    answer = exchange(upgraded(served), sent)
     size = answer[answer.rindex(CLOSE) + 1]
     assert len(answer) - answer.rindex(CLOSE) == size + 2
     return int.from_bytes(answer[answer.rindex(CLOSE) + 2 :][:2])
@@ -254,9 +235,7 @@ def test_open_websockets_keep_no_body(served: Served) -> None:
         for number in range(9):
             client = clients.enter_context(upgraded(served))
             client.sendall(body)
-            answer = b""
-            while b"[DONE]" not in answer:
-                answer += client.recv(65_536)
+            read_until(client, b"[DONE]")
             if number == 0:
                 before = served.on_loop(lambda: tracemalloc.get_traced_memory()[0])
         grown = served.on_loop(lambda: tracemalloc.get_traced_memory()[0]) - before
@@ -302,8 +281,5 @@ def test_long_message_is_answered_whole_or_in_fragments(served: Served) -> None:
     with upgraded(served) as client:
         for message in (frame(body), fragments(body, 1000), frame(b"", 0x89) + frame(body)):
             client.sendall(message)
-            answer = b""
-            while b"[DONE]" not in answer:
-                answer += client.recv(65_536)
-            assert b'"finish_reason"' in answer
+            assert b'"finish_reason"' in read_until(client, b"[DONE]")
     served.until(lambda: not holds(served, 1))

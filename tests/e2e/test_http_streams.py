@@ -12,6 +12,7 @@ import pytest
 
 from baton.errors import BatonError, Overloaded, WorkerLost
 from baton.request import FinishReason, Request
+from tests.http_wire import post_bytes, read_until
 from tests.scripted_service import ScriptedService, answer_at_once, events
 from tests.served_gateway import ServedGateway
 
@@ -29,21 +30,9 @@ def begin(served: Served, body: dict[str, Any]) -> tuple[socket.socket, Request]
     """A call that has reached the service."""
     num_before = served.on_loop(lambda: len(served.service.requests))
     client = served.connect()
-    data = json.dumps(body).encode()
-    client.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(data) + data
-    )
+    client.sendall(post_bytes(json.dumps(body).encode()))
     served.until(lambda: len(served.service.requests) > num_before)
     return client, served.service.requests[num_before]
-
-
-def read_until(client: socket.socket, end: bytes) -> bytes:
-    answer = b""
-    while end not in answer:
-        data = client.recv(65_536)
-        assert data, f"the stream ended without {end!r}: {answer[-300:]!r}"
-        answer += data
-    return answer
 
 
 def data_lines(answer: bytes) -> list[bytes]:
