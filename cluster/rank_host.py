@@ -31,7 +31,6 @@ from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.config.environment import node_name
 from baton.engine.runner.rank_process import (
-    READY,
     RankNetwork,
     TpAssignment,
     TpWorkerFailure,
@@ -285,7 +284,7 @@ class _HostedReplica:
         with suppress(PeerGone, WireError):
             status = process.watch(pass_on)
             self._send(RankEnded(rank=process.rank, status=status))
-            if status and answers == [READY] and not self._is_closing:
+            if status and not answers and not self._is_closing:
                 self._failed(f"rank {process.rank} ended with status {status}")
 
     def _end(self, timeout_s: float) -> None:
@@ -332,7 +331,7 @@ class HostedRanks:
         self._agents = agents
         self._links: dict[int, _HostLink] = {}  # by node
         self._ranks: list[HostedRank] = []
-        self._has_changed = threading.Condition()  # a rank is ready, or its error is known
+        self._has_changed = threading.Condition()  # the error of a rank is known
 
     @property
     def keys(self) -> Generations:
@@ -445,14 +444,8 @@ class HostedRank:
         """has_changed: shared by all ranks on other nodes."""
         self.rank = rank
         self._has_changed = has_changed
-        self._is_ready = False
         self.error: BatonError | None = None  # what the rank said, or why it is gone
         self._has_said_why = False
-
-    def is_ready(self) -> bool:
-        if not self._is_ready and self.error is not None:
-            raise self.error
-        return self._is_ready
 
     def failure(self) -> BatonError | None:
         return self.error if self._has_said_why else None
@@ -464,14 +457,10 @@ class HostedRank:
     def told(self, message: RankSaid | RankEnded) -> None:
         """Note a message of the host. The link's thread calls."""
         match message:
-            case RankSaid(answer=answer) if answer == READY:
-                with self._has_changed:
-                    self._is_ready = True
-                    self._has_changed.notify_all()
             case RankSaid(answer=answer):
                 self._fail(error_of(self.rank, answer), has_said_why=True)
             case RankEnded(status=status):
-                self._fail(ended(self.rank, status, was_ready=self._is_ready))
+                self._fail(ended(self.rank, status))
 
     def lost(self, why: str) -> None:
         """Note that the host says no more. The link's thread calls."""

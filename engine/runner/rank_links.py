@@ -254,16 +254,16 @@ class RankListener:
         self.address = Address(*listener.getsockname()[:2])
         self._listener = Listener(listener, self._greet, "ranks", self._dropped)
 
-    def admit(self, ranks: Collection[int]) -> dict[int, tuple[RankHello, Connection]]:
-        """Wait for these ranks, and admit no more. WorkerLost when one has not come within JOIN_TIMEOUT."""
+    def admit(self, ranks: Collection[int], timeout_s: float) -> dict[int, tuple[RankHello, Connection]]:
+        """Wait for these ranks, and admit no more. WorkerLost when one has not come in time."""
         came: dict[int, tuple[RankHello, Connection]] = {}
-        until_s = time.monotonic() + JOIN_S
+        until_s = time.monotonic() + timeout_s
         try:
             while missing := [rank for rank in ranks if rank not in came]:
                 self._check()
                 if time.monotonic() >= until_s:
                     names = ", ".join(map(str, missing))
-                    raise WorkerLost(f"rank {names} did not connect within {JOIN_S:g} s")
+                    raise WorkerLost(f"rank {names} did not connect within {timeout_s:g} s")
                 with suppress(Empty):
                     hello, connection = self._came.get(timeout=CHECK_S)
                     if hello.rank in missing:
@@ -324,7 +324,7 @@ def connect_ranks(
 
 def _welcome(listener: RankListener, model: str, tp_size: int, pp_size: int) -> dict[int, RankLink]:
     """On rank 0: wait for all other ranks, and tell each where its rank of the stage before is."""
-    came = listener.admit(range(1, tp_size * pp_size))
+    came = listener.admit(range(1, tp_size * pp_size), START_TIMEOUT_S)
     try:
         for rank, (hello, _) in came.items():
             if hello.model != model:
@@ -362,7 +362,7 @@ def _join(rank: int, network: RankNetwork, model: str, tp_size: int, pp_size: in
         if welcome.before is not None:
             opened[before] = _dial(welcome.before, hello, network)
         if listener is not None:
-            opened[after] = listener.admit((after,))[after][1]
+            opened[after] = listener.admit((after,), JOIN_S)[after][1]
     except BaseException:
         for connection in opened.values():
             connection.close()

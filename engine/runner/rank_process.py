@@ -1,8 +1,8 @@
 """The process of a rank other than 0, as the process that starts it sees it.
 
 1. The starter runs engine/runner/tp_worker.py and writes a TpAssignment, one line, to its standard input.
-2. The rank answers over a pipe of its own, so that nothing that the process prints is taken for an answer:
-   READY before it meets the other ranks, or a TpWorkerFailure at any time.
+2. A rank that fails says why, in a TpWorkerFailure, over a pipe of its own: nothing that the process prints
+   is taken for that.
 3. Rank 0 starts the ranks of its own node. On other nodes a process of `RankNodes` starts them, keeps their
    standard input open, and ends them.
 
@@ -26,9 +26,8 @@ from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.messages.workers import Address
 from baton.rpc.auth import Generations
 
-# For all ranks of a replica: importing torch takes a minute from a cold disk on a busy machine.
+# For all ranks of a replica to start and connect: importing torch takes a minute from a cold disk.
 START_TIMEOUT_S: Final = 120.0
-READY: Final = b"ready"
 ERROR_OUTPUT: Final = 2  # of the starter, for everything that a TP worker prints
 
 
@@ -68,14 +67,8 @@ class TpWorker(Protocol):
 
     rank: int
 
-    def is_ready(self) -> bool:
-        """Return whether the TP worker has said READY.
-
-        Raises the TP worker's own error, or WorkerLost when its process has died.
-        """
-
     def failure(self) -> BatonError | None:
-        """The error that the TP worker has reported since it was ready."""
+        """The error that the TP worker has reported."""
 
     def check(self) -> None:
         """Raise the TP worker's own error, or WorkerLost, if its process has ended. Returns at once."""
@@ -104,7 +97,7 @@ class RankNodes(Protocol):
         """
 
     def failure(self) -> BatonError | None:
-        """The error that a rank of another node has reported since it was ready.
+        """The error that a rank of another node has reported.
 
         Waits a moment for the report: it may come after the end of the rank's other connections.
         """
@@ -120,7 +113,6 @@ class TpWorkerProcess:
         """Start the process. Owns the assignment's `host_fd`, also when the start fails with an OSError."""
         self.rank = assignment.rank
         self.host_fd = assignment.host_fd
-        self._is_ready = False
         self._failure: BatonError | None = None
         with ExitStack() as unless_started:
             unless_started.callback(self._close_host_fd)
@@ -137,7 +129,7 @@ class TpWorkerProcess:
                     process_group=0,
                 )
             unless_started.pop_all()
-        self.tell(msgspec.json.encode(assignment))  # `is_ready` reports a process that died
+        self.tell(msgspec.json.encode(assignment))  # `check` reports a process that died
         if not assignment.has_guardian:
             self._close_stdin()
 
@@ -148,22 +140,9 @@ class TpWorkerProcess:
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 
-    def is_ready(self) -> bool:
-        """As `TpWorker`."""
-        if self._is_ready or not self._reader.poll():
-            return self._is_ready
-        try:
-            answer = self._reader.recv_bytes()
-        except (EOFError, OSError):  # it was killed, perhaps in the middle of an answer
-            raise ended(self.rank, self.process.wait(), was_ready=False) from None
-        if answer != READY:
-            raise error_of(self.rank, answer)
-        self._is_ready = True
-        return True
-
     def failure(self) -> BatonError | None:
         """As `TpWorker`."""
-        with suppress(EOFError, OSError):
+        with suppress(EOFError, OSError):  # it was killed, perhaps in the middle of an answer
             if self._failure is None and self._reader.poll():
                 self._failure = error_of(self.rank, self._reader.recv_bytes())
         return self._failure
@@ -174,7 +153,7 @@ class TpWorkerProcess:
         if (failure := self.failure()) is not None:
             raise failure
         if status is not None:
-            raise ended(self.rank, status, was_ready=True)
+            raise ended(self.rank, status)
 
     def watch(self, on_answer: Callable[[bytes], None]) -> int:
         """Call the function with each answer until the process has ended; return its status."""
@@ -209,15 +188,13 @@ class TpWorkerProcess:
             self.process.stdin.close()
 
 
-def ended(rank: int, status: int, *, was_ready: bool) -> WorkerLost:
+def ended(rank: int, status: int) -> WorkerLost:
     """Return the error of a rank whose process ended without an answer that says why."""
-    return WorkerLost(
-        f"rank {rank} ended with status {status}" + ("" if was_ready else " before it was ready")
-    )
+    return WorkerLost(f"rank {rank} ended with status {status}")
 
 
 def error_of(rank: int, answer: bytes) -> BatonError:
-    """Return the error that an answer other than READY reports."""
+    """Return the error that an answer reports."""
     try:
         failure = msgspec.json.decode(answer, type=TpWorkerFailure)
     except msgspec.DecodeError as error:

@@ -2,11 +2,10 @@
 
 1. Rank 0 starts one process for each other rank of its node (rank_process.py). Ranks of other nodes are
    started there, by `RankNodes`.
-2. The TP worker says READY on its channel before it meets the other ranks, so that rank 0 learns at once of a
-   process that died, and after START_TIMEOUT_S of a process that hangs.
-3. The ranks meet over the connections of rank_links.py. They load their parts of the
-   weights and agree on the size of the pool. A TP worker that fails writes its error to the channel before
-   its connections close, so that rank 0 finds the error when it sees them close.
+2. The ranks meet over the connections of rank_links.py. Meanwhile rank 0 learns at once of a process that
+   died, and after START_TIMEOUT_S of one that hangs.
+3. They load their parts of the weights and agree on the size of the pool. A TP worker that fails writes its
+   error to its pipe before its connections close, so that rank 0 finds the error when it sees them close.
 4. If the caller of the engine has a sidecar for the rank, the sidecar starts beside it.
 5. The TP worker runs every step that it receives, until STOP_COMMAND. Only after that its exit status is 0;
    a closed connection ends it, too.
@@ -42,8 +41,6 @@ from baton.engine.models.registry import read_model_config
 from baton.engine.runner.model_runner import ModelRunner, check_memory, choose_device, model_fingerprint
 from baton.engine.runner.rank_links import RankLinks, RankListener, connect_ranks
 from baton.engine.runner.rank_process import (
-    READY,
-    START_TIMEOUT_S,
     RankNetwork,
     RankNodes,
     TpAssignment,
@@ -64,7 +61,6 @@ STOP_COMMAND: Final = b"stop"
 REPLICA_BYTES: Final = 16
 KEY_BYTES: Final = 32
 STOP_TIMEOUT_S: Final = 10.0  # for all ranks together, which may have a step under way
-READY_POLL_S: Final = 0.01
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -149,7 +145,6 @@ class TpWorkers:
                 self._workers.append(self._processes[-1])
             if nodes is not None:
                 self._workers += nodes.start(config, share, network)
-            self._wait_until_ready()
             with self.explains_loss():
                 self._links = _connect(0, config, network, self._listener)
                 self.rank = _join(0, rendezvous, config, self._links)
@@ -187,14 +182,6 @@ class TpWorkers:
             process.close(0.0)
         if self._nodes is not None:
             self._nodes.close()
-
-    def _wait_until_ready(self) -> None:
-        until_s = time.monotonic() + START_TIMEOUT_S
-        while late := [worker.rank for worker in self._workers if not worker.is_ready()]:
-            if time.monotonic() >= until_s:
-                names = ", ".join(map(str, late))
-                raise WorkerLost(f"not ready within {START_TIMEOUT_S:g} s, and ended: rank {names}")
-            time.sleep(READY_POLL_S)
 
     def _check(self) -> None:
         for worker in self._workers:
@@ -272,16 +259,15 @@ def _join(rank: int, rendezvous: str, config: EngineConfig, links: RankLinks) ->
 # In the process of the TP worker.
 
 
-def run_tp_worker(assignment: TpAssignment, channel: Connection) -> None:
+def run_tp_worker(assignment: TpAssignment) -> None:
     """Serve as one rank until rank 0 sends STOP_COMMAND or its connection closes."""
     config = assignment.config
     guardian = _Guardian() if assignment.has_guardian else None
     native.keep_builds_in(cache_directory())
     native.set_num_threads(assignment.num_threads)
-    choose_device(config.device, assignment.rank)  # raises an error before the rank is READY
+    choose_device(config.device, assignment.rank)  # raises an error before the rank connects
     if config.nnodes > 1:
         check_memory(config, read_model_config(Path(config.model)), assignment.rank // config.ranks_per_node)
-    channel.send_bytes(READY)
     links = _connect(assignment.rank, config, assignment.network)
     _run_rank(assignment, _join(assignment.rank, assignment.rendezvous, config, links), guardian)
     links.flush()
@@ -370,7 +356,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     channel = Connection(int(sys.argv[1]), readable=False)
     try:
-        run_tp_worker(msgspec.json.decode(_stdin().readline(), type=TpAssignment), channel)
+        run_tp_worker(msgspec.json.decode(_stdin().readline(), type=TpAssignment))
     except BrokenPipeError:
         sys.exit(ORPHANED)  # the starter is gone: there is no reader for an error
     except BatonError as error:

@@ -183,7 +183,7 @@ def test_strangers_and_ranks_of_other_replicas_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(rank_links, "JOIN_S", 1.0)
+    monkeypatch.setattr(rank_links, "START_TIMEOUT_S", 1.0)
     listener = RankListener(HOST, RING, REPLICA)
     with ThreadPoolExecutor(1) as threads:
         network = network_at(listener, ring, replica)
@@ -237,7 +237,7 @@ def test_silence_is_noticed_after_the_link_timeout(monkeypatch: pytest.MonkeyPat
 
 
 def test_early_rank_waits_for_ranks_that_start_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 admits ranks once the last one has started; JOIN_S counts from then."""
+    """JOIN_S counts from the welcome, which comes when the last rank has started."""
     monkeypatch.setattr(rank_links, "JOIN_S", 0.2)
     listener = RankListener(HOST, RING, REPLICA)
     with ThreadPoolExecutor(1) as threads:
@@ -256,11 +256,11 @@ def test_wait_for_a_rank_ends_when_it_will_not_come() -> None:
 
     listener = RankListener(HOST, RING, REPLICA, check)
     with ThreadPoolExecutor(1) as threads:
-        admitting = threads.submit(listener.admit, (1, 2))
+        admitting = threads.submit(listener.admit, (1, 2), 60.0)
         came = says_hello(listener, 1)
         first.set()
         with pytest.raises(WorkerLost, match="rank 2 ended with status 1"):
-            admitting.result(10.0)  # of JOIN_S
+            admitting.result(10.0)  # of 60 s
     with pytest.raises(BatonError):
         came.recv(5.0)
 
@@ -300,7 +300,7 @@ def test_rank_that_comes_twice_is_refused() -> None:
     listener = RankListener(HOST, RING, REPLICA)
     first, second = (says_hello(listener, 1) for _ in range(2))
     third = says_hello(listener, 2)
-    came = listener.admit((1, 2))
+    came = listener.admit((1, 2), 20.0)
     assert [hello.rank for hello, _ in came.values()] == [1, 2]
     with pytest.raises(BatonError):
         second.recv(5.0)

@@ -206,11 +206,11 @@ def test_copy_that_fails_leaves_the_ranks_apart_too(
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("exit 1", "rank [12] ended with status 1 before it was ready"),
-        ("exec sleep 600", "not ready within 0.5 s, and ended: rank 1, 2"),
+        ("exit 1", "rank [12] ended with status 1"),
+        ("exec sleep 600", "rank 1, 2 did not connect within 0.5 s"),
         (
             """read line; case $line in *'"rank":2,'*) exit 1; esac; exec sleep 600""",
-            "rank 2 ended with status 1 before it was ready",
+            "rank 2 ended with status 1",
         ),
     ],
 )
@@ -224,7 +224,7 @@ def test_tp_worker_that_does_not_start_is_reported_and_none_is_left(
 ) -> None:
     before = children()
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "rank", script))
-    monkeypatch.setattr("baton.engine.runner.tp_worker.START_TIMEOUT_S", 60.0 if "exit" in script else 0.5)
+    monkeypatch.setattr("baton.engine.runner.rank_links.START_TIMEOUT_S", 60.0 if "exit" in script else 0.5)
     with pytest.raises(WorkerLost, match=message):
         TpWorkers(tiny_config(tiny_model, tensor_parallel_size=3))
     assert children() == before and not list(temporary.iterdir())
@@ -371,7 +371,7 @@ def test_rank_that_waits_for_its_welcome_ends_with_its_host(tiny_model: Path, tm
     with (
         closing(listener),
         guarded_rank(config, tmp_path, network=network) as rank,
-        closing(listener.admit((1,))[1][1]),
+        closing(listener.admit((1,), 20.0)[1][1]),
     ):
         assert rank.process.stdin is not None
         rank.process.stdin.close()
