@@ -82,7 +82,7 @@ class Quotas(Value, frozen=True):
     max_kv_pages: Limit | None = None  # KV pages held at once, in each worker
     max_queued: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # requests queued at the router
     max_input_bytes: Bytes | None = None  # request bodies and prompts in memory at once, in each gateway
-    max_answer_bytes: Bytes | None = None  # unstreamed answers in memory at once, in each gateway
+    max_answer_bytes: Bytes | None = None  # what is kept of answers at once, in each gateway
 
     @property
     def burst(self) -> float:

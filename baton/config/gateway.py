@@ -67,7 +67,7 @@ class GatewaySettings(TextSettings, frozen=True, kw_only=True):
     # Entries that one call may ask for: tokens x n x (logprobs + 1).
     max_answer_entries: Annotated[int, Meta(ge=1, le=2**32)] = 2**22
     max_input_bytes: HeldBytes = 256 * 2**20  # request bodies and prompts in memory, of all calls together
-    max_answer_bytes: HeldBytes = 72 * 2**20  # whole answers and stored responses in memory, of all calls
+    max_answer_bytes: HeldBytes = 72 * 2**20  # what is kept of answers, and stored responses, of all calls
     # Responses of /v1/responses that a gateway keeps in memory, of each tenant; 0: none are kept.
     max_stored_responses: Annotated[int, Meta(ge=0, le=2**20)] = 1024
     max_stored_response_bytes: HeldBytes = 16 * 2**20  # memory of these, of each tenant
