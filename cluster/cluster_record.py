@@ -1,7 +1,7 @@
 """The record of a cluster on this machine, by which `baton status` and other commands find it.
 
 Each running `baton serve` keeps one file, which only its user can read, and removes it when the cluster ends.
-Machines and containers may share the directory. The name of a file begins with the machine of its process.
+Machines and containers may share the cache, so each has a folder of its own for its records.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def url(host: str, port: int) -> str:
 @contextmanager
 def recorded() -> Iterator[Callable[[ClusterRecord], None]]:
     """Yield a function that writes this process's record. Leaving the block removes the record."""
-    path = _directory() / f"{_machine()}-{os.getpid()}-{started_at(os.getpid())}.json"
+    path = _directory() / f"{os.getpid()}-{started_at(os.getpid())}.json"
 
     def record(what: ClusterRecord) -> None:
         write_secret(path, msgspec.json.encode(what))
@@ -83,8 +83,8 @@ def is_served(port: int) -> bool:
 
 def _records() -> list[ClusterRecord]:
     found = []
-    for path in sorted(_directory().glob(f"{_machine()}-*.json")):
-        pid, _, started = path.stem.partition("-")[2].partition("-")
+    for path in sorted(_directory().glob("*.json")):
+        pid, _, started = path.stem.partition("-")
         if not pid.isdecimal() or started != str(started_at(int(pid))):  # its `serve` was killed
             path.unlink(missing_ok=True)
             continue
@@ -95,11 +95,8 @@ def _records() -> list[ClusterRecord]:
     return found
 
 
-def _machine() -> str:
-    """Return a name for the processes that see each other's ids: those of one container, since one boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    return hashlib.blake2b(boot + os.readlink(b"/proc/self/ns/pid"), digest_size=6).hexdigest()
-
-
 def _directory() -> Path:
-    return cache_directory() / "clusters"
+    """Return the folder for processes that see each other's ids: those of one container, since one boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    machine = hashlib.blake2b(boot + os.readlink(b"/proc/self/ns/pid"), digest_size=6).hexdigest()
+    return cache_directory() / "clusters" / machine

@@ -15,21 +15,16 @@ RECORD = ClusterRecord(host="127.0.0.1", port=8000, routers=(Address("127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the records of this machine, empty."""
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
-    return tmp_path / "clusters"
-
-
-@pytest.fixture
-def machine(directory: Path) -> str:
-    """The name of this machine in the names of records."""
     with recorded() as record:
         record(RECORD)
-        (path,) = directory.iterdir()
-    return path.name.partition("-")[0]
+        (machine,) = (tmp_path / "clusters").iterdir()
+    return machine
 
 
-def name_of(machine: str, pid: int) -> str:
-    return f"{machine}-{pid}-{started_at(pid)}.json"
+def name_of(pid: int) -> str:
+    return f"{pid}-{started_at(pid)}.json"
 
 
 def test_a_cluster_is_found_while_it_runs(directory: Path) -> None:
@@ -43,8 +38,8 @@ def test_a_cluster_is_found_while_it_runs(directory: Path) -> None:
         find_record()
 
 
-def test_one_of_several_is_chosen_by_its_port(directory: Path, machine: str) -> None:
-    write_secret(directory / name_of(machine, os.getppid()), msgspec.json.encode(RECORD))
+def test_one_of_several_is_chosen_by_its_port(directory: Path) -> None:
+    write_secret(directory / name_of(os.getppid()), msgspec.json.encode(RECORD))
     with recorded() as record:
         record(msgspec.structs.replace(RECORD, port=9000))
         assert find_record(9000).port == 9000
@@ -55,8 +50,8 @@ def test_one_of_several_is_chosen_by_its_port(directory: Path, machine: str) -> 
 
 
 @pytest.mark.parametrize("pid", [2**22 + 1, None], ids=["beyond the largest id", "of another process now"])
-def test_record_of_a_killed_serve_is_removed(directory: Path, machine: str, pid: int | None) -> None:
-    stale = directory / f"{machine}-{os.getpid() if pid is None else pid}-7.json"
+def test_record_of_a_killed_serve_is_removed(directory: Path, pid: int | None) -> None:
+    stale = directory / f"{os.getpid() if pid is None else pid}-7.json"
     write_secret(stale, msgspec.json.encode(RECORD))
     with pytest.raises(ConfigError, match="no cluster"):
         find_record()
@@ -64,8 +59,8 @@ def test_record_of_a_killed_serve_is_removed(directory: Path, machine: str, pid:
 
 
 def test_record_of_another_machine_is_left_alone(directory: Path) -> None:
-    """They share the directory, as over NFS. Its processes cannot be seen here."""
-    elsewhere = directory / name_of("0" * 12, os.getppid())
+    """They share the cache, as over NFS. Its processes cannot be seen here."""
+    elsewhere = directory.with_name("another") / name_of(os.getpid())
     write_secret(elsewhere, msgspec.json.encode(RECORD))
     with pytest.raises(ConfigError, match="no cluster"):
         find_record()
@@ -80,7 +75,7 @@ def test_the_url_can_be_connected_to(host: str, expected: str) -> None:
     assert url(host, 80) == f"http://{expected}:80"
 
 
-def test_damaged_record_is_skipped(directory: Path, machine: str) -> None:
-    write_secret(directory / name_of(machine, os.getpid()), b"{")
+def test_damaged_record_is_skipped(directory: Path) -> None:
+    write_secret(directory / name_of(os.getpid()), b"{")
     with pytest.raises(ConfigError, match="no cluster"):
         find_record()
