@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any, Final, Self
 
 import msgspec
@@ -17,6 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from tests.http_answers import Answering
 
 TIMEOUT_S = 20.0
 
@@ -94,10 +96,10 @@ def _values(attributes: Any) -> dict[str, Any]:
     return found
 
 
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
+class _Handler(Answering):
+    def post(self) -> None:
         """Take an export."""
-        body = self.rfile.read(int(self.headers["content-length"]))
+        body = self.body()
         if self.headers.get("content-encoding") == "gzip":
             body = gzip.decompress(body)
         if self.path != "/v1/traces" or self.headers["content-type"] != "application/x-protobuf":
@@ -122,15 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
                     events=[event.name for event in span.events],
                 )
                 print(json.dumps(msgspec.to_builtins(line)), flush=True)
-        answer = ExportTraceServiceResponse().SerializeToString()
-        self.send_response(200)
-        self.send_header("content-type", "application/x-protobuf")
-        self.send_header("content-length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing: standard output has the spans."""
+        body = ExportTraceServiceResponse().SerializeToString()
+        self.answer(200, body, {"content-type": "application/x-protobuf"})
 
 
 if __name__ == "__main__":

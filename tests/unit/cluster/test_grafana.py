@@ -3,12 +3,10 @@
 import json
 import re
 import subprocess
-import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +24,7 @@ from baton.messages.control import KvEventsWanted
 from baton.messages.operations import Status
 from baton.messages.status import TenantStatus
 from baton.tenants import Refusal
+from tests.http_answers import Answering, serving
 from tests.metered_cluster import MeteredCluster
 from tests.metric_scrapes import program
 from tests.node_peers import a_worker_status
@@ -145,31 +144,14 @@ class Target:
         tenant.met["ttft"] += 1
 
 
-@contextmanager
-def serving(target: Target) -> Iterator[int]:
-    """Serve `/metrics` on loopback; yield the port."""
+def scraped(target: Target) -> AbstractContextManager[int]:
+    """Serve the target's metrics on loopback; yields the port."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = target.scraped()
-            self.send_response(200)
-            self.send_header("content-type", "text/plain; version=0.0.4")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    class Metered(Answering):
+        def get(self) -> None:
+            self.answer(200, target.scraped(), {"content-type": "text/plain; version=0.0.4"})
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return serving(Metered)
 
 
 class Prometheus:
@@ -226,7 +208,7 @@ def test_prometheus_answers_each_query_and_evaluates_each_rule(tmp_path: Path, t
             pair.tell(host, ROUTER, KvEventsWanted())
         target = Target(pair)
     asked = [query.replace("$__rate_interval", "60s") for query in queries()]
-    with serving(target) as port, prometheus(tmp_path, port) as made:
+    with scraped(target) as port, prometheus(tmp_path, port) as made:
         wait_for(lambda: target.num_scrapes >= NUM_SCRAPES, STARTS_S, interval_s=0.1)
         found = {query: made.get("query", query=query) for query in asked}
         (group,) = made.get("rules")["groups"]

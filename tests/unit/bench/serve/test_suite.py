@@ -1,8 +1,6 @@
 """The serving suite: a server beside another, the control plane alone, and wrong options."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from baton.bench.serve.overhead import (
 )
 from baton.bench.serve.suite import Bars, curves_of, rows_of
 from baton.cluster.cli.main import main
+from tests.http_answers import Answering, serving
 
 
 def test_target_and_rival_are_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,25 +121,18 @@ def test_invalid_options_are_named(
     assert message in capsys.readouterr().err
 
 
-class Refusing(BaseHTTPRequestHandler):
+class Refusing(Answering):
     """Lists a model of a small vocabulary, and refuses prompts with their largest id."""
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Write nothing."""
-
-    def do_GET(self) -> None:
+    def get(self) -> None:
         self._answer(200, {"data": [{"id": "m", "vocab_size": 9}]})
 
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+    def post(self) -> None:
+        asked = json.loads(self.body())
         self._answer(400, {"error": {"code": "no", "message": f"the largest is {max(asked['prompt'])}"}})
 
     def _answer(self, status: int, body: object) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self.answer(status, json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(
@@ -149,22 +141,17 @@ class Refusing(BaseHTTPRequestHandler):
         # Prompts use the vocabulary that the server lists.
         (Refusing, [], "answers nothing that counts: status 400 no: the largest is 8\n"),
         # It knows no POST.
-        (BaseHTTPRequestHandler, ["--model", "m"], "baton answers nothing that counts: status 501"),
+        (Answering, ["--model", "m"], "baton answers nothing that counts: status 501"),
     ],
 )
 def test_server_without_a_valid_answer_is_an_error_that_quotes_it(
-    handler: type[BaseHTTPRequestHandler],
+    handler: type[Answering],
     options: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with HTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        status = main(["bench", "serve", "--target", url, *options])
-        server.shutdown()
-        thread.join()
+    with serving(handler) as port:
+        status = main(["bench", "serve", "--target", f"http://127.0.0.1:{port}", *options])
     assert status == 2
     assert message in capsys.readouterr().err
 

@@ -1,16 +1,14 @@
 """The watch as Ray Serve calls it; a gateway that a test decides about answers it, over a real socket."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from contextlib import AbstractContextManager
 
 import pytest
 
 from baton.cluster.runtimes import ray_service
 from baton.cluster.runtimes.ray_service import GatewayWatch
+from tests.http_answers import Answering, serving
 
 
 class Answers:
@@ -21,28 +19,15 @@ class Answers:
         self.has_asked = threading.Event()
 
 
-@contextmanager
-def gateway(answers: Answers) -> Iterator[int]:
+def gateway(answers: Answers) -> AbstractContextManager[int]:
     """Answer as a gateway does; yields the port."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Gateway(Answering):
+        def get(self) -> None:
             answers.has_asked.set()
-            self.send_response(answers.statuses[self.path])
-            self.send_header("content-length", "0")
-            self.end_headers()
+            self.answer(answers.statuses[self.path])
 
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return serving(Gateway)
 
 
 def test_watch_is_ready_once_baton_answers(monkeypatch: pytest.MonkeyPatch) -> None:

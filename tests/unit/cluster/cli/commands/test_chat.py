@@ -1,9 +1,7 @@
 import io
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -12,6 +10,7 @@ from baton.cluster.cli.connections import HttpClient
 from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.errors import ConfigError, InvalidRequest, WorkerLost
 from baton.messages.workers import Address
+from tests.http_answers import Answering, serving
 from tests.unit.cluster.conftest import Baton
 
 
@@ -23,17 +22,14 @@ def delta(text: str | None) -> str:
     return event({"choices": [{"delta": {} if text is None else {"content": text}}]})
 
 
-class Api(BaseHTTPRequestHandler):
+class Api(Answering):
     """Answers a chat by what its last message says."""
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
-
-    def do_GET(self) -> None:
+    def get(self) -> None:
         self._answer(200, "{}" if "login" in self.path else json.dumps({"data": [{"id": "tiny"}]}))
 
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def post(self) -> None:
+        asked = json.loads(self.body())
         said = asked["messages"][-1]["content"]
         match said:
             case "key":
@@ -58,21 +54,13 @@ class Api(BaseHTTPRequestHandler):
                 self._answer(200, "".join(parts))
 
     def _answer(self, status: int, body: str, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body.encode())
+        self.answer(status, body.encode(), headers)
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with serving(Api) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def ask(url: str, text: str) -> str:
