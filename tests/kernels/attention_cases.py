@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from baton.kernels.paged_attention import paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
 from baton.kernels.store_kv import SCALE_BYTES, encode_rows
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
+
+NO_PAGE: Final = 2**30  # far outside the pool: a kernel that reads there fails
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,21 @@ class Shape:
 @dataclass(frozen=True)
 class PagedKv:
     pages: Tensor  # [P, L, K, S, R], one layer of a larger pool; NaN where no token was stored
-    page_table: Tensor  # [B, pages] int32, -1 past the pages of a sequence
+    page_table: Tensor  # [B, pages] int32, NO_PAGE past the pages of a sequence
     context_lens: Tensor  # [B] int32
     dense: list[Tensor]  # [n, L, K, D] of each sequence
 
 
 def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.device) -> PagedKv:
-    counts = [-(-length // shape.page_size) for length in lens]
+    """Random keys and values of sequences of these lengths."""
+    rows = shape.num_planes, shape.num_kv_heads, shape.head_dim
+    kvs = [normal(length + 1, *rows, dtype=dtype, device=device)[:length] for length in lens]
+    return store_pages(kvs, shape, dtype, device)
+
+
+def store_pages(kvs: list[Tensor], shape: Shape, dtype: torch.dtype, device: torch.device) -> PagedKv:
+    """kvs: as `PagedKv.dense`. The pages of a sequence are scattered."""
+    counts = [-(-len(kv) // shape.page_size) for kv in kvs]
     num_pages = sum(counts) + 2
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages))
     layer = (num_pages, 2, shape.num_planes, shape.num_kv_heads, shape.page_size)
@@ -73,19 +83,16 @@ def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.de
     else:  # 255 twice is a NaN in bf16
         rows = (*layer, shape.head_dim + SCALE_BYTES)
         pages = torch.full(rows, 255, dtype=torch.uint8, device=device)[:, 1]
-    table = torch.full((len(lens), max(counts, default=0) + 2), -1, dtype=torch.int32)
-    dense = []
-    for sequence, (length, count) in enumerate(zip(lens, counts, strict=True)):
+    table = torch.full((len(kvs), max(counts, default=0) + 2), NO_PAGE, dtype=torch.int32)
+    for sequence, (kv, count) in enumerate(zip(kvs, counts, strict=True)):
         table[sequence, :count] = order[sum(counts[:sequence]) :][:count]
-        heads = shape.num_planes, shape.num_kv_heads
-        kv = normal(length + 1, *heads, shape.head_dim, dtype=dtype, device=device)[:length]
-        token = torch.arange(length)
+        token = torch.arange(len(kv))
         page = table[sequence].long()[token // shape.page_size]
         rows_of_kv = kv if shape.codes is None else encode_rows(kv, shape.codes)
         pages[page.to(device), :, :, (token % shape.page_size).to(device)] = rows_of_kv
-        dense.append(kv)
     pages = pages if shape.codes is None else pages.view(shape.codes)
-    return PagedKv(pages, table.to(device), torch.tensor(lens, dtype=torch.int32, device=device), dense)
+    lens = torch.tensor([len(kv) for kv in kvs], dtype=torch.int32, device=device)
+    return PagedKv(pages, table.to(device), lens, kvs)
 
 
 def decode_outcome(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.device) -> Outcome:

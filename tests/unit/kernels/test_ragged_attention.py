@@ -3,7 +3,6 @@
 Shapes: T query tokens, N keys of a sequence, H query heads, K kv heads, D head dim, S page size.
 """
 
-import math
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from baton.kernels import native
 from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
-from baton.kernels.store_kv import SCALE_BYTES, decode_rows, encode_rows
+from baton.kernels.store_kv import decode_rows, encode_rows
+from tests.kernels.attention_cases import PagedKv, Shape, store_pages
 from tests.kernels.outcomes import normal
 
 CPU = torch.device("cpu")
@@ -26,28 +26,12 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @dataclass(frozen=True)
-class Heads:
+class Heads(Shape):
+    page_size: int = 16
     num_kv_heads: int = 2
     group_size: int = 4
     head_dim: int = 32
-    window: int | None = None
     dtype: torch.dtype = torch.float32
-    softcap: float | None = None
-    has_sinks: bool = False
-    codes: torch.dtype | None = None  # of the pages
-    value_dim: int | None = None  # of pages with one plane
-
-    @property
-    def num_planes(self) -> int:
-        return 2 if self.value_dim is None else 1
-
-    @property
-    def sinks(self) -> Tensor | None:
-        return normal(self.num_heads, dtype=torch.float32, device=CPU) if self.has_sinks else None
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_kv_heads * self.group_size
 
 
 @dataclass(frozen=True)
@@ -79,52 +63,26 @@ class Sequences:
         heads = self.heads
         num_tokens = [part.stop - part.start for part in parts]
         num_decodes = next((i for i, count in enumerate(num_tokens) if count != 1), len(parts))
-        pages, table = self.pages(parts, page_size)
+        kv = self.stored(parts, page_size)
         batch = RaggedBatch(
             cu_seqlens_B1=torch.tensor([0, *accumulate(num_tokens)], dtype=torch.int32),
-            context_lens_B=torch.tensor([part.stop for part in parts], dtype=torch.int32),
-            page_table_BP=table,
+            context_lens_B=kv.context_lens,
+            page_table_BP=kv.page_table,
             num_decodes=num_decodes,
             max_seqlen_q=max(num_tokens, default=0),
         )
         fused = torch.cat([self.qkv[0][:0], *(self.qkv[p.sequence][p.start : p.stop] for p in parts)])
         query = fused[:, : heads.num_heads]  # strided, as the decoder's
-        out = ragged_attention(
-            query,
-            pages,
-            batch,
-            scale=heads.head_dim**-0.5,
-            window=heads.window,
-            softcap=heads.softcap,
-            sinks_H=heads.sinks,
-            value_dim=heads.value_dim,
-        )
+        out = ragged_attention(query, kv.pages, batch, **heads.options(CPU))
         assert out.shape == (*query.shape[:2], heads.value_dim or heads.head_dim) and out.dtype == heads.dtype
         return list(out.split(num_tokens))
 
-    def pages(self, parts: Ordered[Part], page_size: int) -> tuple[Tensor, Tensor]:
+    def stored(self, parts: Ordered[Part], page_size: int) -> PagedKv:
+        """The keys and values of each part."""
         heads = self.heads
-        counts = [-(-part.stop // page_size) for part in parts]
-        num_pages = sum(counts) + 1
-        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages)).int()
-        shape = (num_pages, 2, heads.num_planes, heads.num_kv_heads, page_size)
-        if heads.codes is None:
-            pages = torch.full((*shape, heads.head_dim), math.nan, dtype=heads.dtype)[
-                :, 1
-            ]  # one layer of two
-        else:
-            pages = torch.full((*shape, heads.head_dim + SCALE_BYTES), 255, dtype=torch.uint8)[:, 1]
-        table = torch.full((len(parts), max(counts, default=0) + 1), 2**30, dtype=torch.int32)
-        for row, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            table[row, :count] = order[sum(counts[:row]) :][:count]
-            stored = self.qkv[part.sequence][: part.stop, heads.num_heads :]
-            if heads.codes is not None:
-                stored = encode_rows(stored, heads.codes)
-            token = torch.arange(part.stop)
-            page, offset = table[row].long()[token // page_size], token % page_size
-            for plane, rows in enumerate(stored.chunk(heads.num_planes, dim=1)):
-                pages[page, plane, :, offset] = rows
-        return pages if heads.codes is None else pages.view(heads.codes), table
+        rows = [self.qkv[part.sequence][: part.stop, heads.num_heads :] for part in parts]
+        kvs = [each.unflatten(1, (heads.num_planes, heads.num_kv_heads)) for each in rows]
+        return store_pages(kvs, replace(heads, page_size=page_size), heads.dtype, CPU)
 
     def decoded(self, page_size: int = 16) -> list[Tensor]:
         """Every query alone, in a call of its own."""
@@ -136,6 +94,7 @@ class Sequences:
     def expected(self, index: int) -> Tensor:
         """float64, one head and one query at a time."""
         heads, qkv = self.heads, self.qkv[index].double()
+        sinks_H = heads.options(CPU)["sinks_H"]
         if heads.codes is not None:
             rows = encode_rows(self.qkv[index][:, heads.num_heads :], heads.codes).view(heads.codes)
             qkv[:, heads.num_heads :] = decode_rows(rows, heads.dtype).double()
@@ -151,8 +110,8 @@ class Sequences:
                 scores = keys @ qkv[position, head] * heads.head_dim**-0.5
                 if heads.softcap is not None:
                     scores = heads.softcap * torch.tanh(scores / heads.softcap)
-                if heads.sinks is not None:
-                    scores = torch.cat((scores, heads.sinks[head, None].double()))
+                if sinks_H is not None:
+                    scores = torch.cat((scores, sinks_H[head, None].double()))
                 out[position, head] = torch.softmax(scores, dim=0)[: len(values)] @ values
         return out
 
@@ -293,18 +252,19 @@ def test_sequence_without_context_is_padding_and_yields_zeros(dtype: torch.dtype
     alone = sequences.run([Part(0, 39, 40)], 16)[0]
     query = normal(29, 8, 32, dtype=dtype, device=CPU)
     query[0] = sequences.qkv[0][39, :8]
-    pages, table = sequences.pages([Part(0, 39, 40), Part(1, 0, 0), Part(1, 0, 0)], 16)
+    kv = sequences.stored([Part(0, 39, 40), Part(1, 0, 0), Part(1, 0, 0)], 16)
     batch = RaggedBatch(
         cu_seqlens_B1=torch.tensor([0, 1, 2, 29], dtype=torch.int32),
-        context_lens_B=torch.tensor([40, 0, 0], dtype=torch.int32),
-        page_table_BP=table,
+        context_lens_B=kv.context_lens,
+        page_table_BP=kv.page_table,
         num_decodes=2,
         max_seqlen_q=27,
     )
     for window in (None, 5):
-        out = ragged_attention(query, pages, batch, scale=32**-0.5, window=window)
+        out = ragged_attention(query, kv.pages, batch, scale=sequences.heads.scale, window=window)
         assert not out[1:].any()
-    assert torch.equal(ragged_attention(query, pages, batch, scale=32**-0.5)[:1], alone)
+    out = ragged_attention(query, kv.pages, batch, scale=sequences.heads.scale)
+    assert torch.equal(out[:1], alone)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
@@ -335,15 +295,15 @@ def test_soft_cap_and_sinks(dtype: torch.dtype, window: int | None) -> None:
 
 def test_strides_that_the_kernel_cannot_follow_are_refused() -> None:
     sequences = Sequences([4], Heads())
-    pages, table = sequences.pages([Part(0, 3, 4)], 16)
+    kv = sequences.stored([Part(0, 3, 4)], 16)
     batch = RaggedBatch(
         cu_seqlens_B1=torch.tensor([0, 1], dtype=torch.int32),
-        context_lens_B=torch.tensor([4], dtype=torch.int32),
-        page_table_BP=table,
+        context_lens_B=kv.context_lens,
+        page_table_BP=kv.page_table,
         num_decodes=1,
         max_seqlen_q=1,
     )
     with pytest.raises(ValueError, match="heads and page rows must be contiguous"):
-        ragged_attention(torch.zeros(1, 8, 64)[:, :, ::2], pages, batch, scale=1.0)
+        ragged_attention(torch.zeros(1, 8, 64)[:, :, ::2], kv.pages, batch, scale=1.0)
     with pytest.raises(ValueError, match="kv_pages torch.bfloat16"):
-        ragged_attention(torch.zeros(1, 8, 32), pages.bfloat16(), batch, scale=1.0)
+        ragged_attention(torch.zeros(1, 8, 32), kv.pages.bfloat16(), batch, scale=1.0)
