@@ -46,11 +46,6 @@ def test_one_sequence_of_the_longest_length_must_fit() -> None:
     assert f"{4 * LAYOUT.page_bytes:,} bytes" in message and f"{3 * LAYOUT.page_bytes:,}" in message
 
 
-def test_memory_below_one_page_is_reported_in_bytes() -> None:
-    with pytest.raises(ConfigError, match="holds 0 tokens.* got 1,024: raise"):
-        check_fits(CacheConfig(kv_cache_memory_bytes=1024), 0, LAYOUT, 49)
-
-
 @pytest.mark.parametrize(
     ("free_gib", "expected_gib"),
     [

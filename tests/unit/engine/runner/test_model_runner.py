@@ -81,8 +81,9 @@ def test_pool_is_as_large_as_the_memory_given(tiny_model: Path) -> None:
 
 
 def test_pool_too_small_for_one_sequence_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match=f"one sequence of max_model_len {MAX_MODEL_LEN}"):
-        loaded_runner(tiny_model, cache={"kv_cache_memory_bytes": 5000})
+    told = f"holds 0 tokens, one sequence of max_model_len {MAX_MODEL_LEN} needs .* got 1,024: raise"
+    with pytest.raises(ConfigError, match=told):
+        loaded_runner(tiny_model, cache={"kv_cache_memory_bytes": 1024})
 
 
 @pytest.mark.parametrize(

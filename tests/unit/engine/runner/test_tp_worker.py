@@ -19,7 +19,7 @@ import torch
 
 from baton.config.engine import EngineConfig, RankSidecar
 from baton.engine.cache.page_pool import mark_of
-from baton.engine.engine import load_engine
+from baton.engine.engine import Engine, load_engine
 from baton.engine.runner.rank_links import RankListener
 from baton.engine.runner.rank_process import RankNetwork, TpAssignment, TpWorkerProcess
 from baton.engine.runner.step_inputs import StepBuilder, encode
@@ -149,20 +149,28 @@ def test_engine_closes_although_a_rank_hangs_with_a_command(
     assert children() == before and not list(temporary.iterdir())
 
 
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("pins", [False, True])
-def test_error_of_another_rank_is_what_a_step_or_a_pin_raises(tiny_model: Path, pins: bool) -> None:
-    prompt, num_bytes = list(range(48)), 24 * 4 * 256  # 24 pages of 4 tokens on each rank, and on its host
+SWAPPED: Final = list(range(48))
+
+
+@pytest.fixture
+def swapping(tiny_model: Path, forked: None) -> Iterator[Engine]:
+    """Two ranks that have computed SWAPPED, of which some pages have gone to the host."""
+    num_bytes = 24 * 4 * 256  # 24 pages of 4 tokens on each rank, and on its host
     cache = {"kv_cache_memory_bytes": num_bytes, "host_cache_memory_bytes": num_bytes}
     with closing(tiny_engine(tiny_model, tensor_parallel_size=2, cache=cache)) as engine:
-        generate(engine, prompt)
-        generate(engine, [*range(20, 60), *range(40)])  # some of the prompt's pages go to the host
-        engine.runner.rank.send_command(b"no step")
-        with pytest.raises(WorkerLost, match="rank 1: .*Error: "):
-            if pins:
-                engine.pin(engine.page_keys(prompt, b"", 4), "a borrower")
-            else:
-                generate(engine, [1, 2, 3])
+        generate(engine, SWAPPED)
+        generate(engine, [*range(20, 60), *range(40)])
+        yield engine
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_error_of_another_rank_is_what_a_step_or_a_pin_raises(swapping: Engine, pins: bool) -> None:
+    swapping.runner.rank.send_command(b"no step")
+    with pytest.raises(WorkerLost, match="rank 1: .*Error: "):
+        if pins:
+            swapping.pin(swapping.page_keys(SWAPPED, b"", 4), "a borrower")
+        else:
+            generate(swapping, [1, 2, 3])
 
 
 @pytest.mark.usefixtures("forked")
@@ -184,23 +192,17 @@ def test_interrupted_step_leaves_the_ranks_apart_and_the_next_request_fails(
     assert children() == before and not list(temporary.iterdir())
 
 
-@pytest.mark.usefixtures("forked")
 def test_copy_that_fails_leaves_the_ranks_apart_too(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    swapping: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no copies today")
 
-    prompt, num_bytes = list(range(48)), 24 * 4 * 256  # 24 pages of 4 tokens on each rank, and on its host
-    cache = {"kv_cache_memory_bytes": num_bytes, "host_cache_memory_bytes": num_bytes}
-    with closing(tiny_engine(tiny_model, tensor_parallel_size=2, cache=cache)) as engine:
-        generate(engine, prompt)
-        generate(engine, [*range(20, 60), *range(40)])  # some of the prompt's pages go to the host
-        monkeypatch.setattr(engine.runner, "execute", fail)
-        with pytest.raises(RuntimeError, match="no copies today"):
-            engine.pin(engine.page_keys(prompt, b"", 4), "a borrower")
-        with pytest.raises(WorkerLost, match="the ranks may differ, the engine must be loaded again"):
-            generate(engine, [1, 2, 3])
+    monkeypatch.setattr(swapping.runner, "execute", fail)
+    with pytest.raises(RuntimeError, match="no copies today"):
+        swapping.pin(swapping.page_keys(SWAPPED, b"", 4), "a borrower")
+    with pytest.raises(WorkerLost, match="the ranks may differ, the engine must be loaded again"):
+        generate(swapping, [1, 2, 3])
 
 
 @pytest.mark.parametrize(
