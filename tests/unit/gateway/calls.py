@@ -8,7 +8,8 @@ from fastapi import FastAPI
 
 from baton.bench.serve.figures import events_of
 from baton.cluster.model_directory import resolve_model
-from baton.gateway.api.answer import Answer
+from baton.errors import BatonError
+from baton.gateway.api.answer import Answer, AnswerChoice
 from baton.gateway.api.body import Prompt
 from baton.gateway.api.body_reader import BodyReader
 from baton.gateway.api.call import Call
@@ -17,6 +18,7 @@ from baton.gateway.api.prompt_reader import PromptReader
 from baton.gateway.api.served_models import ServedModel
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
+from baton.gateway.text.answer_reader import Delta
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import SamplingParams, TokenIds
 
@@ -61,6 +63,32 @@ async def ask(app: FastAPI, path: str, method: str = "GET") -> tuple[int, Any]:
             refused = as_api_error(error)
             return refused.status, refused.code
         return answer.status_code, answer.json() if answer.content else None
+
+
+class Heard:
+    """An AnswerListener that remembers."""
+
+    def __init__(self) -> None:
+        self.deltas: list[tuple[int, Delta]] = []  # each with the index of its choice
+        self.ends: list[str] = []
+        self.error: BatonError | None = None
+
+    def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
+        self.deltas.append((choice.index, delta))
+
+    def finished(self) -> None:
+        self.ends.append("end")
+
+    def failed(self, error: BatonError) -> None:
+        assert self.error is None
+        self.error = error
+
+    def joined(self, index: int = 0) -> Delta:
+        """Return the deltas of a choice as one."""
+        return Delta.joined([delta for of, delta in self.deltas if of == index])
+
+    def text(self, index: int = 0) -> str:
+        return self.joined(index).text
 
 
 class Client:

@@ -3,36 +3,15 @@ from typing import Any
 
 import pytest
 
-from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
-from baton.gateway.api.answer import OPEN_AT_ONCE, Answer, AnswerChoice
+from baton.errors import IntegrityError, Overloaded, WorkerLost
+from baton.gateway.api.answer import OPEN_AT_ONCE, Answer
 from baton.gateway.text.answer_parsing import choice_reader
 from baton.gateway.text.answer_reader import AnswerParsing, Delta, ToolCallDelta
 from baton.request import FinishReason
 from tests.event_loop import on_loop
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
 from tests.unit.gateway import calls
-
-
-class Heard:
-    """A listener that remembers."""
-
-    def __init__(self) -> None:
-        self.deltas: list[tuple[int, Delta]] = []
-        self.ends: list[str] = []
-        self.error: BatonError | None = None
-
-    def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
-        self.deltas.append((choice.index, delta))
-
-    def finished(self) -> None:
-        self.ends.append("end")
-
-    def failed(self, error: BatonError) -> None:
-        assert self.error is None
-        self.error = error
-
-    def text(self, index: int = 0) -> str:
-        return "".join(delta.text for of, delta in self.deltas if of == index)
+from tests.unit.gateway.calls import Heard
 
 
 def started(service: ScriptedService, **fields: Any) -> tuple[Answer, Heard]:

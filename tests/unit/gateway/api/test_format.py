@@ -2,7 +2,7 @@ import json
 import tracemalloc
 from typing import Any
 
-from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat
+from baton.gateway.api.answer import Answer, AnswerFormat
 from baton.gateway.api.body import Prompt
 from baton.gateway.api.format import LogprobsFormat, answer_format
 from baton.gateway.text.answer_reader import Delta
@@ -13,21 +13,6 @@ from tests.unit.gateway import calls
 PROMPT_IDS = list(calls.PROMPT.token_ids)
 
 
-class Kept:
-    """A listener that keeps the deltas by choice."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.deltas: list[list[Delta]] = [[] for _ in answer.choices]
-
-    def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
-        self.deltas[choice.index].append(delta)
-
-    def finished(self) -> None: ...
-
-    def failed(self, error: Exception) -> None:
-        raise error
-
-
 def logprobs(token_id: int, logprob: float = -0.5) -> TokenLogprobs:
     return TokenLogprobs(token_id=token_id, logprob=logprob, rank=1, top=((token_id, logprob), (0, -7.0)))
 
@@ -36,8 +21,8 @@ def answered(text: str, **fields: Any) -> tuple[Answer, AnswerFormat, list[Delta
     """Return an answer, its format and its deltas; every choice got this text in one batch."""
     service = ScriptedService()
     answer = calls.answer(service, **fields)
-    kept = Kept(answer)
-    answer.start(kept)
+    heard = calls.Heard()
+    answer.start(heard)
     has_logprobs, token_ids = answer.call.sampling.logprobs is not None, calls.ids(text)
     for index in range(len(answer.choices)):  # the first choice of a prompt opens the other choices
         request = service.requests[index]
@@ -57,7 +42,8 @@ def answered(text: str, **fields: Any) -> tuple[Answer, AnswerFormat, list[Delta
         ]
         service.emit(request.request_id, batch)
     form = answer_format(answer, 1_700_000_000)
-    return answer, form, [Delta.joined(deltas) for deltas in kept.deltas]
+    assert heard.error is None
+    return answer, form, [heard.joined(choice.index) for choice in answer.choices]
 
 
 def whole(text: str, **fields: Any) -> dict[str, Any]:

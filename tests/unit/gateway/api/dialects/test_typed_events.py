@@ -38,9 +38,11 @@ class Made:
         response = AskedResponse(**{"echoed": {"store": b"true", "tools": b"[]"}, "is_stored": True, **asked})
         service = ScriptedService()
         self.answer: Answer = calls.answer(service, is_chat=True, dialect=dialect, response=response)
-        self.answer.start(_Listener())
+        heard = calls.Heard()
+        self.answer.start(heard)
         (request,) = service.requests
         service.emit(request.request_id, events(request, calls.ids("a b"), end=end))
+        assert heard.ends and heard.error is None
         self.choice: AnswerChoice = self.answer.choices[0]
         self.form: AnswerFormat = (
             MessageFormat(self.answer, 1_700_000_000)
@@ -60,15 +62,6 @@ class Made:
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(b"".join(self.form.whole([Delta.joined(deltas)])))
         return found
-
-
-class _Listener:
-    def advanced(self, choice: AnswerChoice, delta: Delta) -> None: ...
-
-    def finished(self) -> None: ...
-
-    def failed(self, error: Exception) -> None:
-        raise error
 
 
 def read(written: bytes) -> list[dict[str, Any]]:
