@@ -120,9 +120,13 @@ class WatchedCluster:
     async def kill(self, name: str) -> bool:
         """Send SIGKILL to the process of this name; return False where there is none now."""
         pid = (await self.pids()).get(name)
-        if pid is not None:
+        if pid is None:
+            return False
+        try:
             os.kill(pid, signal.SIGKILL)
-        return pid is not None
+        except ProcessLookupError:  # it has ended, and routers do not know yet
+            return False
+        return True
 
     async def worker_id(self, name: str) -> str | None:
         """Return the id of the worker of this name; a worker that was started again has another."""
