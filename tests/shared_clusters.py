@@ -34,17 +34,18 @@ def group_of(nodeid: str) -> str:
 
 
 class SharedClusters:
-    """Clusters by their options. Each is started when it is first wanted, and runs until `close`."""
+    """Clusters by their options and variables; each starts when it is first wanted and runs until `close`."""
 
     def __init__(self) -> None:
         self._ends = ExitStack()
-        self._clusters: dict[tuple[str, ...], Served] = {}
+        self._clusters: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], Served] = {}
 
     def get(self, *options: str, **environment: str) -> Served:
-        """Return the cluster of these options of `baton serve`, after those of SERVE."""
-        if options not in self._clusters:
-            self._clusters[options] = self._ends.enter_context(served(*SERVE, *options, **environment))
-        return self._clusters[options]
+        """Return the cluster of these options of `baton serve`, after those of SERVE, and these variables."""
+        key = options, frozenset(environment.items())
+        if key not in self._clusters:
+            self._clusters[key] = self._ends.enter_context(served(*SERVE, *options, **environment))
+        return self._clusters[key]
 
     def close(self) -> None:
         """End all clusters."""
