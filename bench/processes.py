@@ -11,16 +11,22 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Final
 
 from baton.errors import ConfigError
 
 HOST: Final = "127.0.0.1"
-CHILD_STOP_S: Final = 5.0
+
+
+class ProcessEnded(RuntimeError):
+    """A child has ended; it was expected to say a line."""
 
 
 class Child(subprocess.Popen[str]):
     """A Python process that reads lines and writes lines; it ends when its input does."""
+
+    STOP_S = 5.0  # that `close` gives it
 
     def __init__(
         self,
@@ -29,6 +35,7 @@ class Child(subprocess.Popen[str]):
         environment: Mapping[str, str] | None = None,
         python: str = sys.executable,
     ) -> None:
+        self._words = words
         command, pipe = [python, *words], subprocess.PIPE
         super().__init__(command, stdin=pipe, stdout=pipe, text=True, cwd=cwd, env=environment)
 
@@ -36,9 +43,12 @@ class Child(subprocess.Popen[str]):
         self.close()
 
     def read(self) -> str:
-        """Return the next line; "" when the process has ended."""
+        """Return the next line. ProcessEnded: there is none."""
         assert self.stdout is not None
-        return self.stdout.readline().strip()
+        if line := self.stdout.readline():
+            return line.strip()
+        words = shorten(" ".join(self._words), 80)
+        raise ProcessEnded(f"{words}: has ended with status {self.wait()}; stderr has its messages")
 
     def tell(self, line: str) -> None:
         """Send a line."""
@@ -46,10 +56,10 @@ class Child(subprocess.Popen[str]):
         self.stdin.write(line + "\n")
         self.stdin.flush()
 
-    def close(self, timeout_s: float = CHILD_STOP_S) -> None:
+    def close(self) -> None:
         """End the process, by force if it does not end by itself in time."""
         try:
-            self.communicate(timeout=timeout_s)
+            self.communicate(timeout=self.STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
             self.communicate()

@@ -33,7 +33,7 @@ from baton.bench.engine.replica import (
 )
 from baton.bench.gpu.session import Session, Sizes, WrongResult, products_name, require_close
 from baton.bench.machine import wall_seconds
-from baton.bench.processes import Child
+from baton.bench.processes import Child, ProcessEnded
 from baton.bench.report import Row, at_most, format_number
 from baton.engine.models.loading.checkpoint import SINGLE_FILE
 from baton.engine.models.model import dummy_checkpoint
@@ -303,7 +303,7 @@ class VllmRival:
     """The vLLM of `start_vllm`; the caller ends the process."""
 
     def __init__(self, process: Child) -> None:
-        """Wait until vLLM has loaded. Raises RuntimeError when its process ends."""
+        """Wait until vLLM has loaded. RuntimeError: its process ends."""
         self._process = process
         self.version = self._read()
 
@@ -316,10 +316,10 @@ class VllmRival:
         return seconds, answers
 
     def _read(self) -> object:
-        line = self._process.read()
-        if not line:
-            raise RuntimeError("vLLM's process has ended: the stage's log has its messages")
-        said: object = json.loads(line)
+        try:
+            said: object = json.loads(self._process.read())
+        except ProcessEnded as error:
+            raise RuntimeError("vLLM's process has ended: the stage's log has its messages") from error
         return said
 
 

@@ -155,8 +155,10 @@ class _GrantOrder(msgspec.Struct, frozen=True):
     num_layer_groups: int
 
 
-class DestinationProcess:
+class DestinationProcess(Child):
     """The process of a destination."""
+
+    STOP_S = 0.0
 
     def __init__(
         self,
@@ -169,9 +171,8 @@ class DestinationProcess:
     ) -> None:
         start = _Start(layout, num_pages, device, transport, has_digests)
         self.layout = layout
-        self._child = Child("-m", "baton.bench.kv.ends", msgspec.json.encode(start).decode())
-        if self._child.read() != READY:
-            raise RuntimeError("the destination's process has ended")
+        super().__init__("-m", "baton.bench.kv.ends", msgspec.json.encode(start).decode())
+        assert self.read() == READY
 
     def grant(self, source: KvEndpoint, num_units: int, num_layer_groups: int = 1) -> GrantedTransfer:
         """Have the process grant pages once it has room; return what the source was granted.
@@ -180,19 +181,15 @@ class DestinationProcess:
         """
         transfer = secrets.token_bytes(16)
         order = _GrantOrder(source.address, transfer.hex(), num_units, num_layer_groups)
-        self._child.tell(msgspec.json.encode(order).decode())
+        self.tell(msgspec.json.encode(order).decode())
 
         def granted() -> Iterator[GrantedTransfer]:
             source.poll()
             yield from (each for each in source.take_granted() if each.transfer == transfer)
-            if self._child.poll() is not None:
+            if self.poll() is not None:
                 raise RuntimeError("the destination's process has ended")
 
         return _first(source, granted)
-
-    def close(self) -> None:
-        """End the process."""
-        self._child.close(timeout_s=0.0)
 
 
 class Ends:

@@ -25,7 +25,7 @@ import psutil
 import uvloop
 
 from baton.bench.clusters import WatchedCluster, local_cluster
-from baton.bench.processes import Child
+from baton.bench.processes import Child, ProcessEnded
 from baton.bench.report import Report, Row, at_least, at_most, format_number, in_turns, percentile
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run
@@ -147,15 +147,16 @@ def hosted(plane: Plane, checkout: Path | None = None) -> Iterator[Target]:
     """
     environment = os.environ | ({} if checkout is None else {"PYTHONPATH": str(checkout.resolve())})
     with Child("-c", HOST, plane.as_json(), cwd=checkout, environment=environment) as child:
-        url = child.read()
-        if not url:
-            raise ConfigError(f"the control plane of {checkout or 'this code'} does not start")
+        try:
+            url = child.read()
+        except ProcessEnded as error:
+            raise ConfigError(f"the control plane of {checkout or 'this code'} does not start") from error
         yield Target(url, child.pid)
 
 
 @contextlib.contextmanager
 def limit() -> Iterator[Target]:
-    """Run a server that does nothing but answer (bench/serve/limit.py)."""
+    """Run a server that does nothing but answer (bench/serve/limit.py). ProcessEnded: it does not start."""
     with Child("-m", "baton.bench.serve.limit") as child:
         yield Target(f"http://127.0.0.1:{child.read()}", model="limit")
 

@@ -230,17 +230,16 @@ def _tell(line: bytes) -> None:
 # The measuring process.
 
 
-class WorkerChild:
+class WorkerChild(Child):
     """A child with the model; `start_s` is how long its start took."""
+
+    STOP_S = 0.0
 
     def __init__(self, config: EngineConfig, num_threads: int) -> None:
         begin_s = time.perf_counter()
         words = "-m", "baton.bench.sim.calibration", msgspec.json.encode(config).decode()
-        self._child = Child(*words, environment=environment_of_child(num_threads=num_threads))
-        line = self._child.read()
-        if not line:
-            raise RuntimeError("the worker's process has ended")
-        self.loaded = msgspec.json.decode(line, type=Loaded)
+        super().__init__(*words, environment=environment_of_child(num_threads=num_threads))
+        self.loaded = msgspec.json.decode(self.read(), type=Loaded)
         self.start_s = time.perf_counter() - begin_s
 
     def measure(self, shapes: Sequence[StepShape], seconds: float) -> list[StepSample]:
@@ -252,16 +251,9 @@ class WorkerChild:
         """Compute shapes until the next order, or the end."""
         self._ask(Order(tuple(shapes)))
 
-    def close(self) -> None:
-        """End the process."""
-        self._child.close(timeout_s=0.0)
-
     def _ask(self, order: Order) -> str:
-        self._child.tell(msgspec.json.encode(order).decode())
-        line = self._child.read()
-        if not line:
-            raise RuntimeError("the worker's process has ended")
-        return line
+        self.tell(msgspec.json.encode(order).decode())
+        return self.read()
 
 
 def calibrate(
