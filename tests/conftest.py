@@ -1,7 +1,6 @@
 """Property tests run without a clock: on a loaded machine a slow example is no failure.
 
-And an interrupt is one in tests that a shell has started in the background too, where it has everybody ignore
-them.
+Ctrl-C also ends tests that a shell runs in the background: such a shell makes its children ignore SIGINT.
 
 Mooncake and UCX, which NIXL uses, keep to loopback. UCX leaves its modules for RDMA alone: those of NIXL's
 wheel end a process with a segmentation fault when the system has the same libraries.
@@ -15,8 +14,10 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
+from functools import cache
 from typing import Final
 
+import httpcore2
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
@@ -69,6 +70,14 @@ def _imports_stay_frozen() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(process, "freeze_gc", nullcontext)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """Give all HTTP clients one TLS context: reading the certificates takes 50 ms of a core each time."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(httpcore2, "default_ssl_context", cache(httpcore2.default_ssl_context))
         yield
 
 

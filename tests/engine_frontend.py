@@ -7,7 +7,9 @@ import asyncio
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import EngineConfig, SchedulerConfig
@@ -15,6 +17,7 @@ from baton.engine.engine import Engine, load_engine
 from baton.errors import InvalidRequest, WorkerLost
 from baton.request import FinishReason, Request, StepOutput, TokenEvent
 from tests.scripted_service import ScriptedService, worker
+from tests.served_gateway import ServedGateway
 
 
 def tiny_engine(max_model_len: int | None = None, model: str | None = None) -> Engine:
@@ -25,6 +28,14 @@ def tiny_engine(max_model_len: int | None = None, model: str | None = None) -> E
             scheduler=SchedulerConfig(max_num_seqs=32),
         )
     )
+
+
+@contextmanager
+def served_engine(engine: Engine, **settings: Any) -> "Iterator[ServedGateway[EngineFrontend]]":
+    """Run a gateway over an engine. settings: of the gateway."""
+    with ServedGateway(lambda: EngineFrontend(engine), **settings) as gateway:
+        yield gateway
+    gateway.service.close()
 
 
 class EngineFrontend(ScriptedService):

@@ -1,7 +1,6 @@
 """`baton serve` as a user runs it."""
 
 import asyncio
-import http.client
 import io
 import json
 import os
@@ -17,6 +16,7 @@ from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Final
 
+import httpx2
 import psutil
 
 from baton.cluster.cli.main import main
@@ -27,6 +27,7 @@ from baton.messages.operations import Status
 from baton.messages.status import RouterStatus
 from baton.messages.workers import WorkerStatus
 from tests.event_stream import stream
+from tests.http_calls import HttpCalls
 from tests.waiting import wait_for
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -35,9 +36,11 @@ START_TIMEOUT_S: Final = (
 )
 IMPORT_S: Final = 0.25
 STOP_TIMEOUT_S: Final = 60.0
+# Arguments of a small cluster; of an option that comes again, the last one counts.
+SERVE: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 
 
-class Served:
+class Served(HttpCalls):
     """A cluster that has printed its banner."""
 
     def __init__(self, process: "subprocess.Popen[str]", banner: str, said: list[str]) -> None:
@@ -54,24 +57,20 @@ class Served:
 
     def post(self, route: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Return the HTTP status and the JSON body."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
-            connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
+        answer = self.http("POST", route, **body)
+        return answer.status_code, answer.json()
 
     def complete(self, prompt: str, max_tokens: int = 32) -> str:
         """Return the greedy continuation."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        status, answer = self.post("/v1/completions", body)
-        assert status == 200, answer
-        return str(answer["choices"][0]["text"])
+        return str(self.ask("/v1/completions", **body)["choices"][0]["text"])
 
     def answers(self) -> bool:
         """Return whether the cluster answers requests now; a gateway without a router refuses them."""
         body = {"model": "tiny", "prompt": "copy(sun)=", "max_tokens": 1}
         try:
             status, answer = self.post("/v1/completions", body)
-        except (OSError, http.client.HTTPException):
+        except httpx2.HTTPError:
             return False
         assert status in (200, 503), answer
         return status == 200

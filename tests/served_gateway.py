@@ -14,6 +14,7 @@ from baton.config.gateway import GatewayConfig
 from baton.gateway.process import GatewayProcess
 from baton.gateway.streams.request_stream import Service
 from baton.messages.workers import Address
+from tests.http_calls import HttpCalls
 
 KEY = b"k" * 32
 NOWHERE = Address("127.0.0.1", 1)  # no router is asked
@@ -23,7 +24,7 @@ ServiceT = TypeVar("ServiceT", bound=Service)
 ResultT = TypeVar("ResultT")
 
 
-class ServedGateway(Generic[ServiceT]):
+class ServedGateway(HttpCalls, Generic[ServiceT]):
     """A context manager. `make_service` and all calls of the service run on the gateway's loop."""
 
     def __init__(self, make_service: Callable[[], ServiceT], **settings: Any) -> None:

@@ -3,9 +3,7 @@
 from contextlib import ExitStack
 from typing import Final
 
-from tests.served import Served, served
-
-SERVE: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
+from tests.served import SERVE, Served, served
 
 # These files of tests/e2e share clusters, so pytest-xdist keeps their tests on one process.
 FILES: Final = frozenset(

@@ -11,6 +11,7 @@ from baton.cluster.model_directory import resolve_model
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, Request
 from tests.scripted_service import ScriptedService, events
+from tests.served_gateway import ServedGateway
 
 TEMPLATE: Final = """\
 {%- if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
@@ -50,3 +51,14 @@ def tool_model(directory: Path, template: str = TEMPLATE, tags: Sequence[str] = 
     tokenizer.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in tags])
     tokenizer.save(str(path))
     return str(directory)
+
+
+def prompt_of(served: ServedGateway[ScriptedService], path: str, /, **fields: Any) -> list[int]:
+    """Return the prompt that the service gets for a POST of these fields."""
+    served.ask(path, **fields)
+    return list(served.service.requests[-1].token_ids)
+
+
+def last_prompt(served: ServedGateway[ScriptedService]) -> str:
+    """Return the text of the latest prompt."""
+    return TOKENIZER.decode(served.service.requests[-1].token_ids)

@@ -1,16 +1,22 @@
 """The real `openai` client, of a gateway over one engine in this process and of a whole cluster."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import openai
 import pytest
 
 from baton.cluster.offline.llm import LLM
-from tests.engine_frontend import EngineFrontend, tiny_engine
+from tests.engine_frontend import EngineFrontend, served_engine, tiny_engine
+from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served import Served as ServedCluster
 from tests.served_gateway import ServedGateway
 from tests.shared_clusters import SharedClusters, group_of
+from tests.tenant_clients import write_tenants
+from tests.tool_model import TEMPLATE, tool_model
 
+REASONING: Final = "{# </think> #}{% if enable_thinking is defined %}thinks: {{ enable_thinking }}{% endif %}"
 Served = ServedGateway[EngineFrontend]
 SHARED = SharedClusters()
 
@@ -38,10 +44,16 @@ def redundant_cluster() -> ServedCluster:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    engine = tiny_engine()
-    with ServedGateway(lambda: EngineFrontend(engine)) as gateway:
+    with served_engine(tiny_engine()) as gateway:
         yield gateway
-    gateway.service.close()
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedGateway[ScriptedService]]:
+    """A gateway of a model that knows tools and reasoning. Tests set `service.play`."""
+    model = tool_model(tmp_path_factory.mktemp("model"), TEMPLATE + REASONING)
+    with ServedGateway(lambda: ScriptedService(answer_at_once([300])), model=model) as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +75,15 @@ def client(request: pytest.FixtureRequest) -> openai.OpenAI:
     return client
 
 
-def client_of(url: str) -> openai.OpenAI:
+def client_of(url: str, key: str = "none is needed", max_retries: int = 0) -> openai.OpenAI:
     base_url = f"{url.removesuffix('/v1')}/v1"
-    return openai.OpenAI(base_url=base_url, api_key="none is needed", max_retries=0)
+    return openai.OpenAI(base_url=base_url, api_key=key, max_retries=max_retries)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The file of three tenants."""
+    return write_tenants(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,8 @@ import pytest
 
 from baton.cluster.cluster_record import find_record
 from baton.request import TokenIds
-from tests.served import Served, served, until
+from tests.served import SERVE, Served, served, until
 
-OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 PASSWORD = "canary-password"  # of a Redis that is not there; requests go on
 REDIS = f"redis://canary-user:{PASSWORD}@127.0.0.1:9/3?password={PASSWORD}"
 PROMPT = "copy(sun moon star canary rock)=" * 12
@@ -22,7 +21,7 @@ PROMPT = "copy(sun moon star canary rock)=" * 12
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Served]:
-    with served(*OPTIONS, "--routers", "2", "--decode", "2", "--redis", REDIS) as found:
+    with served(*SERVE, "--routers", "2", "--decode", "2", "--redis", REDIS) as found:
         yield found
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import pytest
 
 from baton.cluster.model_directory import resolve_model
-from tests.served import served
+from tests.served import SERVE, served
 
 SCRIPTS: Final = Path(__file__).parent / "frameworks"
 REQUIREMENTS: Final = SCRIPTS / "requirements.txt"
@@ -37,9 +37,8 @@ WEATHER: Final = [["weather", {"city": "Paris"}], "rain"]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    settings = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
     template = str(resolve_model("tiny") / "tools.jinja")
-    with served("tiny", "--chat-template", template, *settings) as cluster:
+    with served(*SERVE, "--chat-template", template) as cluster:
         yield f"{cluster.url}/v1"
 
 

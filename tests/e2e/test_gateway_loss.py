@@ -38,7 +38,7 @@ NUM_SEEN_FIRST: Final = 4  # events of each client, before the gateway is killed
 
 
 class Client:
-    """It reads one stream to its end, whatever becomes of its gateway."""
+    """A client that reads one stream to its end, and resumes it when its gateway is killed."""
 
     def __init__(self, port: int, body: dict[str, Any], killed: threading.Event) -> None:
         self.events: list[Event] = []
@@ -98,6 +98,6 @@ def test_clients_of_a_killed_gateway_resume_on_the_other(redundant_cluster: Serv
 
 
 def without_heads(answer: dict[str, Any]) -> dict[str, Any]:
-    """Less what differs between two calls: their ids and times, and what of their prompts was cached."""
+    """Return a joined answer without what differs between two calls: ids, times, cached tokens."""
     usage = {name: value for name, value in answer["usage"].items() if name != "prompt_tokens_details"}
     return {**answer, "heads": None, "usage": usage}

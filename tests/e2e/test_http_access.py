@@ -1,7 +1,6 @@
 """Access control over real sockets: keys, tenants, pages of other sites, refusals."""
 
 import asyncio
-import hashlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,10 @@ import pytest
 from baton.bench.processes import free_port
 from baton.errors import ConfigError, Overloaded
 from baton.request import Request
+from tests.e2e.conftest import client_of
 from tests.scripted_service import ScriptedService, answer_at_once, events
 from tests.served_gateway import ServedGateway
+from tests.tenant_clients import write_tenants
 
 Served = ServedGateway[ScriptedService]
 SENTENCE = [300, 301, 302]
@@ -73,16 +74,7 @@ def test_pages_of_other_sites_are_refused(
 
 @pytest.fixture
 def tenants(tmp_path: Path) -> str:
-    def digest(key: str) -> str:
-        return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
-
-    path = tmp_path / "tenants.yaml"
-    path.write_text(
-        f'tenants:\n  acme:\n    keys: ["{digest("k-acme")}"]\n'
-        f'  zeta:\n    keys: ["{digest("k-zeta")}"]\n    models: [other]\n'
-        f'  root:\n    keys: ["{digest("k-root")}"]\n    admin: true\n'
-    )
-    return str(path)
+    return str(write_tenants(tmp_path, zeta="    models: [other]\n"))
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/load", "/version", "/health", "/ping", "/nope"])
@@ -162,10 +154,6 @@ def test_taken_operator_port_is_named_and_leaves_no_listener(tenants: str) -> No
             pass
 
 
-def client(served: Served, key: str, max_retries: int = 0) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=max_retries)
-
-
 def test_all_paths_but_health_need_a_key(tenants: str) -> None:
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
         for path in ("/v1/models", "/version", "/openapi.json", "/nope"):
@@ -175,12 +163,12 @@ def test_all_paths_but_health_need_a_key(tenants: str) -> None:
         assert httpx2.get(f"{served.url}/ping").status_code == 200
         assert httpx2.get(f"{served.url}/health").status_code == 200
         with pytest.raises(openai.AuthenticationError, match="not known"):
-            client(served, "wrong").models.list()
-        assert client(served, "k-acme").models.list().data[0].id == "tiny"
-        assert client(served, "k-zeta").models.list().data == []
+            client_of(served.url, "wrong").models.list()
+        assert client_of(served.url, "k-acme").models.list().data[0].id == "tiny"
+        assert client_of(served.url, "k-zeta").models.list().data == []
         with pytest.raises(openai.PermissionDeniedError, match="may not use"):
-            client(served, "k-zeta").completions.create(model="tiny", prompt="a")
-        client(served, "k-acme").completions.create(model="tiny", prompt="a")
+            client_of(served.url, "k-zeta").completions.create(model="tiny", prompt="a")
+        client_of(served.url, "k-acme").completions.create(model="tiny", prompt="a")
         request = served.service.requests[-1]
         assert request.tenant == "acme" and len(request.cache_salt) == 16
 
@@ -209,7 +197,7 @@ def test_names_of_models_that_a_tenant_may_not_use_are_not_told(tenants: str) ->
 
 def test_salts_differ_by_tenant_and_a_client_only_divides_its_own(tenants: str) -> None:
     def salt(served: Served, key: str, **extra_body: str) -> bytes:
-        client(served, key).completions.create(model="tiny", prompt="a", extra_body=extra_body)
+        client_of(served.url, key).completions.create(model="tiny", prompt="a", extra_body=extra_body)
         return served.service.requests[-1].cache_salt
 
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as open_served:
@@ -225,7 +213,7 @@ def test_salts_differ_by_tenant_and_a_client_only_divides_its_own(tenants: str) 
         assert len({*told, *anyone}) == 6
         for extra in ({"cache_salt": ""}, {"kv_transfer_params": {"tp_size": 9}}):
             with pytest.raises(openai.BadRequestError, match=next(iter(extra))):
-                client(served, "k-acme").completions.create(model="tiny", prompt="a", extra_body=extra)
+                client_of(served.url, "k-acme").completions.create(model="tiny", prompt="a", extra_body=extra)
 
 
 def test_client_library_retries_an_overload() -> None:
@@ -240,16 +228,17 @@ def test_client_library_retries_an_overload() -> None:
 
     service.play = play
     with ServedGateway(lambda: service) as served:
-        answer = client(served, "x", max_retries=2).completions.create(model="tiny", prompt="a")
+        answer = client_of(served.url, "x", max_retries=2).completions.create(model="tiny", prompt="a")
         assert answer.choices[0].finish_reason == "length"
         assert len(service.requests) == 2
 
 
 def test_strict_gateway_refuses_unknown_keys() -> None:
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), strict=True) as served:
+        client = client_of(served.url)
         with pytest.raises(openai.BadRequestError, match="temprature"):
-            client(served, "x").completions.create(model="tiny", prompt="a", extra_body={"temprature": 1})
-        client(served, "x").completions.create(model="tiny", prompt="a", user="somebody")
+            client.completions.create(model="tiny", prompt="a", extra_body={"temprature": 1})
+        client.completions.create(model="tiny", prompt="a", user="somebody")
 
 
 def test_bug_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:

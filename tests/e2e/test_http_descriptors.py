@@ -1,13 +1,13 @@
 """A real gateway process with few descriptors and many clients that never finish their headers."""
 
-import http.client
 import json
 import resource
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
+import httpx2
 import msgspec
 
 from baton.cluster.model_directory import resolve_model
@@ -41,20 +41,15 @@ def test_ping_is_answered_despite_many_slow_connections() -> None:
         process.stdin.write(msgspec.json.encode(given) + b"\n")
         process.stdin.flush()
         host, port = json.loads(process.stdout.readline())["address"]
+        ping = f"http://{host}:{port}/ping"
         with ExitStack() as slow:
             for number in range(NUM_SLOW):
                 client = slow.enter_context(socket.create_connection((host, port), timeout=60))
                 client.sendall(b"GET /ping HTTP/1.1\r\n")
                 if number % 20 == 0:
-                    assert ping(host, port) == 200
-            assert ping(host, port) == 200
+                    assert httpx2.get(ping, timeout=60).status_code == 200
+            assert httpx2.get(ping, timeout=60).status_code == 200
     finally:
         stop(process)  # type: ignore[arg-type]
         process.stdin.close()
         process.stdout.close()
-
-
-def ping(host: str, port: int) -> int:
-    with closing(http.client.HTTPConnection(host, port, timeout=60)) as connection:
-        connection.request("GET", "/ping")
-        return connection.getresponse().status

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.engine_frontend import EngineFrontend, tiny_engine
+from tests.engine_frontend import EngineFrontend, served_engine, tiny_engine
 from tests.served_gateway import TIMEOUT_S, ServedGateway
 from tests.tool_model import TOOL, tool_model
 
@@ -180,11 +180,9 @@ BYTES: Final = [
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedGateway[EngineFrontend]]:
-    engine = tiny_engine(MAX_MODEL_LEN)
     model = tool_model(tmp_path_factory.mktemp("model"))
-    with ServedGateway(lambda: EngineFrontend(engine), model=model) as gateway:
+    with served_engine(tiny_engine(MAX_MODEL_LEN), model=model) as gateway:
         yield gateway
-    gateway.service.close()
 
 
 def damaged_body(chance: random.Random) -> tuple[str, bytes]:

@@ -15,7 +15,7 @@ from baton.request import FinishReason
 from tests.scripted_service import ScriptedService, events
 from tests.served_gateway import ServedGateway
 from tests.tenant_clients import write_tenants
-from tests.tool_model import CALLED, TEMPLATE, TOKENIZER, tool_model, writing
+from tests.tool_model import CALLED, TOKENIZER, last_prompt, writing
 
 Served = ServedGateway[ScriptedService]
 
@@ -26,7 +26,6 @@ WEATHER: Final[Any] = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
     "cache_control": {"type": "ephemeral"},
 }
-REASONING: Final = "{# </think> #}{% if enable_thinking is defined %}thinks: {{ enable_thinking }}{% endif %}"
 
 
 def anthropic_of(url: str, **given: Any) -> anthropic.Anthropic:
@@ -41,21 +40,10 @@ def messages_client(request: pytest.FixtureRequest) -> Iterator[anthropic.Anthro
         yield client
 
 
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = tool_model(tmp_path_factory.mktemp("model"), TEMPLATE + REASONING)
-    with ServedGateway(ScriptedService, model=model) as gateway:
-        yield gateway
-
-
 @pytest.fixture
 def tools_client(scripted: Served) -> Iterator[anthropic.Anthropic]:
     with anthropic_of(scripted.url) as client:
         yield client
-
-
-def prompt_of(served: Served) -> str:
-    return TOKENIZER.decode(served.service.requests[-1].token_ids)
 
 
 def ask(client: anthropic.Anthropic, **given: Any) -> anthropic.types.Message:
@@ -132,7 +120,7 @@ def test_thinking_and_calls_are_blocks(
     scripted.service.play = writing("No.")
     asked_for = {"messages": history, "tools": [WEATHER], "system": [{"type": "text", "text": "Be brief."}]}
     assert text_of(ask(tools_client, **asked_for)) == "No."
-    prompt = prompt_of(scripted)
+    prompt = last_prompt(scripted)
     assert "system: Be brief.user: copy" in prompt and '"description": "The weather of a city."' in prompt
     expected = 'assistant: I look. {"city": "Paris"} {"city": "Paris"}tool: drytool: Error:\nwetuser: So?'
     assert expected in prompt
@@ -162,7 +150,7 @@ def test_last_message_of_the_assistant_is_continued(
 ) -> None:
     scripted.service.play = writing("star")
     ask(tools_client, messages=[*PROMPT, {"role": "assistant", "content": "sun moon "}])
-    assert prompt_of(scripted).endswith("assistant: sun moon ")
+    assert last_prompt(scripted).endswith("assistant: sun moon ")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +162,7 @@ def test_thinking_sets_the_variable_of_the_template(
 ) -> None:
     scripted.service.play = writing("<think>\nIs it far?\n</think>\n\nNo.")
     message = ask(tools_client, **({} if thinking is None else {"thinking": thinking}))
-    prompt = prompt_of(scripted)
+    prompt = last_prompt(scripted)
     assert prompt.lower().endswith(f"thinks: {told}".lower()) if told else "thinks" not in prompt
     has_thinking = any(block.type == "thinking" for block in message.content)
     assert has_thinking is (thinking is None or "display" not in thinking)

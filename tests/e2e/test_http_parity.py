@@ -2,7 +2,6 @@
 
 import html
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from tests.e2e.conftest import Served as EngineServed
 from tests.scripted_service import ScriptedService, answer_at_once, events
 from tests.served_gateway import ServedGateway
 from tests.tenant_clients import write_tenants
-from tests.tool_model import TOKENIZER, tool_model, writing
+from tests.tool_model import TOKENIZER, prompt_of, writing
 
 Served = ServedGateway[ScriptedService]
 
@@ -24,43 +23,20 @@ MESSAGES: Final = [{"role": "user", "content": TEXT}]
 SITE: Final = "https://chat.example"
 
 
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = tool_model(tmp_path_factory.mktemp("model"))
-    with ServedGateway(lambda: ScriptedService(answer_at_once([300])), model=model) as gateway:
-        yield gateway
-
-
-def ask(served: ServedGateway[Any], path: str, **fields: Any) -> Any:
-    answer = httpx2.post(served.url + path, json=fields, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def refused(served: ServedGateway[Any], path: str, **fields: Any) -> str:
-    answer = httpx2.post(served.url + path, json=fields, timeout=60)
-    assert answer.status_code == 400, answer.text
-    return str(answer.json()["error"]["param"])
-
-
-def prompt_of(served: Served, path: str, **fields: Any) -> list[int]:
-    ask(served, path, **fields)
-    return list(served.service.requests[-1].token_ids)
-
-
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_many_choices_are_answered(served: EngineServed, path: str) -> None:
     body: Any = {"messages": MESSAGES} if path == CHAT else {"prompt": TEXT}
-    choices = ask(served, path, **body, n=128, max_tokens=2, temperature=1, seed=5)["choices"]
+    choices = served.ask(path, **body, n=128, max_tokens=2, temperature=1, seed=5)["choices"]
     assert [choice["index"] for choice in choices] == list(range(128))
-    assert refused(served, path, **body, n=129) == "n"
+    assert served.refused(path, **body, n=129)["param"] == "n"
 
 
 def test_many_prompts_are_answered(served: EngineServed) -> None:
-    choices = ask(served, COMPLETIONS, prompt=[TEXT] * 1024, max_tokens=1, temperature=0)["choices"]
+    choices = served.ask(COMPLETIONS, prompt=[TEXT] * 1024, max_tokens=1, temperature=0)["choices"]
     assert len(choices) == 1024 and {choice["text"] for choice in choices} == {"sun"}
-    assert refused(served, COMPLETIONS, prompt=[TEXT] * 1025) == "prompt"
-    assert refused(served, COMPLETIONS, prompt=[TEXT] * 1024, n=5) == "n"  # more than are ever open at once
+    assert served.refused(COMPLETIONS, prompt=[TEXT] * 1025)["param"] == "prompt"
+    too_many = {"prompt": [TEXT] * 1024, "n": 5}  # more choices than are ever open at once
+    assert served.refused(COMPLETIONS, **too_many)["param"] == "n"
 
 
 def test_prompt_is_truncated(scripted: Served) -> None:
@@ -79,14 +55,14 @@ def test_prompt_is_truncated(scripted: Served) -> None:
     assert TOKENIZER.decode(kept) in longer
     messages = [{"role": "user", "content": longer}]
     assert len(prompt_of(scripted, CHAT, messages=messages, truncate_prompt_tokens=4)) == 4
-    echoed = ask(scripted, COMPLETIONS, prompt=TEXT, truncate_prompt_tokens=2, echo=True)
+    echoed = scripted.ask(COMPLETIONS, prompt=TEXT, truncate_prompt_tokens=2, echo=True)
     assert echoed["choices"][0]["text"].startswith(TOKENIZER.decode(whole[-2:]))
     for wrong in (
         {"truncate_prompt_tokens": 0},
         {"truncate_prompt_tokens": 5000},
         {"truncation_side": "left"},
     ):
-        assert refused(scripted, COMPLETIONS, prompt=TEXT, **wrong) == next(iter(wrong))
+        assert scripted.refused(COMPLETIONS, prompt=TEXT, **wrong)["param"] == next(iter(wrong))
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -110,8 +86,8 @@ def test_stop_token_is_shown_when_asked_for(scripted: Served) -> None:
         service.emit(request.request_id, events(request, script, end=FinishReason.STOP))
 
     scripted.service.play = play
-    bare = ask(scripted, COMPLETIONS, prompt=TEXT, stop_token_ids=[star])["choices"][0]
-    shown = ask(scripted, COMPLETIONS, prompt=TEXT, stop_token_ids=[star], include_stop_str_in_output=True)
+    bare = scripted.ask(COMPLETIONS, prompt=TEXT, stop_token_ids=[star])["choices"][0]
+    shown = scripted.ask(COMPLETIONS, prompt=TEXT, stop_token_ids=[star], include_stop_str_in_output=True)
     assert bare["stop_reason"] == shown["choices"][0]["stop_reason"] == star
     assert shown["choices"][0]["text"] == bare["text"] + TOKENIZER.decode([star])
 
@@ -122,15 +98,14 @@ def test_final_message_is_continued(scripted: Served) -> None:
     given = {"continue_final_message": True, "add_generation_prompt": False}
     prompt = TOKENIZER.decode(prompt_of(scripted, CHAT, messages=messages, **given))
     assert prompt.endswith("assistant: sun moon ")
-    tokens = ask(scripted, "/tokenize", messages=messages, **given)["tokens"]
+    tokens = scripted.ask("/tokenize", messages=messages, **given)["tokens"]
     assert TOKENIZER.decode(tokens) == prompt
-    for path in (CHAT, "/tokenize"):  # which add the generation prompt by default
-        assert refused(scripted, path, messages=messages, continue_final_message=True) == (
-            "continue_final_message"
-        )
+    for path in (CHAT, "/tokenize"):  # they add the generation prompt by default
+        error = scripted.refused(path, messages=messages, continue_final_message=True)
+        assert error["param"] == "continue_final_message"
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     called = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert refused(scripted, CHAT, messages=called, **given) == "continue_final_message"
+    assert scripted.refused(CHAT, messages=called, **given)["param"] == "continue_final_message"
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -138,7 +113,7 @@ def test_tokens_are_named_by_their_ids(served: EngineServed, path: str) -> None:
     body: Any = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
     if path == COMPLETIONS:
         body = {"prompt": TEXT, "logprobs": 2}
-    answer = ask(served, path, **body, max_tokens=2, temperature=0, return_tokens_as_token_ids=True)
+    answer = served.ask(path, **body, max_tokens=2, temperature=0, return_tokens_as_token_ids=True)
     logprobs = answer["choices"][0]["logprobs"]
     if path == CHAT:
         tokens = [each["token"] for entry in logprobs["content"] for each in (entry, *entry["top_logprobs"])]
@@ -150,7 +125,7 @@ def test_tokens_are_named_by_their_ids(served: EngineServed, path: str) -> None:
 
 def test_echo_of_special_tokens_is_as_long_as_its_offsets_say(served: EngineServed) -> None:
     ids = [0, *TOKENIZER.encode(TEXT)]
-    choice = ask(served, COMPLETIONS, prompt=ids, echo=True, logprobs=0, max_tokens=1, temperature=0)[
+    choice = served.ask(COMPLETIONS, prompt=ids, echo=True, logprobs=0, max_tokens=1, temperature=0)[
         "choices"
     ][0]
     texts = choice["logprobs"]["tokens"]
@@ -164,7 +139,7 @@ def test_message_without_content_and_calls_is_empty(scripted: Served) -> None:
     given: dict[str, Any]
     for given in ({"content": None}, {"content": None, "tool_calls": []}):
         assert prompt_of(scripted, CHAT, messages=[*MESSAGES, {"role": "assistant", **given}]) == empty
-    assert ask(scripted, CHAT, messages=MESSAGES, top_logprobs=0)
+    assert scripted.ask(CHAT, messages=MESSAGES, top_logprobs=0)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/v1/responses", "/v1/messages"])

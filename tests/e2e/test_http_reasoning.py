@@ -12,7 +12,7 @@ import pytest
 from baton.config.generation_config import GenerationConfig
 from baton.gateway.text.tokenizer import Tokenizer
 from tests.e2e.conftest import client_of
-from tests.engine_frontend import EngineFrontend, tiny_engine
+from tests.engine_frontend import served_engine, tiny_engine
 from tests.event_stream import joined, read_all
 from tests.scripted_service import ScriptedService
 from tests.served_gateway import ServedGateway
@@ -129,9 +129,8 @@ def test_reasoning_can_be_left_out_or_left_in(served: Served, client: openai.Ope
 
 
 def test_resumed_stream_has_the_rest_of_reasoning_text_and_calls(served: Served) -> None:
-    served.service.play = writing(
-        f"{THOUGHT}I look. {CALLED} And there. {CALLED.replace('Paris', 'Rome')} So."
-    )
+    second = CALLED.replace("Paris", "Rome")
+    served.service.play = writing(f"{THOUGHT}I look. {CALLED} And there. {second} So.")
     body = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "n": 2, "stream": True}
     body["stream_options"] = {"resumable": True}
     undisturbed = read_all(served.address.port, body)
@@ -139,8 +138,8 @@ def test_resumed_stream_has_the_rest_of_reasoning_text_and_calls(served: Served)
     assert len(whole["choices"]) == 2
     for choice in whole["choices"].values():
         assert (choice["reasoning"], choice["text"]) == ("Seven, then five.", "I look. And there. So.")
-        arguments = [call["function"]["arguments"] for call in choice["tool_calls"]]
-        assert arguments == ['{"city":"Paris"}', '{"city":"Rome"}']
+        cities = [call["function"]["arguments"] for call in choice["tool_calls"]]
+        assert cities == ['{"city":"Paris"}', '{"city":"Rome"}']
     for place, event in enumerate(undisturbed[:-1]):
         rest = read_all(served.address.port, body, event.id)
         assert joined([*undisturbed[: place + 1], *rest]) == whole
@@ -152,13 +151,11 @@ def engine_client(
 ) -> Iterator[tuple[openai.OpenAI, Tokenizer]]:
     directory = tmp_path_factory.mktemp("model")
     model = tool_model(directory, TEMPLATE, request.param)
-    engine = tiny_engine(model=model)
     with (
-        ServedGateway(lambda: EngineFrontend(engine), model=model) as gateway,
+        served_engine(tiny_engine(model=model), model=model) as gateway,
         client_of(gateway.url) as client,
     ):
         yield client, Tokenizer.from_directory(directory)
-    gateway.service.close()
 
 
 def test_form_holds_after_the_reasoning(engine_client: tuple[openai.OpenAI, Tokenizer]) -> None:

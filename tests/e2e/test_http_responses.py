@@ -21,30 +21,18 @@ from tests.scripted_service import ScriptedService, events
 from tests.served import Served as ServedCluster
 from tests.served_gateway import ServedGateway
 from tests.tenant_clients import write_tenants
-from tests.tool_model import CALLED, TEMPLATE, TOKENIZER, TOOL, tool_model, writing
+from tests.tool_model import CALLED, TOKENIZER, TOOL, last_prompt, writing
 
 Served = ServedGateway[ScriptedService]
 
 PROMPT: Final = "copy(sun moon star)="
 WEATHER: Final[Any] = {"type": "function", **TOOL["function"]}
-REASONING: Final = "{# </think> #}{% if enable_thinking %}on{% endif %}"
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = tool_model(tmp_path_factory.mktemp("model"), TEMPLATE + REASONING)
-    with ServedGateway(ScriptedService, model=model) as gateway:
-        yield gateway
 
 
 @pytest.fixture
 def tools_client(scripted: Served) -> Iterator[openai.OpenAI]:
     with client_of(scripted.url) as client:
         yield client
-
-
-def prompt_of(served: Served) -> str:
-    return TOKENIZER.decode(served.service.requests[-1].token_ids)
 
 
 def test_response_has_the_text_of_a_chat(client: openai.OpenAI) -> None:
@@ -76,19 +64,19 @@ def test_next_turn_has_the_conversation_but_not_the_former_instructions(
 ) -> None:
     scripted.service.play = writing("One.")
     first = tools_client.responses.create(model="tiny", input="First?", instructions="Be brief.")
-    assert prompt_of(scripted).startswith("system: Be brief.user: First?")
+    assert last_prompt(scripted).startswith("system: Be brief.user: First?")
     scripted.service.play = writing("Two.")
     second = tools_client.responses.create(
         model="tiny", input="Second?", previous_response_id=first.id, instructions="Be loud."
     )
-    assert prompt_of(scripted).startswith("system: Be loud.user: First?assistant: One.user: Second?")
+    assert last_prompt(scripted).startswith("system: Be loud.user: First?assistant: One.user: Second?")
     assert second.previous_response_id == first.id and second.instructions == "Be loud."
     listed = tools_client.responses.input_items.list(second.id, order="asc", limit=2)
     assert [item.type for item in listed] == ["message"] * 3  # over two pages
     tools_client.responses.delete(first.id)
     scripted.service.play = writing("Three.")
     tools_client.responses.create(model="tiny", input="Third?", previous_response_id=second.id)
-    assert "One.user: Second?assistant: Two.user: Third?" in prompt_of(scripted)
+    assert "One.user: Second?assistant: Two.user: Third?" in last_prompt(scripted)
     with pytest.raises(openai.NotFoundError, match="previous_response_id"):
         tools_client.responses.create(model="tiny", input="Fourth?", previous_response_id=first.id)
 
@@ -132,7 +120,7 @@ def test_calls_and_reasoning_are_items_of_the_output(
         model="tiny", input=[output], previous_response_id=response.id, tools=[WEATHER]
     )
     assert answer.output_text == "No."
-    assert 'assistant: I look. {"city": "Paris"} {"city": "Paris"}tool: dry' in prompt_of(scripted)
+    assert 'assistant: I look. {"city": "Paris"} {"city": "Paris"}tool: dry' in last_prompt(scripted)
 
 
 def test_history_may_be_sent_as_items(scripted: Served, tools_client: openai.OpenAI) -> None:
@@ -146,7 +134,7 @@ def test_history_may_be_sent_as_items(scripted: Served, tools_client: openai.Ope
     scripted.service.play = writing("No.")
     tools_client.responses.create(model="tiny", input=items, tools=[WEATHER], store=False)
     expected = 'system: Be brief.user: Rain?assistant: I look. {"city": "Paris"}tool: dry'
-    assert expected in prompt_of(scripted)
+    assert expected in last_prompt(scripted)
 
 
 def test_grammar_of_a_required_call_reaches_the_workers(scripted: Served) -> None:

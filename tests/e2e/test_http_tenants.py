@@ -14,26 +14,14 @@ from baton.errors import Refused
 from baton.pages import PageKeys
 from baton.request import Request
 from baton.tenants import Refusal, Sla
+from tests.e2e.conftest import client_of
 from tests.scripted_service import ScriptedService, answer_at_once, events
 from tests.served_gateway import ServedGateway
-from tests.tenant_clients import ask, digest, write_tenants
+from tests.tenant_clients import ask, digest, served_with, write_tenants
 
 Served = ServedGateway[ScriptedService]
 SENTENCE = [300, 301, 302]
 PROMPT = "sort(9 8 7 6 5)="
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return write_tenants(tmp_path)
-
-
-def served_with(file: Path, service: ScriptedService) -> Served:
-    return ServedGateway(lambda: service, tenants_file=str(file))
-
-
-def client(served: Served, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0)
 
 
 def test_request_carries_the_scheduling_key_of_its_tenant(file: Path) -> None:
@@ -59,7 +47,7 @@ def test_tenant_at_its_quota_hears_the_quota_and_when_to_retry(file: Path) -> No
             thread.start()
         served.until(lambda: len(served.service.requests) == 2)
         with (
-            client(served, "k-acme") as acme,
+            client_of(served.url, "k-acme") as acme,
             pytest.raises(openai.RateLimitError, match="max_concurrent_requests") as refused,
         ):
             acme.completions.create(model="tiny", prompt="a")
@@ -150,7 +138,7 @@ def test_public_prefixes_are_shared_by_the_tenants_that_list_them(tmp_path: Path
     )
     with served_with(path, ScriptedService(answer_at_once(SENTENCE))) as served:
         for key in ("k-acme", "k-zeta", "k-shy"):
-            with client(served, key) as tenant:
+            with client_of(served.url, key) as tenant:
                 messages = [
                     {"role": "system", "content": "You sort numbers."},
                     {"role": "user", "content": "3 1 2"},

@@ -5,24 +5,14 @@ from pathlib import Path
 
 import aiohttp
 import httpx2
-import pytest
 
 from baton.request import Request
 from tests.scripted_service import ScriptedService, answer_at_once, events
 from tests.served_gateway import ServedGateway
-from tests.tenant_clients import ask, digest, keys, write_tenants
+from tests.tenant_clients import ask, digest, keys, served_with
 
 Served = ServedGateway[ScriptedService]
 SENTENCE = [300, 301, 302]
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return write_tenants(tmp_path)
-
-
-def served_with(file: Path, service: ScriptedService) -> Served:
-    return ServedGateway(lambda: service, tenants_file=str(file))
 
 
 def until_taken(served: Served, times: int) -> None:

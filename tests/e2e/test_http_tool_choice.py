@@ -11,8 +11,7 @@ import pytest
 
 from baton.gateway.text.tokenizer import Tokenizer
 from tests.e2e.conftest import client_of
-from tests.engine_frontend import EngineFrontend, tiny_engine
-from tests.served_gateway import ServedGateway
+from tests.engine_frontend import served_engine, tiny_engine
 from tests.tool_model import TEMPLATE, tool_model
 
 CITY: Final[dict[str, Any]] = {
@@ -43,12 +42,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = tool_model(tmp_path_factory.mktemp("model"), TEMPLATE, tags)
     engine = tiny_engine(model=directory) if tags else tiny_engine()
     with (
-        ServedGateway(lambda: EngineFrontend(engine), model=directory, tool_call_parser="hermes") as gateway,
+        served_engine(engine, model=directory, tool_call_parser="hermes") as gateway,
         client_of(gateway.url) as client,
     ):
         tag = Tokenizer.from_directory(Path(directory)).encode(tags[0]) if tags else [None]
         yield Model(client, *tag)
-    gateway.service.close()
 
 
 def ask(model: Model, seed: int = 1, max_tokens: int = 400, **given: Any) -> Any:

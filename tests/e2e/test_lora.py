@@ -84,11 +84,8 @@ def complete(cluster: Served, model: str, length: int = LENGTH) -> list[int]:
 
 def call(cluster: Served, path: str, **body: Any) -> tuple[int, str]:
     """Return the status and the text of an answer."""
-    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
-        try:
-            return 200, client.post(path, cast_to=str, body=body)
-        except openai.APIStatusError as error:
-            return error.status_code, error.response.text
+    answer = cluster.http("POST", f"/v1{path}", **body)
+    return answer.status_code, answer.text
 
 
 def load(cluster: Served, name: str, folder: Path | str) -> tuple[int, str]:

@@ -1,12 +1,9 @@
 """`baton serve --model a=... --model b=...`: two models behind one gateway, as a user runs them."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -94,15 +91,10 @@ def tokens_of(cluster: Served, model: str, prompt: str, max_tokens: int) -> Iter
         yield list(chunk["choices"][0].get("token_ids") or ())  # the last chunk has the reason alone
 
 
-def get(cluster: Served, path: str) -> bytes:
-    with urllib.request.urlopen(f"{cluster.url}{path}", timeout=30) as answer:
-        return bytes(answer.read())
-
-
 def metrics(cluster: Served) -> dict[str, Metric]:
     """Return the families of `/metrics` by name."""
-    text = get(cluster, "/metrics").decode()
-    return {family.name: family for family in text_string_to_metric_families(text)}
+    families = text_string_to_metric_families(cluster.get("/metrics").text)
+    return {family.name: family for family in families}
 
 
 def test_each_model_answers_with_the_tokens_of_its_own_plain_engine(
@@ -114,9 +106,9 @@ def test_each_model_answers_with_the_tokens_of_its_own_plain_engine(
 
 
 def test_all_models_are_listed_and_an_unknown_name_is_404(cluster: Served) -> None:
-    listed = json.loads(get(cluster, "/v1/models"))["data"]
+    listed = cluster.get("/v1/models").json()["data"]
     assert [card["id"] for card in listed] == ["a", "b"]
-    assert json.loads(get(cluster, "/v1/models/b"))["id"] == "b"
+    assert cluster.get("/v1/models/b").json()["id"] == "b"
     status, answer = cluster.post("/v1/completions", body("c", "x"))
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
     assert answer["error"]["message"] == "The model `c` does not exist."
@@ -140,10 +132,10 @@ def test_adapter_changes_the_model_that_it_names(
 ) -> None:
     adapter = save_adapter(other, tmp_path / "law")
     asked = {"lora_name": "law", "lora_path": adapter.path}
-    status, answer = order(cluster, "/v1/load_lora_adapter", **asked)
-    assert status == 400 and b"base_model_name: name one of 'a', 'b'" in answer
-    assert order(cluster, "/v1/load_lora_adapter", **asked, base_model_name="b")[0] == 200
-    listed = json.loads(get(cluster, "/v1/models"))["data"]
+    refused = cluster.http("POST", "/v1/load_lora_adapter", **asked)
+    assert refused.status_code == 400 and "base_model_name: name one of 'a', 'b'" in refused.text
+    assert cluster.http("POST", "/v1/load_lora_adapter", **asked, base_model_name="b").status_code == 200
+    listed = cluster.get("/v1/models").json()["data"]
     assert {card["id"]: card["parent"] for card in listed} == {"a": None, "b": None, "law": "b"}
     status, prompt = cluster.post("/tokenize", {"model": "law", "prompt": PROMPTS[0]})
     assert status == 200
@@ -156,15 +148,13 @@ def test_adapter_changes_the_model_that_it_names(
         adapted = token_ids(run_to_end(engine))
     assert tokens(cluster, "law", PROMPTS[0]) == adapted != expected["b"][0]
     assert tokens(cluster, "b", PROMPTS[0]) == expected["b"][0]
-    assert order(cluster, "/v1/unload_lora_adapter", lora_name="law")[0] == 200
+    assert cluster.http("POST", "/v1/unload_lora_adapter", lora_name="law").status_code == 200
     assert cluster.post("/v1/completions", body("law", "x"))[0] == 404
 
 
 def test_metrics_with_names_of_vllm_have_the_label_of_their_model(cluster: Served) -> None:
     tokens(cluster, "b", PROMPTS[0])
-    families = {
-        family.name: family for family in text_string_to_metric_families(get(cluster, "/metrics").decode())
-    }
+    families = metrics(cluster)
     for name in ("generation_tokens", "prompt_tokens", "num_requests_running", "time_to_first_token_seconds"):
         labels = {sample.labels["model_name"] for sample in families[f"vllm:{name}"].samples}
         assert labels == {"a", "b"}, name
@@ -174,7 +164,7 @@ def test_metrics_with_names_of_vllm_have_the_label_of_their_model(cluster: Serve
 
 
 def test_health_status_and_top_show_the_workers_of_both_models(cluster: Served) -> None:
-    assert json.loads(get(cluster, "/health"))["models"] == ["a", "b"]
+    assert cluster.get("/health").json()["models"] == ["a", "b"]
     names = {f"{model}-{role}-0" for model in ("a", "b") for role in ("prefill", "decode")}
     assert set(cluster.status()) == names
     assert "b-decode-0" in cluster.baton("status", "--port", str(cluster.port))
@@ -199,8 +189,7 @@ def test_killed_worker_of_one_model_does_not_touch_a_stream_of_the_other(
 
 def frontend_events(cluster: Served) -> dict[str, float]:
     """Return the replays that the gateway has counted, by reason."""
-    families = text_string_to_metric_families(get(cluster, "/metrics").decode())
-    samples = [each for family in families if family.name == "baton_frontend" for each in family.samples]
+    samples = metrics(cluster)["baton_frontend"].samples
     return {
         each.labels["event"]: each.value for each in samples if each.labels["event"].startswith("replays_")
     }
@@ -220,19 +209,8 @@ def test_scale_changes_the_workers_of_the_named_model(cluster: Served) -> None:
 # Sleep, of one of the models.
 
 
-def order(cluster: Served, path: str, **fields: str) -> tuple[int, bytes]:
-    """Return the status and the body of a POST, with these fields if there are some."""
-    data = json.dumps(fields).encode() if fields else None
-    asked = urllib.request.Request(f"{cluster.url}{path}", data, method="POST")
-    try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
-
-
 def is_sleeping(cluster: Served, model: str) -> bool:
-    return bool(json.loads(get(cluster, f"/is_sleeping?model={model}"))["is_sleeping"])
+    return bool(cluster.get(f"/is_sleeping?model={model}").json()["is_sleeping"])
 
 
 def memory(cluster: Served, worker: str) -> int:
@@ -255,7 +233,7 @@ def test_sleep_frees_the_memory_of_one_model_and_wake_brings_its_tokens_back(
     running = tokens_of(cluster, "b", PROMPTS[0], 400)
     other = tokens_of(cluster, "a", PROMPTS[1], 1200)
     got, got_other = next(running), next(other)
-    assert order(cluster, "/sleep?model=b&level=1")[0] == 200
+    assert cluster.http("POST", "/sleep?model=b&level=1").status_code == 200
     assert is_sleeping(cluster, "b") and not is_sleeping(cluster, "a")
     for stream, tokens_so_far in ((running, got), (other, got_other)):  # the running request has ended first
         for chunk in stream:
@@ -269,9 +247,9 @@ def test_sleep_frees_the_memory_of_one_model_and_wake_brings_its_tokens_back(
         assert "asleep" in cluster.baton("status", "--port", str(cluster.port))
     refused, answer = cluster.post("/v1/completions", body("b", "x"))
     assert (refused, answer["error"]["code"]) == (503, "model_asleep")
-    assert json.loads(get(cluster, "/health"))["asleep"] == ["b"]
+    assert cluster.get("/health").json()["asleep"] == ["b"]
     assert tokens(cluster, "a", PROMPTS[0]) == expected["a"][0]
-    assert order(cluster, "/wake_up?model=b")[0] == 200
+    assert cluster.http("POST", "/wake_up?model=b").status_code == 200
     assert not is_sleeping(cluster, "b")
     for number, prompt in enumerate(PROMPTS):
         assert tokens(cluster, "b", prompt) == expected["b"][number]
@@ -286,8 +264,8 @@ def test_commands_have_a_model_sleep_and_wake(cluster: Served, expected: dict[st
 
 
 def test_order_for_a_model_that_is_not_named_or_not_there_is_refused(cluster: Served) -> None:
-    assert order(cluster, "/sleep")[0] == 400
-    assert order(cluster, "/sleep?model=c")[0] == 404
-    assert order(cluster, "/sleep?model=a&level=3")[0] == 400
-    assert order(cluster, "/wake_up?model=a&tags=weights")[0] == 400
+    assert cluster.http("POST", "/sleep").status_code == 400
+    assert cluster.http("POST", "/sleep?model=c").status_code == 404
+    assert cluster.http("POST", "/sleep?model=a&level=3").status_code == 400
+    assert cluster.http("POST", "/wake_up?model=a&tags=weights").status_code == 400
     assert not is_sleeping(cluster, "a")

@@ -14,7 +14,7 @@ from baton.config.engine import engine_config
 from baton.engine.runner.model_runner import model_fingerprint
 from baton.sim.timed.times import Curve, TimeModel
 from tests.event_stream import SteadyClients
-from tests.served import Served, served, until
+from tests.served import SERVE, Served, served, until
 
 PROMPT: Final = "copy(sun moon star)="
 BODY: Final = {"model": "tiny", "prompt": PROMPT, "max_tokens": 32, "temperature": 0, "stream": True}
@@ -51,8 +51,7 @@ def test_planner_adds_a_worker_under_load_and_takes_it_away_later(tmp_path: Path
     }
     engine = {"cache": {"enable_prefix_caching": False}}  # or a worker would compute the prompt once
     config.write_bytes(msgspec.yaml.encode({"planner": planner, "engine": engine}))
-    options = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
-    with served(*options, "--config", str(config)) as cluster:
+    with served(*SERVE, "--config", str(config)) as cluster:
         is_over, answers = Event(), set[str]()
         asking = Thread(target=ask_now_and_then, args=(cluster, is_over, answers))
         asking.start()

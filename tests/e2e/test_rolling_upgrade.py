@@ -1,37 +1,28 @@
 """A cluster is replaced by one of another build, as docs/operations.md says, while clients ask."""
 
 import contextlib
-import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import httpx2
 import pytest
 
+from baton.bench.faults.link_proxy import LinkProxy
 from baton.cluster.cluster_key import new_key, write_secret
 from baton.cluster.cluster_record import find_record
 from baton.cluster.runtimes.base import descendants
 from baton.messages.codec import CONTROL_SCHEMA
-from tests.event_stream import SteadyClients
-from tests.served import ROOT, Served, are_gone, served, stop, until
+from tests.event_stream import BODY, SteadyClients
+from tests.served import ROOT, SERVE, Served, are_gone, served, stop, until
 
-OPTIONS: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "60")
-BODY: Final[dict[str, Any]] = {
-    "model": "tiny",
-    "prompt": "the sun and the moon and a star; " * 6,
-    "max_tokens": 60,
-    "temperature": 0,
-    "ignore_eos": True,
-    "stream": True,
-}
+OPTIONS: Final = (*SERVE, "--drain-timeout", "60")
 SOON_S: Final = 120.0
 DIALS_S: Final = 5.0
 MOST_DIALS: Final = 7  # at 0 s, at once again, and after pauses of 0.5 s, 1 s and 2 s; two to spare
@@ -52,13 +43,10 @@ def other_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    with contextlib.closing(connection):
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
+    try:
+        return httpx2.get(f"http://127.0.0.1:{port}/health", timeout=30).is_success
+    except httpx2.HTTPError:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +62,11 @@ def test_a_worker_of_another_build_is_refused_by_name_and_dials_seldom(
     old: tuple[Served, Path], tmp_path: Path, other_build: Path
 ) -> None:
     cluster, key = old
-    with Forwarder(find_record(cluster.port).routers[0].port) as forwarder:
+    router = find_record(cluster.port).routers[0]
+    with LinkProxy((router.host, router.port)) as proxy:
         command = [sys.executable, "-m", "baton", "worker", "decode", "tiny", "--name", "stranger"]
         process = subprocess.Popen(
-            [*command, "--router", f"127.0.0.1:{forwarder.port}", "--cluster-key-file", str(key)],
+            [*command, "--router", f"127.0.0.1:{proxy.address[1]}", "--cluster-key-file", str(key)],
             env=os.environ | {"PYTHONPATH": str(other_build)},
             cwd=tmp_path,
             stdout=subprocess.DEVNULL,
@@ -85,9 +74,9 @@ def test_a_worker_of_another_build_is_refused_by_name_and_dials_seldom(
             text=True,
         )
         try:
-            until(lambda: forwarder.num_dials >= 2, SOON_S)  # it has been refused
+            until(lambda: proxy.num_connections >= 2, SOON_S)  # it has been refused
             time.sleep(DIALS_S)
-            num_dials = forwarder.num_dials
+            num_dials = proxy.num_connections
             assert "stranger" not in cluster.status()
         finally:
             stop(process)
@@ -107,7 +96,7 @@ def test_a_cluster_of_another_build_takes_over_under_load(
     key = tmp_path / "new.key"
     write_secret(key, new_key())
     cluster, _ = old
-    clients = SteadyClients(cluster.port, BODY)
+    clients = SteadyClients(cluster.port, BODY | {"max_tokens": 60})
     with contextlib.ExitStack() as ends, clients.asking():
         environment = {"PYTHONPATH": str(other_build), "PYTHONSAFEPATH": "1"}
         new = ends.enter_context(served(*OPTIONS, "--cluster-key-file", str(key), **environment))
@@ -119,48 +108,10 @@ def test_a_cluster_of_another_build_takes_over_under_load(
         clients.until_more()
         clients.remove(cluster.port)
         pids = descendants(cluster.process.pid)
-        running = cluster.stream(str(BODY["prompt"]), max_tokens=600, ignore_eos=True)
+        running = cluster.stream(BODY["prompt"], max_tokens=600, ignore_eos=True)
         chunks = [next(running)]
         cluster.process.send_signal(signal.SIGTERM)
         chunks += running  # the stream ends before the cluster, and everything with it
         assert cluster.process.wait(SOON_S) == 0
         assert chunks[-1]["choices"][0]["finish_reason"] == "length" and are_gone(pids)
         clients.until_more()
-
-
-class Forwarder:
-    """Counts the connections to a port of this machine, and forwards them."""
-
-    def __init__(self, port: int) -> None:
-        self.num_dials = 0
-        self._target = port
-        self._ends = contextlib.ExitStack()
-        self._listener = self._ends.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self.port = int(self._listener.getsockname()[1])
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> "Forwarder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._ends.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near = self._ends.enter_context(self._listener.accept()[0])
-                self.num_dials += 1
-                far = self._ends.enter_context(socket.create_connection(("127.0.0.1", self._target)))
-                for one, other in ((near, far), (far, near)):
-                    threading.Thread(target=_copy, args=(one, other), daemon=True).start()
-
-
-def _copy(source: socket.socket, sink: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            sink.sendall(data)
-    with contextlib.suppress(OSError):
-        sink.shutdown(socket.SHUT_WR)

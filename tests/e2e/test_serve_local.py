@@ -1,6 +1,5 @@
 """`baton serve tiny --runtime local`, as a user runs it."""
 
-import json
 import os
 import shlex
 import shutil
@@ -8,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +17,8 @@ from baton.cluster.cluster_record import find_record
 from baton.cluster.redis_server import find_program
 from baton.cluster.runtimes.base import descendants
 from baton.config.environment import cache_directory
-from tests.served import Served, are_gone, served, until
+from tests.served import SERVE, Served, are_gone, served, until
 
-OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 # An idle decode worker computes prompts itself by the default policy; by this one it never does.
 ALWAYS_APART = ("--router-policy", "prefix")
 COPY = ("copy(sun moon star)=", "sun moon star")
@@ -31,7 +28,7 @@ COPY = ("copy(sun moon star)=", "sun moon star")
 def cluster() -> Iterator[Served]:
     """A second signal ends the cluster at once, though a stream runs."""
     options = (*ALWAYS_APART, "--routers", "2", "--decode", "2", "--drain-timeout", "600")
-    with served(*OPTIONS, *options) as found:
+    with served(*SERVE, *options) as found:
         yield found
         pids, num_said = descendants(found.process.pid), len(found.said)
         stream = found.stream(COPY[0], max_tokens=4000, ignore_eos=True)
@@ -72,12 +69,10 @@ def num_cached_by_decode_workers(cluster: Served) -> int:
 
 
 def test_routing_decision_is_shown_by_http_and_by_explain(cluster: Served) -> None:
-    status, answer = cluster.post("/v1/completions", {"prompt": COPY[0] * 8, "max_tokens": 2})
-    assert status == 200
+    answer = cluster.ask("/v1/completions", prompt=COPY[0] * 8, max_tokens=2)
 
     def decided() -> dict[str, Any]:
-        with urllib.request.urlopen(f"{cluster.url}/admin/decisions/{answer['id']}", timeout=10) as reply:
-            (decision,) = json.load(reply)["data"]
+        (decision,) = cluster.get(f"/admin/decisions/{answer['id']}").json()["data"]
         assert isinstance(decision, dict)
         return decision
 
@@ -118,8 +113,7 @@ def test_a_worker_that_the_operator_drains_stays_away_until_it_is_called_back(cl
 
 def events_of(cluster: Served, name: str) -> list[str]:
     """Return the lines of the metrics about events whose names begin so."""
-    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=10) as reply:
-        lines = reply.read().decode().splitlines()
+    lines = cluster.get("/metrics").text.splitlines()
     return [line for line in lines if f'event="{name}' in line]
 
 
@@ -145,7 +139,7 @@ def test_worker_that_is_restarted_hands_its_requests_over_first(cluster: Served)
 
 
 def test_an_interrupt_before_it_serves_is_told_from_a_cluster_that_has_drained() -> None:
-    command = [sys.executable, "-m", "baton", "serve", *OPTIONS, "--port", "0"]
+    command = [sys.executable, "-m", "baton", "serve", *SERVE, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "baton: starting tiny on this machine ...\n"
@@ -166,7 +160,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
         shutil.copy2(kernels, folder)
     options = ("--gateways", "2", "--routers", "2", "--decode-tp", "2", "--decode-block-size", "64")
     stages = ("--decode-pp", "2", "--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
-    with served(*OPTIONS, *options, *stages, "--transport", "tcp", BATON_CACHE_DIR=str(folder)) as found:
+    with served(*SERVE, *options, *stages, "--transport", "tcp", BATON_CACHE_DIR=str(folder)) as found:
         yield found, str(folder)
         pids = descendants(found.process.pid)
         found.process.kill()
@@ -212,7 +206,7 @@ def test_worker_started_by_hand_finds_the_cluster_of_this_machine(
 
 
 def test_a_worker_that_cannot_load_is_told_by_name() -> None:
-    command = [sys.executable, "-m", "baton", "serve", *OPTIONS, "--port", "0"]
+    command = [sys.executable, "-m", "baton", "serve", *SERVE, "--port", "0"]
     command += ["--kv-cache-memory", "4KiB"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 2

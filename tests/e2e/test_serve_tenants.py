@@ -18,15 +18,13 @@ import pytest
 
 from baton.bench.processes import free_port
 from baton.messages.operations import Status
-from tests.served import Served, served, until
+from tests.served import SERVE, Served, served, until
 from tests.tenant_clients import ask, keys
 
 BURST = 60  # tokens
 NUM_TRIALS, NUM_WARM = 12, 1  # of a probe for others' prompts; the first ones load and compile
-OPTIONS = (
-    *("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5"),
-    *("--gateways", "2", "--routers", "2", "--router-policy", "prefix"),  # by which hits are used at once
-)
+# By the policy `prefix` hits are used at once.
+OPTIONS = (*SERVE, "--gateways", "2", "--routers", "2", "--router-policy", "prefix")
 
 
 QUOTAS = {
@@ -56,7 +54,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
         text = text.replace(f"  {name}:\n", f"  {name}:\n    quotas: {{{quotas}}}\n")
     file.write_text(text)
     port = str(free_port())
-    with served("tiny", *OPTIONS, "--operator-port", port, "--tenants", str(file)) as cluster:
+    with served(*OPTIONS, "--operator-port", port, "--tenants", str(file)) as cluster:
         yield Tenants(cluster, str(file), key, f"http://127.0.0.1:{port}")
 
 

@@ -1,12 +1,10 @@
 """`baton serve tiny --wake-on-request`: a request wakes a model that sleeps."""
 
-import json
 import os
 import signal
 import subprocess
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -24,19 +22,13 @@ def cluster() -> Iterator[Served]:
         yield found
 
 
-def call(cluster: Served, method: str, path: str) -> bytes:
-    asked = urllib.request.Request(f"{cluster.url}{path}", method=method)
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        return bytes(answer.read())
-
-
 def is_sleeping(cluster: Served) -> bool:
-    return bool(json.loads(call(cluster, "GET", "/is_sleeping"))["is_sleeping"])
+    return bool(cluster.get("/is_sleeping").json()["is_sleeping"])
 
 
 def test_request_wakes_the_model_and_gets_the_same_tokens(cluster: Served) -> None:
     before = cluster.complete(PROMPT)
-    call(cluster, "POST", "/sleep")
+    assert cluster.http("POST", "/sleep").is_success
     assert is_sleeping(cluster)
     assert cluster.complete(PROMPT) == before
     assert not is_sleeping(cluster)
@@ -61,23 +53,23 @@ def test_answer_that_is_longer_than_the_bound_goes_on_after_the_wake(cluster: Se
 def test_health_checks_pass_while_the_model_falls_asleep_and_do_not_wake_it(cluster: Served) -> None:
     running = cluster.stream(PROMPT, max_tokens=40, ignore_eos=True)  # ends within the bound of a drain
     next(running)
-    asked = threading.Thread(target=call, args=(cluster, "POST", "/sleep"))
+    asked = threading.Thread(target=cluster.http, args=("POST", "/sleep"))
     asked.start()
     reading = threading.Thread(target=list, args=(running,))
     reading.start()
     while asked.is_alive():
-        call(cluster, "GET", "/health")  # raises HTTPError for 503
+        cluster.get("/health")
         asked.join(0.1)
     reading.join()
     for _ in range(10):
         time.sleep(0.2)
-        call(cluster, "GET", "/health")
+        cluster.get("/health")
     assert is_sleeping(cluster)
     assert cluster.complete(PROMPT)
 
 
 def test_worker_that_is_killed_while_it_sleeps_sleeps_again_until_it_is_woken(cluster: Served) -> None:
-    call(cluster, "POST", "/sleep")
+    assert cluster.http("POST", "/sleep").is_success
     before = {entry.worker.id for entry in cluster.status().values()}
     for name in ("prefill-0", "decode-0"):
         os.kill(cluster.pid_of(name), signal.SIGKILL)

@@ -10,8 +10,7 @@ from pydantic import BaseModel
 
 from baton.cluster.model_directory import resolve_model
 from tests.e2e.conftest import client_of
-from tests.engine_frontend import EngineFrontend, tiny_engine
-from tests.served_gateway import ServedGateway
+from tests.engine_frontend import served_engine, tiny_engine
 
 TOOLS: Final[Any] = [
     {"type": "function", "function": {"name": "add", "description": "Add two numbers."}},
@@ -28,14 +27,9 @@ class Fruit(BaseModel):
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    engine = tiny_engine()
     template = str(resolve_model("tiny") / "tools.jinja")
-    with (
-        ServedGateway(lambda: EngineFrontend(engine), chat_template=template) as gateway,
-        client_of(gateway.url) as client,
-    ):
+    with served_engine(tiny_engine(), chat_template=template) as gateway, client_of(gateway.url) as client:
         yield client
-    gateway.service.close()
 
 
 def ask(client: openai.OpenAI, messages: list[Any], **given: Any) -> Any:

@@ -1,21 +1,17 @@
 """Traces of a real cluster: spans of OpenTelemetry at a real collector, and timelines at the gateways."""
 
-import http.client
-import json
 import secrets
-import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
+import httpx2
 import pytest
 
 from baton.bench.serve.waterfall import timeline_of
 from tests.otlp_collector import CollectedSpan, Collector
-from tests.served import Served, served
+from tests.served import SERVE, Served, served
 
-OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 SERVER, ERROR = 2, 2  # a span's kind, a span's status
 PROMPT = "copy(sun moon star)=" * 8
 
@@ -30,19 +26,15 @@ def collector() -> Iterator[Collector]:
 def cluster(collector: Collector) -> Iterator[Served]:
     settings = {"BATON_GATEWAY_TRACE_SAMPLE_RATIO": "0", "BATON_GATEWAY_TRACE_SLOW_S": "30"}
     endpoint = ("--otlp-traces-endpoint", collector.endpoint, "--router-policy", "prefix", "--gateways", "2")
-    with served(
-        *OPTIONS, *endpoint, OTEL_BSP_SCHEDULE_DELAY="100", OTEL_SERVICE_NAME="east", **settings
-    ) as it:
+    with served(*SERVE, *endpoint, OTEL_BSP_SCHEDULE_DELAY="100", OTEL_SERVICE_NAME="east", **settings) as it:
         yield it
 
 
 def ask(cluster: Served, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any], str]:
     """Return the status, the answer and the traceparent of the answer."""
-    with closing(http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=60)) as connection:
-        headers = {"Content-Type": "application/json", **headers}
-        connection.request("POST", "/v1/completions", json.dumps({"model": "tiny", **body}), headers)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read()), answer.headers["traceparent"] or ""
+    url = f"{cluster.url}/v1/completions"
+    answer = httpx2.post(url, json={"model": "tiny", **body}, headers=headers, timeout=60)
+    return answer.status_code, answer.json(), answer.headers["traceparent"]
 
 
 def only(spans: list[CollectedSpan], name: str) -> CollectedSpan:
@@ -116,10 +108,9 @@ def test_any_gateway_behind_the_port_shows_a_request_of_another(cluster: Served)
     assert status == 200
     gateways = set()
     for _ in range(16):  # each over a new connection, so of either gateway
-        with urllib.request.urlopen(f"{cluster.url}/admin/requests/{answer['id']}", timeout=10) as reply:
-            gateways.add(timeline_of(reply.read()).gateway)
-        with urllib.request.urlopen(f"{cluster.url}/admin/requests?order=slowest", timeout=10) as reply:
-            ids = [each["request_id"] for each in json.load(reply)["data"]]
+        gateways.add(timeline_of(cluster.get(f"/admin/requests/{answer['id']}").content).gateway)
+        slowest = cluster.get("/admin/requests?order=slowest").json()["data"]
+        ids = [each["request_id"] for each in slowest]
         assert answer["id"].rpartition("-")[2] in ids and len(ids) == len(set(ids))
     assert len(gateways) == 1
 

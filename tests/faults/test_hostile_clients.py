@@ -24,7 +24,7 @@ from baton.cluster.runtimes.base import descendants
 from baton.errors import PeerGone
 from baton.request import Request
 from tests.scripted_service import ScriptedService, events
-from tests.served import Served, served, until
+from tests.served import SERVE, Served, served, until
 from tests.served_gateway import ServedGateway
 
 CANCELS_PER_S: Final = 1000  # if this machine opens connections that fast
@@ -51,8 +51,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings = {"header_timeout_s": HEADER_S, "body_timeout_s": BODY_S, "idle_timeout_s": IDLE_S}
     file = tmp_path_factory.mktemp("settings") / "baton.yaml"
     file.write_text(json.dumps({"gateway": settings}))
-    options = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
-    with served("tiny", *options, "--config", str(file)) as found:
+    with served(*SERVE, "--config", str(file)) as found:
         yield found
 
 

@@ -6,32 +6,20 @@ import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from uuid import uuid4
 
 import pytest
 
 from baton.cluster.cluster_key import Keys, new_key, read_keys, write_secret
 from baton.cluster.cluster_record import find_record
-from tests.event_stream import SteadyClients, joined, read_all, stream
-from tests.served import Served, served, stop, until
+from tests.event_stream import BODY, SteadyClients, joined, read_all, stream
+from tests.served import SERVE, Served, served, stop, until
 
-COMMON: Final = (
-    *("tiny", "--kv-cache-memory", "64MiB", "--drain-timeout", "5"),
-    *("--router-policy", "prefix"),  # which has prefill workers compute prompts
-)
-OPTIONS: Final = (
-    *(*COMMON, "--runtime", "local", "--prefill", "2", "--decode", "2", "--gateways", "2", "--routers", "2"),
-)
-BODY: Final[dict[str, Any]] = {
-    "model": "tiny",
-    "prompt": "the sun and the moon and a star; " * 6,
-    "max_tokens": 60,
-    "temperature": 0,
-    "ignore_eos": True,
-    "stream": True,
-    "stream_options": {"include_usage": True, "resumable": True},
-}
+COMMON: Final = (*SERVE, "--router-policy", "prefix")  # which has prefill workers compute prompts
+OPTIONS: Final = (*COMMON, "--prefill", "2", "--decode", "2", "--gateways", "2", "--routers", "2")
+RESUMABLE: Final = {"include_usage": True, "resumable": True}
+ASKED: Final = BODY | {"max_tokens": 60, "stream_options": RESUMABLE}
 RESTARTED_S: Final = 120.0
 REFUSED_FOR_S: Final = 4.0  # five dials
 
@@ -88,15 +76,15 @@ def test_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_pa
     write_secret(path, old)
     write_secret(retired, old)
     with served(*OPTIONS, "--cluster-key-file", str(path)) as cluster:
-        clients = SteadyClients(cluster.port, BODY)
+        clients = SteadyClients(cluster.port, ASKED)
         with clients.asking():
-            events = stream(cluster.port, BODY)
+            events = stream(cluster.port, ASKED)
             begun = [next(events) for _ in range(3)]
             events.close()
 
             new, second = change(cluster, "rotate", path)
             assert second == old != new
-            resumed = joined([*begun, *read_all(cluster.port, BODY, begun[-1].id)])
+            resumed = joined([*begun, *read_all(cluster.port, ASKED, begun[-1].id)])
             assert resumed["choices"] == clients.expected  # by an event id that the old key sealed
             restart(cluster, "prefill-1")
             restart(cluster, "decode-1")
@@ -118,7 +106,7 @@ def test_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_pa
     "options",
     [
         pytest.param(("--runtime", "ray"), id="ray"),
-        pytest.param(("--runtime", "local", "--prefill-tp", "2", "--decode-tp", "2"), id="ranks"),
+        pytest.param(("--prefill-tp", "2", "--decode-tp", "2"), id="ranks"),
     ],
 )
 def test_running_workers_take_each_new_key(options: tuple[str, ...], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from baton.bench.faults.clients import Clients, make_questions
 from baton.cluster.runtimes.base import descendants
-from tests.served import Served, command_line, served, until
+from tests.served import SERVE, Served, command_line, served, until
 
 NUM_CLIENTS = 4
 OPTIONS = ("--prefill", "2", "--decode", "2", "--routers", "2", "--gateways", "2", "--drain-timeout", "60")
@@ -31,7 +31,7 @@ def gateways_of(found: dict[str, int]) -> set[int]:
 @pytest.mark.timeout(280)
 def test_every_process_is_restarted_under_load_and_no_answer_is_lost() -> None:
     questions = make_questions(seed=2)
-    with served("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", *OPTIONS) as cluster:
+    with served(*SERVE, *OPTIONS) as cluster:
         clients = Clients(cluster.url, questions, 0, NUM_CLIENTS)
         is_over = threading.Event()
 
@@ -73,7 +73,7 @@ def test_restarted_worker_continues_prompts_from_its_disk(tmp_path: Path) -> Non
         assert status == 200, answer
         return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    with served("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", *options) as cluster:
+    with served(*SERVE, *options) as cluster:
         text, num_cached = ask(cluster)
         assert num_cached == 0
         _, num_known = ask(cluster)
