@@ -1,13 +1,10 @@
 """A whole endpoint with its ledger and its loop, in the test's process or in one of its own.
 
-A source asks a destination for a grant over a Unix socket of the tests: in a cluster, both workers hear of
-the request from the router instead.
+`send` and `begin` have the destination grant pages, as the router does in a cluster.
 """
 
 import hashlib
-import json
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +32,7 @@ from tests.remote import Remote
 from tests.transfer_ends import KEY
 from tests.waiting import wait_for
 
-__all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProcess", "layout"]
+__all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProcess", "ask", "layout"]
 
 NUM_PAGES: Final = 64
 DEADLINE_S: Final = 20.0
@@ -61,8 +58,9 @@ class Host:
         num_layer_groups: int = 1,
         has_digests: bool = True,
     ) -> None:
-        """num_ranks: those beside rank 0 are processes; is_shared is for rank 0's pool. num_layer_groups: of
-        what `send` moves, whose second half leaves group by group.
+        """num_ranks: ranks other than rank 0 are processes. is_shared: rank 0's pool is in shared memory.
+
+        num_layer_groups: `send` offers the second half of its pages in so many groups of layers.
         """
         self._num_layer_groups = num_layer_groups
         cut = layout(page_size, head_dim, num_ranks, num_kv_heads)
@@ -98,10 +96,6 @@ class Host:
         self._links: dict[tuple[str, int], Link] = {}
         self._prompts: dict[bytes, tuple[list[int], list[int], int]] = {}  # pages, not offered, units
         self.granted: dict[bytes, GrantedTransfer] = {}
-        self._grants = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._grants.bind(_grant_address(self.address()))
-        self._grants.listen()
-        threading.Thread(target=self._serve_grants, daemon=True).start()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -147,11 +141,20 @@ class Host:
         return self.outcome(transfer.hex())
 
     def send(
-        self, address: Sequence[Any], num_units: int, *, abort_at: str = "", delay_s: float = 0.0
+        self,
+        destination: "Host | HostProcess",
+        num_units: int,
+        *,
+        abort_at: str = "",
+        delay_s: float = 0.0,
     ) -> str:
         """Move pages of our own in two offers; the outcome here. Their contents' digest is `sent`."""
         self.abort_at(abort_at)
-        transfer = self.ask(address, num_units)
+        transfer = ask(self, destination, num_units, num_layer_groups=self._num_layer_groups)
+        return self.send_granted(transfer, num_units, abort_at, delay_s)
+
+    def send_granted(self, transfer: bytes, num_units: int, abort_at: str = "", delay_s: float = 0.0) -> str:
+        """Send as `send` does, once the grant that was asked for has come."""
         if not self._is_granted(transfer):
             return "failed"
         self._call(lambda: self._start(transfer, num_units))
@@ -161,10 +164,17 @@ class Host:
         return self.outcome(transfer.hex())
 
     def begin(
-        self, address: Sequence[Any], num_units: int, num_offered: int = 0, *, deadline_s: float = 10
+        self,
+        destination: "Host | HostProcess",
+        num_units: int,
+        num_offered: int = 0,
+        *,
+        deadline_s: float = 10,
     ) -> str:
         """Start a transfer of which so many units are offered, whole pages of them; its id."""
-        return self.begin_granted(self.ask(address, num_units, deadline_s=deadline_s), num_units, num_offered)
+        groups = {"num_layer_groups": self._num_layer_groups}
+        transfer = ask(self, destination, num_units, deadline_s=deadline_s, **groups)
+        return self.begin_granted(transfer, num_units, num_offered)
 
     def begin_granted(self, transfer: bytes, num_units: int, num_offered: int = 0) -> str:
         """As `begin`, once the grant that was asked for has come."""
@@ -200,10 +210,6 @@ class Host:
 
         self._call(forget)
 
-    def send_forever(self, address: Sequence[Any], num_units: int) -> None:
-        while True:
-            self.send(address, num_units)
-
     def grant(
         self, source: Sequence[Any], transfer: str, num_units: int, deadline_s: float = 10, **options: Any
     ) -> None:
@@ -217,52 +223,12 @@ class Host:
 
         self._call(grant)
 
-    def ask(self, address: Sequence[Any], num_units: int, *, deadline_s: float = 10) -> bytes:
-        """Have the host at `address` grant pages; the transfer's id.
-
-        TransferFailed if the host is not there, or cannot grant. A host that stands still does not answer.
-        """
-        transfer = secrets.token_bytes(16)
-        asked = self.address(), transfer.hex(), num_units, deadline_s, self._num_layer_groups
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(GRANT_S)
-            try:
-                sock.connect(_grant_address(address))
-                sock.send(json.dumps(asked).encode())
-                answer = sock.recv(4096).decode()
-            except TimeoutError:
-                return transfer
-            except OSError as error:
-                raise TransferFailed(f"the destination cannot be reached: {error}") from error
-        if answer != "granted":
-            raise TransferFailed(answer or "the destination died")
-        return transfer
-
     def _is_granted(self, transfer: bytes) -> bool:
-        """Wait for the grant; whether it has come in time."""
-        until_s = time.monotonic() + GRANT_S
-        while transfer not in self.granted and transfer not in self._ended:
-            if time.monotonic() > until_s:
-                return False
-            time.sleep(0.0005)
-        return True
-
-    def _serve_grants(self) -> None:
-        while True:
-            try:
-                sock, _ = self._grants.accept()
-            except OSError:
-                return  # closed
-            with sock, suppress(ConnectionError):  # a source may be killed at any moment
-                asked = sock.recv(1024)
-                if not asked:
-                    continue
-                source, transfer, num_units, deadline_s, num_groups = json.loads(asked)
-                try:
-                    self.grant(source, transfer, num_units, deadline_s, num_layer_groups=num_groups)
-                    sock.send(b"granted")
-                except Exception as error:
-                    sock.send(repr(error).encode()[:4096])
+        """Wait for the grant; return whether it has come in time."""
+        with suppress(TimeoutError):
+            wait_for(lambda: transfer in self.granted or transfer in self._ended, GRANT_S)
+            return True
+        return False
 
     def _start(self, transfer: bytes, num_units: int) -> None:
         endpoint, ledger = self.endpoint, self.ledger
@@ -317,8 +283,6 @@ class Host:
 
     def close(self) -> None:
         self._is_closed = True
-        self._grants.shutdown(socket.SHUT_RDWR)
-        self._grants.close()
         self._thread.join()
         self.endpoint.close()
         for other in self.others:
@@ -368,13 +332,15 @@ class Host:
         return future.result(DEADLINE_S)
 
 
-def _grant_address(address: Sequence[Any]) -> str:
-    """The abstract Unix socket of the host whose endpoint listens at `address`."""
-    return f"\0baton-tests-grants-{address[1]}"
-
-
 class HostProcess(Remote):
     """A host in a process of its own."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(Host, **settings)
+
+
+def ask(source: Host | HostProcess, destination: Host | HostProcess, num_units: int, **options: Any) -> bytes:
+    """Have the destination grant pages to the source; return the transfer's id. options: of `Host.grant`."""
+    transfer = secrets.token_bytes(16)
+    destination.grant(source.address(), transfer.hex(), num_units, **options)
+    return transfer

@@ -60,20 +60,16 @@ class Rank:
 
 
 class RankProcess(Remote):
-    """Not yet there when it is made: its agent comes to the endpoint that is made next."""
+    """A `Rank` in a process. It starts at once, and its agent connects to the endpoint that is made next."""
 
     def __init__(self, sidecar: RankSidecar, layout: PageLayout, rank: int, num_pages: int) -> None:
         super().__init__(Rank, sidecar, layout, rank, num_pages)
         self._layout = layout
 
-    def fill(self, seed: int) -> None:
-        self.call("fill", seed)
-
-    def pass_mark(self, mark: int) -> None:
-        self.call("pass_mark", mark)
-
     def pages(self, pages: Sequence[int]) -> Tensor:
-        content = bytearray(self.call("pages", pages))
+        """Return the contents of pages."""
+        self.start_call("pages", pages)
+        content = bytearray(self.result())
         return torch.frombuffer(content, dtype=torch.bfloat16).view(shape_of(self._layout, len(pages)))
 
     def close(self) -> None:

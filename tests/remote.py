@@ -3,11 +3,11 @@
 The processes are forked from one that has imported what they need: importing torch takes seconds of a core.
 """
 
-import contextlib
 import multiprocessing
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Final, Self
 
@@ -42,21 +42,31 @@ class Remote:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def call(self, name: str, *arguments: object) -> Any:
-        """Return the method's result. TransferFailed, with the text of the error: the method raised."""
-        self.begin(name, *arguments)
-        return self.result()
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return the object's method of this name. TransferFailed has the text of its error."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*arguments: object, **settings: object) -> Any:
+            self.start_call(name, *arguments, **settings)
+            return self.result()
+
+        return call
+
+    def start_call(self, name: str, /, *arguments: object, **settings: object) -> None:
+        """Call a method and do not wait; no other call may follow before `result`."""
+        with suppress(ConnectionError):  # the process has died, as `result` says
+            self._connection.send((name, arguments, settings))
 
     def result(self) -> Any:
-        """The result of the call that has begun. TransferFailed as `call`."""
-        result, error = self._connection.recv()
+        """Return the result of the call that has begun. TransferFailed: it raised, or the process died."""
+        try:
+            result, error = self._connection.recv()
+        except (EOFError, ConnectionError) as ended:
+            raise TransferFailed("the process has died") from ended
         if error is not None:
             raise TransferFailed(error)
         return result
-
-    def begin(self, name: str, *arguments: object) -> None:
-        """Call a method and do not wait; no other call may follow before `result`."""
-        self._connection.send((name, arguments))
 
     def signal(self, number: signal.Signals) -> None:
         """Send SIGSTOP or SIGCONT, and wait until it has taken effect."""
@@ -81,11 +91,11 @@ class Remote:
 
 def _serve(connection: Connection, factory: Callable[..., Any], arguments: Any, settings: Any) -> None:
     served = factory(*arguments, **settings)
-    with contextlib.suppress(EOFError):  # no more calls come
+    with suppress(EOFError):  # no more calls come
         while True:
-            name, values = connection.recv()
+            name, values, options = connection.recv()
             try:
-                result, error = getattr(served, name)(*values), None
+                result, error = getattr(served, name)(*values, **options), None
             except Exception as raised:
                 result, error = None, repr(raised)
             connection.send((result, error))

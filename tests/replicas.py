@@ -5,10 +5,19 @@ from typing import Final, TypeAlias
 
 import pytest
 
-from tests.endpoint_host import NUM_PAGES, Host
+from tests.endpoint_host import NUM_PAGES, Host, HostProcess
 from tests.waiting import wait_for
 
-__all__ = ["BACK_S", "NUM_KV_HEADS", "NUM_UNITS", "Replicas", "all_back_s", "new_replica", "replicas"]
+__all__ = [
+    "BACK_S",
+    "NUM_KV_HEADS",
+    "NUM_UNITS",
+    "Replicas",
+    "all_back_s",
+    "assert_handed_over",
+    "new_replica",
+    "replicas",
+]
 
 NUM_UNITS: Final = 24
 NUM_KV_HEADS: Final = 4
@@ -43,11 +52,17 @@ def new_replica(num_ranks: int, page_size: int = 16, transport: str = "auto") ->
     )
 
 
-def all_back_s(*hosts: Host) -> float:
-    """Seconds until all pages of all hosts are free, and known to nobody."""
+def all_back_s(*hosts: Host | HostProcess) -> float:
+    """Return the seconds until all pages of all hosts are free, and known to nobody."""
 
-    def is_back(host: Host) -> bool:
+    def is_back(host: Host | HostProcess) -> bool:
         counts = host.counts()
-        return counts["FREE"] == host.ledger.num_pages and not counts["open"]
+        return not any(counts[state] for state in ("ACTIVE", "CACHED", "LEASED", "QUARANTINED", "open"))
 
     return wait_for(lambda: all(is_back(host) for host in hosts))
+
+
+def assert_handed_over(source: Host, destination: Host | HostProcess, num_units: int = NUM_UNITS) -> None:
+    """Send pages, and compare what the destination adopts with them."""
+    assert source.send(destination, num_units) == "handed_over"
+    assert destination.ended()[-1] == ("adopted", "", source.sent)

@@ -1,6 +1,5 @@
-import socket
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -12,17 +11,19 @@ __all__ = ["ranks_are_forked", "replicas"]
 
 
 @pytest.fixture
-def free_ports() -> list[int]:
-    """Three, that nobody listens on."""
-    with ExitStack() as ends:
-        held = [ends.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-        return [each.getsockname()[1] for each in held]
+def make_host() -> Iterator[Callable[..., Host]]:
+    """Make hosts in this process, with random contents of a seed, and close them after the test."""
+    with ExitStack() as stack:
+
+        def make(seed: int = 1, **settings: object) -> Host:
+            host = stack.enter_context(closing(Host(**settings)))  # type: ignore[arg-type]
+            host.fill(seed)
+            return host
+
+        yield make
 
 
 @pytest.fixture
-def source(transport: str) -> Iterator[Host]:
+def source(transport: str, make_host: Callable[..., Host]) -> Host:
     """A source in this process, over the transport of the test's parameter."""
-    host = Host(is_shared=False, transport=transport)
-    host.fill(1)
-    yield host
-    host.close()
+    return make_host(is_shared=False, transport=transport)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.endpoint_host import NUM_PAGES, Host, HostProcess
-from tests.faults.test_endpoint import BACK_S, NUM_UNITS, all_back_s
+from tests.replicas import BACK_S, NUM_UNITS, all_back_s
 from tests.waiting import wait_for
 
 POINTS = ("start", "after Grant", "half", "all", "before Verified")
@@ -25,15 +25,14 @@ def test_pages_come_back_over_the_next_link(
     def cut(transfer: bytes, reason: str) -> None:
         source.endpoint.link_of(transfer)._stream._connection.close()
 
-    address = destination.call("address")
-    assert source.send(address, NUM_UNITS) == "handed_over"
+    assert source.send(destination, NUM_UNITS) == "handed_over"
     with monkeypatch.context() as patch:
         patch.setattr(source.endpoint, "abort", cut)  # what the host does at the point
-        assert source.send(address, NUM_UNITS, abort_at=point) in ("failed", "handed_over")
+        assert source.send(destination, NUM_UNITS, abort_at=point) in ("failed", "handed_over")
     # Handed over once the destination knows of the cut.
-    wait_for(lambda: source.send(address, NUM_UNITS) == "handed_over")
+    wait_for(lambda: source.send(destination, NUM_UNITS) == "handed_over")
     assert all_back_s(source, destination) < BACK_S
-    assert {end[0] for end in destination.call("ended")} <= {"adopted", "recompute"}
+    assert {end[0] for end in destination.ended()} <= {"adopted", "recompute"}
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -41,7 +40,7 @@ def test_pages_come_back_from_a_source_that_closes_and_whose_process_lives(
     destination: HostProcess, transport: str
 ) -> None:
     source = Host(is_shared=False, transport=transport)
-    source.begin(destination.call("address"), NUM_UNITS)
-    assert destination.call("counts")["FREE"] < NUM_PAGES
+    source.begin(destination, NUM_UNITS)
+    assert destination.counts()["FREE"] < NUM_PAGES
     source.close()
-    wait_for(lambda: destination.call("counts")["FREE"] == NUM_PAGES)
+    wait_for(lambda: destination.counts()["FREE"] == NUM_PAGES)

@@ -1,13 +1,14 @@
 """Hand-offs between pools on a GPU, and between a GPU and a CPU, of endpoints in two processes."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from tests.endpoint_host import NUM_PAGES, Host, HostProcess
+from tests.replicas import assert_handed_over
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-NUM_UNITS = 24
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
@@ -21,17 +22,19 @@ NUM_UNITS = 24
         ("auto", ("cpu", "cuda"), "tcp"),
     ],
 )
-def test_pages_arrive_exactly(asked: str, devices: tuple[str, str], expected: str, page_size: int) -> None:
-    source = Host(is_shared=False, transport=asked, device=devices[0])
-    source.fill(1)
+def test_pages_arrive_exactly(
+    asked: str,
+    devices: tuple[str, str],
+    expected: str,
+    page_size: int,
+    make_host: Callable[..., Host],
+) -> None:
+    source = make_host(is_shared=False, transport=asked, device=devices[0])
     with HostProcess(page_size=page_size, device=devices[1]) as destination:
         for _ in range(3):
-            assert source.send(destination.call("address"), NUM_UNITS) == "handed_over"
-            outcome, _, digest = destination.call("ended")[-1]
-            assert (outcome, digest) == ("adopted", source.sent)
+            assert_handed_over(source, destination)
         opened = source.transports()
         if expected == "nccl" and opened["tcp"] and torch.cuda.device_count() == 1:
             pytest.skip("two ranks on one GPU need NCCL 2.30: tcp took over, exactly")
         assert opened[expected] == 1
         assert source.counts()["FREE"] == NUM_PAGES
-    source.close()

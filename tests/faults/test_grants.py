@@ -1,7 +1,7 @@
 """Transfers are granted under the id that both workers know, from any token on that starts a page of both."""
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +16,13 @@ NUM_UNITS = 4
 
 
 @pytest.fixture
-def source() -> Iterator[Host]:
-    made = Host(is_shared=False)
-    yield made
-    made.close()
+def source(make_host: Callable[..., Host]) -> Host:
+    return make_host(is_shared=False)
 
 
 @pytest.fixture
-def destination() -> Iterator[Host]:
-    made = Host(page_size=64, num_pages=NUM_PAGES // 4)
-    yield made
-    made.close()
+def destination(make_host: Callable[..., Host]) -> Host:
+    return make_host(page_size=64, num_pages=NUM_PAGES // 4)
 
 
 def grant(source: Host, destination: Host, transfer: bytes, **options: Any) -> None:

@@ -2,11 +2,11 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.endpoint_host import NUM_PAGES, Host
+from tests.endpoint_host import NUM_PAGES, Host, ask
 from tests.rank_process import fill
 from tests.waiting import wait_for
 
@@ -59,7 +59,7 @@ def test_no_page_leaves_before_every_rank_has_written_it(
         if rank != late:
             compute_late(source, rank, mark, seed=2)
     num_ended = len(destination.ended())
-    transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS)
+    transfer = source.begin(destination, NUM_UNITS, NUM_UNITS)
     pages = source._prompts[bytes.fromhex(transfer)][0]
     time.sleep(LONG_S)
     assert len(destination.ended()) == num_ended
@@ -83,7 +83,7 @@ def test_no_page_is_granted_while_a_step_may_still_write_it(
         if rank != late:
             compute_late(destination, rank, mark, seed=4)
     num_ended = len(destination.ended())
-    asked = source.ask(destination.address(), NUM_UNITS)
+    asked = ask(source, destination, NUM_UNITS)
     wait_for(lambda: destination.counts()["LEASED"] > 0)
     time.sleep(LONG_S)
     assert asked not in source.granted
@@ -97,19 +97,19 @@ def test_no_page_is_granted_while_a_step_may_still_write_it(
     assert destination.ended()[-1] == ("adopted", "", sent)
 
 
-def test_pages_that_no_step_has_touched_are_granted_under_a_running_step() -> None:
-    source, destination = Host(), Host()
+def test_pages_that_no_step_has_touched_are_granted_under_a_running_step(
+    make_host: Callable[..., Host],
+) -> None:
+    source, destination = make_host(), make_host()
     launch(destination)
-    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-    source.close()
-    destination.close()
+    assert source.send(destination, NUM_UNITS) == "handed_over"
 
 
 def test_an_abort_ends_a_transfer_that_waits_for_a_step_once_the_step_has_passed(
     source: Host, destination: Host
 ) -> None:
     mark = launch(source)
-    transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS)
+    transfer = source.begin(destination, NUM_UNITS, NUM_UNITS)
     source._call(lambda: source.endpoint.abort(bytes.fromhex(transfer), "the test aborts"))
     for rank in range(1 + len(source.others)):
         compute_late(source, rank, mark, seed=2)

@@ -6,10 +6,17 @@ from contextlib import closing
 
 import pytest
 
-from baton.errors import TransferFailed
 from baton.kvtransfer.transports.tcp import TcpSender
-from tests.endpoint_host import NUM_PAGES, HostProcess
-from tests.replicas import BACK_S, NUM_KV_HEADS, NUM_UNITS, Replicas, all_back_s, new_replica
+from tests.endpoint_host import NUM_PAGES, HostProcess, ask
+from tests.replicas import (
+    BACK_S,
+    NUM_KV_HEADS,
+    NUM_UNITS,
+    Replicas,
+    all_back_s,
+    assert_handed_over,
+    new_replica,
+)
 from tests.waiting import wait_for
 
 
@@ -20,8 +27,8 @@ def test_a_killed_rank_of_the_source_fails_its_transfers_and_no_page_stays(
     destination = replicas("destination", 1)
     with closing(new_replica(2, transport=transport)) as source:
         source.fill(1)
-        assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-        transfer = source.begin(destination.address(), NUM_UNITS)
+        assert source.send(destination, NUM_UNITS) == "handed_over"
+        transfer = source.begin(destination, NUM_UNITS)
         wait_for(lambda: destination.counts()["LEASED"] + destination.counts()["QUARANTINED"] > 0)
         source.others[0].kill()
         assert source.outcome(transfer) == "failed"
@@ -30,7 +37,7 @@ def test_a_killed_rank_of_the_source_fails_its_transfers_and_no_page_stays(
         assert source.ended()[-1][1] in ("rank 1 is lost", "aborted: the source's process died")
         assert all_back_s(source, destination) < BACK_S
         assert destination.ended()[-1][0] in ("recompute", "refused")
-        assert source.outcome(source.begin(destination.address(), NUM_UNITS)) == "failed"
+        assert source.outcome(source.begin(destination, NUM_UNITS)) == "failed"
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
@@ -39,16 +46,16 @@ def test_a_killed_rank_of_the_destination_fails_its_transfers_alone(
 ) -> None:
     source, other = replicas("source", 2, transport=transport), replicas("destination", 1)
     with closing(new_replica(2)) as destination:
-        assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-        transfer = source.begin(destination.address(), NUM_UNITS)
+        assert source.send(destination, NUM_UNITS) == "handed_over"
+        transfer = source.begin(destination, NUM_UNITS)
         wait_for(lambda: destination.counts()["FREE"] < NUM_PAGES)
         destination.others[0].kill()
         assert source.outcome(transfer) == "failed"
         assert destination.ended()[-1][:2] == ("recompute", "rank 1 is lost")
         assert all_back_s(source, destination) < BACK_S
-        assert source.send(destination.address(), NUM_UNITS) == "failed"
+        assert source.send(destination, NUM_UNITS) == "failed"
         assert "rank 1 is lost" in source.ended()[-1][1]
-        assert source.send(other.address(), NUM_UNITS) == "handed_over"
+        assert source.send(other, NUM_UNITS) == "handed_over"
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
@@ -58,8 +65,8 @@ def test_a_rank_of_the_source_killed_while_it_writes_leaves_no_page_behind(
     destination = replicas("destination", 2)
     for delay_s in (0.0, 0.002, 0.01):
         with closing(new_replica(2, transport=transport)) as source:
-            assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-            transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
+            assert source.send(destination, NUM_UNITS) == "handed_over"
+            transfer = source.begin(destination, NUM_UNITS, NUM_UNITS // 2)
             time.sleep(delay_s)
             source.others[0].kill()
             assert source.outcome(transfer) in ("failed", "handed_over")
@@ -71,8 +78,8 @@ def test_a_whole_replica_killed_leaves_no_page_behind(replicas: Replicas, transp
     """Its rank 0 is killed; the other ends by itself, and only then is a page that it could write free."""
     destination = replicas("destination", 2)
     with HostProcess(num_ranks=2, num_kv_heads=NUM_KV_HEADS, transport=transport) as source:
-        assert source.call("send", destination.address(), NUM_UNITS) == "handed_over"
-        source.call("begin", destination.address(), NUM_UNITS)
+        assert source.send_granted(ask(source, destination, NUM_UNITS), NUM_UNITS) == "handed_over"
+        source.begin_granted(ask(source, destination, NUM_UNITS), NUM_UNITS)
         wait_for(lambda: destination.counts()["FREE"] < NUM_PAGES)
         source.kill()
         assert all_back_s(destination) < 10 * BACK_S
@@ -82,14 +89,11 @@ def test_a_whole_replica_killed_leaves_no_page_behind(replicas: Replicas, transp
 def test_a_destination_killed_whole_fails_the_transfer(replicas: Replicas) -> None:
     source = replicas("source", 2)
     with HostProcess(num_ranks=2, num_kv_heads=NUM_KV_HEADS) as destination:
-        address = destination.call("address")
-        transfer = source.begin(address, NUM_UNITS)
-        wait_for(lambda: destination.call("counts")["FREE"] < NUM_PAGES)
+        transfer = source.begin(destination, NUM_UNITS)
+        wait_for(lambda: destination.counts()["FREE"] < NUM_PAGES)
         destination.kill()
         assert source.outcome(transfer) == "failed"
         assert all_back_s(source) < BACK_S
-        with pytest.raises(TransferFailed):
-            source.send(address, NUM_UNITS)
 
 
 @pytest.mark.parametrize("is_for_good", [False, True])
@@ -99,14 +103,14 @@ def test_a_broken_way_between_two_ranks_fails_its_transfers_alone(
     """From the source to rank 1 of the destination; its way to rank 0 and to others is whole."""
     source = replicas("source", 1, transport="tcp")
     destination, other = replicas("destination", 2), replicas("destination", 1)
-    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+    assert source.send(destination, NUM_UNITS) == "handed_over"
     link = source.endpoint._peers.link_to(destination.endpoint.incarnation)
     assert link is not None
     way = source.endpoint._here._transports._peers[link.number, 1]
     sender = way._sender
     assert isinstance(sender, TcpSender)
-    transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
-    apart = source.begin(other.address(), NUM_UNITS, NUM_UNITS // 2)
+    transfer = source.begin(destination, NUM_UNITS, NUM_UNITS // 2)
+    apart = source.begin(other, NUM_UNITS, NUM_UNITS // 2)
     if is_for_good:
         way.close()
     else:
@@ -123,19 +127,18 @@ def test_a_broken_way_between_two_ranks_fails_its_transfers_alone(
         wait_for(lambda: link.is_lost)
     else:  # a transfer fails over a sender that has not noticed the break
         wait_for(lambda: sender.is_broken)
-    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-    assert destination.ended()[-1] == ("adopted", "", source.sent)
+    assert_handed_over(source, destination)
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
 def test_a_rank_that_hangs_keeps_its_pages_until_it_goes_on(replicas: Replicas, side: str) -> None:
-    """The lease ends the transfer; that nobody is in the pages only the rank itself can say."""
+    """The lease ends the transfer; only the rank itself can say that it writes the pages no more."""
     source, destination = new_replica(2), new_replica(2)
     stopped = source if side == "source" else destination
     hanging = stopped.others[0]
     try:
-        assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-        transfer = source.begin(destination.address(), NUM_UNITS, deadline_s=2.0)
+        assert source.send(destination, NUM_UNITS) == "handed_over"
+        transfer = source.begin(destination, NUM_UNITS, deadline_s=2.0)
         wait_for(lambda: source.is_streaming(transfer))
         hanging.signal(signal.SIGSTOP)
         source.go_on(transfer)
@@ -145,7 +148,7 @@ def test_a_rank_that_hangs_keeps_its_pages_until_it_goes_on(replicas: Replicas, 
         assert destination.counts()["QUARANTINED"] > 0
         hanging.signal(signal.SIGCONT)
         assert all_back_s(source, destination) < 2 * BACK_S
-        assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+        assert source.send(destination, NUM_UNITS) == "handed_over"
     finally:
         hanging.signal(signal.SIGCONT)
         source.close()
@@ -154,7 +157,7 @@ def test_a_rank_that_hangs_keeps_its_pages_until_it_goes_on(replicas: Replicas, 
 
 def test_closing_source_releases_the_pages_of_its_other_ranks(replicas: Replicas) -> None:
     destination, source = replicas("destination", 2), new_replica(2)
-    source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
-    source.begin(destination.address(), NUM_UNITS)
+    source.begin(destination, NUM_UNITS, NUM_UNITS // 2)
+    source.begin(destination, NUM_UNITS)
     source.close()
     assert all_back_s(destination) < BACK_S

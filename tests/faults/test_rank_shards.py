@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests.endpoint_host import Host
-from tests.replicas import BACK_S, NUM_UNITS, Replicas, all_back_s, new_replica
+from tests.replicas import BACK_S, NUM_UNITS, Replicas, all_back_s, assert_handed_over, new_replica
 from tests.transfer_ends import OPTIONAL
 from tests.waiting import wait_for
 
@@ -27,8 +27,7 @@ def test_pages_arrive_exactly_whatever_the_number_of_ranks(
     source = replicas("source", num_sources, transport=transport)
     destination = replicas("destination", num_destinations)
     for _ in range(2):
-        assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-        assert destination.ended()[-1] == ("adopted", "", source.sent)
+        assert_handed_over(source, destination)
     num_shards = max(num_sources, num_destinations)
     used = {shard: source.endpoint.transport_of[shard] for shard in range(num_shards)}
     assert used == dict.fromkeys(range(num_shards), "shm" if transport == "auto" else "tcp")
@@ -37,7 +36,7 @@ def test_pages_arrive_exactly_whatever_the_number_of_ranks(
 
 def test_the_spans_of_a_transfer_of_many_shards_add_up(replicas: Replicas) -> None:
     source, destination = replicas("source", 2), replicas("destination", 4)
-    transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
+    transfer = source.begin(destination, NUM_UNITS, NUM_UNITS // 2)
     source.go_on(transfer)
     assert source.outcome(transfer) == "handed_over"
     times = source._ended[bytes.fromhex(transfer)].times
@@ -58,8 +57,7 @@ def test_every_shard_has_a_pair(num_sources: int, num_destinations: int, transpo
     ):
         source.fill(1)
         for _ in range(2):
-            assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-            assert destination.ended()[-1] == ("adopted", "", source.sent)
+            assert_handed_over(source, destination)
         assert source.endpoint.transport_of == {0: transport, 1: transport}
 
 
@@ -72,8 +70,7 @@ def test_other_page_sizes_get_the_same_tokens(
 ) -> None:
     source = replicas("source", num_sources, page_size)
     destination = replicas("destination", num_destinations, other_page_size)
-    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-    assert destination.ended()[-1] == ("adopted", "", source.sent)
+    assert_handed_over(source, destination)
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
@@ -101,20 +98,18 @@ def test_an_abort_anywhere_gives_all_pages_back(replicas: Replicas, point: str, 
     source = replicas("source", 2, transport=transport)
     destination = replicas("destination", 4)
     for _ in range(3):
-        outcome = source.send(destination.address(), NUM_UNITS, abort_at=point)
+        outcome = source.send(destination, NUM_UNITS, abort_at=point)
         assert outcome in ("cancelled", "failed", "handed_over")
         assert all_back_s(source, destination) < BACK_S
-    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-    assert destination.ended()[-1][2] == source.sent
+    assert_handed_over(source, destination)
 
 
 def test_a_flipped_bit_of_one_shard_is_written_again(replicas: Replicas) -> None:
     source, destination = replicas("source", 2), replicas("destination", 1)
     destination.flip_bits(1)
-    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
-    assert destination.ended()[-1] == ("adopted", "", source.sent)
+    assert_handed_over(source, destination)
     destination.flip_bits(3)  # both pieces of the shard, and then what is written again
-    assert source.send(destination.address(), NUM_UNITS) == "failed"
+    assert source.send(destination, NUM_UNITS) == "failed"
     assert destination.ended()[-1][:2] == ("recompute", "corrupt twice")
     assert all_back_s(source, destination) < BACK_S
 
@@ -131,7 +126,7 @@ def test_pages_have_no_digests_only_if_both_ends_say_so(
         source.fill(1)
         for num_flipped in (0, 1):
             destination.flip_bits(num_flipped)
-            assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+            assert source.send(destination, NUM_UNITS) == "handed_over"
             outcome, _, digest = destination.ended()[-1]
             is_damaged = num_flipped and not ours and not theirs
             assert outcome == "adopted" and (digest != source.sent) == is_damaged
@@ -146,7 +141,7 @@ def test_transfers_both_ways_at_once_keep_apart(replicas: Replicas, transport: s
     for _ in range(6):
         begun = []
         for source, destination in ((one, other), (other, one)) * 2:
-            transfer = source.begin(destination.address(), 12, 6)
+            transfer = source.begin(destination, 12, 6)
             pages = source._prompts[bytes.fromhex(transfer)][0]
             sent = source._call(partial(source._digest, pages))
             begun.append((source, destination, transfer, sent))
@@ -175,7 +170,7 @@ def test_received_bytes_are_counted_in_every_rank(replicas: Replicas) -> None:
     while before != earlier:
         time.sleep(0.05)
         before, earlier = landed(), before
-    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+    assert source.send(destination, NUM_UNITS) == "handed_over"
     page_bytes = endpoint.settings.layout.page_bytes  # of one rank
     wait_for(partial(has_landed, before + 2 * NUM_UNITS * page_bytes))
     assert destination._call(endpoint._here.counts)["landed_bytes"] < landed()

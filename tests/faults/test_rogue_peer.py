@@ -6,13 +6,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
 import msgspec
 import pytest
 
-from baton.errors import PeerGone, TransferFailed
+from baton.errors import ConfigError, PeerGone, TransferFailed
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import MAX_LINKS_OF_PEER
 from baton.kvtransfer.protocol.messages import Abort, EndpointClosed, Grant, PullRequest, Wrote
@@ -30,10 +30,8 @@ NUM_UNITS = 4
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    made = Host(is_shared=False)
-    yield made
-    made.close()
+def host(make_host: Callable[..., Host]) -> Host:
+    return make_host(is_shared=False)
 
 
 @pytest.fixture
@@ -156,20 +154,25 @@ def test_a_peer_that_the_chosen_transport_cannot_reach_is_refused(transport: str
         assert answer_s(host) < AT_ONCE_S
 
 
+def test_host_whose_transport_cannot_serve_the_peer_hears_why(make_host: Callable[..., Host]) -> None:
+    strict = make_host(is_shared=False, transport="cuda_ipc")
+    with HostProcess() as source, pytest.raises(ConfigError, match="cuda_ipc cannot serve"):
+        strict.grant(source.address(), "ab" * 16, NUM_UNITS)
+
+
 @pytest.mark.parametrize("num_units", [0, 2**16 + 1])
 def test_a_transfer_that_no_message_can_ask_for_is_the_callers_mistake(host: Host, num_units: int) -> None:
     with HostProcess() as destination:
-        address = destination.call("address")
         with pytest.raises(TransferFailed, match="a transfer has 1 to"):
-            host.send(address, num_units)
-        assert host.send(address, NUM_UNITS) == "handed_over"
-        assert "malformed" not in destination.call("counts")
+            host.send(destination, num_units)
+        assert host.send(destination, NUM_UNITS) == "handed_over"
+        assert "malformed" not in destination.counts()
 
 
 def test_a_pull_over_a_lost_link_ends_at_once(host: Host) -> None:
     with HostProcess() as holder:
-        wanted, _ = holder.call("known_pages", 2)
-        link = host._call(lambda: host._link(tuple(holder.call("address"))))
+        wanted, _ = holder.known_pages(2)
+        link = host._call(lambda: host._link(tuple(holder.address())))
     wait_for(lambda: link.is_lost)
     transfer = host._call(
         lambda: host.endpoint.pull(link, wanted_pages(wanted), 2, "sequence", deadline_s=10)

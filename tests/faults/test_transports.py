@@ -126,36 +126,36 @@ def test_the_bytes_are_exactly_those_of_the_plan(
 ) -> None:
     theirs, ours = pair
     ranks = theirs.tp_size - 1, ours.tp_size - 1
-    lasting_peer.call("renew", ours, POOL, ranks[1], device)
+    lasting_peer.renew(ours, POOL, ranks[1], device)
     source = Source(theirs, POOL, ranks[0], device=device)
     try:
-        source.open(name, lasting_peer.call("addresses"), ours, ranks[1])
+        source.open(name, lasting_peer.addresses(), ours, ranks[1])
     except TransferFailed as error:
         if name == "nccl" and torch.cuda.device_count() == 1:
             pytest.skip(f"two ranks on one GPU: {error}")  # NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1 can
         raise
     expected = torch.zeros((POOL, ours.page_bytes), dtype=torch.uint8)
     grant = grant_of(theirs, ours, 24, POOL, source_rank=ranks[0], rank=ranks[1])
-    lasting_peer.call("grant", grant)
+    lasting_peer.grant(grant)
     for first, stop in ((0, 1), (10, 24), (1, 9), (5, 5)):
         write(grant, source.pages.cpu(), expected, first, stop)
         moved = source.outcome(source.push(plain(grant), first, stop))
         assert (moved.is_done, moved.num_bytes) == (True, (stop - first) * grant.plan.sent_unit_bytes), moved
-    assert lasting_peer.call("digest") == digest(expected)
+    assert lasting_peer.digest() == digest(expected)
     source.close()
 
 
 @ALL
 def test_many_pieces_in_flight_arrive_whole(name: str, large_source: Source, lasting_peer: Remote) -> None:
-    lasting_peer.call("renew", LARGE, POOL, 0, "cpu")
-    large_source.open(name, lasting_peer.call("addresses"), LARGE)
+    lasting_peer.renew(LARGE, POOL, 0, "cpu")
+    large_source.open(name, lasting_peer.addresses(), LARGE)
     expected = torch.zeros((POOL, LARGE.page_bytes), dtype=torch.uint8)
     grant = large_grant()
-    lasting_peer.call("grant", grant)
+    lasting_peer.grant(grant)
     pushes = [large_source.push(plain(grant), unit, unit + 1) for unit in range(grant.num_units)]
     assert all(large_source.outcome(push).is_done for push in pushes)
     write(grant, large_source.pages, expected, 0, grant.num_units)
-    assert lasting_peer.call("digest") == digest(expected)
+    assert lasting_peer.digest() == digest(expected)
 
 
 @ALL
@@ -210,9 +210,9 @@ def test_killing_a_destination_fails_its_own_transfers_alone(name: str, large_so
     arguments = {"layout": LARGE, "num_pages": POOL}
     other = Source(LARGE, POOL)
     with Remote(Destination, **arguments) as doomed, Remote(Destination, **arguments) as spared:
-        large_source.open(name, doomed.call("addresses"), LARGE)
+        large_source.open(name, doomed.addresses(), LARGE)
         grant = large_grant()
-        doomed.call("grant", grant)
+        doomed.grant(grant)
         large_source.keep_pushing(plain(grant), grant.num_units)
         time.sleep(0.05)
         doomed.kill()
@@ -221,8 +221,8 @@ def test_killing_a_destination_fails_its_own_transfers_alone(name: str, large_so
             push = large_source.push(plain(grant), 0, grant.num_units)
             assert not large_source.outcome(push).is_done
             assert time.monotonic() - started_s < TCP.stall_s
-        other.open(name, spared.call("addresses"), LARGE)  # a new peer needs no restart of the source
-        spared.call("grant", grant)
+        other.open(name, spared.addresses(), LARGE)  # a new peer needs no restart of the source
+        spared.grant(grant)
         assert other.outcome(other.push(plain(grant), 0, grant.num_units)).is_done
         other.close()
 
@@ -232,10 +232,10 @@ def test_a_stopped_destination_hits_the_deadline_and_abort_does_not_wait_for_it(
     name: str, large_source: Source
 ) -> None:
     with Remote(Destination, layout=LARGE, num_pages=POOL) as peer:
-        large_source.open(name, peer.call("addresses"), LARGE)
+        large_source.open(name, peer.addresses(), LARGE)
         grants = [large_grant(), large_grant(seed=1)]
         for grant in grants:
-            peer.call("grant", grant)
+            peer.grant(grant)
         peer.signal(signal.SIGSTOP)
         pushes = [large_source.push(plain(grant), 0, grant.num_units) for grant in grants]
         time.sleep(0.05)  # the threads of the sender take the pieces
@@ -252,10 +252,10 @@ def test_a_stopped_destination_hits_the_deadline_and_abort_does_not_wait_for_it(
 @ALL
 def test_a_killed_source_leaves_pages_within_a_second(name: str, destination: Destination) -> None:
     with Remote(Source, layout=LARGE, num_pages=POOL) as peer:
-        peer.call("open", name, destination.addresses(), LARGE)
+        peer.open(name, destination.addresses(), LARGE)
         grant = large_grant()
         destination.grant(plain(grant))
-        peer.call("keep_pushing", grant, grant.num_units)
+        peer.keep_pushing(grant, grant.num_units)
         wait_for(lambda: bool(destination.pages[grant.pages[0]].any()))
         peer.kill()
         if name == "shm":
@@ -268,10 +268,10 @@ def test_a_killed_source_leaves_pages_within_a_second(name: str, destination: De
 @ALL
 def test_a_zombie_source_writes_nothing_into_reused_pages(name: str, destination: Destination) -> None:
     with Remote(Source, layout=LARGE, num_pages=POOL) as peer:
-        peer.call("open", name, destination.addresses(), LARGE)
+        peer.open(name, destination.addresses(), LARGE)
         grant = large_grant()
         destination.grant(plain(grant))
-        peer.call("keep_pushing", grant, grant.num_units)
+        peer.keep_pushing(grant, grant.num_units)
         wait_for(lambda: bool(destination.pages[grant.pages[0]].any()))
         peer.signal(signal.SIGSTOP)
         destination.end(plain(grant))
@@ -279,20 +279,20 @@ def test_a_zombie_source_writes_nothing_into_reused_pages(name: str, destination
             time.sleep(0.2)
             assert not destination.is_safe(grant.id)  # it may be in the middle of a write
             peer.signal(signal.SIGCONT)
-            peer.call("abort", grant.id)
+            peer.abort(grant.id)
             destination.release(grant.id)
         wait_for(lambda: destination.is_safe(grant.id), PAGES_BACK_S)
         destination.pages.fill_(7)
         if name != "shm":
             peer.signal(signal.SIGCONT)
-        push = peer.call("push", grant, 0, grant.num_units)
-        assert not peer.call("is_done", push)
+        push = peer.push(grant, 0, grant.num_units)
+        assert not peer.is_done(push)
         assert bool((destination.pages == 7).all())
 
 
 def test_a_stopped_shm_source_holds_its_pages_until_it_is_dead(destination: Destination) -> None:
     with Remote(Source, layout=LARGE, num_pages=POOL) as peer:
-        peer.call("open", "shm", destination.addresses(), LARGE)
+        peer.open("shm", destination.addresses(), LARGE)
         grant = large_grant()
         destination.grant(plain(grant))
         peer.signal(signal.SIGSTOP)
@@ -353,7 +353,7 @@ def test_killed_processes_leave_no_shared_memory_behind() -> None:
     before = shared_files()
     with Remote(Destination, layout=LARGE, num_pages=POOL) as peer:
         source = Source(LARGE, POOL)
-        source.open("shm", peer.call("addresses"), LARGE)
+        source.open("shm", peer.addresses(), LARGE)
         peer.kill()
         source.close()
     assert shared_files() == before

@@ -158,10 +158,10 @@ class Rank:
 def pair(timeout: timedelta = LONG) -> Iterator[tuple[SharedMemoryGroup, Remote]]:
     """Rank 0, and the process of rank 1, once both have met."""
     with memory(2) as descriptor, Remote(Rank, os.getpid(), descriptor) as other:
-        other.call("add", 0)  # its process has started
+        other.add(0)  # its process has started
         assert other.process.pid is not None
         group = SharedMemoryGroup(descriptor, 0, 2, [other.process.pid], timeout)
-        other.begin("add")
+        other.start_call("add")
         x = torch.ones(2**19)
         group.all_reduce(x)
         assert (x == 2).all()
@@ -183,7 +183,7 @@ def test_rank_that_is_killed_while_it_is_awaited_is_reported_at_once() -> None:
 
 def test_rank_that_is_killed_within_a_sum_is_reported() -> None:
     with pair() as (group, other):
-        other.begin("add", 10**9)
+        other.start_call("add", 10**9)
         for _ in range(20):
             group.all_reduce(torch.ones(2**19))
         other.process.kill()
@@ -202,7 +202,7 @@ def test_rank_that_hangs_is_reported_after_the_timeout_and_sums_no_more() -> Non
         assert 0.3 <= time.monotonic() - started_s < SOON_S
         other.signal(signal.SIGCONT)
         with pytest.raises(TransferFailed, match="another rank has ended or left"):
-            other.call("add")
+            other.add()
 
 
 def test_rank_is_told_that_the_group_of_another_was_dropped() -> None:

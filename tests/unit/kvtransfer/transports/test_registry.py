@@ -140,7 +140,7 @@ def test_rank_on_a_gpu_listens_with_the_transports_that_reach_it(
 def test_pages_move_over_a_transport_from_outside_the_tree() -> None:
     source, destination = (Host(is_shared=True, transport=OUTSIDE) for _ in range(2))
     source.fill(1)
-    assert source.send(destination.address(), 24) == "handed_over"
+    assert source.send(destination, 24) == "handed_over"
     assert source.transports()["outside"] == 1
     for host in (source, destination):
         host.close()
