@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config.engine import engine_config
-from baton.engine.engine import Engine, load_engine
+from baton.engine.engine import Engine
 from tests.forked_ranks import forked_ranks
 from tests.parity.models import CASES, EVEN_EXPERTS, MODEL, save_model
+from tests.parity.runs import engine
+from tests.parity.scripted_policy import WORDS, Words
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,9 +35,12 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, 
 @pytest.fixture(scope="session")
 def oracle(model_directory: Callable[..., Path]) -> Iterator[Engine]:
     """One engine, with which clusters of the same model are compared."""
-    directory = model_directory(MODEL)
-    engine = load_engine(
-        engine_config({"model": str(directory), "device": "cpu", "cache": {"kv_cache_memory_bytes": 2**22}})
-    )
-    yield engine
-    engine.close()
+    with engine(model_directory(MODEL)) as made:
+        yield made
+
+
+@pytest.fixture
+def words() -> Iterator[dict[str, Words]]:
+    """The router's choices, by request."""
+    yield WORDS
+    WORDS.clear()

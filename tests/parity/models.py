@@ -40,7 +40,6 @@ _PARTIAL_LONGROPE: Final = {
     }
 }
 _EXPERTS: Final = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-_BIASES: Final = {"attention_bias": True, "mlp_bias": True}
 
 
 # Of multi-head latent attention; the sizes of both parts of a key are no whole vectors.

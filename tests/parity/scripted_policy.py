@@ -15,6 +15,7 @@ class Words(NamedTuple):
     source: PullSource | None
 
 
+POLICY: Final = "tests.parity.scripted_policy:Scripted"
 WORDS: Final[dict[str, Words]] = {}  # by request id
 
 

@@ -8,14 +8,14 @@ import pytest
 from baton.engine.engine import Engine
 from tests.cluster_threads import Cluster, wait_for
 from tests.parity.models import MODEL
-from tests.parity.test_cluster import Topology, alone, requests
+from tests.parity.topologies import Side, Topology, alone, requests
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_cost_policy_learns_from_its_workers_and_changes_no_token(
     page_size: int, oracle: Engine, model_directory: Callable[..., Path]
 ) -> None:
-    topology = Topology("2P+2D", 2, 2, prefill_page_size=page_size)
+    topology = Topology(Side(num=2, pages=page_size), Side(num=2))
     prefill, decode = topology.engines(model_directory(MODEL))
     with Cluster(prefill, decode, policy="cost") as cluster:
         for seed in (0, 0, 1):  # what the first leaves behind is found by the second

@@ -19,8 +19,9 @@ from tests.cluster_threads import Cluster
 from tests.lora_adapters import save_adapter, save_merged
 from tests.parity.models import MODEL, Oracle
 from tests.parity.runs import GREEDY, engine, forward_logits, prompts
-from tests.parity.test_cluster import Topology, compare
+from tests.parity.topologies import Side, Topology, alone, compare
 from tests.tiny_models import run_to_end, token_ids
+from tests.waiting import wait_for
 
 Directory = Callable[..., Path]
 LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_loras": 2}
@@ -44,15 +45,6 @@ def mixed(model: Path, folder: Path) -> list[Request]:
     return [asked(adapter, tokens) for tokens in prompts() for adapter in adapters]
 
 
-def alone(made: Engine, requests: Sequence[Request]) -> list[list[int | None]]:
-    """Return the tokens of each request by an idle engine."""
-    answers = []
-    for request in requests:
-        made.add(request)
-        answers.append(token_ids(run_to_end(made)))
-    return answers
-
-
 @pytest.mark.parametrize("name", ["llama-gqa7-biased", "qwen2"])
 def test_adapter_gives_the_logits_and_tokens_of_merged_weights(
     name: str, model_directory: Directory, tmp_path: Path
@@ -65,7 +57,7 @@ def test_adapter_gives_the_logits_and_tokens_of_merged_weights(
         plain, logits = forward_logits(made, prompt), forward_logits(made, prompt, adapter)
         torch.testing.assert_close(logits, oracle.logits(prompt), atol=1e-4, rtol=1e-4)
         assert (plain - logits).abs().max() > 0.1, "the adapter changes little"
-        (got,) = alone(made, [asked(adapter, prompt)])
+        got = alone(made, asked(adapter, prompt))
     assert got == oracle.greedy(prompt, got)
 
 
@@ -73,9 +65,9 @@ def test_mixture_of_adapters_changes_no_token(model_directory: Directory, tmp_pa
     model = model_directory("llama2")
     requests = mixed(model, tmp_path)
     with engine(model) as bare:
-        plain = alone(bare, [each for each in requests if each.adapter is None])
+        plain = [alone(bare, each) for each in requests if each.adapter is None]
     with engine(model, **LORA, scheduler={"max_num_batched_tokens": 48}) as made:
-        expected = alone(made, requests)
+        expected = [alone(made, each) for each in requests]
         for request in requests:  # at once; there are more adapters than places for idle ones
             made.add(request)
         outputs = run_to_end(made)
@@ -88,14 +80,11 @@ def test_mixture_of_adapters_changes_no_token(model_directory: Directory, tmp_pa
 @pytest.mark.parametrize(
     "topology",
     [
-        Topology("two prefill stages to tp 2", prefill_pp=2, decode_tp=2),
-        pytest.param(Topology("1P+1D"), marks=pytest.mark.slow),
-        pytest.param(
-            Topology("tp 2 to two stages of 2", prefill_tp=2, decode_tp=2, decode_pp=2),
-            marks=pytest.mark.slow,
-        ),
+        Topology(Side(pp=2), Side(tp=2)),
+        pytest.param(Topology(), marks=pytest.mark.slow),
+        pytest.param(Topology(Side(tp=2), Side(tp=2, pp=2)), marks=pytest.mark.slow),
     ],
-    ids=lambda topology: topology.name,
+    ids=str,
 )
 def test_adapters_give_the_tokens_of_one_engine(
     topology: Topology, model_directory: Directory, tmp_path: Path
@@ -135,12 +124,12 @@ def test_other_ranks_need_no_files_of_an_adapter_that_was_accepted(
     model = model_directory(MODEL)
     adapter, tokens = save_adapter(model, tmp_path / "adapter"), prompts()[0]
     with engine(model, **LORA) as oracle:
-        expected = alone(oracle, [asked(each, tokens) for each in (None, adapter)])
+        expected = [alone(oracle, asked(each, tokens)) for each in (None, adapter)]
     with engine(model, **LORA, tensor_parallel_size=2) as made:
         made.check(asked(adapter, tokens))
         wait_for_reads(made, 1)
         shutil.rmtree(adapter.path)
-        assert alone(made, [asked(each, tokens) for each in (None, adapter)]) == expected
+        assert [alone(made, asked(each, tokens)) for each in (None, adapter)] == expected
 
 
 def test_idle_adapters_leave_memory(model_directory: Directory, tmp_path: Path) -> None:
@@ -150,10 +139,10 @@ def test_idle_adapters_leave_memory(model_directory: Directory, tmp_path: Path) 
         for adapter in adapters:
             made.add(asked(adapter, [1, 2, 3]))
         run_to_end(made)
-        alone(made, [asked(adapters[0], [1, 2, 3])])
+        alone(made, asked(adapters[0], [1, 2, 3]))
         for adapter in adapters:
             shutil.rmtree(adapter.path)
-        answers = alone(made, [asked(each, [1, 2, 3]) for each in adapters])
+        answers = [alone(made, asked(each, [1, 2, 3])) for each in adapters]
     kept = [adapter for adapter, tokens in zip(adapters, answers, strict=True) if tokens != [None]]
     assert LORA["max_loras"] <= len(kept) <= LORA["max_loras"] + 1 and adapters[0] in kept
 
@@ -173,7 +162,7 @@ def test_waiting_requests_of_many_adapters_have_each_adapter_read_once(
             made.add(request)
         outputs = run_to_end(made)
         assert made.load().counters["lora_reads"] == len(adapters)
-        expected = alone(made, requests)
+        expected = [alone(made, each) for each in requests]
     assert [
         token_ids([out for out in outputs if out.request_id == each.request_id]) for each in requests
     ] == expected
@@ -213,11 +202,9 @@ def test_request_that_ends_before_its_adapter_is_read_leaves_nothing(
         made.add(gone)
         made.abort(gone.request_id)
         assert not made.has_work() and not run_to_end(made)
-        assert len(alone(made, [asked(adapter, tokens)])[0]) == SAMPLING.max_tokens
+        assert len(alone(made, asked(adapter, tokens))) == SAMPLING.max_tokens
         made.scheduler.check_integrity()
 
 
 def wait_for_reads(made: Engine, num_reads: int) -> None:
-    pause = threading.Event()
-    while made.load().counters["lora_reads"] < num_reads:
-        pause.wait(0.002)
+    wait_for(lambda: made.load().counters["lora_reads"] >= num_reads)

@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from baton.cluster.offline.llm import LLM
-from baton.config.engine import engine_config
-from baton.engine.engine import load_engine
 from baton.request import Request, SamplingParams, StructuredOutputs, TokenIds
 from tests.cluster_threads import Cluster
 from tests.parity import published
 from tests.parity.models import Oracle
 from tests.parity.runs import engine, forward_logits, run, tokens
-from tests.parity.test_cluster import Topology, compare
+from tests.parity.topologies import Side, Topology, compare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * published.TIMEOUT_S)]
 
@@ -108,29 +106,24 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
 @pytest.mark.parametrize(
     "topology",
     [
-        Topology("1P+1D, pages 64 to 16", prefill_page_size=64),
-        Topology("2P+2D, tcp", 2, 2, transport="tcp"),
-        Topology("pp 2 to 3, pages 16 to 64", decode_page_size=64, prefill_pp=2, decode_pp=3),
-        Topology(
-            "drafts",
-            decode_settings={"speculative": {"method": "ngram", "prompt_lookup_min": 2}},
-        ),
+        Topology(Side(pages=64)),
+        Topology(Side(num=2), Side(num=2), "tcp"),
+        Topology(Side(pp=2), Side(pp=3, pages=64)),
+        Topology(decode=Side(settings={"speculative": {"method": "ngram", "prompt_lookup_min": 2}})),
     ],
-    ids=lambda topology: topology.name,
+    ids=str,
 )
 def test_cluster_gives_the_tokens_of_one_engine(
     topology: Topology, directory: Path, prompts: list[list[int]]
 ) -> None:
-    memory = {"kv_cache_memory_bytes": MEMORY}
-    oracle = load_engine(engine_config({"model": str(directory), "device": "cpu", "cache": memory}))
     prefill, decode = topology.engines(directory, MEMORY)
-    try:
-        with Cluster(prefill, decode, transport=topology.transport) as cluster:
-            for sampling in ({"temperature": 0.0}, {"temperature": 1.0}):
-                compare(cluster, oracle, asked(prompts, **sampling))
-            cluster.check_nothing_is_held()
-    finally:
-        oracle.close()
+    with (
+        engine(directory, cache={"kv_cache_memory_bytes": MEMORY}) as oracle,
+        Cluster(prefill, decode, transport=topology.transport) as cluster,
+    ):
+        for sampling in ({"temperature": 0.0}, {"temperature": 1.0}):
+            compare(cluster, oracle, asked(prompts, **sampling))
+        cluster.check_nothing_is_held()
 
 
 def test_answer_keeps_its_form(llm: LLM) -> None:

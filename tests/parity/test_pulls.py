@@ -12,19 +12,19 @@ from typing import Any, Final, TypeVar
 import pytest
 
 from baton.config.engine import EngineConfig, engine_config
-from baton.engine.engine import Engine, load_engine
+from baton.engine.engine import Engine
 from baton.kvtransfer.protocol.messages import ON_HOST
 from baton.messages.control import PullSource
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, TokenIds
 from tests.cluster_threads import TIMEOUT_S, Cluster, WorkerThread
 from tests.parity.models import MODEL, VOCAB_SIZE
-from tests.parity.scripted_policy import WORDS, Words
-from tests.parity.test_cluster import alone
+from tests.parity.runs import engine
+from tests.parity.scripted_policy import POLICY, Words
+from tests.parity.topologies import alone
 
 NUM_TOKENS: Final = 200
 SMALL: Final = 24  # pages: little more than one prompt has room
-POLICY: Final = "tests.parity.scripted_policy:Scripted"
 ResultT = TypeVar("ResultT")
 
 
@@ -41,9 +41,8 @@ def config(
 def oracle(request: pytest.FixtureRequest, model_directory: Callable[..., Path]) -> Iterator[Engine]:
     """One engine; a test may give the dtype of its pages as the parameter."""
     kv_cache_dtype = getattr(request, "param", "auto")
-    engine = load_engine(config(model_directory(MODEL), 16, kv_cache_dtype=kv_cache_dtype))
-    yield engine
-    engine.close()
+    with engine(model_directory(MODEL), cache={"kv_cache_dtype": kv_cache_dtype}) as made:
+        yield made
 
 
 def on_its_thread(worker: WorkerThread, call: Callable[[], ResultT]) -> ResultT:
@@ -71,7 +70,7 @@ def pulls(worker: WorkerThread) -> Counter[str]:
 
 
 def held_anywhere(worker: WorkerThread, token_ids: Sequence[int], page_size: int) -> PullSource:
-    """As above, of a worker that has it all, some of it perhaps on its host."""
+    """The same for a worker that has every page of the prompt, on its device or on its host."""
 
     def look() -> PullSource:
         engine = worker.hosted.engine
@@ -83,13 +82,6 @@ def held_anywhere(worker: WorkerThread, token_ids: Sequence[int], page_size: int
         return PullSource(worker_id, num_tokens, pages, tuple(generations))
 
     return on_its_thread(worker, look)
-
-
-@pytest.fixture
-def words() -> Iterator[dict[str, Words]]:
-    """The router's choices, by request."""
-    yield WORDS
-    WORDS.clear()
 
 
 def prompts() -> list[tuple[int, ...]]:

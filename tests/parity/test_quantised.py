@@ -13,8 +13,8 @@ from baton.errors import ConfigError, ModelError
 from tests.parity.models import COMMON, GPT_OSS_ROPE, Case, Oracle, save_model
 from tests.parity.quantised_models import SCHEMES, write_model
 from tests.parity.runs import engine, essence, forward_logits, prompts, run, tokens
-from tests.parity.test_cluster import Topology, check
 from tests.parity.test_families import GREEDY
+from tests.parity.topologies import Side, Topology, check
 
 NUM_CONFIGS: Final = 20
 KINDS: Final = ("Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "Qwen3Moe", "DeepseekV3")
@@ -172,10 +172,10 @@ def awq(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "topology",
     [
-        Topology("2P+2D, tcp, pages 64 to 16", 2, 2, prefill_page_size=64, transport="tcp"),
-        pytest.param(Topology("tp 2 to 1", prefill_tp=2), marks=pytest.mark.slow),
+        Topology(Side(num=2, pages=64), Side(num=2), "tcp"),
+        pytest.param(Topology(Side(tp=2)), marks=pytest.mark.slow),
     ],
-    ids=lambda topology: topology.name,
+    ids=str,
 )
 def test_cluster_with_quantised_weights_gives_the_tokens_of_one_engine(topology: Topology, awq: Path) -> None:
     with engine(awq) as alone:
