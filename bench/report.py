@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -139,6 +140,11 @@ def ranked_shares(values: Iterable[float]) -> Curve:
     """Return the share of values that are no larger, over the values."""
     ranked = sorted(values)
     return [(value, (place + 1) / len(ranked)) for place, value in enumerate(ranked)]
+
+
+def paired_ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
+    """Return the median over the rounds of one figure over the other figure of the same round."""
+    return median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.bench.engine.replica import LLAMA_56M, LlamaShape, generate, request_of
-from baton.bench.report import Report, Row, at_least, at_most, option, suite
+from baton.bench.report import Report, Row, at_least, at_most, option, paired_ratio, suite
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey
@@ -204,7 +204,7 @@ class Pairs(NamedTuple):
 
     @property
     def gain(self) -> float:
-        return median(on / off for on, off in zip(self.on, self.off, strict=True))
+        return paired_ratio(self.on, self.off)
 
     def note(self, limit: float | None = None) -> str:
         """The rates, and the limit."""

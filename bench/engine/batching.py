@@ -13,14 +13,15 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from itertools import islice
 from operator import attrgetter
 from statistics import fmean, median
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LLAMA_56M, LlamaShape, RecordedEngine, greedy, load_replica
-from baton.bench.report import Report, Row, at_least, in_turns, option, percentile, suite
+from baton.bench.report import Report, Row, at_least, in_turns, option, paired_ratio, percentile, suite
 from baton.request import Request
+from baton.sim.timed.workload import arrivals
 
 POLICIES: Final = ("static", "dynamic", "continuous")
 NUM_SEATS: Final = 16  # sequences a batch
@@ -90,9 +91,8 @@ def burst(output_lengths: tuple[int, ...]) -> Requests:
 
 def poisson(output_lengths: tuple[int, ...], requests_per_s: float, seed: int = 0) -> Requests:
     """Return requests with Poisson arrivals."""
-    rng = random.Random(seed)
-    gaps_s = [rng.expovariate(requests_per_s) for _ in output_lengths]
-    return Requests(output_lengths, tuple(accumulate(gaps_s)))
+    moments_s = islice(arrivals(requests_per_s, random.Random(seed)), len(output_lengths))
+    return Requests(output_lengths, tuple(moments_s))
 
 
 def load_policies(shape: LlamaShape = SHAPE) -> dict[str, RecordedEngine]:
@@ -166,8 +166,7 @@ def take_turns(replicas: Mapping[str, RecordedEngine], requests_of_repeats: Sequ
 
 def ratio(outcomes: Outcomes, above: str, below: str, figure: OutcomeFigure) -> float:
     """Return the median over the repeats of one policy's figure over another's."""
-    pairs = zip(outcomes[above], outcomes[below], strict=True)
-    return median(figure(one) / figure(other) for one, other in pairs)
+    return paired_ratio(map(figure, outcomes[above]), map(figure, outcomes[below]))
 
 
 def burst_rows(outcomes: Outcomes) -> list[Row]:

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from baton.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, read_adapter
 from baton.bench.engine.replica import LLAMA_56M, Ranks, greedy, load_ranks
-from baton.bench.report import Report, Row, at_least, at_most, option, suite
+from baton.bench.report import Report, Row, at_least, at_most, option, paired_ratio, suite
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
@@ -141,7 +141,7 @@ def compare(
     for (name, work), of_kind in rates.items():
         rows.append(Row(f"{name}, {work}", median(of_kind), "tok/s"))
         if name != base:
-            ratio = median(ours / theirs for ours, theirs in zip(of_kind, rates[base, work], strict=True))
+            ratio = paired_ratio(of_kind, rates[base, work])
             rows.append(at_least(f"{name} / {base}, {work}", ratio, "x", bars.get((name, work))))
     return rows
 

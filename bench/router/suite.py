@@ -19,7 +19,7 @@ from baton.messages.workers import WorkerRole
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import ClientCall, Fleet
 from baton.sim.timed.times import Machine
-from baton.sim.timed.workload import TraceRequest, read_trace, tokens_of
+from baton.sim.timed.workload import TraceRequest, arrivals, read_trace, tokens_of
 
 BLOCK_TOKENS: Final = 16
 
@@ -28,9 +28,8 @@ def chat(num_requests: int, seed: int) -> list[TraceRequest]:
     """Return short turns that grow: most of a prompt is known, and answers are as long."""
     random = Random(seed)
     turns: dict[int, list[int]] = {}
-    requests, now_s = [], 0.0
-    for number in range(num_requests):
-        now_s += random.expovariate(6.0)
+    requests = []
+    for number, now_s in zip(range(num_requests), arrivals(6.0, random), strict=False):
         blocks = turns.setdefault(random.randrange(num_requests // 8 + 1), [])
         blocks.extend(10_000 * (number + 1) + at for at in range(random.randint(4, 40)))
         requests.append(_request(now_s, tuple(blocks[:600]), random.randint(50, 400)))
@@ -41,9 +40,8 @@ def documents(num_requests: int, seed: int) -> list[TraceRequest]:
     """Return questions about a few long documents: long prompts, short answers."""
     random = Random(seed)
     sizes = [random.randint(300, 900) for _ in range(24)]
-    requests, now_s = [], 0.0
-    for number in range(num_requests):
-        now_s += random.expovariate(2.5)
+    requests = []
+    for number, now_s in zip(range(num_requests), arrivals(2.5, random), strict=False):
         document = random.randrange(len(sizes))
         known = [10_000_000 + 10_000 * document + at for at in range(sizes[document])]
         asked = [10_000 * (number + 1) + at for at in range(random.randint(2, 12))]

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 from baton.bench.serve.client import Address, Answer, Client, Connection, sleep_until
 from baton.bench.serve.figures import Bad, Run, Sample, Slo, streamed, unary
 from baton.errors import ConfigError, PeerGone
-from baton.sim.timed.workload import TraceRequest
+from baton.sim.timed.workload import TraceRequest, arrivals
 
 FIRST_TOKEN: Final = 4  # below are the special ones
 
@@ -109,11 +109,8 @@ def _trace_prompt(request: TraceRequest, number: int, vocab_size: int) -> tuple[
 
 def poisson(jobs: Sequence[Job], rate: float, seed: int) -> list[Job]:
     """Return the same jobs with Poisson arrivals, `rate` a second on average."""
-    source, moment_s, timed = random.Random(f"arrivals {seed}"), 0.0, []
-    for job in jobs:
-        timed.append(job._replace(arrival_s=moment_s))
-        moment_s += source.expovariate(rate)
-    return timed
+    moments_s = itertools.chain((0.0,), arrivals(rate, random.Random(f"arrivals {seed}")))
+    return [job._replace(arrival_s=at_s) for job, at_s in zip(jobs, moments_s, strict=False)]
 
 
 _REMOTE_DECODE: Final = {

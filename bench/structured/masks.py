@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from baton.bench.engine.replica import LLAMA_56M, generate, request_of
-from baton.bench.report import Plot, Report, Row, at_least, at_most, percentile, ranked_shares
+from baton.bench.report import Plot, Report, Row, at_least, at_most, paired_ratio, percentile, ranked_shares
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.scheduler.sequence import Row as LogitsRow
@@ -452,7 +452,7 @@ def _added_row(
     kinds = {"with": partial(step_s, engine, forms, says), "without": partial(step_s, engine, [None], says)}
     with_s, without_s = report.in_rounds(kinds, num_pairs, f"{name}, ").values()
     after = engine.load()
-    added = 100 * (median(on / off for on, off in zip(with_s, without_s, strict=True)) - 1)
+    added = 100 * (paired_ratio(with_s, without_s) - 1)
     mask_us = (after.mask_us - before.mask_us) / (after.num_masks - before.num_masks)
     times = f"{1e3 * median(without_s):.2f} -> {1e3 * median(with_s):.2f} ms"
     return at_most(name, added, "%", bar, f"{times}, the grammar takes {mask_us:.0f} us a token of the step")

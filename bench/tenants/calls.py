@@ -4,7 +4,7 @@ Rates are in prompt tokens a second, as a part of what the workers can do togeth
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from statistics import fmean
 from typing import Final, NamedTuple, TypeAlias
@@ -13,6 +13,7 @@ import msgspec
 
 from baton.bench.report import Row, at_least, at_most, percentile
 from baton.sim.timed.fleet import CallOutcome, ClientCall
+from baton.sim.timed.workload import arrivals
 from baton.tenants import SchedulingKey, Sla
 
 NUM_VICTIMS: Final = 9
@@ -26,14 +27,6 @@ GOOD_SHARE: Final = 0.95
 NO_SLA: Final = Sla()
 Prompt: TypeAlias = Callable[[Random, int], tuple[int, ...]]  # draws so many tokens
 Size: TypeAlias = Callable[[ClientCall], float]
-
-
-def arrivals(rate: float, since_s: float, until_s: float, random: Random) -> Iterator[float]:
-    """Yield the moments of a Poisson process."""
-    at_s = since_s + random.expovariate(rate)
-    while at_s < until_s:
-        yield at_s
-        at_s += random.expovariate(rate)
 
 
 class TenantWorkload(NamedTuple):
@@ -53,7 +46,7 @@ class TenantWorkload(NamedTuple):
         """Return calls of nine equal tenants together, in order of time."""
         calls, rate = list[ClientCall](), tokens_per_s / self.victim_mean / NUM_VICTIMS
         for number in range(NUM_VICTIMS):
-            for at_s in arrivals(rate, 0.0, until_s, random):
+            for at_s in arrivals(rate, random, 0.0, until_s):
                 num_tokens = round(random.lognormvariate(*self.victim_lognormal))
                 lengths = max(16, min(self.longest, num_tokens)), random.randint(*self.victim_answers)
                 calls.append(self._call(at_s, f"victim-{number}", *lengths, random, self.sla))
@@ -63,7 +56,7 @@ class TenantWorkload(NamedTuple):
         """Return calls of a tenth tenant, with long prompts and without objectives."""
         return [
             self._call(at_s, NOISY, self.longest, self.noisy_answer, random)
-            for at_s in arrivals(tokens_per_s / self.longest, 0.0, until_s, random)
+            for at_s in arrivals(tokens_per_s / self.longest, random, 0.0, until_s)
         ]
 
     def flood(
@@ -72,7 +65,7 @@ class TenantWorkload(NamedTuple):
         """Return calls of tenants with these weights, each at this rate."""
         calls = []
         for tenant, weight in weights.items():
-            for at_s in arrivals(tokens_per_s / 1000, 0.0, until_s, random):
+            for at_s in arrivals(tokens_per_s / 1000, random, 0.0, until_s):
                 lengths = random.randint(100, 1900), random.randint(8, 200)
                 call = self._call(at_s, tenant, *lengths, random)
                 calls.append(msgspec.structs.replace(call, scheduling_key=SchedulingKey(weight=weight)))
@@ -83,7 +76,7 @@ class TenantWorkload(NamedTuple):
         calls, since_s = list[ClientCall](), 0.0
         for span_s, tokens_per_s in loads:
             rate = tokens_per_s / fmean(self.service_prompts)
-            for at_s in arrivals(rate, since_s, since_s + span_s, random):
+            for at_s in arrivals(rate, random, since_s, since_s + span_s):
                 tenant = f"tenant-{random.randrange(4)}"
                 lengths = random.randint(*self.service_prompts), random.randint(*self.service_answers)
                 calls.append(self._call(at_s, tenant, *lengths, random, self.sla))

@@ -8,11 +8,10 @@ on each other.
 
 import csv
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from math import exp, log, sqrt
+from math import exp, inf, isfinite, log, sqrt
 from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
@@ -288,18 +287,26 @@ class Lengths(NamedTuple):
         return made
 
 
+def arrivals(rate: float, random: Random, since_s: float = 0.0, until_s: float = inf) -> Iterator[float]:
+    """Yield the moments of a Poisson process, `rate` a second on average. Each is drawn when it is wanted."""
+    at_s = since_s + random.expovariate(rate)
+    while at_s < until_s:
+        yield at_s
+        at_s += random.expovariate(rate)
+
+
 def synthetic(rate: float, seconds: float, lengths: Lengths, seed: int = 0) -> list[TraceRequest]:
     """Draw requests that come as a Poisson process, `rate` a second on average.
 
     Raises ConfigError for a rate without which no request comes, or for an endless time.
     """
-    if not (rate > 0 and math.isfinite(seconds)):
+    if not (rate > 0 and isfinite(seconds)):
         raise ConfigError(
             f"expected a rate of more than 0 requests/s for a finite time, got {rate:g}/s for {seconds:g} s"
         )
     random, base = Random(seed), 1 + 1009 * seed  # of the numbers of prompts: other seeds share nothing
-    requests, now_s, rest = list[TraceRequest](), 0.0, sqrt(1 - lengths.correlation**2)
-    while (now_s := now_s + random.expovariate(rate)) < seconds:
+    requests, rest = list[TraceRequest](), sqrt(1 - lengths.correlation**2)
+    for now_s in arrivals(rate, random, until_s=seconds):
         first, second = random.gauss(), random.gauss()
         second = lengths.correlation * first + rest * second
         num_input = _log_normal(lengths.input_p50, lengths.input_p90, first)

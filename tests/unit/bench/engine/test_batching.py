@@ -45,12 +45,6 @@ def test_mix_is_a_tenth_short_and_a_tenth_long() -> None:
     assert [lengths.count(length) for length in (4, 32, 256)] == [10, 80, 10]
 
 
-def test_poisson_arrivals_keep_the_rate() -> None:
-    arrivals_s = poisson((1,) * 2000, requests_per_s=50.0).arrivals_s
-    assert list(arrivals_s) == sorted(arrivals_s)
-    assert arrivals_s[-1] == pytest.approx(2000 / 50, rel=0.1)
-
-
 @pytest.mark.parametrize("policy", ["static", "dynamic", "continuous"])
 def test_every_policy_generates_what_was_asked(replicas: dict[str, RecordedEngine], policy: str) -> None:
     outcome = serve(replicas[policy], burst(LENGTHS))

@@ -4,20 +4,8 @@ import pytest
 
 from baton.bench.router.suite import WORKLOADS, documents, run_trace
 from baton.sim.timed.fleet import Fleet
-from baton.sim.timed.workload import TraceRequest, tokens_of
 
 SMALL = Fleet(num_prefill=2, num_decode=2, num_prefill_pages=4000, decode_keeps=True)
-
-
-def test_equal_blocks_are_equal_tokens() -> None:
-    one, other = (
-        tokens_of(
-            TraceRequest(arrival_s=0, input_tokens=40, output_tokens=1, block_ids=blocks, block_tokens=16), 0
-        )
-        for blocks in ((1, 2, 3), (1, 2, 4))
-    )
-    assert one[:32] == other[:32] and one[32:] != other[32:]
-    assert len(one) == 40
 
 
 def test_run_is_the_same_for_the_same_seed() -> None:

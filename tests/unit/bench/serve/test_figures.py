@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from baton.bench.report import percentile
 from baton.bench.serve.client import Answer
 from baton.bench.serve.figures import Bad, Run, Sample, Slo, aiperf_export, events_of, streamed, unary
 from baton.errors import ConfigError
@@ -155,11 +154,6 @@ def test_goodput_needs_every_limit_met() -> None:
 
 def test_run_without_answers_has_no_percentiles() -> None:
     assert "ttft_p50_ms" not in Run([], ["lost"], 1.0).as_json()
-
-
-@pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (50, 2.5), (100, 4.0), (99, 3.97)])
-def test_percentiles_lie_between_their_neighbours(percent: float, expected: float) -> None:
-    assert percentile([4.0, 1.0, 3.0, 2.0], percent) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

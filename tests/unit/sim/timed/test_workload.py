@@ -259,3 +259,14 @@ def test_log_of_ends_alone_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ends").write_bytes((tmp_path / "log").read_bytes().splitlines(keepends=True)[-2])
     with pytest.raises(ConfigError, match="no request"):
         read_trace(tmp_path / "ends")
+
+
+def test_equal_blocks_are_equal_tokens() -> None:
+    one, other = (
+        tokens_of(
+            TraceRequest(arrival_s=0, input_tokens=40, output_tokens=1, block_ids=blocks, block_tokens=16), 0
+        )
+        for blocks in ((1, 2, 3), (1, 2, 4))
+    )
+    assert one[:32] == other[:32] and one[32:] != other[32:]
+    assert len(one) == 40
