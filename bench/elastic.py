@@ -163,7 +163,7 @@ class ElasticFleet:
         """Take the latest worker of a role away: one that still starts is ended at once."""
         candidates = [each for each in self._workers if each.role == role and not each.is_leaving]
         starting = [each for each in candidates if not each.is_ready]
-        worker = starting[-1] if starting and not becomes else [*starting, *candidates][-1]
+        worker = starting[-1] if starting and not becomes else candidates[-1]
         self.num_orders += 1
         worker.is_leaving, worker.becomes = True, becomes
         if not worker.is_ready:

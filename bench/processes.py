@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Final
 
+from baton.cluster.redis_server import find_program
 from baton.errors import ConfigError
 
 HOST: Final = "127.0.0.1"
@@ -74,7 +74,7 @@ def free_port(host: str = HOST) -> int:
 @asynccontextmanager
 async def redis_on_tcp(folder: Path) -> AsyncIterator[tuple[str, int]]:
     """Run a Redis of our own; yield its address. ConfigError where there is no redis-server."""
-    program, port = shutil.which("redis-server"), free_port()
+    program, port = find_program(), free_port()
     if program is None:
         raise ConfigError("redis-server is not installed")
     options = ("--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no", "--dir", str(folder))

@@ -1,12 +1,11 @@
 """Ray's head dies and comes back: streams go on, and a worker killed meanwhile is started again."""
 
-import shutil
-
 import pytest
 
 from baton.bench.faults.clients import make_questions
 from baton.bench.faults.ray_faults import head_away, ray_cluster
 from tests.event_loop import on_loop
+from tests.needs import needs_redis
 
 NUM_STREAMS = 4
 AWAY_S = 15.0
@@ -14,7 +13,7 @@ AWAY_S = 15.0
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server on PATH")
+@needs_redis
 @on_loop
 async def test_streams_outlive_rays_head_and_a_killed_worker_is_back_with_the_next() -> None:
     pytest.importorskip("ray")

@@ -15,10 +15,11 @@ from baton.bench.router.faults import (
     measure,
     routed_cluster,
 )
-from baton.cluster.redis_server import RedisServer, find_program
+from baton.cluster.redis_server import RedisServer
 from tests.event_loop import on_loop
+from tests.needs import needs_redis
 
-pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+pytestmark = needs_redis
 
 REST_S = 2.0
 TIMINGS = ("routing p99", "blind decisions")  # wrong by chance on a busy machine in so short a time

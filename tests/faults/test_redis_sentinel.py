@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from baton.bench.processes import free_port
 from baton.cluster.redis_server import find_program
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
 from tests.event_loop import on_loop
+from tests.needs import needs_redis
 from tests.node_peers import a_worker
 from tests.unit.router.redis_routers import CHAIN, RouterStandIn, known_from, running
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+pytestmark = needs_redis
 
 SERVICE = "pages"
-PATIENCE_MS = {"down-after-milliseconds": 300, "failover-timeout": 2000}
 W0 = a_worker("w0", num_pages=5000)
 
 
@@ -81,7 +82,8 @@ async def knows_replica(port: int) -> bool:
 
 @pytest.mark.slow
 @on_loop
-async def test_the_next_master_is_told_all(tmp_path: Path, free_ports: list[int]) -> None:
+async def test_the_next_master_is_told_all(tmp_path: Path) -> None:
+    free_ports = [free_port() for _ in range(3)]
     async with guarded(tmp_path, free_ports) as (master, url):
         router = RouterStandIn(url, "first")
         async with running(router):

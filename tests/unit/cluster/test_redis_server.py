@@ -12,12 +12,11 @@ import psutil
 import pytest
 
 from baton.cluster import redis_server
-from baton.cluster.redis_server import PROGRAMS, RedisServer, find_program
+from baton.cluster.redis_server import PROGRAMS, RedisServer
 from baton.errors import ConfigError
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
 from tests.event_loop import on_loop
-
-needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+from tests.needs import needs_redis
 
 
 @needs_redis

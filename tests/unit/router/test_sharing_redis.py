@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from baton.clock import SystemClock
-from baton.cluster.redis_server import RedisServer, find_program
+from baton.cluster.redis_server import RedisServer
 from baton.config.router import RouterConfig
 from baton.messages.control import (
     Ended,
@@ -30,12 +30,13 @@ from baton.router.redis.link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
 from baton.router.router import Router
 from baton.router.sliced_work import PromptKeys, family_of
 from tests.event_loop import on_loop
+from tests.needs import needs_redis
 from tests.node_peers import TestPeer, a_worker, id_of, name_of
 from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, running
 from tests.waiting import until
 
 pytestmark = [
-    pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH"),
+    needs_redis,
     pytest.mark.usefixtures("patient_links"),
 ]
 

@@ -295,7 +295,6 @@ tenants:
     - {C}
 # the end
 """
-FLOW = f'tenants: {{acme: {{keys: ["{A}", "{B}"], weight: 2}}, zeta: {{keys: ["{C}"]}}}}\n'
 
 
 def keys_of(text: str, tenant: str) -> tuple[str, ...]:

@@ -62,7 +62,6 @@ from tests.transfer_ends import (
 from tests.waiting import wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=3, num_kv_heads=4, head_dim=1024, dtype="bfloat16")
-OTHER_MODEL = msgspec.structs.replace(LAYOUT, num_layers=2)
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 NUM_PAGES = 60  # of 768 KiB: many parts
 SETTINGS = GroupSettings(connect_s=5.0, stall_s=2.0)

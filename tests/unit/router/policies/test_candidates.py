@@ -37,17 +37,6 @@ def a_source(worker: str, num_tokens: int, token_s: float = 1e-4) -> PullCandida
     return PullCandidate(worker, num_tokens, lambda prefill, num: 0.005 + token_s * num)
 
 
-def a_decoder(
-    worker: str = "d", num_delayed: int = 0, num_held: int = 0, wait_s: float = 0.0
-) -> DecodeCandidate:
-    prefill = a_prefill(worker, wait_s, num_held)
-    return DecodeCandidate(prefill, num_delayed, room_s=0.0, join_s=0.01, decode_delay_s=1e-3 * num_delayed)
-
-
-def local_at(decoder: DecodeCandidate) -> PairCandidate:
-    return local_pair(cost_at(decoder.as_prefill), decoder)
-
-
 def cost_at(
     prefill: PrefillCandidate, sources: Sequence[PullCandidate] = (), arrival_rate: float = 0.0
 ) -> PromptCost:

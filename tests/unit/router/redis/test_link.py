@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from baton.clock import SystemClock
-from baton.cluster.redis_server import RedisServer, find_program
+from baton.cluster.redis_server import RedisServer
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
@@ -14,6 +14,7 @@ from baton.router.index.prefix_index import PrefixIndex
 from baton.router.redis import link, outbox
 from baton.router.redis.outbox import RedisOutbox
 from tests.event_loop import on_loop
+from tests.needs import needs_redis
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -32,7 +33,7 @@ from tests.unit.router.router_cluster import stored
 from tests.waiting import until
 
 pytestmark = [
-    pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH"),
+    needs_redis,
     pytest.mark.usefixtures("patient_links"),
 ]
 

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import pytest
-
-from baton.cluster.redis_server import RedisServer, find_program
+from baton.cluster.redis_server import RedisServer
 from baton.messages.control import Ended
 from baton.messages.workers import Worker
 from baton.pages import KEY_BYTES
 from baton.router.redis.messages import MESSAGE, WORKER, Codec, Snapshot, pages_of, snapshot_of
 from tests.event_loop import on_loop
+from tests.needs import needs_redis
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -32,7 +31,7 @@ from tests.unit.router.redis_routers import (
 from tests.unit.router.router_cluster import stored
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+pytestmark = needs_redis
 
 W0, W1, W2 = (a_worker(name, num_pages=5000) for name in ("w0", "w1", "w2"))
 

@@ -7,12 +7,13 @@ from random import Random
 import pytest
 from redis.exceptions import ResponseError
 
-from baton.cluster.redis_server import RedisServer, find_program
+from baton.cluster.redis_server import RedisServer
 from baton.messages.bounds import MAX_PULLED_PAGES
 from baton.router.index.prefix_index import SHORT_KEY_BYTES
 from baton.router.redis.client import Command, RedisConnection, is_full
 from baton.router.redis.messages import MESSAGE, SharedDispatch
 from tests.event_loop import on_loop
+from tests.needs import needs_redis
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -26,7 +27,7 @@ from tests.unit.router.redis_routers import (
 )
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+pytestmark = needs_redis
 
 W0 = a_worker("w0", num_pages=5000)
 SMALL_BYTES = 24 * 2**20

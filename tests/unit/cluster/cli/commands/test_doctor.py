@@ -16,7 +16,7 @@ from baton.cluster.cli.commands.doctor import CHECKS, Finding
 from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.cluster.process import run
-from baton.cluster.redis_server import RedisServer, find_program
+from baton.cluster.redis_server import RedisServer
 from baton.cluster.runtimes.base import Assignment, ProcessStarted, generations_of
 from baton.config.cluster import ServeConfig
 from baton.config.loader import build
@@ -24,11 +24,10 @@ from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
 from tests.event_loop import on_loop
+from tests.needs import needs_redis
 from tests.unit.cluster.conftest import Baton
 from tests.unit.cluster.model_directories import with_config_alone
 from tests.unit.router.redis_routers import connected
-
-needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
 
 def findings(check: doctor.Check, **settings: object) -> list[Finding]:
