@@ -25,7 +25,6 @@ FIRST_OWN: Final = 512  # of the descriptors of a forked rank; tests have fewer 
 @pytest.fixture(scope="module")
 def ranks_are_forked() -> Iterator[None]:
     """Fork the ranks of the engines that a file's tests load."""
-    forkserver.ensure_running()  # before a test that looks at the children of its process
     with forked_ranks():
         yield
 
@@ -33,6 +32,7 @@ def ranks_are_forked() -> Iterator[None]:
 @contextmanager
 def forked_ranks() -> Iterator[None]:
     """Fork the ranks of engines that are loaded in this context."""
+    forkserver.ensure_running()  # before a test that looks at the children of its process
     names = SimpleNamespace(**vars(subprocess) | {"Popen": _start_rank})
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(rank_process, "subprocess", names)

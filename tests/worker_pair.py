@@ -79,7 +79,7 @@ class HoldingEndpoint(FaultyEndpoint):
             super()._received(link, message)
 
 
-class Host:
+class WorkerHost:
     """One worker with all that is its own; `node` follows."""
 
     node: PrefillWorker | DecodeWorker
@@ -170,7 +170,7 @@ class WorkerPair:
         if decode_disk is not None:
             caches[1]["cache"] |= {"kv_disk_path": str(decode_disk), "kv_disk_bytes": 2**22}
         self.prefill = self._prefill_host(directory, transport, settings | caches[0])
-        self.decode = Host(WorkerRole.DECODE, directory, transport, settings | caches[1])
+        self.decode = WorkerHost(WorkerRole.DECODE, directory, transport, settings | caches[1])
         peer_registry = self.decode.peer_registry(WorkerRole.PREFILL)
         self.decode_worker = self.decode.node = DecodeWorker(
             self.decode.engine,
@@ -188,8 +188,8 @@ class WorkerPair:
         self.join(self.decode, self.prefill.hello)
         self.turns_until(lambda: self._reports() >= {(DECODE,), (PREFILL,)})
 
-    def _prefill_host(self, directory: Path, transport: str, settings: dict[str, Any]) -> Host:
-        host = Host(WorkerRole.PREFILL, directory, transport, settings)
+    def _prefill_host(self, directory: Path, transport: str, settings: dict[str, Any]) -> WorkerHost:
+        host = WorkerHost(WorkerRole.PREFILL, directory, transport, settings)
         peer_registry = host.peer_registry()
         host.node = PrefillWorker(
             host.engine,
@@ -203,15 +203,15 @@ class WorkerPair:
     def _reports(self) -> set[tuple[str, ...]]:
         return {each.workers for each in self.said[ROUTER.id] if isinstance(each, Reachable)}
 
-    def join(self, host: Host, hello: Hello) -> None:
+    def join(self, host: WorkerHost, hello: Hello) -> None:
         """The host has a connection to that process."""
         host.peers[hello.id] = PostedPeer(host.id, hello, self.post)
         host.node.joined(host.peers[hello.id])
 
-    def leave(self, host: Host, hello: Hello) -> None:
+    def leave(self, host: WorkerHost, hello: Hello) -> None:
         host.node.left(host.peers.pop(hello.id))
 
-    def list_members(self, *hosts: Host) -> None:
+    def list_members(self, *hosts: WorkerHost) -> None:
         for host in self._alive:
             self.tell(host, ROUTER, Members(workers=tuple(each.worker for each in hosts)))
 
@@ -228,7 +228,7 @@ class WorkerPair:
         for host in self._alive:
             self.leave(host, GATEWAY)
 
-    def tell(self, host: Host, hello: Hello, message: AnyMessage) -> None:
+    def tell(self, host: WorkerHost, hello: Hello, message: AnyMessage) -> None:
         host.node.received(host.peers[hello.id], message)
 
     def dispatch(self, request: Request, *, is_local: bool = False, source: PullSource | None = None) -> None:
@@ -273,7 +273,7 @@ class WorkerPair:
         if host in self._alive and letter.sender in host.peers:
             host.node.received(host.peers[letter.sender], letter.message)
 
-    def turns_until(self, is_so: Callable[[], bool], *, ticks: Host | None = None) -> None:
+    def turns_until(self, is_so: Callable[[], bool], *, ticks: WorkerHost | None = None) -> None:
         """Make turns until it is so. ticks: a worker that ticks before each turn. Raises TimeoutError."""
         until_s = time.monotonic() + TIMEOUT_S
         while not is_so():

@@ -13,7 +13,7 @@ from baton.messages.control import Measured, Prefill, Prefilled, PullSource
 from baton.messages.workers import PrefillTimes
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenEvent, TokenIds
 from tests.tiny_models import VOCAB_SIZE, run_to_end, tiny_engine
-from tests.worker_pair import ROUTER, Host, WorkerPair
+from tests.worker_pair import ROUTER, WorkerHost, WorkerPair
 
 MakePair: TypeAlias = Callable[..., WorkerPair]
 PROMPT: Final = tuple((7 * i + i * i) % VOCAB_SIZE for i in range(41))
@@ -84,13 +84,19 @@ def answer_of(pair: WorkerPair, request: Request) -> list[Said]:
     return said(pair.heard(request))
 
 
+def answer_after_ticks(pair: WorkerPair, request: Request) -> list[Said]:
+    """Return the answer as `answer_of` does; the prefill worker ticks before each turn."""
+    pair.turns_until(lambda: pair.is_answered(request), ticks=pair.prefill)
+    return said(pair.heard(request))
+
+
 def prefills(pair: WorkerPair) -> list[PrefillTimes]:
     """Times of prompts that the router has been told."""
     told = [each for each in pair.said[ROUTER.id] if isinstance(each, Measured)]
     return [times for each in told for times in each.prefills]
 
 
-def warm(pair: WorkerPair, holder: Host) -> PullSource:
+def warm(pair: WorkerPair, holder: WorkerHost) -> PullSource:
     """Have one worker alone know LONG_PROMPT; return the source that the router would have learned."""
     is_local = holder is pair.decode
     pair.dispatch(a_request(90, LONG_PROMPT), is_local=is_local)
@@ -101,7 +107,7 @@ def warm(pair: WorkerPair, holder: Host) -> PullSource:
     return known_at(holder, LONG_PROMPT)
 
 
-def known_at(host: Host, prompt: tuple[int, ...]) -> PullSource:
+def known_at(host: WorkerHost, prompt: tuple[int, ...]) -> PullSource:
     """The source that the router would have learned of this worker's pages."""
     claim = host.engine.claim_prefix(prompt, b"", "the router")
     generations = tuple(map(host.engine.pages.generation, claim.pages))
@@ -109,7 +115,7 @@ def known_at(host: Host, prompt: tuple[int, ...]) -> PullSource:
     return PullSource(host.id, claim.num_tokens, claim.pages, generations)
 
 
-def has_pulled(host: Host, **number: int) -> bool:
+def has_pulled(host: WorkerHost, **number: int) -> bool:
     """Return whether the worker has counted these pulls and no others."""
     counters = host.node.load().counters
     names = ("pulls", "pulls_failed", "pulls_not_begun")

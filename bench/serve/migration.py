@@ -49,9 +49,7 @@ class Moved(NamedTuple):
 
 
 def gap_s(times_s: Sequence[float], begin_s: float, end_s: float) -> float:
-    """Return the longest time between two pieces of which the later comes after begin_s, up to the first one
-    after end_s.
-    """
+    """Return the longest time between neighbouring pieces, from the pair at begin_s to that at end_s."""
     first, last = bisect_left(times_s, begin_s), bisect_left(times_s, end_s) + 1
     return max((b - a for a, b in pairwise(times_s[max(0, first - 1) : last + 1])), default=0.0)
 

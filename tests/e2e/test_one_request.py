@@ -5,7 +5,6 @@ others.
 import asyncio
 import json
 import re
-import secrets
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,8 +13,7 @@ from typing import Final
 
 import httpx2
 
-from baton.cluster.runtimes.local import LocalRuntime
-from baton.cluster.serve import Cluster
+from baton.bench.clusters import local_cluster
 from baton.config.cluster import ServeConfig
 from baton.config.router import RouterConfig
 
@@ -30,16 +28,12 @@ SETTLE_S: Final = 0.3
 @asynccontextmanager
 async def traced_cluster(folder: Path) -> AsyncIterator[str]:
     """Serve the tiny model with one prefill and one decode worker, both recorded; yield the URL."""
-    key = secrets.token_bytes(32)
     # The policy `prefix` never computes a prompt of this length on the decode worker.
     router = RouterConfig(redis="none", policy="prefix", local_prefill_tokens=0)
     config = ServeConfig(model="tiny", runtime="local", port=0, router=router)
     command = (sys.executable, "-m", "tests.traced_process", str(folder))
-    cluster = Cluster(config, LocalRuntime(key, command=command), key, say=lambda text: None)
-    try:
-        yield f"http://127.0.0.1:{(await cluster.start()).port}"
-    finally:
-        await cluster.close()
+    async with local_cluster(config, command) as cluster:
+        yield cluster.url
 
 
 async def stream(url: str, number: int) -> str:

@@ -18,10 +18,10 @@ from typing import Any, Final, NamedTuple
 import psutil
 import pytest
 
-from baton.bench.serve.client import Address, Answer, Connection
-from baton.bench.serve.figures import events_of
+from baton.bench.clusters import HELD
+from baton.bench.serve.client import Address, Answer, Client, Connection
+from baton.bench.serve.figures import token_ids_of
 from baton.cluster.runtimes.base import descendants
-from baton.errors import PeerGone
 from baton.request import Request
 from tests.scripted_service import ScriptedService, events
 from tests.served import SERVE, Served, served, until
@@ -69,25 +69,13 @@ def body_of(rng: random.Random, max_tokens: int, *, streams: bool = True) -> dic
 
 async def ask(address: Address, body: dict[str, Any]) -> Answer:
     """Return a whole answer over a new connection. Raises PeerGone when the connection breaks."""
-    connection = await Connection.open(address)
-    future: asyncio.Future[Answer | PeerGone] = asyncio.get_running_loop().create_future()
-    connection.send(address.post("/v1/completions", json.dumps(body).encode()), future.set_result)
-    try:
-        answer = await future
-    finally:
-        connection.close()
-    if isinstance(answer, PeerGone):
-        raise answer
-    return answer
+    with contextlib.closing(Client(address)) as client:
+        return await client.post("/v1/completions", json.dumps(body).encode())
 
 
 def token_ids(answer: Answer) -> list[int]:
     assert answer.status == 200, answer.body
-    found: list[int] = []
-    for event in events_of(answer.pieces):
-        for choice in event.content["choices"] if event.content is not None else ():
-            found += choice.get("token_ids") or []
-    return found
+    return token_ids_of(answer)
 
 
 class Held(NamedTuple):
@@ -104,7 +92,7 @@ def held_by(cluster: Served) -> Held:
 
 def is_at_rest(cluster: Served) -> bool:
     pages = [entry.load.pages for entry in cluster.status().values()]
-    held = any(each[state] for each in pages for state in ("active", "leased", "quarantined"))
+    held = any(each[state] for each in pages for state in HELD)
     return all(pages) and not held and not any(router.num_attempts for router in cluster.routers())
 
 

@@ -96,10 +96,10 @@ class Links:
 
     @property
     def num_connections(self) -> int:
-        return sum(proxy.num_connections for proxy in self._proxies.values())
+        return sum(proxy.num_connections for proxy in list(self._proxies.values()))
 
     def close(self) -> None:
-        for proxy in self._proxies.values():
+        for proxy in list(self._proxies.values()):
             proxy.close()
 
 

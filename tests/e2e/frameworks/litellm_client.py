@@ -1,35 +1,10 @@
 """LiteLLM: forms, a loop of tool calls, and streams, by its provider for servers of OpenAI's API."""
 
 import json
-from typing import Any, Final
+from typing import Any
 
 import litellm
-from questions import FRUIT_QUESTION, FUNCTIONS, SUM_QUESTION, WEATHER_QUESTION, Fruit, run
-
-TOOLS: Final[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-                "required": ["a", "b"],
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-            },
-        },
-    },
-]
+from questions import FRUIT_QUESTION, FUNCTIONS, SUM_QUESTION, TOOLS, WEATHER_QUESTION, Fruit, run
 
 
 def answers(url: str) -> dict[str, object]:

@@ -1,30 +1,11 @@
 """The `openai` client: its parse helpers, its stream helper and a loop of tool calls."""
 
 import json
-from typing import Any, Final
+from typing import Any
 
 import openai
 from pydantic import BaseModel
-from questions import FRUIT_QUESTION, FUNCTIONS, SUM_QUESTION, WEATHER_QUESTION, Fruit, run
-
-
-class Add(BaseModel):
-    """Add two numbers."""
-
-    a: int
-    b: int
-
-
-class Weather(BaseModel):
-    """Return the weather in a city."""
-
-    city: str
-
-
-TOOLS: Final[Any] = [
-    openai.pydantic_function_tool(Add, name="add"),
-    openai.pydantic_function_tool(Weather, name="weather"),
-]
+from questions import FRUIT_QUESTION, FUNCTIONS, SUM_QUESTION, TOOLS, WEATHER_QUESTION, Fruit, run
 
 
 def answers(url: str) -> dict[str, object]:

@@ -6,8 +6,9 @@ Runs in the virtual environment of the frameworks, without Baton.
 import json
 import sys
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
+import openai
 from pydantic import BaseModel
 
 FRUIT_QUESTION: Final = "json(name=fig count=7)="
@@ -32,6 +33,23 @@ def weather(city: str) -> str:
     return "rain" if city == "Paris" else "sun"
 
 
+class Add(BaseModel):
+    """Add two numbers."""
+
+    a: int
+    b: int
+
+
+class Weather(BaseModel):
+    """Return the weather in a city."""
+
+    city: str
+
+
+TOOLS: Final[Any] = [
+    openai.pydantic_function_tool(Add, name="add"),
+    openai.pydantic_function_tool(Weather, name="weather"),
+]
 FUNCTIONS: Final[dict[str, Callable[..., str]]] = {"add": add, "weather": weather}
 
 

@@ -18,7 +18,7 @@ from baton.kvtransfer.protocol.source import pin_nothing
 from baton.messages.control import Members, PullSource
 from baton.messages.workers import WorkerRole
 from tests.tiny_models import generate, tiny_engine
-from tests.worker_pair import DECODE, ROUTER, Host, WorkerPair
+from tests.worker_pair import DECODE, ROUTER, WorkerHost, WorkerPair
 from tests.worker_pair_cases import (
     LONG_PROMPT,
     MakePair,
@@ -286,7 +286,7 @@ def test_a_holder_that_dies_is_not_waited_for(
     make_pair: MakePair, alone: Engine, tiny_model: Path, transport: str
 ) -> None:
     pair = make_pair(transport=transport)
-    holder = Host(WorkerRole.PREFILL, tiny_model, transport, {"cache": {"page_size": 4}})
+    holder = WorkerHost(WorkerRole.PREFILL, tiny_model, transport, {"cache": {"page_size": 4}})
     worker = msgspec.structs.replace(holder.worker, id="5" * 32, name="prefill-1")
     members = Members(workers=(pair.prefill.worker, pair.decode.worker, worker))
     pair.tell(pair.prefill, ROUTER, members)

@@ -34,6 +34,7 @@ from tests.worker_pair_cases import (
     STAGES,
     MakePair,
     a_request,
+    answer_after_ticks,
     answer_alone,
     answer_of,
     bring_to,
@@ -79,9 +80,7 @@ def test_grant_whose_order_never_comes_is_given_back(
     pair, request = make_pair(), a_request()
     bring_to(pair, request, "ordered")
     pair.turns_until(lambda: bool(pair.prefill.endpoint.num_open))
-
-    pair.turns_until(lambda: pair.is_answered(request), ticks=pair.prefill)
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_after_ticks(pair, request) == answer_alone(alone, request)
     assert pair.decode_worker.counters["recomputed_prefills"] == 1
     pair.cancel(request)
 
@@ -92,9 +91,7 @@ def test_computed_prompt_without_a_grant_is_given_up(
     monkeypatch.setattr("baton.prefill_worker.worker.MAX_GRANT_WAIT_S", 0.05)
     pair, request = make_pair(), a_request()
     bring_to(pair, request, "ungranted")
-
-    pair.turns_until(lambda: pair.is_answered(request), ticks=pair.prefill)
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_after_ticks(pair, request) == answer_alone(alone, request)
     assert pair.decode_worker.counters["recomputed_prefills"] == 1
 
 

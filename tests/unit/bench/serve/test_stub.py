@@ -127,7 +127,7 @@ async def test_a_pair_of_stubs_shares_an_answer(max_tokens: int) -> None:
     assert events[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_they_say_who_can_be_reached_and_that_they_live() -> None:
+def test_stubs_report_reachable_peers_and_send_heartbeats() -> None:
     for role in WorkerRole:
         stub = Stub(role)
         other = a_stub(WorkerRole.DECODE if role is WorkerRole.PREFILL else WorkerRole.PREFILL)

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
-from multiprocessing import forkserver, util
+from multiprocessing import util
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +50,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def forked() -> Iterator[None]:
     """For tests of ranks that run: a start takes seconds of a core less."""
-    forkserver.ensure_running()  # before a test that looks at the children of its process
     with forked_ranks():
         yield
 
