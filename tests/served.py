@@ -136,11 +136,18 @@ class Served(HttpCalls):
         raise AssertionError(f"no process of the cluster listens on port {port}")
 
 
-def start_timeout_s() -> float:
-    """Return START_TIMEOUT_S, longer where other tests or a cold disk slow this machine down."""
+def kill_unless(has_ended: threading.Event, process: "subprocess.Popen[str]") -> None:
+    """Kill a process whose start takes longer than START_TIMEOUT_S, and longer still on a slow machine.
+
+    Other tests or a cold disk may slow the machine down: then a plain import takes longer than IMPORT_S too.
+    """
+    if has_ended.wait(START_TIMEOUT_S):
+        return
     began_s = time.monotonic()
     subprocess.run([sys.executable, "-c", "import numpy"], check=True)
-    return START_TIMEOUT_S * max(1.0, (time.monotonic() - began_s) / IMPORT_S)
+    slowness = (time.monotonic() - began_s) / IMPORT_S
+    if not has_ended.wait(START_TIMEOUT_S * max(0.0, slowness - 1.0)):
+        process.kill()
 
 
 @contextmanager
@@ -163,20 +170,20 @@ def served(*arguments: str, program: Sequence[str] = ("-m", "baton"), **environm
     errors = process.stderr
     listening = threading.Thread(target=lambda: said.extend(errors), daemon=True)
     listening.start()
-    give_up = threading.Timer(start_timeout_s(), process.kill)
-    give_up.start()
+    has_ended = threading.Event()  # the start
+    threading.Thread(target=kill_unless, args=(has_ended, process), daemon=True).start()
     try:
         banner = ""
         for line in process.stdout:
             banner += line
             if line.startswith("curl"):
                 break
-        give_up.cancel()
+        has_ended.set()
         if "curl" not in banner:
             raise AssertionError(f"no banner came: {banner}{''.join(said)}")
         yield Served(process, banner, said)
     finally:
-        give_up.cancel()
+        has_ended.set()
         stop(process)
         listening.join(10)
         process.stdout.close()
