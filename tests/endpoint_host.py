@@ -32,14 +32,14 @@ from tests.remote import Remote
 from tests.transfer_ends import KEY
 from tests.waiting import wait_for
 
-__all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProcess", "ask", "layout"]
+__all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "EndpointHost", "FaultyEndpoint", "HostProcess", "ask", "layout"]
 
 NUM_PAGES: Final = 64
 DEADLINE_S: Final = 20.0
 GRANT_S: Final = 5.0
 
 
-class Host:
+class EndpointHost:
     """Its loop is the only thread that touches endpoint and ledger; methods make calls there."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Host:
 
     def send(
         self,
-        destination: "Host | HostProcess",
+        destination: "EndpointHost | HostProcess",
         num_units: int,
         *,
         abort_at: str = "",
@@ -165,7 +165,7 @@ class Host:
 
     def begin(
         self,
-        destination: "Host | HostProcess",
+        destination: "EndpointHost | HostProcess",
         num_units: int,
         num_offered: int = 0,
         *,
@@ -336,11 +336,16 @@ class HostProcess(Remote):
     """A host in a process of its own."""
 
     def __init__(self, **settings: object) -> None:
-        super().__init__(Host, **settings)
+        super().__init__(EndpointHost, **settings)
 
 
-def ask(source: Host | HostProcess, destination: Host | HostProcess, num_units: int, **options: Any) -> bytes:
-    """Have the destination grant pages to the source; return the transfer's id. options: of `Host.grant`."""
+def ask(
+    source: EndpointHost | HostProcess,
+    destination: EndpointHost | HostProcess,
+    num_units: int,
+    **options: Any,
+) -> bytes:
+    """Have the destination grant pages to the source; return the transfer's id. options: of `grant`."""
     transfer = secrets.token_bytes(16)
     destination.grant(source.address(), transfer.hex(), num_units, **options)
     return transfer

@@ -9,16 +9,12 @@ from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import ShardEvent, ShardReached
 from baton.kvtransfer.transports.pages import PageMemory
 from baton.pages import PageLayout
+from tests.layouts import a_layout
 
 
 def layout(page_size: int = 16, head_dim: int = 32, num_ranks: int = 1, num_kv_heads: int = 2) -> PageLayout:
-    return PageLayout(
-        tp_size=num_ranks,
-        page_size=page_size,
-        num_layers=2,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype="bfloat16",
+    return a_layout(
+        tp_size=num_ranks, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype="bfloat16"
     )
 
 

@@ -9,13 +9,14 @@ from baton.kvtransfer.protocol.handoff import HandoffContext, Owner, Timing
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, WantedPage
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks.messages import Route
-from baton.pages import KEY_BYTES, PageLayout
+from baton.pages import KEY_BYTES
+from tests.layouts import a_layout
 
 TIMING: Final = Timing(lease_s=30.0, heartbeat_s=5.0)
 # The peer of transfers whose bytes no transport moves.
 PEER_RANK: Final = PeerRank(
     host="127.0.0.1",
-    layout=PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32"),
+    layout=a_layout(page_size=1, num_layers=1, num_kv_heads=1, head_dim=1),
     rank=0,
     listeners=RankListenerAddresses(incarnation=bytes(16), host="h", device="cpu"),
 )

@@ -36,7 +36,7 @@ class LateSteps:
         return mark <= self.passed
 
 
-class Rank:
+class ListeningRank:
     def __init__(self, sidecar: RankSidecar, layout: PageLayout, rank: int, num_pages: int) -> None:
         self._layout = layout
         self._rank = rank
@@ -60,10 +60,10 @@ class Rank:
 
 
 class RankProcess(Remote):
-    """A `Rank` in a process. It starts at once, and its agent connects to the endpoint that is made next."""
+    """A rank in a process, which starts at once; its agent connects to the endpoint that is made next."""
 
     def __init__(self, sidecar: RankSidecar, layout: PageLayout, rank: int, num_pages: int) -> None:
-        super().__init__(Rank, sidecar, layout, rank, num_pages)
+        super().__init__(ListeningRank, sidecar, layout, rank, num_pages)
         self._layout = layout
 
     def pages(self, pages: Sequence[int]) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Final, TypeAlias
 
 import pytest
 
-from tests.endpoint_host import NUM_PAGES, Host, HostProcess
+from tests.endpoint_host import NUM_PAGES, EndpointHost, HostProcess
 from tests.waiting import wait_for
 
 __all__ = [
@@ -22,15 +22,15 @@ __all__ = [
 NUM_UNITS: Final = 24
 NUM_KV_HEADS: Final = 4
 BACK_S: Final = 1.0
-Replicas: TypeAlias = Callable[..., Host]
+Replicas: TypeAlias = Callable[..., EndpointHost]
 
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[Replicas]:
     """Made once for all tests, each with what it is asked for: nothing may be left of a test in them."""
-    made: dict[tuple[object, ...], Host] = {}
+    made: dict[tuple[object, ...], EndpointHost] = {}
 
-    def replica(side: str, num_ranks: int, page_size: int = 16, transport: str = "auto") -> Host:
+    def replica(side: str, num_ranks: int, page_size: int = 16, transport: str = "auto") -> EndpointHost:
         key = (side, num_ranks, page_size, transport)
         if key not in made:
             made[key] = new_replica(num_ranks, page_size, transport)
@@ -42,8 +42,8 @@ def replicas() -> Iterator[Replicas]:
         host.close()
 
 
-def new_replica(num_ranks: int, page_size: int = 16, transport: str = "auto") -> Host:
-    return Host(
+def new_replica(num_ranks: int, page_size: int = 16, transport: str = "auto") -> EndpointHost:
+    return EndpointHost(
         page_size,
         NUM_PAGES * 16 // page_size,
         transport=transport,
@@ -52,17 +52,19 @@ def new_replica(num_ranks: int, page_size: int = 16, transport: str = "auto") ->
     )
 
 
-def all_back_s(*hosts: Host | HostProcess) -> float:
+def all_back_s(*hosts: EndpointHost | HostProcess) -> float:
     """Return the seconds until all pages of all hosts are free, and known to nobody."""
 
-    def is_back(host: Host | HostProcess) -> bool:
+    def is_back(host: EndpointHost | HostProcess) -> bool:
         counts = host.counts()
         return not any(counts[state] for state in ("ACTIVE", "CACHED", "LEASED", "QUARANTINED", "open"))
 
     return wait_for(lambda: all(is_back(host) for host in hosts))
 
 
-def assert_handed_over(source: Host, destination: Host | HostProcess, num_units: int = NUM_UNITS) -> None:
+def assert_handed_over(
+    source: EndpointHost, destination: EndpointHost | HostProcess, num_units: int = NUM_UNITS
+) -> None:
     """Send pages, and compare what the destination adopts with them."""
     assert source.send(destination, num_units) == "handed_over"
     assert destination.ended()[-1] == ("adopted", "", source.sent)

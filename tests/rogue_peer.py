@@ -24,7 +24,7 @@ from tests.endpoint_host import layout
 from tests.transfer_ends import PAGE_KEYS
 
 ANSWER_S: Final = 5.0
-Wanted = TypeVar("Wanted", bound=TransferMessage)
+MessageT = TypeVar("MessageT", bound=TransferMessage)
 
 
 class RoguePeer:
@@ -65,7 +65,7 @@ class RoguePeer:
     def say(self, message: AnyMessage) -> None:
         self.connection.send(encode(message))
 
-    def hear(self, kind: type[Wanted]) -> Wanted:
+    def hear(self, kind: type[MessageT]) -> MessageT:
         """The next message, but for heartbeats and pings, which is of this kind."""
         while is_ping(body := self.connection.recv(ANSWER_S)) or isinstance(message := decode(body), Extend):
             continue

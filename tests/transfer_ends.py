@@ -53,6 +53,7 @@ from baton.kvtransfer.transports.torch_distributed import (
 from baton.messages.bounds import Kind
 from baton.pages import PageLayout
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys
+from tests.layouts import a_layout
 
 KEY: Final = b"the key of the tests' cluster"
 RING: Final = KeyRing.of(KEY, Kind.WORKER)
@@ -62,9 +63,7 @@ TCP: Final = TcpSettings(connect_s=5.0, stall_s=2.0, part_s=20.0)
 GROUP: Final = GroupSettings(connect_s=10.0, stall_s=2.0)
 DEADLINE_S: Final = 20.0
 WRITER: Final = b"source incarnati"
-LAYOUT: Final = PageLayout(
-    tp_size=1, page_size=16, num_layers=2, num_kv_heads=4, head_dim=32, dtype="bfloat16"
-)
+LAYOUT: Final = a_layout(num_kv_heads=4, head_dim=32, dtype="bfloat16")
 
 
 def is_installed(name: str) -> bool:
@@ -82,7 +81,7 @@ def needs(name: str) -> pytest.MarkDecorator:
 OPTIONAL: Final = [pytest.param(name, marks=needs(name)) for name in PACKAGES]
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer as both ends know it."""
 
     id: str
@@ -269,7 +268,7 @@ class Destination:
         return {name: listener.address for name, listener in self._listeners.items()}
 
     def grant(self, grant: dict[str, Any]) -> None:
-        granted = msgspec.convert(grant, Grant)
+        granted = msgspec.convert(grant, PlannedTransfer)
         assert self.rank.generations is not None
         self.rank.generations.grant(granted.pages, [granted.generation] * len(granted.pages))
         self.registrations.add(
@@ -286,7 +285,7 @@ class Destination:
 
     def end(self, grant: dict[str, Any]) -> None:
         """As after an abort: the pages are taken back, and listed in `safe` when nothing writes them."""
-        ended = msgspec.convert(grant, Grant)
+        ended = msgspec.convert(grant, PlannedTransfer)
         assert self.rank.generations is not None
         self.rank.generations.revoke(ended.pages)
         self.registrations.close(bytes.fromhex(ended.id), lambda: self.safe.append(ended.id))
@@ -343,7 +342,7 @@ class Source:
 
     def push(self, grant: dict[str, Any], first: int, stop: int) -> int:
         """The number of the push, for `has_ended` and `outcome`."""
-        piece = Piece(msgspec.convert(grant, Grant).outgoing(), first, stop)
+        piece = Piece(msgspec.convert(grant, PlannedTransfer).outgoing(), first, stop)
         self._pushes.append(Push(self.sender, piece))
         return len(self._pushes) - 1
 
@@ -358,7 +357,7 @@ class Source:
 
     def keep_pushing(self, grant: dict[str, Any], num_units: int) -> None:
         """Push the whole transfer again and again: whenever this process is stopped, it is writing."""
-        outgoing = msgspec.convert(grant, Grant).outgoing()
+        outgoing = msgspec.convert(grant, PlannedTransfer).outgoing()
 
         def push() -> None:
             while Push(self.sender, Piece(outgoing, 0, num_units)).outcome(math.inf).is_done:
@@ -390,11 +389,11 @@ def source_pages(page_bytes: int, num_pages: int) -> Tensor:
 
 def grant_of(
     source: PageLayout, destination: PageLayout, num_units: int, pool_pages: int, seed: int = 0, **rest: Any
-) -> Grant:
+) -> PlannedTransfer:
     """A transfer between scattered pages of two pools."""
     plan = plan_transfer(source, destination, rest.get("source_rank", 0), rest.get("rank", 0))
     choose = random.Random(seed)
-    return Grant(
+    return PlannedTransfer(
         id=choose.randbytes(16).hex(),
         source=source,
         destination=destination,
@@ -426,7 +425,7 @@ def runs_of(plan: TransferPlan, first: int, stop: int, source_pages: Pages, dest
     )
 
 
-def write(grant: Grant, source: Tensor, destination: Tensor, first: int, stop: int) -> None:
+def write(grant: PlannedTransfer, source: Tensor, destination: Tensor, first: int, stop: int) -> None:
     """What a transfer of units [first, stop) must do, run by run."""
     runs = runs_of(grant.plan, first, stop, grant.source_pages, grant.pages)
     flat, target = source.view(-1), destination.view(-1)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.endpoint_host import NUM_PAGES, Host, HostProcess
+from tests.endpoint_host import NUM_PAGES, EndpointHost, HostProcess
 from tests.replicas import BACK_S, NUM_UNITS, all_back_s
 from tests.waiting import wait_for
 
@@ -20,7 +20,11 @@ def destination() -> Iterator[HostProcess]:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("point", POINTS)
 def test_pages_come_back_over_the_next_link(
-    source: Host, destination: HostProcess, point: str, transport: str, monkeypatch: pytest.MonkeyPatch
+    source: EndpointHost,
+    destination: HostProcess,
+    point: str,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def cut(transfer: bytes, reason: str) -> None:
         source.endpoint.link_of(transfer)._stream._connection.close()
@@ -39,7 +43,7 @@ def test_pages_come_back_over_the_next_link(
 def test_pages_come_back_from_a_source_that_closes_and_whose_process_lives(
     destination: HostProcess, transport: str
 ) -> None:
-    source = Host(is_shared=False, transport=transport)
+    source = EndpointHost(is_shared=False, transport=transport)
     source.begin(destination, NUM_UNITS)
     assert destination.counts()["FREE"] < NUM_PAGES
     source.close()

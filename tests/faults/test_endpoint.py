@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import TransferFailed
 from baton.kvtransfer.transports.base import AUTO
-from tests.endpoint_host import NUM_PAGES, Host, HostProcess, ask
+from tests.endpoint_host import NUM_PAGES, EndpointHost, HostProcess, ask
 from tests.replicas import BACK_S, NUM_UNITS, all_back_s, assert_handed_over
 from tests.transfer_ends import OPTIONAL
 
@@ -30,7 +30,9 @@ def destination(transport: str) -> Iterator[HostProcess]:
 
 
 @TRANSPORTS
-def test_pages_arrive_exactly_and_are_adopted(source: Host, destination: HostProcess, transport: str) -> None:
+def test_pages_arrive_exactly_and_are_adopted(
+    source: EndpointHost, destination: HostProcess, transport: str
+) -> None:
     for _ in range(5):
         assert_handed_over(source, destination)
     assert source.transports()[transport] == 1
@@ -40,7 +42,7 @@ def test_pages_arrive_exactly_and_are_adopted(source: Host, destination: HostPro
 @TRANSPORTS
 @pytest.mark.parametrize("point", SOURCE_POINTS + DESTINATION_POINTS)
 def test_an_abort_anywhere_gives_all_pages_back(
-    source: Host, destination: HostProcess, point: str, num_aborts: int
+    source: EndpointHost, destination: HostProcess, point: str, num_aborts: int
 ) -> None:
     moments = random.Random(point)
     is_source = point in SOURCE_POINTS
@@ -65,7 +67,7 @@ def num_aborts(request: pytest.FixtureRequest) -> int:
 
 @TRANSPORTS
 def test_a_killed_destination_fails_its_transfers_alone(
-    source: Host, destination: HostProcess, transport: str
+    source: EndpointHost, destination: HostProcess, transport: str
 ) -> None:
     with HostProcess(transport=transport) as other:
         for each in (destination, other):
@@ -97,7 +99,9 @@ def test_a_killed_source_leaves_no_page_behind(destination: HostProcess, transpo
 
 
 @pytest.mark.parametrize("transport", ["tcp"])
-def test_a_peer_of_another_model_or_key_is_refused_with_the_reason(source: Host, transport: str) -> None:
+def test_a_peer_of_another_model_or_key_is_refused_with_the_reason(
+    source: EndpointHost, transport: str
+) -> None:
     with (
         HostProcess(fingerprint="another") as other,
         pytest.raises(TransferFailed, match="the model another"),
@@ -109,7 +113,7 @@ def test_a_peer_of_another_model_or_key_is_refused_with_the_reason(source: Host,
 
 @TRANSPORTS
 def test_a_flipped_bit_is_written_again_and_a_second_one_means_recompute(
-    source: Host, destination: HostProcess, transport: str
+    source: EndpointHost, destination: HostProcess, transport: str
 ) -> None:
     destination.flip_bits(1)
     assert_handed_over(source, destination)
@@ -120,7 +124,7 @@ def test_a_flipped_bit_is_written_again_and_a_second_one_means_recompute(
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_prefix_is_pulled_from_its_holder(transport: str, make_host: Callable[..., Host]) -> None:
+def test_prefix_is_pulled_from_its_holder(transport: str, make_host: Callable[..., EndpointHost]) -> None:
     puller = make_host(transport=transport)
     with HostProcess(transport=transport) as holder:
         holder.fill(3)
@@ -137,7 +141,7 @@ def test_prefix_is_pulled_from_its_holder(transport: str, make_host: Callable[..
 
 @TRANSPORTS
 @pytest.mark.parametrize("page_size", [4, 64])
-def test_other_page_sizes_get_the_same_tokens(source: Host, transport: str, page_size: int) -> None:
+def test_other_page_sizes_get_the_same_tokens(source: EndpointHost, transport: str, page_size: int) -> None:
     num_pages = NUM_PAGES * 16 // page_size
     with HostProcess(page_size=page_size, num_pages=num_pages, transport=transport) as destination:
         num_units = NUM_UNITS * 16 // min(16, page_size)
@@ -145,7 +149,7 @@ def test_other_page_sizes_get_the_same_tokens(source: Host, transport: str, page
 
 
 def test_destination_without_a_gloo_listener_is_served_by_tcp(
-    destination: HostProcess, make_host: Callable[..., Host]
+    destination: HostProcess, make_host: Callable[..., EndpointHost]
 ) -> None:
     source = make_host(is_shared=False, transport="gloo")
     assert_handed_over(source, destination)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.endpoint_host import NUM_PAGES, Host, HostProcess
+from tests.endpoint_host import NUM_PAGES, EndpointHost, HostProcess
 from tests.replicas import assert_handed_over
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -27,7 +27,7 @@ def test_pages_arrive_exactly(
     devices: tuple[str, str],
     expected: str,
     page_size: int,
-    make_host: Callable[..., Host],
+    make_host: Callable[..., EndpointHost],
 ) -> None:
     source = make_host(is_shared=False, transport=asked, device=devices[0])
     with HostProcess(page_size=page_size, device=devices[1]) as destination:

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import PeerGone
 from baton.kvtransfer.protocol.messages import Abort, Grant
-from tests.endpoint_host import NUM_PAGES, Host
+from tests.endpoint_host import NUM_PAGES, EndpointHost
 from tests.rogue_peer import RoguePeer
 from tests.waiting import wait_for
 
@@ -16,20 +16,20 @@ NUM_UNITS = 4
 
 
 @pytest.fixture
-def source(make_host: Callable[..., Host]) -> Host:
+def source(make_host: Callable[..., EndpointHost]) -> EndpointHost:
     return make_host(is_shared=False)
 
 
 @pytest.fixture
-def destination(make_host: Callable[..., Host]) -> Host:
+def destination(make_host: Callable[..., EndpointHost]) -> EndpointHost:
     return make_host(page_size=64, num_pages=NUM_PAGES // 4)
 
 
-def grant(source: Host, destination: Host, transfer: bytes, **options: Any) -> None:
+def grant(source: EndpointHost, destination: EndpointHost, transfer: bytes, **options: Any) -> None:
     destination.grant(source.address(), transfer.hex(), NUM_UNITS, **options)
 
 
-def test_source_knows_a_transfer_by_the_callers_id(source: Host, destination: Host) -> None:
+def test_source_knows_a_transfer_by_the_callers_id(source: EndpointHost, destination: EndpointHost) -> None:
     transfer = secrets.token_bytes(16)
     grant(source, destination, transfer, position=128)
     wait_for(lambda: transfer in source.granted)
@@ -48,14 +48,14 @@ def test_source_knows_a_transfer_by_the_callers_id(source: Host, destination: Ho
     ],
 )
 def test_position_inside_a_page_or_beyond_all_sequences_is_refused(
-    source: Host, destination: Host, position: int, message: str
+    source: EndpointHost, destination: EndpointHost, position: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         grant(source, destination, secrets.token_bytes(16), position=position)
     assert destination.counts()["open"] == 0
 
 
-CHANGES: list[Callable[[Host], dict[str, Any]]] = [
+CHANGES: list[Callable[[EndpointHost], dict[str, Any]]] = [
     lambda _: {"num_shards": 2},
     lambda host: {"position": host.endpoint.settings.layout.page_size // 2},
     lambda _: {"pages": (0, 1), "generations": (1, 1)},
@@ -65,7 +65,7 @@ CHANGES: list[Callable[[Host], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("changes", CHANGES)
 def test_peer_whose_grant_does_not_fit_the_layouts_is_dropped(
-    destination: Host, changes: Callable[[Host], dict[str, Any]]
+    destination: EndpointHost, changes: Callable[[EndpointHost], dict[str, Any]]
 ) -> None:
     fields: dict[str, Any] = {"pages": (0,), "generations": (1,), **changes(destination)}
     with RoguePeer(destination.address()) as peer:

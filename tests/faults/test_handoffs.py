@@ -14,7 +14,7 @@ import pytest
 
 from baton.kvtransfer.ranks import executor
 from baton.kvtransfer.transports.base import LocalRank
-from tests.endpoint_host import NUM_PAGES, Host
+from tests.endpoint_host import NUM_PAGES, EndpointHost
 from tests.replicas import BACK_S, NUM_UNITS, Replicas, all_back_s, assert_handed_over
 
 POINTS: Final = ("after Grant", "half", "all", "before Verified")
@@ -67,22 +67,22 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @pytest.fixture(scope="module")
-def ends(kind: Kind) -> Iterator[tuple[Host, Host]]:
+def ends(kind: Kind) -> Iterator[tuple[EndpointHost, EndpointHost]]:
     """A source and a destination."""
     with ExitStack() as stack:
 
-        def host(settings: dict[str, Any], is_staged: bool) -> Host:
+        def host(settings: dict[str, Any], is_staged: bool) -> EndpointHost:
             with pytest.MonkeyPatch.context() as monkeypatch:
                 if is_staged:
                     monkeypatch.setattr(executor, "LocalRank", StagedRank)
-                return stack.enter_context(closing(Host(**settings)))
+                return stack.enter_context(closing(EndpointHost(**settings)))
 
         source, destination = host(kind.source, kind.is_staged[0]), host(kind.destination, kind.is_staged[1])
         source.fill(1)
         yield source, destination
 
 
-def test_pages_arrive_exactly(ends: tuple[Host, Host], kind: Kind) -> None:
+def test_pages_arrive_exactly(ends: tuple[EndpointHost, EndpointHost], kind: Kind) -> None:
     source, destination = ends
     for _ in range(3):
         assert_handed_over(source, destination)
@@ -92,7 +92,7 @@ def test_pages_arrive_exactly(ends: tuple[Host, Host], kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_an_abort_anywhere_gives_all_pages_back(ends: tuple[Host, Host], point: str) -> None:
+def test_an_abort_anywhere_gives_all_pages_back(ends: tuple[EndpointHost, EndpointHost], point: str) -> None:
     source, destination = ends
     moments = random.Random(point)
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_an_abort_anywhere_gives_all_pages_back(ends: tuple[Host, Host], point: 
     assert_handed_over(source, destination)
 
 
-def test_a_flipped_bit_is_written_again(ends: tuple[Host, Host]) -> None:
+def test_a_flipped_bit_is_written_again(ends: tuple[EndpointHost, EndpointHost]) -> None:
     source, destination = ends
     destination.flip_bits(1)
     assert_handed_over(source, destination)

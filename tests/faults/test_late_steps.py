@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.endpoint_host import NUM_PAGES, Host, ask
+from tests.endpoint_host import NUM_PAGES, EndpointHost, ask
 from tests.rank_process import fill
 from tests.waiting import wait_for
 
@@ -16,29 +16,29 @@ LONG_S = 0.3  # a transfer takes some milliseconds
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
-def source(request: pytest.FixtureRequest) -> Iterator[Host]:
-    host = Host(num_ranks=request.param)
+def source(request: pytest.FixtureRequest) -> Iterator[EndpointHost]:
+    host = EndpointHost(num_ranks=request.param)
     host.fill(1)
     yield host
     host.close()
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
-def destination(request: pytest.FixtureRequest) -> Iterator[Host]:
-    host = Host(num_ranks=request.param)
+def destination(request: pytest.FixtureRequest) -> Iterator[EndpointHost]:
+    host = EndpointHost(num_ranks=request.param)
     host.fill(3)
     yield host
     host.close()
 
 
-def launch(host: Host) -> int:
+def launch(host: EndpointHost) -> int:
     """Launch a step that writes all pages; its mark."""
     mark = next(MARKS)
     host._call(lambda: setattr(host.steps, "launched", mark))
     return mark
 
 
-def compute_late(host: Host, rank: int, mark: int, seed: int) -> None:
+def compute_late(host: EndpointHost, rank: int, mark: int, seed: int) -> None:
     """The rank's device comes to the end of the step."""
     if rank:
         host.others[rank - 1].fill(seed)
@@ -50,7 +50,7 @@ def compute_late(host: Host, rank: int, mark: int, seed: int) -> None:
 
 @pytest.mark.parametrize("latest", [0, -1], ids=["rank-0-last", "rank-0-first"])
 def test_no_page_leaves_before_every_rank_has_written_it(
-    source: Host, destination: Host, latest: int
+    source: EndpointHost, destination: EndpointHost, latest: int
 ) -> None:
     mark = launch(source)
     ranks = range(1 + len(source.others))
@@ -72,7 +72,7 @@ def test_no_page_leaves_before_every_rank_has_written_it(
 
 @pytest.mark.parametrize("latest", [0, -1], ids=["rank-0-last", "rank-0-first"])
 def test_no_page_is_granted_while_a_step_may_still_write_it(
-    source: Host, destination: Host, latest: int
+    source: EndpointHost, destination: EndpointHost, latest: int
 ) -> None:
     pages = destination._call(lambda: destination.ledger.allocate(NUM_PAGES, "a sequence"))
     mark = launch(destination)
@@ -98,7 +98,7 @@ def test_no_page_is_granted_while_a_step_may_still_write_it(
 
 
 def test_pages_that_no_step_has_touched_are_granted_under_a_running_step(
-    make_host: Callable[..., Host],
+    make_host: Callable[..., EndpointHost],
 ) -> None:
     source, destination = make_host(), make_host()
     launch(destination)
@@ -106,7 +106,7 @@ def test_pages_that_no_step_has_touched_are_granted_under_a_running_step(
 
 
 def test_an_abort_ends_a_transfer_that_waits_for_a_step_once_the_step_has_passed(
-    source: Host, destination: Host
+    source: EndpointHost, destination: EndpointHost
 ) -> None:
     mark = launch(source)
     transfer = source.begin(destination, NUM_UNITS, NUM_UNITS)

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.endpoint_host import Host
+from tests.endpoint_host import EndpointHost
 from tests.replicas import BACK_S, NUM_UNITS, Replicas, all_back_s, assert_handed_over, new_replica
 from tests.transfer_ends import OPTIONAL
 from tests.waiting import wait_for
@@ -120,8 +120,8 @@ def test_pages_have_no_digests_only_if_both_ends_say_so(
     transport: str, ours: bool, theirs: bool, num_ranks: int
 ) -> None:
     with (
-        closing(Host(transport=transport, num_ranks=num_ranks, has_digests=ours)) as source,
-        closing(Host(transport=transport, num_ranks=num_ranks, has_digests=theirs)) as destination,
+        closing(EndpointHost(transport=transport, num_ranks=num_ranks, has_digests=ours)) as source,
+        closing(EndpointHost(transport=transport, num_ranks=num_ranks, has_digests=theirs)) as destination,
     ):
         source.fill(1)
         for num_flipped in (0, 1):

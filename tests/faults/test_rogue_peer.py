@@ -19,7 +19,7 @@ from baton.kvtransfer.protocol.messages import Abort, EndpointClosed, Grant, Pul
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.liveness import is_ping
-from tests.endpoint_host import NUM_PAGES, Host, HostProcess
+from tests.endpoint_host import NUM_PAGES, EndpointHost, HostProcess
 from tests.numbered_pages import key_of, wanted_pages
 from tests.rogue_peer import RoguePeer
 from tests.transfer_ends import PAGE_KEYS
@@ -30,7 +30,7 @@ NUM_UNITS = 4
 
 
 @pytest.fixture
-def host(make_host: Callable[..., Host]) -> Host:
+def host(make_host: Callable[..., EndpointHost]) -> EndpointHost:
     return make_host(is_shared=False)
 
 
@@ -41,14 +41,14 @@ def silent_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def answer_s(host: Host) -> float:
+def answer_s(host: EndpointHost) -> float:
     """How long the host's own thread was busy with something else."""
     started_s = time.monotonic()
     host.counts()
     return time.monotonic() - started_s
 
 
-def grant_to(peer: RoguePeer, host: Host, num_units: int) -> Grant:
+def grant_to(peer: RoguePeer, host: EndpointHost, num_units: int) -> Grant:
     """The host's grant of pages to the peer."""
 
     def grant() -> None:
@@ -61,7 +61,7 @@ def grant_to(peer: RoguePeer, host: Host, num_units: int) -> Grant:
     return peer.hear(Grant)
 
 
-def ask_for_pages_of(host: Host, peer: RoguePeer, num_pages: int = NUM_UNITS) -> bytes:
+def ask_for_pages_of(host: EndpointHost, peer: RoguePeer, num_pages: int = NUM_UNITS) -> bytes:
     """A pull that the host agrees to: it opens a transport to the peer."""
     wanted, _ = host.known_pages(num_pages)
     pull = PullRequest(
@@ -80,7 +80,7 @@ def ask_for_pages_of(host: Host, peer: RoguePeer, num_pages: int = NUM_UNITS) ->
     return pull.transfer
 
 
-def test_transfer_that_goes_on_cannot_be_granted_again(host: Host) -> None:
+def test_transfer_that_goes_on_cannot_be_granted_again(host: EndpointHost) -> None:
     with RoguePeer(host.address()) as peer:
         grant = grant_to(peer, host, NUM_UNITS)
         peer.say(grant)
@@ -91,7 +91,7 @@ def test_transfer_that_goes_on_cannot_be_granted_again(host: Host) -> None:
     assert host.counts()["protocol"] == 1
 
 
-def test_transport_that_never_opens_delays_no_other_transfer(host: Host, silent_port: int) -> None:
+def test_transport_that_never_opens_delays_no_other_transfer(host: EndpointHost, silent_port: int) -> None:
     with RoguePeer(host.address(), addresses={"tcp": str(silent_port)}) as peer:
         ask_for_pages_of(host, peer)
         wait_for(lambda: host.counts()["open"] == 1)
@@ -106,7 +106,7 @@ def test_transport_that_never_opens_delays_no_other_transfer(host: Host, silent_
 
 def test_an_endpoint_closes_at_once_while_a_way_opens(silent_port: int) -> None:
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-    host = Host(is_shared=False)
+    host = EndpointHost(is_shared=False)
     with RoguePeer(host.address(), addresses={"tcp": str(silent_port)}) as peer:
         ask_for_pages_of(host, peer)
         wait_for(lambda: host.counts()["open"] == 1)
@@ -122,7 +122,7 @@ def test_an_endpoint_closes_at_once_while_a_way_opens(silent_port: int) -> None:
 
 
 def test_a_peer_that_joined_unseen_hears_of_the_end() -> None:
-    host = Host(is_shared=False)
+    host = EndpointHost(is_shared=False)
     address = host.address()
     host._is_closed = True  # its loop ends, nobody polls
     host._thread.join()
@@ -132,7 +132,7 @@ def test_a_peer_that_joined_unseen_hears_of_the_end() -> None:
             peer.connection.recv(5.0)
 
 
-def test_silent_strangers_keep_no_peer_out(host: Host) -> None:
+def test_silent_strangers_keep_no_peer_out(host: EndpointHost) -> None:
     strangers = [socket.create_connection(host.address()) for _ in range(300)]
     try:
         wait_for(lambda: host.counts().get("limit", 0) > 0)  # the rest may end in their own time
@@ -146,7 +146,7 @@ def test_silent_strangers_keep_no_peer_out(host: Host) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_peer_that_the_chosen_transport_cannot_reach_is_refused(transport: str) -> None:
-    with closing(Host(transport=transport)) as host:
+    with closing(EndpointHost(transport=transport)) as host:
         with RoguePeer(host.address(), host="another", addresses={"shm": "x"}) as peer:
             if transport == "shm":
                 with pytest.raises(PeerGone):
@@ -154,14 +154,16 @@ def test_a_peer_that_the_chosen_transport_cannot_reach_is_refused(transport: str
         assert answer_s(host) < AT_ONCE_S
 
 
-def test_host_whose_transport_cannot_serve_the_peer_hears_why(make_host: Callable[..., Host]) -> None:
+def test_host_whose_transport_cannot_serve_the_peer_hears_why(make_host: Callable[..., EndpointHost]) -> None:
     strict = make_host(is_shared=False, transport="cuda_ipc")
     with HostProcess() as source, pytest.raises(ConfigError, match="cuda_ipc cannot serve"):
         strict.grant(source.address(), "ab" * 16, NUM_UNITS)
 
 
 @pytest.mark.parametrize("num_units", [0, 2**16 + 1])
-def test_a_transfer_that_no_message_can_ask_for_is_the_callers_mistake(host: Host, num_units: int) -> None:
+def test_a_transfer_that_no_message_can_ask_for_is_the_callers_mistake(
+    host: EndpointHost, num_units: int
+) -> None:
     with HostProcess() as destination:
         with pytest.raises(TransferFailed, match="a transfer has 1 to"):
             host.send(destination, num_units)
@@ -169,7 +171,7 @@ def test_a_transfer_that_no_message_can_ask_for_is_the_callers_mistake(host: Hos
         assert "malformed" not in destination.counts()
 
 
-def test_a_pull_over_a_lost_link_ends_at_once(host: Host) -> None:
+def test_a_pull_over_a_lost_link_ends_at_once(host: EndpointHost) -> None:
     with HostProcess() as holder:
         wanted, _ = holder.known_pages(2)
         link = host._call(lambda: host._link(tuple(holder.address())))
@@ -183,7 +185,7 @@ def test_a_pull_over_a_lost_link_ends_at_once(host: Host) -> None:
     wait_for(lambda: host.counts()["FREE"] == NUM_PAGES)
 
 
-def test_an_endpoint_whose_port_is_taken_leaves_nothing_behind(host: Host) -> None:
+def test_an_endpoint_whose_port_is_taken_leaves_nothing_behind(host: EndpointHost) -> None:
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     settings = msgspec.structs.replace(host.endpoint.settings, port=host.address()[1])
     with pytest.raises(OSError, match="in use"):
@@ -192,7 +194,7 @@ def test_an_endpoint_whose_port_is_taken_leaves_nothing_behind(host: Host) -> No
     assert len(os.listdir("/proc/self/fd")) <= files
 
 
-def test_thousands_of_links_of_one_peer_keep_no_other_out(host: Host) -> None:
+def test_thousands_of_links_of_one_peer_keep_no_other_out(host: EndpointHost) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(RoguePeer(host.address()))
         for _ in range(MAX_LINKS_OF_PEER + 3):
@@ -203,7 +205,7 @@ def test_thousands_of_links_of_one_peer_keep_no_other_out(host: Host) -> None:
         assert first.hear(Abort).reason == "unknown transfer"
 
 
-def test_writing_the_same_units_without_end_is_no_transfer(host: Host) -> None:
+def test_writing_the_same_units_without_end_is_no_transfer(host: EndpointHost) -> None:
     with RoguePeer(host.address()) as peer:
         grant = grant_to(peer, host, NUM_UNITS)
         for _ in range(3):
@@ -215,7 +217,7 @@ def test_writing_the_same_units_without_end_is_no_transfer(host: Host) -> None:
 
 
 def test_without_files_or_threads_the_listeners_wait_and_live_on(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    host: EndpointHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -241,7 +243,7 @@ def test_without_files_or_threads_the_listeners_wait_and_live_on(
         Connection(sock, PAGE_KEYS, Role.CONNECTING).handshake().close()
 
 
-def test_a_stale_word_about_units_that_never_were_changes_nothing(host: Host) -> None:
+def test_a_stale_word_about_units_that_never_were_changes_nothing(host: EndpointHost) -> None:
     with RoguePeer(host.address()) as peer:
         grant = grant_to(peer, host, NUM_UNITS)
         peer.say(Wrote(transfer=grant.transfer, epoch=grant.epoch + 1, first=0, stop=9 * NUM_UNITS))

@@ -13,13 +13,14 @@ import torch
 
 from baton.errors import TransferFailed
 from baton.pages import PageLayout
+from tests.layouts import a_layout
 from tests.remote import Remote
 from tests.transfer_ends import (
     OPTIONAL,
     PACKAGES,
     TCP,
     Destination,
-    Grant,
+    PlannedTransfer,
     Source,
     digest,
     grant_of,
@@ -40,7 +41,7 @@ PAGES_BACK_S = 2.0  # one second, and as much for a machine with other work
 def layout(
     tp_size: int = 1, page_size: int = 16, num_layers: int = 2, transfer_dtype: str = "auto"
 ) -> PageLayout:
-    return PageLayout(
+    return a_layout(
         tp_size=tp_size,
         page_size=page_size,
         num_layers=num_layers,
@@ -77,12 +78,12 @@ def closed(end: Source) -> Iterator[Source]:
         end.close()
 
 
-def plain(grant: Grant) -> dict[str, object]:
+def plain(grant: PlannedTransfer) -> dict[str, object]:
     converted: dict[str, object] = msgspec.to_builtins(grant)
     return converted
 
 
-def large_grant(seed: int = 0, **rest: int) -> Grant:
+def large_grant(seed: int = 0, **rest: int) -> PlannedTransfer:
     return grant_of(LARGE, LARGE, POOL // 2, POOL, seed, **rest)
 
 

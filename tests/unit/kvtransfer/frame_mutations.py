@@ -8,12 +8,12 @@ import msgspec
 
 from baton.kvtransfer.protocol import messages as m
 from baton.messages.bounds import MAX_FRAME_BYTES
-from baton.pages import PageLayout
 from baton.rpc.session import encode_frame
+from tests.layouts import a_layout
 from tests.numbered_pages import key_of
 
 NUM_TRANSFERS: Final = 4
-LAYOUT: Final = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+LAYOUT: Final = a_layout()
 LISTENERS: Final = (
     m.RankListenerAddresses(incarnation=bytes(16), host="h", device="cpu", addresses={"tcp": "1"}),
 )

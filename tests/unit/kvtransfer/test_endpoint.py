@@ -9,7 +9,7 @@ import torch
 
 from baton.engine.cache.page_pool import PagePool
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
-from baton.pages import PageLayout
+from tests.layouts import a_layout
 from tests.transfer_ends import RING
 
 # `SimpleQueue.get` of Python 3.11 hangs within some ten thousand such waits.
@@ -19,7 +19,7 @@ SOON_S = 60.0
 
 @pytest.fixture
 def endpoint() -> Iterator[KvEndpoint]:
-    layout = PageLayout(tp_size=1, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")
+    layout = a_layout(page_size=4, num_layers=1)
     settings = EndpointSettings(keys=RING, fingerprint="model", layout=layout)
     with closing(KvEndpoint(settings, torch.zeros((4, 1, 2, 2, 4, 8)), PagePool(4, 4))) as made:
         yield made

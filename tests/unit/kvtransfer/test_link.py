@@ -24,15 +24,15 @@ from baton.kvtransfer.protocol.messages import (
 )
 from baton.kvtransfer.transports.registry import transport_set
 from baton.messages.bounds import LINK_TIMEOUT_S
-from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Call, Connection, DroppedPeers
 from baton.rpc.liveness import PING_S, LinkLife, is_ping
 from tests.fakes import refuse_threads
+from tests.layouts import a_layout
 from tests.transfer_ends import KEY
 from tests.waiting import wait_for
 
-LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32, dtype="bfloat16")
+LAYOUT = a_layout(head_dim=32, dtype="bfloat16")
 HELLO = EndpointHello(
     protocol=PROTOCOL,
     incarnation=b"i" * 16,
@@ -45,7 +45,7 @@ SMALL = Extend(transfer=b"t" * 16, epoch=1)
 AT_ONCE_S = 1.0  # far less than a peer may take for a frame
 
 
-class Ends:
+class LinkEnds:
     """A link and the bare connection of its peer; what the link learns waits in `calls`."""
 
     def __init__(self, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
@@ -78,14 +78,14 @@ class Ends:
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends()
+def ends() -> Iterator[LinkEnds]:
+    made = LinkEnds()
     yield made
     made.peer.close()
     made.link.close()
 
 
-def test_sending_never_waits_for_the_peer(ends: Ends) -> None:
+def test_sending_never_waits_for_the_peer(ends: LinkEnds) -> None:
     num_messages = 3
     started_s = time.monotonic()
     for _ in range(num_messages):
@@ -97,7 +97,7 @@ def test_sending_never_waits_for_the_peer(ends: Ends) -> None:
     assert ends.hear() == SMALL
 
 
-def test_a_peer_that_takes_nothing_is_dropped_before_much_waits_for_it(ends: Ends) -> None:
+def test_a_peer_that_takes_nothing_is_dropped_before_much_waits_for_it(ends: LinkEnds) -> None:
     started_s = time.monotonic()
     for _ in range(64):
         ends.link.send(LARGE)
@@ -108,7 +108,9 @@ def test_a_peer_that_takes_nothing_is_dropped_before_much_waits_for_it(ends: End
     assert ends.num_lost == 1
 
 
-def test_slow_peer_is_dropped_when_no_thread_can_start(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_peer_is_dropped_when_no_thread_can_start(
+    ends: LinkEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse_threads(monkeypatch, "rpc-outbox")
     ends.link.send(LARGE)
     assert ends.dropped.counts() == {"slow": 1}
@@ -117,7 +119,7 @@ def test_slow_peer_is_dropped_when_no_thread_can_start(ends: Ends, monkeypatch: 
     assert ends.num_lost == 1
 
 
-def test_talkative_peer_waits_for_the_owner(ends: Ends) -> None:
+def test_talkative_peer_waits_for_the_owner(ends: LinkEnds) -> None:
     num_messages = 64
 
     def talk() -> None:
@@ -137,7 +139,7 @@ def test_talkative_peer_waits_for_the_owner(ends: Ends) -> None:
 
 
 def test_silent_peer_is_dropped_though_its_socket_is_open() -> None:
-    ends = Ends(link_timeout_s=2.0)
+    ends = LinkEnds(link_timeout_s=2.0)
     try:
         wait_for(lambda: bool(ends.calls), 30.0)
         ends.poll()
@@ -150,7 +152,7 @@ def test_silent_peer_is_dropped_though_its_socket_is_open() -> None:
 
 
 def test_pings_leave_and_no_peer_is_dropped_while_the_owner_is_busy() -> None:
-    ends = Ends(link_timeout_s=2.0)
+    ends = LinkEnds(link_timeout_s=2.0)
     try:
         for _ in range(4):  # more than may wait for the owner: nothing is read any more
             ends.peer.send(encode(LARGE))

@@ -21,7 +21,7 @@ from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, TransferEnd
 from baton.kvtransfer.protocol.messages import WantedPage
 from baton.messages.control import PullSource
 from baton.request import FilledPages
-from tests.endpoint_host import Host
+from tests.endpoint_host import EndpointHost
 from tests.node_peers import a_worker
 from tests.numbered_pages import key_of, wanted_pages
 
@@ -90,7 +90,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def link() -> Iterator[Link]:
-    ours, theirs = Host(), Host()
+    ours, theirs = EndpointHost(), EndpointHost()
     yield ours.endpoint.link(theirs.address())
     ours.close()
     theirs.close()
@@ -153,12 +153,12 @@ def test_impossible_pull_is_not_begun_and_holds_nothing(bench: Bench, case: str)
     assert bench.store.released == [prefix.claimed] * was_claimed
 
 
-def test_no_source_is_no_miss(bench: Bench) -> None:
+def test_request_without_a_source_counts_no_pull(bench: Bench) -> None:
     assert not bench.prefixes.begin("a", None, Prefix())
     assert not bench.prefixes.counters
 
 
-def test_so_many_go_on_at_a_time(bench: Bench) -> None:
+def test_number_of_concurrent_pulls_is_bounded(bench: Bench) -> None:
     names = [f"{number}" for number in range(MAX_PULLS + 1)]
     assert [bench.prefixes.begin(name, SOURCE, Prefix(name)) for name in names] == [True] * MAX_PULLS + [
         False

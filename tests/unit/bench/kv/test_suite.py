@@ -14,7 +14,7 @@ from baton.bench.kv.limits import Rival, scattered_moves
 from baton.bench.kv.suite import Point, rival_rows, sweep_rows
 from baton.bench.report import Report, Row
 from baton.kvtransfer.protocol.handoff import TransferTimes
-from baton.pages import PageLayout
+from tests.layouts import a_layout
 
 LITTLE = 2**22
 TIMES = TransferTimes(
@@ -65,9 +65,7 @@ def test_sweep_has_every_transport_limit_and_rival(tmp_path: Path, monkeypatch: 
     told = command("import sys; print('{\"write\": ' + sys.argv[1] + '}')", "{num_pages}")
     sizes = ("--sizes", "100", "512", "--stream-tokens")
     rows = run(tmp_path, *sizes, "--rival", f"tcp:other={told}")
-    page_bytes = PageLayout(
-        tp_size=1, page_size=16, num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16"
-    ).page_bytes
+    page_bytes = a_layout(num_layers=4, head_dim=64, dtype="bfloat16").page_bytes
     assert rows["other: write"].value == LITTLE / page_bytes
     for transport in ("shm", "tcp"):
         for name in ("100 tokens", "512 tokens"):

@@ -40,8 +40,9 @@ from baton.sim.timed.times import (
 )
 from baton.sim.timed.workload import TraceRequest
 from tests.event_loop import on_loop
+from tests.layouts import a_layout
 
-LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16")
+LAYOUT = a_layout(num_kv_heads=1, head_dim=16, dtype="bfloat16")
 TWO_HEADS = msgspec.structs.replace(LAYOUT, num_kv_heads=2)
 
 

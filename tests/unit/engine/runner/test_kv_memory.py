@@ -5,10 +5,10 @@ from baton.config.engine import CacheConfig
 from baton.engine.runner import model_runner
 from baton.engine.runner.model_runner import DEFAULT_CPU_BYTES, check_fits, count_host_pages, count_pages
 from baton.errors import ConfigError
-from baton.pages import PageLayout
+from tests.layouts import a_layout
 
 CPU = torch.device("cpu")
-LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+LAYOUT = a_layout()
 
 
 def test_pages_fill_the_memory_given_and_not_a_byte_more() -> None:

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from baton.engine.runner.model_runner import KvPool
 from baton.pages import PageLayout
+from tests.layouts import a_layout
 
 CPU = torch.device("cpu")
 
 
 def layout(dtype: str = "float32") -> PageLayout:
-    return PageLayout(tp_size=2, page_size=4, num_layers=3, num_kv_heads=4, head_dim=6, dtype=dtype)
+    return a_layout(tp_size=2, page_size=4, num_layers=3, num_kv_heads=4, head_dim=6, dtype=dtype)
 
 
 def numbered_pool(num_pages: int, num_host_pages: int, dtype: str = "float32") -> KvPool:

@@ -48,7 +48,7 @@ from baton.kvtransfer.ranks.messages import (
     UnitsHashed,
     WriterStopped,
 )
-from baton.pages import PageLayout
+from tests.layouts import a_layout
 from tests.numbered_pages import NumberedPages, handoff_context, key_of
 
 ID, EPOCH, NUM_UNITS, NUM_PAGES = b"t" * 16, 7, 4, 8
@@ -193,7 +193,7 @@ def in_state(state: State) -> Side:
     return Source().to(state) if isinstance(state, SourceState) else Destination().to(state)
 
 
-LAYOUT = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+LAYOUT = a_layout(page_size=1, num_layers=1, num_kv_heads=1, head_dim=1)
 MESSAGES: list[AnyMessage] = [
     EndpointHello(protocol=1, incarnation=HOLDER, fingerprint="f", layout=LAYOUT),
     grant(),

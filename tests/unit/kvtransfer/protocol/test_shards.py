@@ -8,13 +8,13 @@ from baton.kvtransfer.protocol.messages import MAX_SHARDS
 from baton.kvtransfer.protocol.transfer_plan import ShardRanks, plan_transfer, shards_of
 from baton.kvtransfer.ranks.messages import registration_id
 from baton.pages import PageLayout
+from tests.layouts import a_layout
 
 
 def layout(num_ranks: int, *stage_layers: int) -> PageLayout:
     """stage_layers: of each pipeline stage, each of which has so many ranks."""
-    return PageLayout(
+    return a_layout(
         tp_size=num_ranks,
-        page_size=16,
         num_layers=3,
         num_kv_heads=8,
         head_dim=4,

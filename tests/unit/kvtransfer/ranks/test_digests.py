@@ -16,15 +16,14 @@ from baton.kvtransfer.ranks.digests import (
     digest_units,
 )
 from baton.pages import PageLayout
+from tests.layouts import a_layout
 from tests.transfer_ends import as_received, local_rank, runs_of
 
 NUM_PAGES = 8
 
 
 def layout(tp_size: int, page_size: int) -> PageLayout:
-    return PageLayout(
-        tp_size=tp_size, page_size=page_size, num_layers=2, num_kv_heads=4, head_dim=2, dtype="float32"
-    )
+    return a_layout(tp_size=tp_size, page_size=page_size, num_kv_heads=4, head_dim=2)
 
 
 def pool_of(layout: PageLayout) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -75,8 +74,8 @@ class Found(NamedTuple):
     def digests(self, key: bytes, shard: int = 0, first: int = 0, stop: int = 4) -> bytes:
         rank = local_rank(torch.from_numpy(self.pool).view(4, 16))
         plan = plan_transfer(
-            PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),
-            PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),
+            a_layout(page_size=1, num_layers=1, num_kv_heads=1, head_dim=2),
+            a_layout(page_size=1, num_layers=1, num_kv_heads=1, head_dim=2),
             0,
             0,
         )

@@ -33,10 +33,11 @@ from baton.kvtransfer.transports.pages import HostPages, SharedPool
 from baton.kvtransfer.transports.registry import transport_set
 from baton.pages import PageLayout
 from baton.rpc.connection import Call, DroppedPeers
+from tests.layouts import a_layout
 from tests.transfer_ends import RING, local_rank
 
-WHOLE = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
-HALVES = PageLayout(tp_size=2, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+WHOLE = a_layout(page_size=4)
+HALVES = a_layout(tp_size=2, page_size=4)
 NUM_PAGES, NUM_UNITS = 6, 3
 ALL_LAYERS = (0, 2)
 TRANSFER = b"t" * 16

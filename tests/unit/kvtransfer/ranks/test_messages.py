@@ -11,10 +11,10 @@ from baton.kvtransfer.protocol.messages import MAX_PAGES, PeerRank, RankListener
 from baton.kvtransfer.ranks import messages as m
 from baton.kvtransfer.transports.base import PieceOutcome
 from baton.messages.bounds import MAX_BODY_BYTES
-from baton.pages import PageLayout
+from tests.layouts import a_layout
 from tests.transfer_ends import RING
 
-LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16")
+LAYOUT = a_layout(tp_size=2, num_kv_heads=4, dtype="bfloat16")
 SETTINGS = EndpointSettings(keys=RING, fingerprint="model", layout=LAYOUT)
 LISTENERS = RankListenerAddresses(
     incarnation=b"i" * 16, host="h", device="cpu", addresses={"tcp": "7", "shm": "\0pool"}

@@ -18,12 +18,12 @@ from baton.kvtransfer.transports.base import (
     Sender,
     Transport,
 )
-from baton.pages import PageLayout
 from baton.rpc.connection import Call
 from tests.fakes import refuse_threads
+from tests.layouts import a_layout
 from tests.transfer_ends import piece_of
 
-LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=1, num_kv_heads=1, head_dim=16, dtype="bfloat16")
+LAYOUT = a_layout(num_layers=1, num_kv_heads=1, head_dim=16, dtype="bfloat16")
 PIECE = piece_of(plan_transfer(LAYOUT, LAYOUT, 0, 0), (0,))
 DONE, FAILED = PieceOutcome(is_done=True), PieceOutcome(is_done=False, reason="broken")
 

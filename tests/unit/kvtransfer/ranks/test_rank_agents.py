@@ -16,18 +16,16 @@ from baton.kvtransfer.ranks.agent import RankAgent
 from baton.kvtransfer.ranks.agent_arguments import AgentArguments, AgentNode
 from baton.kvtransfer.ranks.messages import RANK_SCHEMA, AgentHello, StopAll, encode
 from baton.kvtransfer.ranks.ranks import RankAgents, RemoteRank, _Newcomer
-from baton.pages import PageLayout
 from baton.rpc import connection as rpc_connection
 from baton.rpc.auth import RANKS, LinkKeys, Role
 from baton.rpc.connection import Connection
+from tests.layouts import a_layout
 from tests.transfer_ends import RING, open_files
 from tests.waiting import wait_for
 
 NUM_RANKS = 3
 NUM_PAGES = 4
-LAYOUT = PageLayout(
-    tp_size=NUM_RANKS, page_size=4, num_layers=1, num_kv_heads=NUM_RANKS, head_dim=8, dtype="float32"
-)
+LAYOUT = a_layout(tp_size=NUM_RANKS, page_size=4, num_layers=1, num_kv_heads=NUM_RANKS)
 OTHER_SCHEMA = b"schema-2"
 SETTINGS = EndpointSettings(keys=RING, fingerprint="model", layout=LAYOUT).for_rank(0)
 

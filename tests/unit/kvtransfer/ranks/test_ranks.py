@@ -16,9 +16,9 @@ from baton.kvtransfer.links import Peers
 from baton.kvtransfer.protocol.messages import EndpointHello
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.messages.bounds import Kind
-from baton.pages import PageLayout
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection
+from tests.layouts import a_layout
 from tests.transfer_ends import RING
 from tests.waiting import wait_for
 
@@ -28,9 +28,7 @@ def test_ranks_that_are_not_as_many_as_the_layout_says_are_refused(
     num_ranks: int, num_agents: int | None
 ) -> None:
     threads = set(threading.enumerate())
-    layout = PageLayout(
-        tp_size=num_ranks, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32"
-    )
+    layout = a_layout(tp_size=num_ranks, page_size=4, num_layers=1)
     settings = EndpointSettings(keys=RING, fingerprint="model", layout=layout)
     pool = torch.zeros((4, 1, 2, layout.heads_per_rank, 4, 8))
     agents = None if num_agents is None else RankAgents(num_agents)
@@ -51,7 +49,7 @@ def test_keys_that_change_while_an_endpoint_is_made_reach_its_ranks(monkeypatch:
         return Peers(address, secret, hello, *rest, **kw)
 
     monkeypatch.setattr(endpoint_module, "Peers", change_keys)
-    layout = PageLayout(tp_size=1, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")
+    layout = a_layout(page_size=4, num_layers=1)
     settings = EndpointSettings(keys=ring, fingerprint="model", layout=layout)
     with contextlib.closing(
         KvEndpoint(settings, torch.zeros((4, 1, 2, 2, 4, 8)), PagePool(4, 4))

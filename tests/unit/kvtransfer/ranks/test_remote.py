@@ -28,13 +28,13 @@ from baton.kvtransfer.ranks.messages import (
     encode,
 )
 from baton.kvtransfer.ranks.ranks import RemoteRank
-from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Call, Connection
+from tests.layouts import a_layout
 from tests.transfer_ends import RING
 from tests.waiting import wait_for
 
-LAYOUT = PageLayout(tp_size=2, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")
+LAYOUT = a_layout(tp_size=2, page_size=4, num_layers=1)
 SETTINGS = EndpointSettings(keys=RING, fingerprint="model", layout=LAYOUT).for_rank(1)
 LISTENERS = RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu", addresses={"tcp": "1"})
 SECRET = b"s" * 32

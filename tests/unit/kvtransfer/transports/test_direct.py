@@ -12,10 +12,10 @@ from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.transports.base import LocalRank, OutgoingTransfer, Piece
 from baton.kvtransfer.transports.direct import ShmSender
-from baton.pages import PageLayout
-from tests.transfer_ends import Destination, Grant, Push, local_rank
+from tests.layouts import a_layout
+from tests.transfer_ends import Destination, PlannedTransfer, Push, local_rank
 
-LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=8, num_kv_heads=8, head_dim=64, dtype="bfloat16")
+LAYOUT = a_layout(num_layers=8, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 NUM_PAGES = 128  # 32 MiB: several parts
 SOURCE_PAGES = tuple(torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(1)).tolist())
@@ -49,7 +49,7 @@ def source() -> LocalRank:
 
 
 def granted(destination: Destination, number: int, *, is_bulk: bool = False) -> OutgoingTransfer:
-    grant = Grant(
+    grant = PlannedTransfer(
         id=(bytes([number]) * 16).hex(),
         source=LAYOUT,
         destination=LAYOUT,

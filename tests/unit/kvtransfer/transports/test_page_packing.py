@@ -12,6 +12,7 @@ from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking, StagedParts, packing_of
 from baton.pages import PageLayout
 from tests.fake_cuda import DEVICE, FakeCuda
+from tests.layouts import a_layout
 from tests.transfer_ends import as_received, runs_of
 
 DEVICES = [
@@ -21,14 +22,8 @@ DEVICES = [
 
 
 def layout(tp_size: int, page_size: int, transfer_dtype: str = "auto") -> PageLayout:
-    return PageLayout(
-        tp_size=tp_size,
-        page_size=page_size,
-        num_layers=2,
-        num_kv_heads=6,
-        head_dim=8,
-        dtype="bfloat16",
-        transfer_dtype=transfer_dtype,
+    return a_layout(
+        tp_size=tp_size, page_size=page_size, num_kv_heads=6, dtype="bfloat16", transfer_dtype=transfer_dtype
     )
 
 
@@ -195,7 +190,7 @@ def test_packing_waits_for_the_stream_that_wrote_the_pages() -> None:
     pool = torch.zeros(64, 2**20, dtype=torch.uint8, device="cuda")
     packing: PagePacking = packing_of(pool)
     assert isinstance(packing, DevicePages)
-    cut = PageLayout(tp_size=1, page_size=16, num_layers=1, num_kv_heads=8, head_dim=2048, dtype="bfloat16")
+    cut = a_layout(num_layers=1, num_kv_heads=8, head_dim=2048, dtype="bfloat16")
     plan = plan_transfer(cut, cut, 0, 0)
     assert plan.run_bytes == 2**20
     staging = packing.staging(64 * 2**20)

@@ -13,7 +13,7 @@ from baton.kvtransfer.transports.pages import (
     as_words,
     map_shared,
 )
-from baton.pages import PageLayout
+from tests.layouts import a_layout
 
 
 def test_shared_pool_is_zeros_and_takes_no_memory_before_its_first_write() -> None:
@@ -28,7 +28,7 @@ def test_shared_pool_is_zeros_and_takes_no_memory_before_its_first_write() -> No
 
 
 def test_an_engines_pool_lives_in_shared_memory() -> None:
-    layout = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+    layout = a_layout(page_size=4, dtype="bfloat16")
     shared = SharedPool()
     pool = KvPool(layout, 6, 0, torch.device("cpu"), shared.zeros)
     assert shared.memory.page_bytes == layout.page_bytes and shared.memory.num_pages == 6

@@ -10,9 +10,9 @@ from baton.kvtransfer.transports.receive_registration import (
     ReceiveRegistration,
     ReceiveRegistrations,
 )
-from baton.pages import PageLayout
+from tests.layouts import a_layout
 
-LAYOUT = PageLayout(tp_size=1, page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
+LAYOUT = a_layout(page_size=4, num_layers=1, num_kv_heads=1, head_dim=2)
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 UNIT = PLAN.sent_unit_bytes
 ID, OTHER = b"a" * 16, b"b" * 16

@@ -12,7 +12,7 @@ from baton.kvtransfer.transports.pages import PageGenerations, SharedPool
 from baton.kvtransfer.transports.registry import TRANSPORTS, transport_set
 from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender
 from baton.rpc.listener import port_of
-from tests.endpoint_host import Host
+from tests.endpoint_host import EndpointHost
 from tests.transfer_ends import local_rank
 
 HERE, THERE = "one host", "another"
@@ -138,7 +138,7 @@ def test_rank_on_a_gpu_listens_with_the_transports_that_reach_it(
 
 
 def test_pages_move_over_a_transport_from_outside_the_tree() -> None:
-    source, destination = (Host(is_shared=True, transport=OUTSIDE) for _ in range(2))
+    source, destination = (EndpointHost(is_shared=True, transport=OUTSIDE) for _ in range(2))
     source.fill(1)
     assert source.send(destination, 24) == "handed_over"
     assert source.transports()["outside"] == 1

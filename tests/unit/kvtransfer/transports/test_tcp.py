@@ -26,14 +26,14 @@ from baton.kvtransfer.transports.records import (
     stream_key,
 )
 from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender, TcpSettings
-from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.listener import port_of
+from tests.layouts import a_layout
 from tests.transfer_ends import PAGE_KEYS, Push, local_rank, piece_of, registration_of
 from tests.waiting import wait_for
 
-LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+LAYOUT = a_layout(num_layers=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 SETTINGS = TcpSettings(num_streams=1, connect_s=5.0, stall_s=1.0, part_s=10.0)
 PATIENT = TcpSettings(num_streams=1, connect_s=2.0, stall_s=8.0, part_s=10.0)
@@ -205,7 +205,7 @@ def test_closing_ends_an_open_that_waits(source: LocalRank) -> None:
 
 # The receiver, against streams that a test writes by hand. Damaged records: test_fuzz_records.py.
 
-SMALL = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+SMALL = a_layout(page_size=4)
 SMALL_PLAN = plan_transfer(SMALL, SMALL, 0, 0)
 UNIT = SMALL_PLAN.sent_unit_bytes
 ID = b"a" * 16

@@ -50,7 +50,7 @@ from baton.kvtransfer.transports.torch_distributed import (
     NcclTransport,
     join_nccl,
 )
-from baton.pages import PageLayout
+from tests.layouts import a_layout
 from tests.transfer_ends import (
     ObservedGloo,
     Push,
@@ -61,7 +61,7 @@ from tests.transfer_ends import (
 )
 from tests.waiting import wait_for
 
-LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=3, num_kv_heads=4, head_dim=1024, dtype="bfloat16")
+LAYOUT = a_layout(num_layers=3, num_kv_heads=4, head_dim=1024, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 NUM_PAGES = 60  # of 768 KiB: many parts
 SETTINGS = GroupSettings(connect_s=5.0, stall_s=2.0)

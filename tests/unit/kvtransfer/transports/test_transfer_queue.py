@@ -14,10 +14,10 @@ from baton.kvtransfer.transports.base import (
     PieceOutcome,
     TransferQueue,
 )
-from baton.pages import PageLayout
+from tests.layouts import a_layout
 from tests.transfer_ends import piece_of
 
-LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+LAYOUT = a_layout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 UNIT = PLAN.sent_unit_bytes
 
