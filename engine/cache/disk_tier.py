@@ -5,11 +5,11 @@ The life of a page on disk:
 1. A page that has come to the host tier is written behind, by the thread of the tier. A page that leaves
    host memory before its turn is not written.
 2. Pages on disk that continue a request's prefix are read back to the host tier while it waits, in the
-   order of the files, with several reads at once; pages that were written one after another are one read.
-   The step loop only gives orders and takes reports: it never waits for a disk.
-3. A full store drops the segment that was used least recently, as a whole.
-4. A process that starts claims the first free directory of its model, reads the index of every segment
-   there, and has the pages again.
+   order of the file, with several reads at once; adjacent pages are one read. The step loop only gives orders
+   and takes reports: it never waits for a disk.
+3. A full store drops the page that was used least recently.
+4. A process that starts claims the first free directory of its model, reads the index there, and has the
+   pages again.
 
 A file may be torn or damaged: a record with a wrong checksum is forgotten, and its page is computed again.
 The checksum of a page is XXH3-128, which keeps up with a disk on one core; a damaged page passes once in
@@ -23,10 +23,9 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
 from mmap import mmap
@@ -48,11 +47,9 @@ HostPages: TypeAlias = NDArray[np.uint8]
 PageParts: TypeAlias = Sequence[NDArray[np.uint8]]  # one page, the part of each rank
 
 _BLOCK: Final = 4096  # data starts at multiples
-_SEGMENT_BYTES: Final = 64 * 2**20  # of an ordinary segment
-_LEAST_SEGMENTS: Final = 4
-_VERSION: Final = b"baton-kv-2"
-_HEAD: Final = Struct("<10sxxxxxxQ32s")  # version, serial, checksum of both with the identity of the pages
-_ENTRY: Final = Struct("<16s16s16s")  # key, checksum of the page, checksum of the entry
+_VERSION: Final = b"baton-kv-3"
+_HEAD: Final = Struct("<10sxxxxxxQ32s")  # version, bytes of a page, checksum of both with the identity
+_ENTRY: Final = Struct("<16s16sQ16s")  # key, checksum of the page, serial, checksum of the entry
 _READ_BYTES: Final = 4 * 2**20  # of one read, at most
 _READS_AT_ONCE: Final = 2  # the disk reads while the other thread checks
 _BATCH_BYTES: Final = 64 * 2**20  # of pages that are put in the order of the files
@@ -65,124 +62,106 @@ NEWEST_SHARE: Final = 0.25  # weight of the latest batch in the measured time
 _MOST_BUFFERS: Final = 1024  # that Linux takes in one read
 
 
-@dataclass(slots=True, eq=False)
-class _Segment:
-    """One open file. Slots [0, num_written) have records."""
+class _Stored(NamedTuple):
+    """A page of the file."""
 
-    place: int  # which of the store's files
-    serial: int  # grows from segment to segment
-    fd: int
-    direct_fd: int  # the same file, read past the system's cache of files; -1: that is not possible
-    used: int  # the latest use; grows
-    num_written: int = 0
-    keys: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # key -> (slot, checksum of the page)
-
-    def close(self) -> None:
-        os.close(self.fd)
-        if self.direct_fd >= 0:
-            os.close(self.direct_fd)
+    slot: int
+    checksum: bytes
+    key: bytes
 
 
 class DiskStore:
-    """Pages of equal size in a directory of segment files, at most `max_bytes` in all. Not thread-safe.
+    """Pages of equal size in the slots of a file, at most `max_bytes` with its index. Not thread-safe.
 
     A page has one part for each rank of a replica, so a page that is here is here for every rank.
-    A segment has a head, an index entry for each slot, and the pages. A record is written page first, then
-    entry. Every checksum covers `identity`, the key and the place of the record, so that no record of other
-    pages is accepted. Methods raise OSError as the file system does.
+    The index has a head and an entry for each slot. A page is written in three steps: the entry of its slot
+    is emptied, the page is written, the new entry is written. Entries have serials in the order of writing:
+    of two entries with one key, which a loss of power can leave, the later one counts. Every checksum covers
+    `identity` and the key, or the slot, so that no page of another model is accepted. Methods raise OSError
+    as the file system does.
     """
 
     def __init__(self, directory: Path, identity: bytes, page_bytes: int, max_bytes: int) -> None:
-        """identity: names model, element type and layout. ConfigError when max_bytes holds too few pages."""
+        """identity: names model, element type and layout. ConfigError when max_bytes holds no page."""
         self.page_bytes = page_bytes
-        self.num_damaged = 0  # records that did not have the contents that were written
+        self.num_damaged = 0  # pages that did not have the contents that were written
         self._identity = blake2b(identity, digest_size=32).digest()
         self._seed = int.from_bytes(self._identity[:8], "little")
         self._stride = -(-page_bytes // _BLOCK) * _BLOCK
         # Takes what lies between two pages; at an address that direct reads take.
         self._gap = np.frombuffer(mmap(-1, _BLOCK), np.uint8)[: self._stride - page_bytes]
         self._can_be_direct = True  # until the system refuses
-        segment_bytes = min(_SEGMENT_BYTES, max_bytes // _LEAST_SEGMENTS)
-        self.num_slots = (segment_bytes - 2 * _BLOCK) // (self._stride + _ENTRY.size)
-        if self.num_slots < 1:
-            least = _LEAST_SEGMENTS * (self._stride + _ENTRY.size + 2 * _BLOCK)
+        slot_bytes = self._stride + _ENTRY.size
+        self.num_places = (max_bytes - _BLOCK) // slot_bytes
+        if self.num_places < 1:
             raise ConfigError(
-                f"cache.kv_disk_bytes: pages of {page_bytes:,} bytes need {least:,}, got {max_bytes:,}"
+                f"cache.kv_disk_bytes: pages of {page_bytes:,} bytes need {_BLOCK + slot_bytes:,}, "
+                f"got {max_bytes:,}"
             )
-        self._data = _BLOCK + -(-self.num_slots * _ENTRY.size // _BLOCK) * _BLOCK  # where the pages start
-        self.num_segments = max_bytes // (self._data + self.num_slots * self._stride)
         self._directory = directory
-        self._segments: dict[int, _Segment] = {}  # place -> segment
-        self._lost: set[int] = set()  # places of files that cannot be used
-        self._where: dict[bytes, _Segment] = {}
-        self._active: _Segment | None = None  # gets the next page
-        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # key -> (slot, checksum of the page), the least recently used first
+        self._slots: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
+        self._free: list[int] = []
+        self._files: list[int] = []
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for segment in sorted(self._found(), key=lambda each: each.serial):
-                self._segments[segment.place] = self._active = segment
-                self._where.update(dict.fromkeys(segment.keys, segment))
+            fcntl.flock(self._open("lock"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._index, self._pages = self._open("index.kv"), self._open("pages.kv")
+            self._direct_pages = self._open_direct()
+            self._next_serial = self._read_index()
         except BaseException:
             self.close()
             raise
-        self._serials = count(0 if self._active is None else self._active.serial + 1)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._where
+        return key in self._slots
 
     def places(self) -> Iterator[tuple[bytes, int]]:
         """Every key with its place: a number below `num_places` that no other key has now."""
-        return ((key, self.place_of(key)) for key in self._where)
-
-    @property
-    def num_places(self) -> int:
-        return self.num_segments * self.num_slots
+        return ((key, slot) for key, (slot, _) in self._slots.items())
 
     def place_of(self, key: bytes) -> int:
         """The place of a key that is here."""
-        segment = self._where[key]
-        return segment.place * self.num_slots + segment.keys[key][0]
+        return self._slots[key][0]
 
     def put(self, key: bytes, page: PageParts) -> list[bytes]:
-        """Append a page unless its key is here; return the keys that were dropped for it."""
-        if key in self._where:
+        """Write a page unless its key is here; return the keys that were dropped for it."""
+        if key in self._slots:
             return []
         dropped: list[bytes] = []
-        segment = self._active
-        if segment is None or segment.num_written == self.num_slots:
-            dropped = self._drop_oldest()
-            segment = self._active = self._create()
-        slot = segment.num_written
-        segment.num_written += 1  # also after an error: the slot may be torn
-        checksum = self._checksum(key, page)
-        _write(segment.fd, [part.data for part in page], self._data + slot * self._stride)
-        entry = key + checksum
-        check = self._hash(b"entry", _place(segment.serial, slot) + entry)[:16]
-        _write(segment.fd, [entry + check], _BLOCK + slot * _ENTRY.size)
-        segment.keys[key] = slot, checksum
-        segment.used = next(self._serials)
-        self._where[key] = segment
+        if not self._free:
+            oldest, (slot, _) = self._slots.popitem(last=False)
+            dropped.append(oldest)
+            self._free.append(slot)
+        slot, checksum = self._free.pop(), self._checksum(key, page)
+        self._empty_entry(slot)
+        _write(self._pages, [part.data for part in page], slot * self._stride)
+        entry = _ENTRY.pack(key, checksum, self._next_serial, bytes(16))[:-16]
+        _write(self._index, [entry + self._check(slot, entry)], _BLOCK + slot * _ENTRY.size)
+        self._next_serial += 1
+        self._slots[key] = slot, checksum
         return dropped
 
     def read(self, pages: Mapping[bytes, PageParts]) -> Iterator[tuple[bytes, bool]]:
-        """Read pages about in the order of the files; yield each key once its page was read, and True.
+        """Read pages about in the order of the file; yield each key once its page was read, and True.
 
-        False, with anything in the page, if the record is absent or damaged; a damaged record is forgotten.
+        pages: of a chain in its order, or of several. False, with anything in the page, if the page on disk
+        is absent or damaged; a damaged page is forgotten.
         Several reads are under way at once, because a disk that waits for the next order is idle. None is
         under way once the iterator has ended, been closed or raised an error: the pages may be used again.
         """
         runs = self._runs(pages)
-        yield from ((key, False) for key in pages if key not in self._where)
-        for keys in runs:
-            self._where[keys[0]].used = next(self._serials)
+        yield from ((key, False) for key in pages if key not in self._slots)
+        for key in reversed([*pages]):  # the end of a chain is dropped before its start
+            if key in self._slots:
+                self._slots.move_to_end(key)
         waiting = deque(runs)
         results: SimpleQueue[dict[bytes, bool] | Exception] = SimpleQueue()
 
         def read_runs() -> None:
             with suppress(IndexError):  # no run is waiting
-                while keys := waiting.popleft():
+                while run := waiting.popleft():
                     try:
-                        results.put(self._read_run(keys, [pages[key] for key in keys]))
+                        results.put(self._read_run(run, pages))
                     except Exception as error:
                         results.put(error)
 
@@ -205,78 +184,71 @@ class DiskStore:
             for thread in threads:
                 thread.join()
 
-    def _runs(self, pages: Mapping[bytes, PageParts]) -> list[list[bytes]]:
-        """Return the keys that are here, in the order of the files; each list is one read."""
+    def _runs(self, pages: Mapping[bytes, PageParts]) -> list[list[_Stored]]:
+        """Return the pages that are here, in the order of the file; each list is one read."""
         num_buffers = 1 + max(map(len, pages.values()), default=0)  # of a page, with the gap behind it
         most = max(1, min(_READ_BYTES // self._stride, _MOST_BUFFERS // num_buffers))
-        runs: list[list[bytes]] = []
+        runs: list[list[_Stored]] = []
         last = -2
-        for place, key in sorted((self.place_of(key), key) for key in pages if key in self._where):
-            if place == last + 1 and place % self.num_slots and len(runs[-1]) < most:
-                runs[-1].append(key)
+        for stored in sorted(_Stored(*self._slots[key], key) for key in pages if key in self._slots):
+            if stored.slot == last + 1 and len(runs[-1]) < most:
+                runs[-1].append(stored)
             else:
-                runs.append([key])
-            last = place
+                runs.append([stored])
+            last = stored.slot
         return runs
 
-    def _read_run(self, keys: Sequence[bytes], pages: Sequence[PageParts]) -> dict[bytes, bool]:
+    def _read_run(self, run: Sequence[_Stored], pages: Mapping[bytes, PageParts]) -> dict[bytes, bool]:
         """Read adjacent pages with one call, and return whether each has its contents. Changes nothing."""
-        segment = self._where[keys[0]]
         buffers: list[memoryview] = []
-        for page in pages:
+        for stored in run:
             if buffers and len(self._gap):
                 buffers.append(self._gap.data)
-            buffers += [part.data for part in page]
-        num_read = self._read_buffers(segment, buffers, self._data + segment.keys[keys[0]][0] * self._stride)
+            buffers += [part.data for part in pages[stored.key]]
+        num_read = self._read_buffers(buffers, run[0].slot * self._stride)
         num_whole = (num_read + len(self._gap)) // self._stride  # no gap follows the last page
         return {
-            key: number < num_whole and self._checksum(key, page) == segment.keys[key][1]
-            for number, (key, page) in enumerate(zip(keys, pages, strict=True))
+            key: number < num_whole and self._checksum(key, pages[key]) == checksum
+            for number, (_, checksum, key) in enumerate(run)
         }
 
-    def _read_buffers(self, segment: _Segment, buffers: Sequence[memoryview], offset: int) -> int:
+    def _read_buffers(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Read past the system's cache of files where that is possible.
 
         The disk then writes straight to the host pages. A copy out of the cache would take about as long as
         the disk, on a processor that the steps need. Direct reads need aligned memory and a file system that
         supports them.
         """
-        if self._can_be_direct and segment.direct_fd >= 0:
+        if self._can_be_direct and self._direct_pages >= 0:
             try:
-                return os.preadv(segment.direct_fd, buffers, offset)
+                return os.preadv(self._direct_pages, buffers, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self._can_be_direct = False
-        return os.preadv(segment.fd, buffers, offset)
+        return os.preadv(self._pages, buffers, offset)
 
     def forget_all(self) -> list[bytes]:
-        """Remove every record, also for the next process; return their keys."""
-        keys = list(self._where)
-        for segment in self._segments.values():
-            self._path(segment.place).unlink()
-            segment.close()
-        self._segments.clear()
-        self._where.clear()
-        self._active = None
+        """Remove every page, also for the next process; return their keys."""
+        keys = list(self._slots)
+        os.ftruncate(self._index, _BLOCK)
+        os.ftruncate(self._pages, 0)
+        self._slots.clear()
+        self._free = list(range(self.num_places - 1, -1, -1))
         return keys
 
     def _forget(self, key: bytes) -> None:
-        """Remove a damaged record, also for the next process."""
+        """Remove a damaged page, also for the next process."""
         self.num_damaged += 1
-        segment = self._where.pop(key)
-        slot, _ = segment.keys.pop(key)
-        _write(segment.fd, [bytes(_ENTRY.size)], _BLOCK + slot * _ENTRY.size)
+        slot, _ = self._slots.pop(key)
+        self._empty_entry(slot)
+        self._free.append(slot)
 
     def close(self) -> None:
         """Close all files. Idempotent."""
-        for segment in self._segments.values():
-            segment.close()
-        self._segments.clear()
-        self._where.clear()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._slots.clear()
+        while self._files:
+            os.close(self._files.pop())
 
     def _hash(self, kind: bytes, about: bytes) -> bytes:
         return blake2b(about, digest_size=32, key=self._identity, person=b"baton-" + kind).digest()
@@ -287,86 +259,57 @@ class DiskStore:
             found.update(part.data)
         return found.digest()
 
-    def _path(self, place: int) -> Path:
-        return self._directory / f"segment-{place:05d}.kv"
+    def _check(self, slot: int, entry: bytes) -> bytes:
+        return self._hash(b"entry", slot.to_bytes(8, "little") + entry)[:16]
 
-    def _found(self) -> Iterator[_Segment]:
-        """Open the segments in the directory, and remove files that are no segments of these pages."""
-        for path in sorted(self._directory.glob("segment-*.kv")):
-            number = path.stem.removeprefix("segment-")
-            place = int(number) if number.isascii() and number.isdigit() else self.num_segments
-            is_ours = place < self.num_segments and path == self._path(place)
-            try:
-                segment = self._opened(place) if is_ours else None
-                if segment is None:
-                    path.unlink()
-            except OSError as error:
-                logger.warning("the disk tier of KV pages does without %s: %s", path, error)
-                if is_ours:
-                    self._lost.add(place)
-                continue
-            if segment is not None:
-                yield segment
+    def _empty_entry(self, slot: int) -> None:
+        _write(self._index, [bytes(_ENTRY.size)], _BLOCK + slot * _ENTRY.size)
 
-    def _opened(self, place: int) -> _Segment | None:
-        fd = os.open(self._path(place), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    def _open(self, name: str) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._files.append(os.open(self._directory / name, flags, 0o600))
+        return self._files[-1]
+
+    def _open_direct(self) -> int:
+        """Open the pages once more, to be read past the system's cache of files; -1: that is not possible."""
+        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            head = os.pread(fd, _HEAD.size, 0)
-            index = os.pread(fd, self.num_slots * _ENTRY.size, _BLOCK)
-        except OSError:
-            os.close(fd)
-            raise
-        serial = _HEAD.unpack(head)[1] if len(head) == _HEAD.size else 0
-        if head != self._head(serial):
-            os.close(fd)
-            return None
-        segment = _Segment(place, serial, fd, self._open_direct(place), serial)
-        whole = index[: len(index) // _ENTRY.size * _ENTRY.size]
-        for slot, (key, checksum, check) in enumerate(_ENTRY.iter_unpack(whole)):
-            if check == self._hash(b"entry", _place(serial, slot) + key + checksum)[:16]:
-                segment.keys[key] = slot, checksum
-                segment.num_written = slot + 1  # later slots have no record, or a torn one
-        return segment
-
-    def _open_direct(self, place: int) -> int:
-        try:
-            return os.open(self._path(place), os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._files.append(os.open(self._directory / "pages.kv", flags))
         except OSError:
             return -1
+        return self._files[-1]
 
-    def _head(self, serial: int) -> bytes:
-        sizes = np.array([self.page_bytes, self.num_slots], "<u8").tobytes()
-        return _HEAD.pack(_VERSION, serial, self._hash(b"head", _VERSION + _place(serial, 0) + sizes))
-
-    def _create(self) -> _Segment:
-        taken = self._lost | self._segments.keys()
-        place = next(each for each in range(self.num_segments) if each not in taken)
-        serial = next(self._serials)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self._path(place), flags, 0o600)
-        segment = _Segment(place, serial, fd, self._open_direct(place), serial)
-        self._segments[place] = segment
-        _write(segment.fd, [self._head(serial)], 0)
-        return segment
-
-    def _drop_oldest(self) -> list[bytes]:
-        """Remove the segment that was used least recently if there is no place for another."""
-        if len(self._segments) + len(self._lost) < self.num_segments:
-            return []
-        if not self._segments:
-            raise OSError(errno.ENOSPC, "no file of the directory can be used")
-        oldest = min(self._segments.values(), key=lambda each: each.used)
-        del self._segments[oldest.place]
-        oldest.close()
-        self._path(oldest.place).unlink()
-        dropped = [key for key in oldest.keys if self._where.get(key) is oldest]
-        for key in dropped:
-            del self._where[key]
-        return dropped
-
-
-def _place(serial: int, slot: int) -> bytes:
-    return serial.to_bytes(8, "little") + slot.to_bytes(8, "little")
+    def _read_index(self) -> int:
+        """Learn the pages that are here, or begin anew where the head is not of such pages; return the next
+        serial.
+        """
+        about = _VERSION + self.page_bytes.to_bytes(8, "little")
+        head = _HEAD.pack(_VERSION, self.page_bytes, self._hash(b"head", about))
+        if os.pread(self._index, _HEAD.size, 0) != head:
+            self.forget_all()
+            _write(self._index, [head], 0)
+            return 0
+        # What lies beyond was written with a larger `max_bytes`.
+        for file, most in (
+            (self._index, _BLOCK + self.num_places * _ENTRY.size),
+            (self._pages, self.num_places * self._stride),
+        ):
+            if os.fstat(file).st_size > most:
+                os.ftruncate(file, most)
+        index = os.pread(self._index, self.num_places * _ENTRY.size, _BLOCK)
+        found = []
+        for slot, (key, checksum, serial, check) in enumerate(
+            _ENTRY.iter_unpack(index[: len(index) // _ENTRY.size * _ENTRY.size])
+        ):
+            if check == self._check(slot, index[slot * _ENTRY.size : (slot + 1) * _ENTRY.size - 16]):
+                found.append((serial, key, slot, checksum))
+        found.sort()
+        for _, key, slot, checksum in found:
+            self._slots.pop(key, None)  # also as the least recently used
+            self._slots[key] = slot, checksum
+        taken = {slot for slot, _ in self._slots.values()}
+        self._free = [slot for slot in range(self.num_places - 1, -1, -1) if slot not in taken]
+        return found[-1][0] + 1 if found else 0
 
 
 def _write(fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
@@ -380,7 +323,7 @@ def open_store(root: Path, identity: bytes, page_bytes: int, max_bytes: int) -> 
     A process that starts again gets the directory that it had, or one of a worker with the same model.
     ConfigError when the directory cannot be used.
     """
-    name = blake2b(identity, digest_size=8).hexdigest()
+    name = blake2b(_VERSION + identity, digest_size=8).hexdigest()
     try:
         for number in count():
             directory = root / f"{name}-{number}"

@@ -184,9 +184,9 @@ def test_pages_of_another_layout_are_not_read(tmp_path: Path) -> None:
 
 def test_page_with_a_damaged_part_of_the_second_stage_is_computed_again(tmp_path: Path) -> None:
     expected = computed_before(tmp_path, TWO_STAGES)
-    for path in (tmp_path / "kv").glob("*/segment-*.kv"):
+    for path in (tmp_path / "kv").glob("*/pages.kv"):
         content = bytearray(path.read_bytes())
-        for at in range(8192, len(content), 4096):
+        for at in range(0, len(content), 4096):
             content[at + PAGE_BYTES // 2] ^= 1
         path.write_bytes(content)
     second = engine_in(tmp_path, ranks=TWO_STAGES)
@@ -199,7 +199,7 @@ def test_page_with_a_damaged_part_of_the_second_stage_is_computed_again(tmp_path
 
 def test_page_that_ends_before_the_second_stage_is_computed_again(tmp_path: Path) -> None:
     expected = computed_before(tmp_path, TWO_STAGES)
-    (path,) = (tmp_path / "kv").glob("*/segment-*.kv")
+    (path,) = (tmp_path / "kv").glob("*/pages.kv")
     num_later = (48 + len(expected)) // 4 - 12  # pages with tokens of the answer
     os.truncate(path, path.stat().st_size - num_later * 4096 - PAGE_BYTES // 2)
     second = engine_in(tmp_path, ranks=TWO_STAGES)
@@ -212,9 +212,9 @@ def test_page_that_ends_before_the_second_stage_is_computed_again(tmp_path: Path
 
 def test_damaged_page_costs_a_recompute_and_no_token(tmp_path: Path) -> None:
     expected = computed_before(tmp_path)
-    for path in (tmp_path / "kv").glob("*/segment-*.kv"):
+    for path in (tmp_path / "kv").glob("*/pages.kv"):
         content = bytearray(path.read_bytes())
-        for at in range(8192, len(content), 4096):
+        for at in range(0, len(content), 4096):
             content[at] ^= 1
         path.write_bytes(content)
     second = engine_in(tmp_path)

@@ -23,7 +23,7 @@ from baton.errors import ConfigError
 
 PAGE_BYTES: Final = 5000
 FIRST_BYTES: Final = 2000  # of the first of two ranks
-MAX_BYTES: Final = 4 * (3 * (8192 + 64) + 8192)  # four segments of three pages
+MAX_BYTES: Final = 4096 + 12 * (8192 + 56)  # twelve pages
 KEYS: Final = [bytes([number]) * 16 for number in range(24)]
 
 
@@ -50,8 +50,9 @@ def read_all(store: DiskStore, keys: list[bytes]) -> dict[bytes, bytes | None]:
     return {key: pages[key].tobytes() if is_valid else None for key, is_valid in store.read(parts)}
 
 
-def segments(root: Path) -> list[Path]:
-    return sorted(root.glob("*/segment-*.kv"))
+def files(root: Path) -> list[Path]:
+    """The index and the pages of the only store."""
+    return [next(root.glob(f"*/{name}.kv")) for name in ("index", "pages")]
 
 
 class StoreAgainstDictionary(RuleBasedStateMachine):
@@ -94,7 +95,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
     @precondition(lambda self: self.pages)
     @rule(place=st.integers(0, 2**20), bit=st.integers(0, 7), cuts=st.booleans(), data=st.data())
     def damage(self, place: int, bit: int, cuts: bool, data: st.DataObject) -> None:
-        path = data.draw(st.sampled_from(segments(Path(self.root.name))))
+        path = data.draw(st.sampled_from(files(Path(self.root.name))))
         content = bytearray(path.read_bytes())
         if content:
             content[place % len(content)] ^= 1 << bit
@@ -109,7 +110,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         assert places.keys() == self.pages.keys()
         assert len(set(places.values())) == len(places)
         assert all(0 <= place < self.store.num_places for place in places.values())
-        assert sum(path.stat().st_size for path in segments(Path(self.root.name))) <= MAX_BYTES
+        assert sum(path.stat().st_size for path in files(Path(self.root.name))) <= MAX_BYTES
 
 
 TestStoreAgainstDictionary = StoreAgainstDictionary.TestCase
@@ -124,7 +125,8 @@ def test_pages_of_another_identity_or_size_are_not_accepted(tmp_path: Path) -> N
     for identity, page_bytes in ((b"another", PAGE_BYTES), (b"a model", PAGE_BYTES - 1)):
         (tmp_path / f"copy-{page_bytes}-{identity.hex()}").mkdir()
         copied = tmp_path / f"copy-{page_bytes}-{identity.hex()}"
-        (copied / "segment-00000.kv").write_bytes((directory / "segment-00000.kv").read_bytes())
+        for path in directory.glob("*.kv"):
+            (copied / path.name).write_bytes(path.read_bytes())
         other = DiskStore(copied, identity, page_bytes, MAX_BYTES)
         assert KEYS[0] not in other
         other.close()
@@ -137,23 +139,6 @@ def test_files_are_the_owners_alone_and_two_processes_have_two_directories(tmp_p
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*/*")} == {0o600}
     first.close()
     second.close()
-
-
-def test_file_that_cannot_be_opened_costs_its_place_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = store_in(tmp_path)
-    store.put(KEYS[0], parts_of(page_of(KEYS[0])))
-    store.close()
-    (segments(tmp_path)[0].parent / "segment-00001.kv").mkdir()
-    store = store_in(tmp_path)
-    assert "segment-00001.kv" in caplog.text
-    for number in range(4 * store.num_places):
-        key = number.to_bytes(16, "big")
-        store.put(key, parts_of(page_of(key)))
-        assert read(store, key) == page_of(key).tobytes()
-    assert len(list(store.places())) <= store.num_places - store.num_slots
-    store.close()
 
 
 def test_directory_that_cannot_be_used_and_too_small_a_size_are_refused(tmp_path: Path) -> None:
@@ -172,7 +157,7 @@ def test_adjacent_pages_are_read_with_one_call(tmp_path: Path, monkeypatch: pyte
         reads.append(sum(buffer.nbytes for buffer in buffers))
         return num_read
 
-    for key in KEYS[:8]:  # segments of three pages
+    for key in KEYS[:8]:
         store.put(key, parts_of(page_of(key)))
     monkeypatch.setattr(os, "preadv", count)
     asked = [KEYS[each] for each in (7, 0, 20, 5, 1, 3, 4)]
@@ -235,31 +220,53 @@ def test_thread_that_cannot_start_leaves_no_read_under_way(
     monkeypatch.setattr(os, "preadv", slow)
     monkeypatch.setattr(threading.Thread, "start", start_one)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        read_all(store, KEYS[:8])
+        read_all(store, KEYS[:8:2])  # a read each
     assert not num_under_way
     store.close()
 
 
-def test_key_with_records_in_two_segments_may_be_forgotten_and_dropped(tmp_path: Path) -> None:
-    """As after a loss of power, when the file system has not kept that a damaged record was removed."""
+def test_later_of_two_entries_with_one_key_counts(tmp_path: Path) -> None:
+    """As after a loss of power, when the file system has not kept that an entry was emptied."""
     store, key = store_in(tmp_path), KEYS[0]
-    for each in KEYS[:3]:  # a whole segment
-        store.put(each, parts_of(page_of(each)))
-    (first,) = segments(tmp_path)
-    kept = first.read_bytes()
-    first.write_bytes(kept[:8192] + bytes([kept[8192] ^ 1]) + kept[8193:])
-    assert read(store, key) is None
     store.put(key, parts_of(page_of(key)))
-    store.close()
-    first.write_bytes(kept)
-    second = segments(tmp_path)[1]
-    content = second.read_bytes()
-    second.write_bytes(content[:8192] + bytes([content[8192] ^ 1]) + content[8193:])
-
-    store = store_in(tmp_path)
+    index, pages = files(tmp_path)
+    old_entry = index.read_bytes()[4096 : 4096 + 56]
+    with pages.open("r+b") as file:
+        file.write(b"damage")
     assert read(store, key) is None
-    dropped = [gone for each in KEYS[3:15] for gone in store.put(each, parts_of(page_of(each)))]
-    assert set(KEYS[1:3]) <= set(dropped) and key not in dropped
+    for each in KEYS[1], key:
+        store.put(each, parts_of(page_of(each)))
+    store.close()
+    content = index.read_bytes()
+    index.write_bytes(content[:4096] + old_entry + content[4096 + 56 :])
+    store = store_in(tmp_path)
+    assert read(store, key) == page_of(key).tobytes() and KEYS[1] not in store
+    store.close()
+
+
+@pytest.mark.parametrize("num_pages", [3, 20])
+def test_store_of_another_size_has_the_pages_that_fit(tmp_path: Path, num_pages: int) -> None:
+    store = store_in(tmp_path)
+    for key in KEYS[:8]:
+        store.put(key, parts_of(page_of(key)))
+    store.close()
+    store = store_in(tmp_path, max_bytes=4096 + num_pages * (8192 + 56))
+    kept = KEYS[: min(8, num_pages)]
+    assert read_all(store, KEYS[:8]) == {
+        key: page_of(key).tobytes() if key in kept else None for key in KEYS[:8]
+    }
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 4096 + num_pages * (8192 + 56)
+    store.close()
+
+
+def test_full_store_drops_the_end_of_the_chain_that_was_read_least_recently(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for key in KEYS[:12]:
+        store.put(key, parts_of(page_of(key)))
+    read_all(store, KEYS[:6])
+    read_all(store, KEYS[6:12])
+    dropped = [gone for key in KEYS[12:20] for gone in store.put(key, parts_of(page_of(key)))]
+    assert dropped == [*reversed(KEYS[:6]), KEYS[11], KEYS[10]]
     store.close()
 
 
@@ -275,7 +282,7 @@ def test_killed_writer_leaves_only_whole_pages(tmp_path: Path) -> None:
     writer = context.Process(target=_write_without_end, args=(tmp_path,), daemon=True)
     writer.start()
     deadline = threading.Event()
-    while not (segments(tmp_path) and segments(tmp_path)[0].stat().st_size > 40 * PAGE_BYTES):
+    while not any(path.stat().st_size > 40 * PAGE_BYTES for path in tmp_path.glob("*/pages.kv")):
         assert writer.is_alive()
         deadline.wait(0.01)
     os.kill(writer.pid or 0, signal.SIGKILL)
@@ -351,8 +358,8 @@ def test_error_of_the_file_system_turns_the_tier_off(host: Host, caplog: pytest.
     host.tier.write(KEYS[1], 1, 0, 0)
     host.wait(writes=1)
     full = os.open("/dev/full", os.O_RDWR)
-    for segment in host.store._segments.values():
-        os.dup2(full, segment.fd)
+    for file in (host.store._index, host.store._pages):
+        os.dup2(full, file)
     os.close(full)
     host.tier.write(KEYS[2], 2, 0, 0)
     while not host.tier.num_failed:
