@@ -170,9 +170,11 @@ class HostTier:
         """Forget every cached page, here and on disk: some may be copies of contents that are not valid."""
         for key in list(self._cached):
             host_page = self._uncache(key)
-            self._generation[host_page] += 1  # an ordered write to disk finds that the contents are others
             self._to_host.pop(host_page, None)
             self._free.append(host_page)
+        # Ordered writes to disk find that the contents are others, also those of pages that were fetched.
+        for host_page in range(self.num_pages):
+            self._generation[host_page] += 1
         self._loading = {key: (page, None) for key, (page, _) in self._loading.items()}
         self.changed.note_all()
         if self.disk is not None:
