@@ -75,6 +75,7 @@ class FastCluster:
         self.parts: defaultdict[str, float] = defaultdict(float)  # seconds of all requests, as in timelines
         self.holders: dict[str, FastWorker] = {}  # request id -> its decode worker
         self._random = Random(seed)
+        self._other_keys = Random(seed)  # of pages that no other prompt has
         self._numbers = count()
         self._open: dict[str, CallOutcome] = {}
         self._num_to_come = 0  # calls that have not been made
@@ -197,7 +198,8 @@ class FastCluster:
             attempt=attempt,
         )
         if call.page_keys is not None and self.light is None:
-            self._known_keys[request.key, self._family] = call.page_keys
+            others = self._other_keys.randbytes(KEY_BYTES * call.num_more_pages)
+            self._known_keys[request.key, self._family] = call.page_keys + others
             self.router.cluster_state.keys.known = self._known_keys
         if self.light is not None:
             self.light.submit(request)

@@ -33,6 +33,17 @@ def test_long_contexts_take_longer_than_their_tokens() -> None:
     assert machine.compute_s(1000, 20_000) > machine.compute_s(1000, 1000)
 
 
+def test_pages_that_no_other_prompt_has_are_expected_in_no_cache() -> None:
+    fleet, times = Fleet(num_prefill=0, num_decode=1, decode_keeps=True), dict.fromkeys(WorkerRole, Machine())
+    cluster = FastCluster(RouterConfig(), fleet, times)
+    cluster.run(
+        ClientCall(at_s=at_s, token_ids=(0,) * 64, num_answered=8, page_keys=b"", num_more_pages=4)
+        for at_s in (1.0, 2.0, 3.0)
+    )
+    assert cluster.router.counters["decisions"] == 3
+    assert cluster.router.counters["predicted_prefix_tokens"] == 0
+
+
 class SharedLink(Machine, frozen=True):
     """A hand-off takes a second, and as many times as long as there are others under way."""
 
