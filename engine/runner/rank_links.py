@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from queue import Empty, Queue
+from queue import Empty, Queue, SimpleQueue
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -73,7 +73,9 @@ class RankLink:
         self._peer = peer
         self._outbox = Outbox(connection, max_unsent_bytes=MAX_WAITING_BYTES, timeout_s=STEP_S)
         self._begun: deque[PendingReceive] = deque()  # not filled in yet, oldest first
-        self._arrived: Queue[bytes | BatonError] = Queue()  # parts of messages; the last item is an error
+        self._arrived: SimpleQueue[bytes | BatonError] = (
+            SimpleQueue()
+        )  # parts of messages; the last item is an error
         self._lock = threading.Lock()
         self._num_waiting_bytes = 0  # in `_arrived`
         self._error: BatonError | None = None  # after which nothing is received
