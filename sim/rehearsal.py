@@ -7,8 +7,8 @@
 
 `rehearse` is pure: the same arguments give the same figures. It has two modes:
 
-- `fast` (sim/timed/fast.py) sums the steps of a batch between two events in closed form. A LightRouter runs
-  the policy `cost`, without messages. Other policies run in the production router, which takes longer.
+- `fast` (sim/timed/fast.py) sums the steps of a batch between two events in closed form. A DirectRouter runs
+  production's rules and policy, without queues of tenants and messages.
 - `full` (sim/timed/full.py) runs the whole production control plane, step by step.
 
 Each figure has an interval: the cluster is rehearsed, in the fast mode, with all work as long as predicted,
@@ -33,8 +33,6 @@ from baton.errors import ConfigError
 from baton.messages.workers import WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import TOKEN_ID_BYTES, TokenIds
-from baton.router.policies.cost import CostPolicy
-from baton.router.policies.registry import policy_class
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
 from baton.sim.timed.full import FullCluster
@@ -242,8 +240,7 @@ def _run(
     contention = Contention(times, shares_machine=settings.shares_machine, validity=validity)
     arguments = config, _fleet(layout, times, page_size), by_role, page_size
     if settings.mode == "fast":
-        is_light = policy_class(settings.policy) is CostPolicy
-        cluster = FastCluster(*arguments, seed=settings.seed, contention=contention, is_light=is_light)
+        cluster = FastCluster(*arguments, seed=settings.seed, contention=contention, is_direct=True)
         outcomes = cluster.run(_fast_calls(trace, page_size))[settings.num_warmup :]
         busy_s = {worker.worker.name: worker.busy_s for worker in cluster.workers.values()}
         return _course(outcomes, layout, busy_s, cluster.parts, NUM_HOPS * BODY_S)

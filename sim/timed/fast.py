@@ -18,7 +18,16 @@ from typing import Final
 
 from baton.config.router import RouterConfig
 from baton.messages.bounds import Kind
-from baton.messages.control import Ended, Hello, Reachable, Rejected, Started, Submit
+from baton.messages.control import (
+    Ended,
+    Hello,
+    KvEventBatch,
+    Measured,
+    Reachable,
+    Rejected,
+    Started,
+    Submit,
+)
 from baton.messages.workers import WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import AttemptKey, Request, SamplingParams, TokenIds
@@ -27,9 +36,9 @@ from baton.router.sliced_work import Family, PromptKeys, family_of
 from baton.rpc.liveness import BEAT_S
 from baton.rpc.peers import TICK_S, Peer
 from baton.sim.process import Events, OffsetClock
+from baton.sim.timed.direct_router import DirectRouter
 from baton.sim.timed.fast_worker import FastWorker, PromptJob
 from baton.sim.timed.fleet import CallOutcome, ClientCall, FastGateway, Fleet, retry_s
-from baton.sim.timed.light_router import LightRouter
 from baton.sim.timed.times import Contention, WorkTimes
 from baton.tenants import Refusal
 
@@ -54,11 +63,11 @@ class FastCluster:
         scale: float = 1.0,
         seed: int = 0,
         contention: Contention | None = None,
-        is_light: bool = False,
+        is_direct: bool = False,
     ) -> None:
         """times: by role. scale: real tokens in one token of the requests, for times.
         seed: of clients that back off. contention: None for workers that share no machine.
-        is_light: LightRouter routes, and not the production router.
+        is_direct: a DirectRouter routes, and not the production router.
         """
         self.scale = scale
         self.contention = contention or Contention()
@@ -66,10 +75,7 @@ class FastCluster:
         self.events = Events()
         clock = OffsetClock(self.events, 0.0)
         self.router = Router(config, clock, f"{1:032x}")
-        token_bytes = next(iter(times.values())).kv_token_bytes * scale
-        self.light: LightRouter | None = None
-        if is_light:
-            self.light = LightRouter(clock, self.keys_of, page_size, token_bytes, config.seed)
+        self.direct = DirectRouter(config, clock, self.keys_of) if is_direct else None
         self.outcomes: list[CallOutcome] = []
         self.workers: dict[str, FastWorker] = {}
         self.parts: defaultdict[str, float] = defaultdict(float)  # seconds of all requests, as in timelines
@@ -89,7 +95,7 @@ class FastCluster:
         prefill = WorkerRole.PREFILL
         self.prefill_workers = [each for each in self.workers.values() if each.worker.role is prefill]
         self._family = family_of(next(iter(self.workers.values())).worker)
-        peers: list[Peer] = [] if is_light else [self._gateway, *self.workers.values()]
+        peers: list[Peer] = [] if is_direct else [self._gateway, *self.workers.values()]
         for each in peers:
             self.router.received(each, Reachable(workers=tuple(self.workers)))
 
@@ -101,10 +107,10 @@ class FastCluster:
             peer = FastWorker(self, hello, times[worker.role], budget / self.scale)
             peer.is_keeping = fleet.prefill_keeps if is_prefill else fleet.decode_keeps
             self.workers[worker.id] = peer
-            if self.light is None:
+            if self.direct is None:
                 self.router.joined(peer)
-            else:
-                peer.bit = self.light.join(peer)
+        if self.direct is not None:
+            self.direct.join(self.workers.values())
 
     def run(self, calls: Iterable[ClientCall], until_s: float | None = None) -> list[CallOutcome]:
         """Make all calls; simulate until then, or until all have ended. Return the outcomes, as asked."""
@@ -119,6 +125,13 @@ class FastCluster:
         return self.outcomes
 
     # Called by the workers.
+
+    def received(self, worker: FastWorker, message: KvEventBatch | Measured) -> None:
+        """Tell the router what a worker keeps, or has measured."""
+        if self.direct is not None:
+            self.direct.received(worker, message)
+        else:
+            self.router.received(worker, message)
 
     def at(self, when_s: float, call: Callable[[], None]) -> None:
         """Call at that virtual time."""
@@ -151,8 +164,8 @@ class FastCluster:
         outcome.given_s, outcome.begun_s, outcome.first_token_s = job.given_s, job.begun_s, now_s
         outcome.first_wait_s = self.contention.wait_s(now_s)
         outcome.num_held = job.num_held
-        if self.light is not None:
-            self.light.started(request.request_id)
+        if self.direct is not None:
+            self.direct.started(request.key)
             return
         started = Started(attempts=((request.request_id, request.attempt),))
         self.router.received(self._gateway, started)
@@ -170,13 +183,13 @@ class FastCluster:
             self.parts[name] += seconds
         self._keys.pop(request.request_id, None)
         self._known_keys.pop((key, self._family), None)
-        if self.light is not None:
-            self.light.ended(request.request_id)
+        if self.direct is not None:
+            self.direct.ended(key)
             return
         self.holders.pop(request.request_id).attempts.pop(key, None)
         self.router.received(self._gateway, Ended(attempts=(key,), num_tokens=(num_answered,)))
 
-    # The clients, the gateway and the light router.
+    # The clients and the gateway.
 
     def _ask(self, call: ClientCall, retry: int) -> None:
         request_id = f"{next(self._numbers):032x}"
@@ -197,13 +210,13 @@ class FastCluster:
             scheduling_key=call.scheduling_key,
             attempt=attempt,
         )
-        if call.page_keys is not None and self.light is None:
+        if self.direct is not None:
+            self.direct.submit(request)
+            return
+        if call.page_keys is not None:
             others = self._other_keys.randbytes(KEY_BYTES * call.num_more_pages)
             self._known_keys[request.key, self._family] = call.page_keys + others
             self.router.cluster_state.keys.known = self._known_keys
-        if self.light is not None:
-            self.light.submit(request)
-            return
         self.router.received(self._gateway, Submit(request=request))
 
     def _rejected(self, rejected: Rejected) -> None:
@@ -221,12 +234,13 @@ class FastCluster:
 
     def _tick(self, number: int) -> None:
         """Tick the workers and the router, now and every TICK_S from now on."""
-        if self.light is not None:
-            return
-        has_beat = not number % round(BEAT_S / TICK_S)
-        for worker in self.workers.values():
-            worker.tick()
-            if has_beat:
-                worker.beat()
-        self.router.tick()
+        if self.direct is not None:
+            self.direct.tick()
+        else:
+            has_beat = not number % round(BEAT_S / TICK_S)
+            for worker in self.workers.values():
+                worker.tick()
+                if has_beat:
+                    worker.beat()
+            self.router.tick()
         self.at(self.events.now_s + TICK_S, partial(self._tick, number + 1))

@@ -42,7 +42,7 @@ from baton.sim.timed.times import StepWork, WorkTimes
 if TYPE_CHECKING:
     from baton.sim.timed.fast import FastCluster
 
-LIGHT_SAMPLE_S: Final = 0.2  # between two samples of steps for the light router
+DIRECT_SAMPLE_S: Final = 0.2  # between two samples of steps for a DirectRouter
 MOST_RUN_S: Final = 0.05  # of a run where other workers slow it down, or cease to
 LOOKAHEAD: Final = 64  # see engine/scheduler/policies.py
 
@@ -145,7 +145,6 @@ class FastWorker:
         self.is_keeping = True  # pages, for later prompts
         self.given_tokens = 0
         self.busy_s = 0.0
-        self.bit = 0  # at the light router
         self.attempts: dict[AttemptKey, None] = {}  # dispatched here and not ended
         self._num_transfers = 0  # under way
         self._budget = budget
@@ -167,7 +166,7 @@ class FastWorker:
         self._used_pages = 0
         self._most_steps = 2**20 if not cluster.contention.neighbours else 1
         self._num_changes = 0
-        self.measurements = Measurements(SAMPLE_S if cluster.light is None else LIGHT_SAMPLE_S)
+        self.measurements = Measurements(SAMPLE_S if cluster.direct is None else DIRECT_SAMPLE_S)
 
     @property
     def is_stepping(self) -> bool:
@@ -188,7 +187,7 @@ class FastWorker:
         """Take a message of the router."""
         if isinstance(message, KvEventsWanted):
             events = KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_snapshot=True)
-            self.cluster.router.received(self, events)
+            self.cluster.received(self, events)
         elif isinstance(message, Dispatch):
             request = message.request
             self.attempts[request.key] = None
@@ -370,10 +369,8 @@ class FastWorker:
     def _tell(self) -> None:
         """Tell the router what was measured, as often as workers do."""
         measured = self.measurements.take_due(self.cluster.events.now_s)
-        if measured is not None and self.cluster.light is not None:
-            self.cluster.light.measured(self.bit, measured)
-        elif measured is not None:
-            self.cluster.router.received(self, measured)
+        if measured is not None:
+            self.cluster.received(self, measured)
 
     def _notice(self) -> None:
         """One turn of the worker's loop: handle the events that came during a step."""
@@ -461,9 +458,7 @@ class FastWorker:
         if not self.is_keeping:
             return
         changes = list(self.store.keep(cluster.keys_of(request), cluster.num_more_pages(request)))
-        if cluster.light is not None:
-            cluster.light.kept(changes, self.bit)
-        elif changes:
+        if changes:
             events = KvEventBatch(
                 first=self._num_changes,
                 keys=b"".join(key for key, _ in changes),
@@ -471,7 +466,7 @@ class FastWorker:
                 generations=(0,) * len(changes),
             )
             self._num_changes += len(changes)
-            self.cluster.router.received(self, events)
+            cluster.received(self, events)
 
     def _times(self, job: PromptJob) -> PrefillTimes:
         """Return what a computed prompt took, in the tokens that the router sees."""

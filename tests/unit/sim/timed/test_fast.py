@@ -81,10 +81,10 @@ def test_prefix_is_pulled_when_its_holder_is_full() -> None:
     cluster = FastCluster(
         RouterConfig(),
         Fleet(num_prefill=0, num_decode=2, num_decode_seqs=1, decode_keeps=True),
-        dict.fromkeys(WorkerRole, Machine(kv_token_bytes=1024)),
-        is_light=True,
+        dict.fromkeys(WorkerRole, Machine(prefill_token_s=2e-3)),
+        is_direct=True,
     )
-    calls = (ClientCall(at_s=4.0 * at, token_ids=(7,) * 4096, num_answered=1000) for at in range(2))
+    calls = (ClientCall(at_s=12.0 * at, token_ids=(7,) * 4096, num_answered=1000) for at in range(2))
     first, second = cluster.run(calls)
-    assert (first.num_held, second.num_held) == (0, 4096 - 16)  # all full pages but the last
+    assert (first.num_held, second.num_held) == (0, 4096 - 1)  # the last token is computed
     assert second.ttft_s < 0.1 * first.ttft_s
