@@ -282,7 +282,7 @@ class PageEndpoint(ABC):
         grant = Grant(
             transfer=transfer,
             epoch=next(self._epochs),
-            deadline_ms=round(deadline_s * 1000),
+            deadline_ms=max(1, round(deadline_s * 1000)),
             num_units=num_units,
             pages=(),
             generations=(),
@@ -325,7 +325,7 @@ class PageEndpoint(ABC):
         pull = PullRequest(
             transfer=transfer,
             epoch=next(self._epochs),
-            deadline_ms=round(deadline_s * 1000),
+            deadline_ms=max(1, round(deadline_s * 1000)),
             num_units=num_units,
             num_shards=len(context.routes),
             holder=link.hello.incarnation,

@@ -137,11 +137,11 @@ class PeerTransports:
         name = self._left[0].name
         sender: Sender | None = None
         try:
-            sender = self._connect(self._left[0])
+            self._opening = sender = self._connect(self._left[0])  # before the thread: `close` may come now
             self._start(partial(self._open, name, sender))
-            self._opening = sender
         except (TransferFailed, RuntimeError) as error:  # RuntimeError: the process may have no more threads
             logger.warning("%s could not be opened: %s", name, error)
+            self._opening = None
             if sender is not None:
                 sender.close()
             self._use_next()

@@ -9,7 +9,7 @@ from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks.executor import BackgroundThreads
-from baton.kvtransfer.ranks.peer_transports import PeerTransports
+from baton.kvtransfer.ranks.peer_transports import PeerTransports, Start
 from baton.kvtransfer.transports.base import (
     LocalRank,
     OnEnd,
@@ -76,10 +76,11 @@ class Bench:
         self.ended: list[PieceOutcome] = []
         self.num_settled = 0
         self.counts: Counter[str] = Counter()
+        self.start: Start = BackgroundThreads().start
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         transports = [NamedTransport(name) for name in names]
         self.transports = PeerTransports(
-            transports, self._connect, self._inbox.put, BackgroundThreads().start, self.counts
+            transports, self._connect, self._inbox.put, lambda call: self.start(call), self.counts
         )
 
     def _connect(self, transport: Transport) -> ScriptedSender:
@@ -198,3 +199,16 @@ def test_nothing_opens_after_close() -> None:
     bench.push()
     bench.poll()
     assert not bench.made and not bench.ended[0].is_done
+
+
+def test_close_while_the_opening_thread_starts_closes_the_transport() -> None:
+    bench = Bench("shm")
+
+    def open_and_close(call: Call) -> None:
+        call()
+        bench.transports.close()
+
+    bench.start = open_and_close
+    bench.push()
+    bench.poll()
+    assert [each.is_closed for each in bench.made] == [True]
