@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -40,7 +40,7 @@ from baton.engine.runner.rank_process import (
 )
 from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.ranks.agent_arguments import AgentArguments, AgentNode, AgentsPlace
-from baton.messages.bounds import LINK_TIMEOUT_S, schema_hash
+from baton.messages.bounds import LINK_TIMEOUT_S, decode_as, schema_hash
 from baton.messages.workers import Address, HostPlace
 from baton.rpc.auth import RANKS, Generations, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection, DroppedPeers
@@ -100,17 +100,14 @@ FromHost: TypeAlias = RankSaid | RankEnded | RanksClosed
 SCHEMA: Final = schema_hash(ToHost, FromHost)
 _TO_HOST: Final[msgspec.msgpack.Decoder[ToHost]] = msgspec.msgpack.Decoder(ToHost)
 _FROM_HOST: Final[msgspec.msgpack.Decoder[FromHost]] = msgspec.msgpack.Decoder(FromHost)
-MessageT = TypeVar("MessageT")
 
 
-def _next_message(
-    connection: Connection, decoder: msgspec.msgpack.Decoder[MessageT], timeout_s: float | None = None
-) -> MessageT:
-    """Return the next message; raises PeerGone or WireError, and TimeoutError after the timeout."""
-    try:
-        return decoder.decode(connection.recv(timeout_s))
-    except msgspec.DecodeError as error:
-        raise connection.drop(WireError(f"no message of ranks: {error}", reason="message")) from None
+def _decode_for_host(body: bytes) -> ToHost:
+    return decode_as(_TO_HOST, body)
+
+
+def _decode_from_host(body: bytes) -> FromHost:
+    return decode_as(_FROM_HOST, body)
 
 
 # On the other nodes.
@@ -118,7 +115,7 @@ def _next_message(
 
 def _first_order(connection: Connection) -> ToHost:
     try:
-        return _next_message(connection, _TO_HOST, FIRST_ORDER_S)
+        return connection.recv_message(_decode_for_host, FIRST_ORDER_S)
     except TimeoutError:
         message = f"no order has come within {FIRST_ORDER_S:g} s"
         raise connection.drop(WireError(message, reason="order")) from None
@@ -213,7 +210,7 @@ class _HostedReplica:
             try:
                 if isinstance(order, StartRanks):
                     self._start(order, str(Path(folder) / "store"))
-                    order = _next_message(self._connection, _TO_HOST)
+                    order = self._connection.recv_message(_decode_for_host)
                 if isinstance(order, StartRanks):
                     raise self._connection.drop(WireError("the ranks have been started", reason="order"))
                 timeout_s = order.timeout_s
@@ -426,7 +423,7 @@ class _HostLink:
     def _read(self) -> None:
         why = "has ended its ranks"
         try:
-            while not isinstance(message := _next_message(self._connection, _FROM_HOST), RanksClosed):
+            while not isinstance(message := self._connection.recv_message(_decode_from_host), RanksClosed):
                 rank = self._ranks.get(message.rank)
                 if rank is not None:
                     rank.told(message)

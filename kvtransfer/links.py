@@ -195,7 +195,7 @@ class Peers:
         try:
             connection.handshake()
             connection.send(encode(self._hello))
-            hello = decode(connection.recv(HANDSHAKE_TIMEOUT_S))
+            hello = connection.recv_message(decode, HANDSHAKE_TIMEOUT_S)
             if not isinstance(hello, EndpointHello):
                 unexpected = f"{type(hello).__name__} came instead of EndpointHello"
                 raise connection.drop(WireError(unexpected, reason="order"))

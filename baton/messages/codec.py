@@ -6,7 +6,7 @@ import msgspec
 
 from baton.errors import WireError
 from baton.messages import control, operations, orders
-from baton.messages.bounds import MAX_BODY_BYTES, schema_hash
+from baton.messages.bounds import MAX_BODY_BYTES, decode_as, schema_hash
 from baton.request import Request, TokenEvent
 
 MAX_REQUEST_BYTES: Final = MAX_BODY_BYTES - 4096
@@ -104,7 +104,4 @@ def fits_beside(request: Request, source: control.PullSource) -> bool:
 
 def decode(body: bytes) -> AnyMessage:
     """Return the message in a body. WireError for an unknown message, or a value out of its bounds."""
-    try:
-        return _DECODER.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise WireError(f"a message that can't be read: {error}", reason="message") from error
+    return decode_as(_DECODER, body, reason="message")

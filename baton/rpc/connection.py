@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 Rights: TypeAlias = "list[tuple[int, int, array.array[int]]]"  # ancillary data, as sendmsg takes it
 MAX_DESCRIPTORS: Final = 4  # open files that come with one frame, over unix sockets only
 NUM_PROBES: Final = 3  # unanswered keepalive probes
+MessageT = TypeVar("MessageT")
 _RIGHTS_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 
 
@@ -196,6 +197,16 @@ class Connection:
                         return body
             except WireError as error:
                 raise self.drop(error) from None
+
+    def recv_message(self, decode: Callable[[bytes], MessageT], timeout_s: float | None = None) -> MessageT:
+        """Return the next message, decoded. A peer that sends a body that `decode` refuses is dropped.
+
+        Raises WireError then, and otherwise what `recv` raises.
+        """
+        try:
+            return decode(self.recv(timeout_s))
+        except WireError as error:
+            raise self.drop(error) from None
 
     def take_descriptors(self) -> list[int]:
         """Return the open files of the frames received so far. The caller must close them."""
@@ -381,18 +392,17 @@ class Outbox:
 
 Call: TypeAlias = Callable[[], None]
 Post: TypeAlias = Callable[[Call], None]  # hands a call to the owner's thread, from any thread
-ReceivedT = TypeVar("ReceivedT")
 
 MAX_WAITING_BYTES: Final = 2 * MAX_BODY_BYTES  # room for the largest message, and for the one before it
 
 
-class MessageStream(Generic[ReceivedT]):
+class MessageStream(Generic[MessageT]):
     """The messages over one connection; `start` begins to read."""
 
     def __init__(
         self,
         connection: Connection,
-        decode: Callable[[bytes], ReceivedT],
+        decode: Callable[[bytes], MessageT],
         name: str,
         *,
         link_timeout_s: float | None = None,
@@ -411,7 +421,7 @@ class MessageStream(Generic[ReceivedT]):
         self._num_waiting_bytes = 0  # of messages with calls that are still to be made
         self._thread: threading.Thread | None = None
 
-    def start(self, post: Post, on_message: Callable[[ReceivedT], None], on_lost: Call) -> None:
+    def start(self, post: Post, on_message: Callable[[MessageT], None], on_lost: Call) -> None:
         """Start to read; the calls are posted to the owner's thread. RuntimeError: no thread can start."""
         thread = threading.Thread(
             target=self._read, args=(post, on_message, on_lost), name=self._name, daemon=True
@@ -438,7 +448,7 @@ class MessageStream(Generic[ReceivedT]):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _read(self, post: Post, on_message: Callable[[ReceivedT], None], on_lost: Call) -> None:
+    def _read(self, post: Post, on_message: Callable[[MessageT], None], on_lost: Call) -> None:
         try:
             while True:
                 body = self._next_body()
@@ -486,7 +496,7 @@ class MessageStream(Generic[ReceivedT]):
         if ping is not None:
             self.send(ping)
 
-    def _deliver(self, on_message: Callable[[ReceivedT], None], message: ReceivedT, num_bytes: int) -> None:
+    def _deliver(self, on_message: Callable[[MessageT], None], message: MessageT, num_bytes: int) -> None:
         with self._has_room:
             self._num_waiting_bytes -= num_bytes
             self._has_room.notify()

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from baton.errors import BatonError, PeerGone, TransferFailed, WireError
+from baton.errors import BatonError, PeerGone, TransferFailed
 from baton.rpc.connection import DroppedPeers
 
 logger = logging.getLogger(__name__)
@@ -171,11 +171,3 @@ def log_end(what: str, error: Exception) -> None:
     """Log the end of a peer's connection: as a warning, unless the peer was only lost."""
     level = logging.INFO if isinstance(error, PeerGone | OSError) else logging.WARNING
     logger.log(level, "%s: %s", what, error)
-
-
-def decode_greeting(body: bytes, kind: type[MessageT], reason: str) -> MessageT:
-    """Return the one message of a greeting. Raises WireError with this reason for any other body."""
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: a key that is no text
-        raise WireError(f"not a {kind.__name__}: {error}", reason=reason) from None

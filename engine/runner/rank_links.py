@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from queue import Empty, Queue, SimpleQueue
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 import torch
@@ -30,11 +30,11 @@ from torch import Tensor
 from baton.engine.models.parallel import JOIN_TIMEOUT, STEP_TIMEOUT
 from baton.engine.runner.rank_process import START_TIMEOUT_S, RankNetwork
 from baton.errors import BatonError, ModelError, PeerGone, WireError, WorkerLost
-from baton.messages.bounds import LINK_TIMEOUT_S, MAX_BODY_BYTES, Kind, schema_hash
+from baton.messages.bounds import LINK_TIMEOUT_S, MAX_BODY_BYTES, Kind, decode_as, schema_hash
 from baton.messages.workers import Address
 from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection, DroppedPeers, Outbox
-from baton.rpc.listener import Listener, decode_greeting, listen
+from baton.rpc.listener import Listener, listen
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 
 JOIN_S: Final = JOIN_TIMEOUT.total_seconds()
@@ -61,7 +61,6 @@ class RankWelcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 SCHEMA: Final = schema_hash(RankHello, RankWelcome)
-MessageT = TypeVar("MessageT", RankHello, RankWelcome)
 
 
 class RankLink:
@@ -297,7 +296,7 @@ class RankListener:
             schema=SCHEMA,
         )
         connection.handshake()
-        hello = _received(connection, RankHello)
+        hello = connection.recv_message(lambda body: decode_as(RankHello, body, "order"), HANDSHAKE_TIMEOUT_S)
         if hello.replica != self._replica:
             raise connection.drop(WireError("it is a rank of another replica", reason="rank"))
         with self._lock:
@@ -360,7 +359,10 @@ def _join(rank: int, network: RankNetwork, model: str, tp_size: int, pp_size: in
     opened: dict[int, Connection] = {}
     try:
         opened[0] = _dial(network.rank_zero, hello, network)
-        welcome = _received(opened[0], RankWelcome, START_TIMEOUT_S + JOIN_S)  # the last rank may be late
+        welcome = opened[0].recv_message(
+            lambda body: decode_as(RankWelcome, body, "order"),
+            START_TIMEOUT_S + JOIN_S,  # the last rank may be late
+        )
         if welcome.before is not None:
             opened[before] = _dial(welcome.before, hello, network)
         if listener is not None:
@@ -381,15 +383,6 @@ def _dial(address: Address, hello: RankHello, network: RankNetwork) -> Connectio
     connection = Connection(sock, keys, Role.CONNECTING, link_timeout_s=timeout_s, schema=SCHEMA).handshake()
     connection.send(msgspec.msgpack.encode(hello))
     return connection
-
-
-def _received(
-    connection: Connection, kind: type[MessageT], timeout_s: float = HANDSHAKE_TIMEOUT_S
-) -> MessageT:
-    try:
-        return decode_greeting(connection.recv(timeout_s), kind, "order")
-    except WireError as error:
-        raise connection.drop(error) from None
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

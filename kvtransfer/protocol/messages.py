@@ -11,16 +11,14 @@ between two replicas of one rank, with all layers in one group, has one shard.
 """
 
 from itertools import pairwise
-from typing import Annotated, Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from baton.errors import WireError
-from baton.messages.bounds import MAX_BODY_BYTES
+from baton.messages.bounds import decode_as
 from baton.pages import KEY_BYTES, PageLayout
-
-KindT = TypeVar("KindT")
 
 PROTOCOL: Final = 10
 MAX_PAGES: Final = 65_536  # pages of one transfer; also the limit of its units
@@ -257,21 +255,11 @@ def encode(message: AnyMessage) -> bytes:
 
 def decode(body: bytes) -> AnyMessage:
     """Decode and check the body of a frame. Raises WireError for a malformed or an out-of-range message."""
-    message = decode_by(_DECODER, body)
+    message = decode_as(_DECODER, body)
     complaint = _complaint(message)
     if complaint is not None:
         raise WireError(f"{type(message).__name__}: {complaint}", reason="malformed")
     return message
-
-
-def decode_by(decoder: "msgspec.msgpack.Decoder[KindT]", body: bytes) -> KindT:
-    """Decode the body of a frame. Raises WireError when it is too long or not a message of the decoder."""
-    if len(body) > MAX_BODY_BYTES:
-        raise WireError(f"the message has {len(body)} bytes, the limit is {MAX_BODY_BYTES}", reason="length")
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"cannot decode the message: {error}", reason="malformed") from None
 
 
 def _complaint(message: AnyMessage) -> str | None:

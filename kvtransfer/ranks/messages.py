@@ -40,11 +40,10 @@ from baton.kvtransfer.protocol.messages import (
     Shard,
     TransferId,
     Unit,
-    decode_by,
 )
 from baton.kvtransfer.ranks.agent_arguments import MAX_REPLICA_BYTES
 from baton.kvtransfer.transports.base import Count, PieceOutcome, Rank, RankSettings
-from baton.messages.bounds import schema_hash
+from baton.messages.bounds import decode_as, schema_hash
 from baton.rpc.auth import Generations as KeyGenerations
 
 MAX_COUNTS: Final = 256  # of a rank, each with a name
@@ -244,12 +243,12 @@ def encode(message: ToAgent | ToRankZero) -> bytes:
 
 def decode_for_agent(body: bytes) -> ToAgent:
     """Decode a command of rank 0. Raises WireError for anything else."""
-    return decode_by(_TO_AGENT, body)
+    return decode_as(_TO_AGENT, body)
 
 
 def decode_for_rank_zero(body: bytes) -> ToRankZero:
     """Decode a message of an agent. Raises WireError for anything else."""
-    return decode_by(_TO_RANK_ZERO, body)
+    return decode_as(_TO_RANK_ZERO, body)
 
 
 class Route(NamedTuple):

@@ -108,7 +108,7 @@ class RemoteRank:
         self._on_lost: OnLost
         try:
             connection.send(encode(SetUp(settings=settings)))
-            answer = decode_for_rank_zero(connection.recv(SET_UP_TIMEOUT_S))
+            answer = connection.recv_message(decode_for_rank_zero, SET_UP_TIMEOUT_S)
         except (BatonError, TimeoutError) as error:
             connection.close()
             raise WorkerLost(f"rank {self.rank} does not listen for sources: {error}") from error
@@ -291,7 +291,7 @@ class RankAgents:
             unless_let_in.pop_all()
 
     def _let_in(self, sock: socket.socket, newcomer: _Newcomer) -> None:
-        hello = decode_for_rank_zero(newcomer.connection.recv(AGENTS_TIMEOUT_S))
+        hello = newcomer.connection.recv_message(decode_for_rank_zero, AGENTS_TIMEOUT_S)
         with self._has_connected:
             if not isinstance(hello, AgentHello) or not self._expects(hello, newcomer):
                 raise newcomer.connection.drop(

@@ -52,10 +52,10 @@ from baton.kvtransfer.transports.pages import (
     on_stream,
 )
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
-from baton.messages.bounds import schema_hash
+from baton.messages.bounds import decode_as, schema_hash
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from baton.rpc.listener import Listener, decode_greeting, listen_on_host
+from baton.rpc.listener import Listener, listen_on_host
 
 HANDSHAKE_S: Final = 5.0
 MAX_WRITERS: Final = 256  # each is watched, which takes an open file; more sources use another transport
@@ -303,7 +303,7 @@ class ShmSender(DirectSender):
     inline_bytes = 2**21  # copied in 0.15 ms, less than it takes to wake a thread
 
     def map_pages(self, message: bytes, descriptors: list[int]) -> HostPages:
-        offer = decode_greeting(message, PoolOffer, "pool")
+        offer = decode_as(PoolOffer, message, "pool")
         if len(descriptors) != 1:
             raise WireError(f"pages come with 1 descriptor, got {len(descriptors)}", reason="pool")
         check_size(descriptors[0], offer.num_pages * offer.page_bytes)
@@ -394,7 +394,7 @@ def open_offer(message: bytes, device: int) -> Tensor:
     pages: a kernel that reads pages without that mapping ends the process. TransferFailed when `device`
     cannot reach the pages.
     """
-    offer = decode_greeting(message, CudaOffer, "pool")
+    offer = decode_as(CudaOffer, message, "pool")
     if offer.pool_offset + offer.num_pages * offer.page_bytes > offer.storage_bytes:
         raise WireError("the pool that was offered is not within its storage", reason="pool")
     # A worker may see its own GPU alone. The driver opens a handle of a hidden GPU too, or refuses it below.

@@ -44,7 +44,7 @@ from baton.kvtransfer.transports.rank_pair import (
     translated,
 )
 from baton.kvtransfer.transports.torch_distributed import GroupListener, GroupSettings, GroupTransport
-from baton.rpc.listener import decode_greeting
+from baton.messages.bounds import decode_as
 
 
 class PeerMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class OneSidedChannel(GlooChannel):
         with translated(self.name):
             store.set(f"memory {rank}", msgspec.msgpack.encode(own))
             theirs = store.get(f"memory {1 - rank}")
-        self.reach(decode_greeting(theirs, PeerMemory, "memory"))
+        self.reach(decode_as(PeerMemory, theirs, "memory"))
         self.move_first_byte(rank, timeout_s)
         with translated(self.name):
             store.set(f"moved {rank}", b"")

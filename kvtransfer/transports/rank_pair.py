@@ -29,8 +29,8 @@ from baton.errors import BatonError, TransferFailed
 from baton.kernels.native import huge_zeros
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.records import BATCH_ANSWER_BYTES, BATCH_BYTES, MAX_BATCH, MAX_PART_BYTES
+from baton.messages.bounds import decode_as
 from baton.rpc.connection import Connection
-from baton.rpc.listener import decode_greeting
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class PairStore(Store):
     def _read(self) -> None:
         try:
             for _ in range(MAX_ENTRIES):
-                entry = decode_greeting(self._connection.recv(), StoreEntry, "entry")
+                entry = self._connection.recv_message(lambda body: decode_as(StoreEntry, body, "entry"))
                 with self._changed:
                     self._values[entry.key] = entry.value
                     self._changed.notify_all()

@@ -62,10 +62,10 @@ from baton.kvtransfer.transports.records import (
     encode_headers,
     stream_key,
 )
-from baton.messages.bounds import schema_hash
+from baton.messages.bounds import decode_as, schema_hash
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from baton.rpc.listener import Listener, decode_greeting, listen, log_end, port_of
+from baton.rpc.listener import Listener, listen, log_end, port_of
 
 MAX_PAIRS: Final = 256  # of one destination rank; each has NUM_SLOTS parts of staging memory
 
@@ -296,7 +296,7 @@ class GroupSender(QueueSender):
             sock = socket.create_connection(self._address, timeout_s)
             connection = rank.connect(sock, Role.CONNECTING, timeout_s, PAIR_SCHEMA)
             connection.send(msgspec.msgpack.encode(request))
-            reply = decode_greeting(connection.recv(timeout_s), PairReply, "pair")
+            reply = connection.recv_message(lambda body: decode_as(PairReply, body, "pair"), timeout_s)
             if reply.refusal:
                 raise TransferFailed(reply.refusal)
         except (OSError, BatonError) as error:
@@ -416,7 +416,9 @@ class GroupListener:
         """Form a pair with a source that proves itself, and serve it; called in a thread for this source."""
         rank, settings = self._rank, self._settings
         connection = rank.connect(sock, Role.ACCEPTING, settings.connect_s, PAIR_SCHEMA)
-        request = self._receive_request(connection)
+        request = connection.recv_message(
+            lambda body: decode_as(PairRequest, body, "pair"), settings.connect_s
+        )
         try:
             pair = ReceivePair(self._transport, rank, settings, request.payload_bytes, connection)
         except RuntimeError as error:  # of CUDA
@@ -426,12 +428,6 @@ class GroupListener:
             connection.send(msgspec.msgpack.encode(PairReply(refusal=refusal)))
             raise TransferFailed(refusal)
         pair.run()
-
-    def _receive_request(self, connection: Connection) -> PairRequest:
-        try:
-            return decode_greeting(connection.recv(self._settings.connect_s), PairRequest, "pair")
-        except WireError as error:
-            raise connection.drop(error) from None
 
 
 class ReceivePair:

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -205,6 +206,13 @@ def test_end_of_another_build_is_refused_and_both_ends_name_both_builds(
     for complaint in (str(caught.value), *caplog.messages):
         assert "mixed builds" in complaint
         assert KV_SCHEMA.hex() in complaint and b"schema-2".hex() in complaint
+
+
+def test_peer_with_a_malformed_hello_is_counted(peers: Peers, dropped: DroppedPeers) -> None:
+    sock = socket.create_connection(peers.address)
+    with closing(Connection(sock, KEY, Role.CONNECTING, schema=KV_SCHEMA)) as connection:
+        connection.handshake().send(b"\xc1")
+        wait_for(lambda: dropped.counts() == {"malformed": 1})
 
 
 def test_endpoint_does_not_link_to_itself(peers: Peers) -> None:

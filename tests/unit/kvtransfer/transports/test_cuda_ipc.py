@@ -38,5 +38,5 @@ def test_a_pool_outside_its_storage_is_refused_before_it_is_mapped(change: dict[
 )
 def test_an_offer_out_of_bounds_is_refused(change: dict[str, object]) -> None:
     message = msgspec.msgpack.encode({**msgspec.structs.asdict(OFFER), **change})
-    with pytest.raises(WireError, match="not a CudaOffer"):
+    with pytest.raises(WireError, match="cannot decode CudaOffer"):
         open_offer(message, 0)

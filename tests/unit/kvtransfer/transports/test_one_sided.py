@@ -184,7 +184,7 @@ def test_peer_that_describes_no_memory_is_refused(name: str, rank: int) -> None:
     store = new_store()
     store.set(f"memory {1 - rank}", b"no message")
     ends = open_pair(name, store)
-    with pytest.raises(WireError, match="not a PeerMemory"):
+    with pytest.raises(WireError, match="cannot decode PeerMemory"):
         ends[rank].connect(store, rank, 2.0)
     for end in ends:
         end.close()
