@@ -86,14 +86,12 @@ from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     Command,
     ForgetShard,
-    Route,
     ShardEvent,
     ShardVerified,
 )
-from baton.kvtransfer.ranks.ranks import RankAgents, Ranks
+from baton.kvtransfer.ranks.ranks import RankAgents, Ranks, routes
 from baton.kvtransfer.transports.base import AUTO, RankSettings, TransportSet
 from baton.kvtransfer.transports.pages import SharedPool
-from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.kvtransfer.transports.registry import transport_set
 from baton.messages.bounds import DEFAULT_KV_STREAMS, LINK_TIMEOUT_S, KvStreams
 from baton.messages.workers import MAX_PAIRS, PairTransport, Worker
@@ -154,10 +152,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class ReplicaRanks(Protocol):
     """The ranks of one replica, to which hand-offs give commands; `Ranks` implements and documents it."""
 
-    @property
-    def registrations(self) -> ReceiveRegistrations: ...
     def complaint(self) -> str | None: ...
-    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> Sequence[Route]: ...
     def perform(self, rank: int, command: Command) -> None: ...
     def drop(self, link: Link) -> None: ...
 
@@ -272,7 +267,7 @@ class PageEndpoint(ABC):
         `layer_groups` cuts; None: a number that suits the source's layout.
         Raises ValueError when a value is out of range or the id is in use.
         """
-        if self._is_known(transfer):
+        if self._is_open(transfer):
             raise ValueError(f"transfer {transfer.hex()} was started before")
         if position % self._page_tokens(link):
             raise ValueError(f"a transfer from token {position} on, which starts no page")
@@ -492,7 +487,7 @@ class PageEndpoint(ABC):
         request.
         """
         name, num_groups = f"transfer {request.transfer.hex()}", request.num_layer_groups
-        if self._is_known(request.transfer):
+        if self._is_open(request.transfer):
             raise ProtocolError(f"{name} was requested twice")
         if num_groups > self.settings.layout.num_layers:
             layers = f"{self.settings.layout.num_layers} layers"
@@ -533,7 +528,7 @@ class PageEndpoint(ABC):
             clock=self._clock,
             timing=self.settings.timing,
             plan=plan_transfer(source, destination, 0, 0),
-            routes=self._ranks.routes(link, num_layer_groups, is_source=is_source),
+            routes=routes(ours, link, num_layer_groups, is_source=is_source),
             link=link.number,
             digest_key=link.digest_key(transfer) if has_digests else NO_DIGESTS,
         )
@@ -548,10 +543,9 @@ class PageEndpoint(ABC):
     def _new_id(self) -> bytes:
         return secrets.token_bytes(ID_BYTES)
 
-    def _is_known(self, transfer: bytes) -> bool:
-        """Return True when the id belongs to an open transfer or to pages that a source may still write."""
-        is_open = transfer in self._transfers or transfer in self._fetches
-        return is_open or transfer in self._ranks.registrations
+    def _is_open(self, transfer: bytes) -> bool:
+        """Return True for the id of an open transfer."""
+        return transfer in self._transfers or transfer in self._fetches
 
     def _open_transfers(self) -> list[OpenTransfer]:
         """Return a copy of all open transfers."""

@@ -40,8 +40,7 @@ from baton.kvtransfer.protocol.messages import (
     encode,
 )
 from baton.kvtransfer.ranks.executor import CompletedSteps, Emit, RankExecutor
-from baton.kvtransfer.ranks.messages import Command, DropLink, OfShard, Route, ShardEvent, registration_id
-from baton.kvtransfer.ranks.ranks import routes
+from baton.kvtransfer.ranks.messages import Command, DropLink, OfShard, ShardEvent, registration_id
 from baton.kvtransfer.transports.base import (
     LocalRank,
     OnEnd,
@@ -53,7 +52,6 @@ from baton.kvtransfer.transports.base import (
 from baton.kvtransfer.transports.pages import as_words
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations, Writing
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
-from baton.pages import PageLayout
 from baton.rpc.auth import KeyRing
 from baton.rpc.connection import DroppedPeers
 from baton.sim.engine import MODEL, KvMemory, page_layout
@@ -359,22 +357,14 @@ class SimSender:
 class SimRanks:
     """The `ReplicaRanks` of a simulated replica."""
 
-    def __init__(self, home: SimProcess, layout: PageLayout) -> None:
-        """home: the process of the endpoint. layout: of the replica."""
+    def __init__(self, home: SimProcess) -> None:
+        """home: the process of the endpoint."""
         self.all: list[SimRank] = []
         self._home = home
-        self._layout = layout
-
-    @property
-    def registrations(self) -> ReceiveRegistrations:
-        return self.all[0].registrations
 
     def complaint(self) -> str | None:
         lost = [str(rank.number) for rank in self.all if rank.is_lost]
         return f"rank {', '.join(lost)} is lost" if lost else None
-
-    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[Route]:
-        return routes(self._layout, link, num_layer_groups, is_source=is_source)
 
     def perform(self, rank: int, command: Command) -> None:
         """Perform a command: at once in the endpoint's process, or in a later turn of another process."""
@@ -454,7 +444,7 @@ class SimEndpoint(PageEndpoint):
             keys=KEYS, fingerprint=fingerprint, layout=page_layout(pool.page_size, len(homes)), timing=TIMING
         )
         incarnations = [random.randbytes(ID_BYTES) for _ in homes]
-        replica = SimRanks(process, settings.layout)
+        replica = SimRanks(process)
         super().__init__(settings, incarnations[0], pool, process.clock, replica)
         self.process = process
         self.pool = pool

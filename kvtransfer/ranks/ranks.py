@@ -60,7 +60,6 @@ from baton.kvtransfer.ranks.messages import (
 )
 from baton.kvtransfer.transports.base import RankSettings
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
-from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.messages.workers import Address
 from baton.pages import PageLayout
@@ -341,7 +340,6 @@ class Ranks:
         `here` is closed when another rank does not connect (WorkerLost), or when the number of ranks is not
         the layout's (ConfigError).
         """
-        self._settings = settings
         self._clock = clock
         self._agents = agents
         self._others: list[RemoteRank] = []
@@ -369,11 +367,6 @@ class Ranks:
             self._agents.watch(self._others)
 
     @property
-    def registrations(self) -> ReceiveRegistrations:
-        """The registrations of rank 0, which include shard 0 of every transfer that arrives."""
-        return self._here.rank.registrations
-
-    @property
     def listeners(self) -> tuple[RankListenerAddresses, ...]:
         """The listeners of each rank."""
         return tuple(executor.listeners for executor in self._executors)
@@ -389,10 +382,6 @@ class Ranks:
         """The reason why no transfer can begin; None when no rank is lost."""
         lost = [str(other.rank) for other in self._others if other.is_lost]
         return f"rank {', '.join(lost)} is lost" if lost else None
-
-    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[Route]:
-        """As the function `routes`."""
-        return routes(self._settings.layout, link, num_layer_groups, is_source=is_source)
 
     def perform(self, rank: int, command: Command) -> None:
         """Have one rank perform the command. Returns at once; the events that follow are reported later."""

@@ -215,11 +215,6 @@ class ReceiveRegistrations:
         with self._lock:
             return len(self._states)
 
-    def __contains__(self, transfer: bytes) -> bool:
-        """Return True for a registered id, and for one of the last NUM_REMEMBERED ids."""
-        with self._lock:
-            return transfer in self._states or transfer in self._ended
-
     def _settle(self, state: _State) -> list[OnSafe]:
         """Under the lock: the callbacks to make outside the lock."""
         if not state.is_safe or self._states.pop(state.registration.id, None) is None:
