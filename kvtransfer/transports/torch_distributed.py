@@ -263,7 +263,10 @@ class GroupSender(QueueSender):
         self._num_free = NUM_SLOTS  # the sending thread's
         self._sent: SimpleQueue[_Sent | None] = SimpleQueue()
         loops = (self._send_parts, self._read_answers)
-        self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
+        name = f"{transport.name}-source"
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), name=name, daemon=True) for loop in loops
+        ]
 
     def open(self) -> None:
         timeout_s, connection = self._settings.connect_s, self._connect()
@@ -472,6 +475,8 @@ class ReceivePair:
             if isinstance(error, WireError):
                 self._rank.dropped.add(error.reason)
             log_end(f"a {self._transport.name} pair ended", error)
+        except RuntimeError:  # of CUDA
+            logger.exception("a %s pair failed", self._transport.name)
         finally:
             self.stop()
             if self._channel is not None:

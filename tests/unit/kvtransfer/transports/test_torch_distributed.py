@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from baton.errors import TransferFailed
 from baton.kernels.pages import Offsets
-from baton.kvtransfer.protocol.messages import PeerRank
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.transports import torch_distributed
 from baton.kvtransfer.transports.base import LocalRank, Piece, TransferQueue
@@ -41,7 +40,6 @@ from baton.kvtransfer.transports.rank_pair import (
 from baton.kvtransfer.transports.records import MAX_BATCH, MAX_PART_BYTES
 from baton.kvtransfer.transports.registry import TRANSPORTS
 from baton.kvtransfer.transports.torch_distributed import (
-    GlooTransport,
     GroupListener,
     GroupSender,
     GroupSettings,
@@ -65,98 +63,7 @@ LAYOUT = a_layout(num_layers=3, num_kv_heads=4, head_dim=1024, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 NUM_PAGES = 60  # of 768 KiB: many parts
 SETTINGS = GroupSettings(connect_s=5.0, stall_s=2.0)
-GLOO = GlooTransport()
 PIECE = piece_of(PLAN, tuple(range(50)), tuple(range(50))[::-1])
-
-
-class Destination:
-    def __init__(self) -> None:
-        self.pages = torch.zeros((NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
-        self.rank = local_rank(self.pages, layout=LAYOUT)
-        self.listener = GroupListener(GLOO, self.rank, SETTINGS)
-        self.rank.registrations.add(registration_of(PIECE.transfer))
-
-    def peer(self) -> PeerRank:
-        return peer_rank("gloo", self.listener.address, LAYOUT)
-
-
-@pytest.fixture
-def destination() -> Iterator[Destination]:
-    made = Destination()
-    yield made
-    made.listener.close()
-
-
-@pytest.fixture
-def sender(destination: Destination) -> Iterator[GroupSender]:
-    pages = torch.randint(0, 256, (NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
-    made = GroupSender(GLOO, local_rank(pages, layout=LAYOUT), destination.peer(), SETTINGS)
-    yield made
-    made.close()
-
-
-def num_pairs() -> int:
-    return sum(thread.name == "gloo-answer" for thread in threading.enumerate())
-
-
-@pytest.mark.parametrize("unit_mib", [1, 8, 20, 40, 63])
-def test_message_has_room_for_a_part_of_any_units(unit_mib: int) -> None:
-    layout = msgspec.structs.replace(LAYOUT, num_layers=4 * unit_mib)
-    plan = plan_transfer(layout, layout, 0, 0)
-    assert plan.sent_unit_bytes == unit_mib * 2**20
-    for transport in [each for each in TRANSPORTS.values() if isinstance(each, GroupTransport)]:
-        size = part_size(plan, transport.part_bytes)
-        room = size + plan.sent_unit_bytes
-        assert room <= MAX_PART_BYTES
-        assert (size == transport.part_bytes) == (
-            transport.part_bytes + plan.sent_unit_bytes <= MAX_PART_BYTES
-        )
-        queue = TransferQueue(size, 1)
-        for num_units in (1, 2, 5, 31, 64, 100):
-            queue.push(piece_of(plan, tuple(range(num_units))), lambda outcome: None)
-        sizes = [part.num_bytes for part in iter(partial(queue.take, wait=False), None)]
-        assert max(sizes) <= room and sum(sizes) == 203 * plan.sent_unit_bytes
-
-
-def test_closed_sender_fails_its_pieces_and_ends_the_pair_on_both_sides(
-    destination: Destination, sender: GroupSender
-) -> None:
-    sender.open()
-    num_threads = threading.active_count()
-    push = Push(sender, PIECE)
-    sender.close()
-    sender.close()
-    assert push.outcome().reason == "the transport was closed" and sender.is_broken
-    wait_for(lambda: threading.active_count() <= num_threads - 3 and num_pairs() == 0)
-
-
-def test_closed_destination_ends_its_pairs(destination: Destination, sender: GroupSender) -> None:
-    sender.open()
-    destination.listener.close()
-    assert num_pairs() == 0
-    assert not Push(sender, PIECE).outcome().is_done
-
-
-def test_destination_without_room_forms_no_pair(
-    destination: Destination, sender: GroupSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_distributed, "MAX_PAIRS", 0)
-    with pytest.raises(TransferFailed, match="gloo: no more than 0 pairs"):
-        sender.open()
-    wait_for(lambda: num_pairs() == 0)
-
-
-def test_nccl_is_refused_for_pages_of_a_cpu() -> None:
-    nccl = NcclTransport()
-    rank = local_rank(torch.zeros((1, LAYOUT.page_bytes), dtype=torch.uint8), layout=LAYOUT)
-    assert nccl.listen(rank) is None
-    with contextlib.closing(GroupListener(nccl, rank, SETTINGS)) as listener:
-        sender = GroupSender(nccl, rank, peer_rank("nccl", listener.address, LAYOUT), SETTINGS)
-        with contextlib.closing(sender), pytest.raises(TransferFailed, match="nccl: .* not on a GPU"):
-            sender.open()
-
-
-# Messages of a pair, as the ends hand them to torch.
 
 
 class Pair:
@@ -186,16 +93,76 @@ class Pair:
         self.listener.close()
 
 
-def small_piece(name: bytes, first_page: int, num_pages: int = 2) -> Piece:
-    pages = tuple(range(first_page, first_page + num_pages))
-    return piece_of(PLAN, pages, transfer=name * 16)
-
-
 @pytest.fixture
 def gloo() -> Iterator[Pair]:
     pair = Pair(ObservedGloo())
     yield pair
     pair.close()
+
+
+def num_pairs() -> int:
+    return sum(thread.name == "gloo-answer" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("unit_mib", [1, 8, 20, 40, 63])
+def test_message_has_room_for_a_part_of_any_units(unit_mib: int) -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_layers=4 * unit_mib)
+    plan = plan_transfer(layout, layout, 0, 0)
+    assert plan.sent_unit_bytes == unit_mib * 2**20
+    for transport in [each for each in TRANSPORTS.values() if isinstance(each, GroupTransport)]:
+        size = part_size(plan, transport.part_bytes)
+        room = size + plan.sent_unit_bytes
+        assert room <= MAX_PART_BYTES
+        assert (size == transport.part_bytes) == (
+            transport.part_bytes + plan.sent_unit_bytes <= MAX_PART_BYTES
+        )
+        queue = TransferQueue(size, 1)
+        for num_units in (1, 2, 5, 31, 64, 100):
+            queue.push(piece_of(plan, tuple(range(num_units))), lambda outcome: None)
+        sizes = [part.num_bytes for part in iter(partial(queue.take, wait=False), None)]
+        assert max(sizes) <= room and sum(sizes) == 203 * plan.sent_unit_bytes
+
+
+def test_closed_sender_fails_its_pieces_and_ends_the_pair_on_both_sides(gloo: Pair) -> None:
+    gloo.sender.open()
+    num_threads = threading.active_count()
+    push = Push(gloo.sender, gloo.grant(PIECE))
+    gloo.sender.close()
+    gloo.sender.close()
+    assert push.outcome().reason == "the transport was closed" and gloo.sender.is_broken
+    wait_for(lambda: threading.active_count() <= num_threads - 3 and num_pairs() == 0)
+
+
+def test_closed_destination_ends_its_pairs(gloo: Pair) -> None:
+    gloo.sender.open()
+    gloo.listener.close()
+    assert num_pairs() == 0
+    assert not Push(gloo.sender, gloo.grant(PIECE)).outcome().is_done
+
+
+def test_destination_without_room_forms_no_pair(gloo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_distributed, "MAX_PAIRS", 0)
+    with pytest.raises(TransferFailed, match="gloo: no more than 0 pairs"):
+        gloo.sender.open()
+    wait_for(lambda: num_pairs() == 0)
+
+
+def test_nccl_is_refused_for_pages_of_a_cpu() -> None:
+    nccl = NcclTransport()
+    rank = local_rank(torch.zeros((1, LAYOUT.page_bytes), dtype=torch.uint8), layout=LAYOUT)
+    assert nccl.listen(rank) is None
+    with contextlib.closing(GroupListener(nccl, rank, SETTINGS)) as listener:
+        sender = GroupSender(nccl, rank, peer_rank("nccl", listener.address, LAYOUT), SETTINGS)
+        with contextlib.closing(sender), pytest.raises(TransferFailed, match="nccl: .* not on a GPU"):
+            sender.open()
+
+
+# Messages of a pair, as the ends hand them to torch.
+
+
+def small_piece(name: bytes, first_page: int, num_pages: int = 2) -> Piece:
+    pages = tuple(range(first_page, first_page + num_pages))
+    return piece_of(PLAN, pages, transfer=name * 16)
 
 
 def counts(pair: Pair) -> tuple[int, int, int]:
@@ -297,6 +264,20 @@ def test_failed_packing_lets_go_of_every_part(gloo: Pair, monkeypatch: pytest.Mo
     assert "the GPU is gone" in pushes[3].outcome().reason and gloo.sender.is_broken
     for name in range(4):
         gloo.sender.abort(bytes([name]) * 16)  # would wait for a thread that never leaves the pages
+
+
+def test_failed_unpacking_ends_the_pair_and_not_its_thread(
+    gloo: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(HostPages, "unpack", fail)
+    gloo.sender.open()
+    push = Push(gloo.sender, gloo.grant(small_piece(b"a", 0)))
+    assert not push.outcome().is_done and gloo.sender.is_broken
+    wait_for(lambda: num_pairs() == 0)
+    assert "out of memory" in caplog.text
 
 
 # The channel that carries records over gloo and payloads over NCCL, with lanes. Another gloo group stands in
