@@ -301,13 +301,6 @@ class CompletedSteps(Protocol):
         """Return True when the work that was launched before the mark has ended. Any thread may call."""
 
 
-class NoSteps:
-    """The steps of a pool without an engine: every mark has passed."""
-
-    def has_passed(self, mark: int) -> bool:
-        return True
-
-
 class StepGate:
     """Delays commands until the steps of this rank have passed their marks (see engine/cache/page_pool.py).
 
@@ -317,14 +310,15 @@ class StepGate:
 
     def __init__(
         self,
-        steps: CompletedSteps,
+        steps: CompletedSteps | None,
         carry_out: Callable[[ShardCommand], None],
         post: Post,
         background: Background,
         *,
         pushes_wait: bool = True,
     ) -> None:
-        """carry_out: called by the rank's thread. background: checks whether marks have passed.
+        """steps: None: every mark has passed. carry_out: called by the rank's thread. background: checks
+        whether marks have passed.
 
         pushes_wait: False when reads of pages are ordered after their writes in any case.
         """
@@ -353,7 +347,7 @@ class StepGate:
 
     def _can_run(self, command: ShardCommand) -> bool:
         mark = self._mark_before(command)
-        return not mark or self._steps.has_passed(mark)
+        return not mark or self._steps is None or self._steps.has_passed(mark)
 
     def _wait(self, key: tuple[bytes, int]) -> None:
         """Resume the shard once its first command can run."""
@@ -432,9 +426,7 @@ class RankExecutor:
         self._sending: dict[tuple[bytes, int], SendShard] = {}  # (transfer, shard)
         # On a GPU, rank 0 pushes from the thread of its steps, on a stream that is ordered after theirs.
         is_ordered = pool.is_cuda and settings.rank == 0
-        self._gate = StepGate(
-            steps or NoSteps(), self._carry_out, post, self._background, pushes_wait=not is_ordered
-        )
+        self._gate = StepGate(steps, self._carry_out, post, self._background, pushes_wait=not is_ordered)
 
     def counts(self) -> dict[str, int]:
         """Return the rank's counters since its start, by name."""

@@ -22,7 +22,6 @@ the listener gives it to processes of the same user that hold the cluster key.
 """
 
 import contextlib
-import fcntl
 import os
 import socket
 import threading
@@ -59,7 +58,6 @@ from baton.rpc.listener import Listener, listen_on_host
 
 HANDSHAKE_S: Final = 5.0
 MAX_WRITERS: Final = 256  # each is watched, which takes an open file; more sources use another transport
-_WORD_BYTES: Final = 4  # of the table of generations, a page
 
 # What a source needs to map the pages: a message and open descriptors, which stay the listener's.
 Offer: TypeAlias = Callable[[], tuple[bytes, tuple[int, ...]]]
@@ -199,7 +197,6 @@ class DirectSender(QueueSender, ABC):
                 if not descriptors:
                     raise WireError("a pool comes with the table of its generations", reason="pool")
                 self._pages = self.map_pages(message, descriptors[:-1])
-                check_size(descriptors[-1], self._pages.num_pages * _WORD_BYTES)
                 self._generations = PeerGenerations(descriptors[-1], self._pages.num_pages)
             finally:
                 for descriptor in descriptors:
@@ -250,15 +247,6 @@ class DirectSender(QueueSender, ABC):
         self._packing.finish()
 
 
-def check_size(descriptor: int, num_bytes: int) -> None:
-    """WireError unless the file has this size for good: reading past its end would kill this process."""
-    has_size = os.fstat(descriptor).st_size == num_bytes > 0
-    if not has_size or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise WireError(
-            f"the offered pool is not a file of {num_bytes} bytes that keeps its size", reason="pool"
-        )
-
-
 # Between CPUs.
 
 
@@ -306,7 +294,6 @@ class ShmSender(DirectSender):
         offer = decode_as(PoolOffer, message, "pool")
         if len(descriptors) != 1:
             raise WireError(f"pages come with 1 descriptor, got {len(descriptors)}", reason="pool")
-        check_size(descriptors[0], offer.num_pages * offer.page_bytes)
         return HostPages(PageMemory.of_peer(descriptors[0], offer.num_pages, offer.page_bytes))
 
     def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.clock import Clock
-from baton.errors import ConfigError, PeerGone, TransferFailed
+from baton.errors import PeerGone, TransferFailed
 from baton.kernels.pages import Offsets
-from baton.rpc.connection import keep_alive
 
 IOV_MAX: Final = 1024  # places in one call, of Linux's limits.h
 SLICE_S: Final = 0.1
@@ -98,8 +97,6 @@ class PageSocket:
     """Owns the socket. One thread sends or receives at a time; `close` may come from any other."""
 
     def __init__(self, sock: socket.socket, clock: Clock, *, stall_s: float, limit_s: float) -> None:
-        if struct.calcsize("P") != 8:
-            raise ConfigError("the tcp transport needs a 64-bit system")
         self._socket = sock
         self._clock = clock
         self._stall_s = stall_s
@@ -206,16 +203,6 @@ def _merged(offset_N: Offsets, run_bytes: int) -> tuple[Offsets, Offsets]:
 
 def _never() -> bool:
     return False
-
-
-def tune(sock: socket.socket) -> None:
-    """Set the options of a data stream's TCP socket, before it connects or listens.
-
-    The kernel sizes the buffers: larger ones would push the pages out of the CPU's cache between the two
-    copies.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(sock)
 
 
 def unpace(sock: socket.socket) -> None:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.errors import ConfigError, TransferFailed
+from baton.errors import ConfigError, TransferFailed, WireError
 from baton.kernels.coded_runs import CodedRows, decode_pages, decode_runs, encode_pages, encode_runs
 from baton.kernels.native import huge_zeros
 from baton.kernels.pages import Offsets, copy_pages, pack_runs, unpack_runs
@@ -53,7 +53,11 @@ class PageMemory:
 
     @classmethod
     def of_peer(cls, descriptor: int, num_pages: int, page_bytes: int) -> "PageMemory":
-        """Map another process's pool for writing. It is unmapped with the last use of this object."""
+        """Map another process's pool for writing. It is unmapped with the last use of this object.
+
+        Raises WireError when the file has another size.
+        """
+        check_size(descriptor, num_pages * page_bytes)
         mapped = map_shared(descriptor, num_pages * page_bytes)
         mapped.madvise(mmap.MADV_DONTFORK)  # a child of this process must not write after its death
         content = np.frombuffer(mapped, dtype=np.uint8)
@@ -147,6 +151,8 @@ class PeerGenerations:
     """Another process's table, mapped for reading."""
 
     def __init__(self, descriptor: int, num_pages: int) -> None:
+        """Map the table of a pool of so many pages. Raises WireError when the file has another size."""
+        check_size(descriptor, num_pages * _WORD_BYTES)
         mapped = map_shared(descriptor, num_pages * _WORD_BYTES, prot=mmap.PROT_READ)
         self._words: NDArray[np.uint32] = np.frombuffer(mapped, dtype=np.uint32)
 
@@ -158,6 +164,15 @@ def as_words(generations: Sequence[int]) -> NDArray[np.uint32]:
     """Generations as words of the table: 32 bits, never REVOKED."""
     wrapped = np.asarray(generations, dtype=np.int64) % (2**32 - 1) + 1
     return wrapped.astype(np.uint32)
+
+
+def check_size(descriptor: int, num_bytes: int) -> None:
+    """Raise WireError unless a peer's file has this size for good: a read past its end kills this process."""
+    has_size = os.fstat(descriptor).st_size == num_bytes > 0
+    if not has_size or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise WireError(
+            f"the offered pool is not a file of {num_bytes} bytes that keeps its size", reason="pool"
+        )
 
 
 def map_shared(descriptor: int, num_bytes: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:

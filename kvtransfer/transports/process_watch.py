@@ -45,7 +45,9 @@ class ProcessWatch:
         self._lock = threading.Lock()
         self._watched: dict[int, Callable[[], None]] = {}  # process descriptor -> the call at its death
         self._is_closed = False
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable once the watch is closed
+        self._poll = select.epoll()
+        self._poll.register(self._wakeup, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="process-watch", daemon=True)
         self._thread.start()
 
@@ -59,7 +61,7 @@ class ProcessWatch:
                 os.close(process)
                 return
             self._watched[process] = on_death
-            os.eventfd_write(self._wakeup, 1)
+            self._poll.register(process, select.EPOLLIN)
 
     def close(self) -> None:
         with self._lock:
@@ -70,26 +72,20 @@ class ProcessWatch:
         self._thread.join()
         for descriptor in (*self._watched, self._wakeup):
             os.close(descriptor)
+        self._poll.close()
         self._watched.clear()
 
     def _run(self) -> None:
         while True:
-            poll = select.poll()
-            with self._lock:
-                if self._is_closed:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._wakeup:
                     return
-                for descriptor in (*self._watched, self._wakeup):
-                    poll.register(descriptor, select.POLLIN)
-            ready = [descriptor for descriptor, _ in poll.poll()]
-            if self._wakeup in ready:
-                os.eventfd_read(self._wakeup)
-                ready.remove(self._wakeup)
-            for descriptor in ready:
                 self._report(descriptor)
 
     def _report(self, process: int) -> None:
         with self._lock:
             on_death = self._watched.pop(process)
+            self._poll.unregister(process)  # a forked process may hold the descriptor, too
         os.close(process)
         try:
             on_death()

@@ -33,7 +33,7 @@ from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender, TransferQueue
-from baton.kvtransfer.transports.page_socket import Buffer, MemoryRuns, PageSocket, Stopped, tune, unpace
+from baton.kvtransfer.transports.page_socket import Buffer, MemoryRuns, PageSocket, Stopped, unpace
 from baton.kvtransfer.transports.pages import PagePacking, StagedParts
 from baton.kvtransfer.transports.receive_registration import Writing
 from baton.kvtransfer.transports.records import (
@@ -118,6 +118,8 @@ def _page_socket(
     connection = rank.connect(sock, role, settings.connect_s)
     key = stream_key(connection.session_key)
     sock = connection.detach()
+    # The kernel sizes the socket's buffers: larger ones would push the pages out of the CPU's cache between
+    # the two copies.
     unpace(sock)
     return PageSocket(sock, rank.clock, stall_s=settings.stall_s, limit_s=settings.part_s), key
 
@@ -178,7 +180,6 @@ class TcpSender(QueueSender):
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             sock = socket.socket(family, socket.SOCK_STREAM)
-            tune(sock)
             sock.settimeout(self._settings.connect_s)
             on_socket(sock)
             sock.connect((host, port))
@@ -321,7 +322,6 @@ class TcpReceiver:
         self._packing = rank.packing()
         self._settings = settings or TcpSettings()
         listener = listen(rank.settings.host)
-        tune(listener)
         self.port: int = listener.getsockname()[1]
         self._acceptor = Listener(listener, self._greet, "tcp", rank.dropped)
 

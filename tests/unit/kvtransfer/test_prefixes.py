@@ -1,12 +1,14 @@
 """When a prefix is fetched and when not, and what is let go of. Workers' tests have real pages for it."""
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
+from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import KvLinks, Link
 from baton.kvtransfer.prefixes import (
     FIRST_BYTES_PER_S,
@@ -30,6 +32,8 @@ SOURCE = PullSource(HOLDER, 64, (1, 2, 3, 4), (7, 7, 7, 7))
 
 
 class Endpoint:
+    """The part of a PageEndpoint that pulls use."""
+
     def __init__(self) -> None:
         self.asked: list[Sequence[WantedPage]] = []
         self.aborted: list[bytes] = []
@@ -85,7 +89,7 @@ class Bench:
         links = KvLinks(lambda address, answer: answer(link))
         links.keep_up([a_worker("holder", id=HOLDER)])
         self.clock = ManualClock()
-        self.prefixes = PulledPrefixes[str](self.store, self.endpoint, links, self.clock)
+        self.prefixes = PulledPrefixes[str](self.store, cast(PageEndpoint, self.endpoint), links, self.clock)
 
 
 @pytest.fixture(scope="module")
