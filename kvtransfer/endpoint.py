@@ -333,11 +333,11 @@ class PageEndpoint(ABC):
         self._begin_destination(link, pull, context, adopter)
         return transfer
 
-    def active_s(self, transfer: bytes) -> float:
-        """The seconds in which an open transfer from here was sending so far; 0 for any other transfer."""
+    def moving_s(self, transfer: bytes) -> float:
+        """Return the seconds in which an open transfer from here has sent pages; 0 for any other transfer."""
         opened = self._transfers.get(transfer)
         handoff = None if opened is None else opened.handoff
-        return handoff.timeline.active_s if isinstance(handoff, SourceHandoff) else 0.0
+        return handoff.timeline.moving_s if isinstance(handoff, SourceHandoff) else 0.0
 
     def abort(self, transfer: bytes, reason: str) -> None:
         """Cancel the transfer and tell the peer; `poll` reports its end. Does nothing when it is not open."""

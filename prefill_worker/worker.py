@@ -386,7 +386,7 @@ class PrefillWorker(WorkerNode):
             return None
         reason = job.finish_reason(output.finish_reason, self._engine.max_model_len)
         self._reports.computed(job.timer.computed(output, self._clock.now_s()))
-        times = job.timer.phases(hidden_s=self._endpoint.active_s(job.transfer))
+        times = job.timer.phases(hidden_s=self._endpoint.moving_s(job.transfer))
         event = TokenEvent.of(job.request, output, reason, times)
         if not fits(event):
             self._fail(job, Failure.INVALID, TOO_LARGE)

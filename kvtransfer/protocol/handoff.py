@@ -75,13 +75,11 @@ class HandoffOutcome(StrEnum):
 
 
 class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """The durations of an outgoing transfer, and its bytes. The phases add up to total_s; see Timeline."""
+    """The durations of an outgoing transfer, and its bytes."""
 
     total_s: float
-    handshake_s: float
-    moving_s: float
-    waiting_s: float
-    verify_s: float
+    moving_s: float  # while at least one piece was being sent
+    verify_s: float  # after the last piece was written
     exposed_s: float  # after the last page was computed: the delay that the request sees
     num_bytes: int
 

@@ -116,40 +116,16 @@ class SourceShard:
         return [(units[start], units[stop - 1] + 1) for start, stop in bounds]
 
 
-class Phase(Enum):
-    """The phases of an outgoing transfer, as listed in Timeline."""
-
-    HANDSHAKE = "handshake"
-    MOVING = "moving"
-    WAITING = "waiting"
-    VERIFY = "verify"
-
-
 class Timeline:
-    """Measures the phases of one transfer. The caller reports each event when it happens.
+    """Measures one transfer. The caller reports each event when it happens."""
 
-    At every moment a transfer is in the first phase of this list that applies:
-
-        handshake   the transports are being opened
-        moving      at least one piece is being sent
-        waiting     all offered units are written, and more units follow
-        verify      all units are written; the destination compares digests
-    """
-
-    def __init__(self, clock: Clock, num_units: int) -> None:
-        """Start in HANDSHAKE. num_units: the units of all shards together, as `wrote` counts them."""
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._started_s = self._changed_s = clock.now_s()
-        self._last_offer_s = self._started_s
-        self._phase = Phase.HANDSHAKE
-        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._began_s = self._last_offer_s = clock.now_s()
+        self._changed_s = self._began_s  # when the first piece in flight began, or the last one ended
+        self._moving_s = 0.0  # before `_changed_s`
         self._num_in_flight = 0
-        self._num_unwritten = num_units
         self._num_bytes = 0
-
-    def opened(self) -> None:
-        """Record that the transports are open."""
-        self._enter(Phase.WAITING)
 
     def offered(self) -> None:
         """Record that pages were offered."""
@@ -157,43 +133,33 @@ class Timeline:
 
     def pushed(self) -> None:
         """Record that a piece is being sent."""
-        self._num_in_flight += 1
-        self._enter(Phase.MOVING)
-
-    def wrote(self, num_units: int, outcome: PieceOutcome) -> None:
-        """Record the end of a piece, successful or not. num_units: the units of the piece."""
-        self._num_in_flight -= 1
-        self._num_unwritten -= num_units
-        self._num_bytes += outcome.num_bytes
         if not self._num_in_flight:
-            self._enter(Phase.VERIFY if self._num_unwritten <= 0 else Phase.WAITING)
+            self._changed_s = self._clock.now_s()
+        self._num_in_flight += 1
+
+    def wrote(self, outcome: PieceOutcome) -> None:
+        """Record the end of a piece, successful or not."""
+        self._num_bytes += outcome.num_bytes
+        moving_s = self.moving_s
+        self._num_in_flight -= 1
+        if not self._num_in_flight:
+            self._moving_s, self._changed_s = moving_s, self._clock.now_s()
 
     @property
-    def active_s(self) -> float:
-        """The seconds so far in which transports were opened or pieces were sent."""
-        active_s = self._seconds[Phase.HANDSHAKE] + self._seconds[Phase.MOVING]
-        if self._phase in (Phase.HANDSHAKE, Phase.MOVING):
-            active_s += self._clock.now_s() - self._changed_s
-        return active_s
+    def moving_s(self) -> float:
+        """The seconds so far in which at least one piece was being sent."""
+        return self._moving_s + (self._clock.now_s() - self._changed_s if self._num_in_flight else 0.0)
 
     def end(self) -> TransferTimes:
-        """Record the end of the transfer and return its durations."""
-        self._enter(self._phase)
+        """Return the durations of the transfer, which ends now."""
+        now_s = self._clock.now_s()
         return TransferTimes(
-            total_s=self._changed_s - self._started_s,
-            handshake_s=self._seconds[Phase.HANDSHAKE],
-            moving_s=self._seconds[Phase.MOVING],
-            waiting_s=self._seconds[Phase.WAITING],
-            verify_s=self._seconds[Phase.VERIFY],
-            exposed_s=self._changed_s - self._last_offer_s,
+            total_s=now_s - self._began_s,
+            moving_s=self.moving_s,
+            verify_s=0.0 if self._num_in_flight else now_s - self._changed_s,
+            exposed_s=now_s - self._last_offer_s,
             num_bytes=self._num_bytes,
         )
-
-    def _enter(self, phase: Phase) -> None:
-        now_s = self._clock.now_s()
-        self._seconds[self._phase] += now_s - self._changed_s
-        self._changed_s = now_s
-        self._phase = phase
 
 
 # Returns device pages with the contents of these keys and makes the owner a user of the pages. Pages that are
@@ -231,7 +197,7 @@ class SourceHandoff(Handoff):
         """
         super().__init__(request, context, ("source", request.transfer))
         self.state = SourceState.OPENING
-        self.timeline = Timeline(context.clock, request.num_units * request.num_shards)
+        self.timeline = Timeline(context.clock)
         self._incarnation = incarnation
         self._pin = pin
         self._units_per_page = context.plan.source.units_per_page
@@ -319,7 +285,6 @@ class SourceHandoff(Handoff):
         self._shards[shard].is_reached = True
         if self.state is not SourceState.OPENING or not all(each.is_reached for each in self._shards):
             return []
-        self.timeline.opened()
         if isinstance(self._request, PullRequest):
             return self._accept_pull(self._request)
         if not self._holds_lease():
@@ -341,7 +306,7 @@ class SourceHandoff(Handoff):
     def _push_ended(self, event: PushEnded) -> list[Action]:
         outcome = event.outcome
         if not self.has_ended:
-            self.timeline.wrote(event.stop - event.first, outcome)
+            self.timeline.wrote(outcome)
         if outcome.is_done:
             return []
         return self._push_failed(event.shard, event.first, event.stop, outcome.reason)

@@ -34,16 +34,14 @@ def test_pages_arrive_exactly_whatever_the_number_of_ranks(
     assert all_back_s(source, destination) < BACK_S
 
 
-def test_the_spans_of_a_transfer_of_many_shards_add_up(replicas: Replicas) -> None:
+def test_times_and_bytes_count_all_shards(replicas: Replicas) -> None:
     source, destination = replicas("source", 2), replicas("destination", 4)
     transfer = source.begin(destination, NUM_UNITS, NUM_UNITS // 2)
     source.go_on(transfer)
     assert source.outcome(transfer) == "handed_over"
     times = source._ended[bytes.fromhex(transfer)].times
     assert times is not None
-    spans = times.handshake_s, times.moving_s, times.waiting_s, times.verify_s
-    assert sum(spans) == pytest.approx(times.total_s)
-    assert min(spans) >= 0.0 and times.moving_s > 0.0
+    assert 0.0 < times.moving_s < times.total_s
     page_bytes = 2 * source.endpoint.settings.layout.page_bytes  # of both ranks
     assert times.num_bytes == NUM_UNITS * page_bytes
 

@@ -19,9 +19,7 @@ from tests.layouts import a_layout
 LITTLE = 2**22
 TIMES = TransferTimes(
     total_s=0.01,
-    handshake_s=0.0,
     moving_s=1.0,
-    waiting_s=0.0,
     verify_s=0.003,
     exposed_s=0.009,
     num_bytes=2**24,
