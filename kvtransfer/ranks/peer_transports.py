@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import TypeAlias
 
 from baton.errors import TransferFailed
@@ -30,13 +31,6 @@ from baton.rpc.connection import Call, Post
 
 logger = logging.getLogger(__name__)
 Start: TypeAlias = Callable[[Call], None]  # RuntimeError: the process may have no more threads
-
-
-class _Delivery:
-    def __init__(self, piece: Piece, on_end: OnEnd) -> None:
-        self.piece = piece
-        self.on_end = on_end
-        self.is_cancelled = False
 
 
 class PeerTransports:
@@ -64,9 +58,10 @@ class PeerTransports:
         self._counts = counts
         self._sender: Sender | None = None
         self._opening: Sender | None = None  # a thread opens it, and closes it if it is late
-        self._waiting: list[_Delivery] = []  # for a sender to open
+        # Pieces that have not ended, in order: under way over the present sender, or waiting for one to open.
+        self._pieces: dict[int, tuple[Piece, OnEnd]] = {}
+        self._numbers = count()
         self._unsettled: list[Call] = []
-        self._under_way: list[_Delivery] = []  # over the present sender
         self._is_closed = False
 
     @property
@@ -94,12 +89,18 @@ class PeerTransports:
 
     def push(self, piece: Piece, on_end: OnEnd) -> None:
         """on_end: called later, never from within, with the outcome."""
-        self._deliver(_Delivery(piece, on_end))
+        number = next(self._numbers)
+        self._pieces[number] = piece, on_end
+        if self._sender is None:
+            self._open_next()
+        else:
+            self._send(self._sender, number)
 
     def abort(self, transfer: bytes) -> None:
         """On return this process neither reads nor writes for the transfer; no `on_end` of it is called."""
-        for delivery in (*self._waiting, *self._under_way):
-            delivery.is_cancelled |= delivery.piece.transfer.id == transfer
+        aborted = [number for number, (piece, _) in self._pieces.items() if piece.transfer.id == transfer]
+        for number in aborted:
+            del self._pieces[number]
         if self._sender is not None:
             self._sender.abort(transfer)
 
@@ -110,29 +111,19 @@ class PeerTransports:
             if sender is not None:
                 sender.close()
 
-    def _deliver(self, delivery: _Delivery) -> None:
-        if delivery.is_cancelled:
-            return
-        if self._sender is None:
-            self._waiting.append(delivery)
-            self._open_next()
-            return
-        sender = self._sender
-        self._under_way.append(delivery)
-        sender.push(
-            delivery.piece, lambda outcome: self._post(partial(self._ended, sender, delivery, outcome))
-        )
+    def _send(self, sender: Sender, number: int) -> None:
+        piece, _ = self._pieces[number]
+        sender.push(piece, lambda outcome: self._post(partial(self._ended, sender, number, outcome)))
 
     def _open_next(self) -> None:
         if self._opening is not None:
             return
         if not self._left or self._is_closed:
             self._counts["recomputes"] += 1
+            failed = PieceOutcome(is_done=False, reason="no transport is left")
+            for number in list(self._pieces):
+                self._post(partial(self._end, number, failed))
             self._settle()
-            waiting, self._waiting = self._waiting, []
-            for delivery in waiting:
-                failed = PieceOutcome(is_done=False, reason="no transport is left")
-                self._post(partial(self._tell, delivery, failed))
             return
         name = self._left[0].name
         sender: Sender | None = None
@@ -169,42 +160,34 @@ class PeerTransports:
         self._counts[f"opened_{self._left[0].name}"] += 1
         if len(self._left) < len(self._all):
             self._counts["fallbacks"] += 1
+        for number in list(self._pieces):
+            self._send(sender, number)
         self._settle()
-        waiting, self._waiting = self._waiting, []
-        for delivery in waiting:
-            self._deliver(delivery)
 
     def _use_next(self) -> None:
         self._counts[f"failed_{self._left.pop(0).name}"] += 1
         self._open_next()
 
-    def _ended(self, sender: Sender, delivery: _Delivery, outcome: PieceOutcome) -> None:
+    def _ended(self, sender: Sender, number: int, outcome: PieceOutcome) -> None:
         if sender is not self._sender:
             return  # the sender was given up, and its pieces go over the next one
-        self._under_way.remove(delivery)
-        if sender.is_broken and not (outcome.is_done or delivery.is_cancelled):
-            self._give_up_sender(sender)
-            self._deliver(delivery)
+        if number in self._pieces and sender.is_broken and not outcome.is_done:
+            self._sender = None
+            sender.close()
+            self._use_next()
         else:
-            self._tell(delivery, outcome)
-
-    def _give_up_sender(self, sender: Sender) -> None:
-        self._counts[f"failed_{self._left.pop(0).name}"] += 1
-        sender.close()
-        self._sender = None
-        self._waiting += self._under_way
-        self._under_way = []
-        if self._waiting:
-            self._open_next()
+            self._end(number, outcome)
 
     def _settle(self) -> None:
         calls, self._unsettled = self._unsettled, []
         for call in calls:
             call()
 
-    def _tell(self, delivery: _Delivery, outcome: PieceOutcome) -> None:
-        if not delivery.is_cancelled:
-            delivery.on_end(outcome)
+    def _end(self, number: int, outcome: PieceOutcome) -> None:
+        """Report the end of a piece, unless it has ended or was aborted."""
+        piece = self._pieces.pop(number, None)
+        if piece is not None:
+            piece[1](outcome)
 
 
 class RankTransports:

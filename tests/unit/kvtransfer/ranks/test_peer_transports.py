@@ -212,3 +212,11 @@ def test_close_while_the_opening_thread_starts_closes_the_transport() -> None:
     bench.push()
     bench.poll()
     assert [each.is_closed for each in bench.made] == [True]
+
+
+def test_piece_that_is_pushed_when_a_transport_opens_goes_once() -> None:
+    bench = Bench("shm")
+    bench.push()
+    bench.transports.when_settled(bench.push)
+    bench.poll()
+    assert len(bench.made[0].pushed) == 2
