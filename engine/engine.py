@@ -149,9 +149,8 @@ class Engine(Replica):
         """draft_model: loaded, with its pool; see `SpeculativeConfig`."""
         config, model_config = runner.config, runner.model_config
         scheduler = _make_scheduler(runner, clock, model_fingerprint)
-        super().__init__(
-            scheduler, clock, vocab_size=model_config.vocab_size, max_model_len=runner.max_model_len
-        )
+        super().__init__(scheduler, vocab_size=model_config.vocab_size, max_model_len=runner.max_model_len)
+        self._clock = clock
         self.runner = runner
         self.fingerprint = model_fingerprint
         self.wait_s: float | None = None  # after a step that computed nothing: the time until one can
@@ -264,7 +263,6 @@ class Engine(Replica):
         their contents were written. With several ranks, the error is the one that a lost rank has reported,
         if any, and `add` then raises WorkerLost.
         """
-        self._expire()
         sequences = self.scheduler.sequences()
         try:
             with self._explains_loss():

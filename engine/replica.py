@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from baton.clock import Clock
 from baton.engine.cache.page_pool import Owner, PagePool, PageState
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import (
@@ -115,11 +114,10 @@ class Replica(ABC):
     A replica knows nothing of prefill and decode as roles, of text, tenants or peers.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Clock, *, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, scheduler: Scheduler, *, vocab_size: int, max_model_len: int) -> None:
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self._clock = clock
         self._step_meter = StepMeter()
         self._last_step: tuple[Batch, float] | None = None  # and its seconds per token of a sequence
 
@@ -169,7 +167,7 @@ class Replica(ABC):
 
     @property
     def pages(self) -> PagePool:
-        """The ledger of pages, one object until a step fails. Leases end at the clock's time."""
+        """The ledger of pages, one object until a step fails."""
         return self.scheduler.pool
 
     def claim_prefix(
@@ -194,7 +192,6 @@ class Replica(ABC):
     @property
     def num_available_pages(self) -> int:
         """The pages that `make_room` grants now."""
-        self._expire()
         return self.scheduler.holds.num_reservable()
 
     def make_room(self, num_pages: int) -> bool:
@@ -216,7 +213,6 @@ class Replica(ABC):
 
         Host pages are copied to the device. None: a page is absent, or there is no room.
         """
-        self._expire()
         pinned = self.scheduler.holds.pin(keys, reader)
         if pinned is None:
             return None
@@ -240,7 +236,6 @@ class Replica(ABC):
 
     def load(self) -> Load:
         """Return the engine's part of a worker's load."""
-        self._expire()
         scheduler, pool, cache = self.scheduler, self.scheduler.pool, self.scheduler.cache
         load = Load(
             num_running=scheduler.num_running,
@@ -294,9 +289,6 @@ class Replica(ABC):
     def _copy_to_device(self, copies: tuple[PageCopy, ...], pages: list[int], reader: Owner) -> None:
         """Copy host pages to pages that the reader holds."""
         raise NotImplementedError("this replica has no host tier")
-
-    def _expire(self) -> None:
-        self.pages.expire(self._clock.now_s())
 
 
 def last_output(sequence: Sequence, error: str | None = None, *, is_invalid: bool = False) -> StepOutput:

@@ -327,7 +327,7 @@ class SimSender:
     def _read(self, moving: _MovingPiece) -> None:
         piece, source = moving.piece, self._source
         transfer, side = piece.transfer, piece.transfer.plan.source
-        reader = "reader", source.shards[transfer.id][0]
+        reader = "source", source.shards[transfer.id][0]
         for page in transfer.source_pages[piece.first // side.units_per_page : side.num_pages(piece.stop)]:
             assert reader in source.pool.owners(page), f"page {page} is read unheld"
         content, run_bytes = source.memory.bytes, transfer.plan.run_bytes

@@ -204,7 +204,7 @@ class SimEngine(Replica):
         )
         cache = PrefixCache(pool, keys if has_prefix_cache else None, HostTier())
         scheduler = Scheduler(config, cache, clock)
-        super().__init__(scheduler, clock, vocab_size=VOCAB_SIZE, max_model_len=worker.max_model_len)
+        super().__init__(scheduler, vocab_size=VOCAB_SIZE, max_model_len=worker.max_model_len)
 
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
@@ -216,7 +216,6 @@ class SimEngine(Replica):
 
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
         """As `Replica.step`; the only layer has no watch."""
-        self._expire()
         batch = self.scheduler.apply(self.scheduler.plan())
         busy_s = self._step_s + self._token_s * batch.num_tokens + self.more_s
         duration_s = busy_s if batch.sequences else IDLE_STEP_S

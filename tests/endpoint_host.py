@@ -298,7 +298,6 @@ class EndpointHost:
             for end in self.endpoint.poll():
                 self._keep(end)
             self.granted.update((each.transfer, each) for each in self.endpoint.take_granted())
-            self.ledger.expire(time.monotonic())
             try:
                 while True:
                     self._calls.get_nowait()()

@@ -21,7 +21,7 @@ class Delivery:
 
 
 class OpenHarness(Harness):
-    def begin(self, request: Request, num_tokens: int, deadline_s: float = 1e9) -> Delivery | None:
+    def begin(self, request: Request, num_tokens: int) -> Delivery | None:
         """Claim what is known of it and reserve pages for the rest; None without room."""
         sequence = self.sequence_of(request)
         name = request.request_id
@@ -34,7 +34,7 @@ class OpenHarness(Harness):
             self._release(claim)
             return None
         self.cache.make_room(num_pages, keep=False)
-        pages = tuple(self.pool.reserve(num_pages, f"lease of {name}", deadline_s)) if num_pages else ()
+        pages = tuple(self.pool.reserve(num_pages, f"lease of {name}")) if num_pages else ()
         if pages:
             self.leased[f"lease of {name}"] = set(pages)
         return Delivery(

@@ -7,12 +7,10 @@ The life of a page:
 3. `mark_known` says that the prefix cache can find the contents. When the last owner of a known page releases
    it, the page is CACHED: kept, but taken when pages are short, oldest release first (`FairLru`).
 4. `forget` makes a CACHED page FREE; `share` makes any CACHED page ACTIVE again.
-5. `reserve` and `lease` hold pages until a deadline. A page that only leases hold is LEASED, so time alone
-   frees it. `reserve` takes free pages for incoming data, and `adopt` hands them to a sequence. `lease` keeps
-   existing pages for a reader.
-6. `add_writer` names a writer outside this process (a transfer). When the last other holder has released the
-   page or its lease has expired, the page is QUARANTINED until every writer has released it. It is never
-   reused before.
+5. A transfer holds pages until it ends. A page that only transfers hold is LEASED. `reserve` takes free pages
+   for incoming data, and `adopt` hands them to a sequence. `hold` keeps pages with contents for a reader.
+6. `add_writer` names a writer outside this process. When the last other holder has released the page, it is
+   QUARANTINED until every writer has released it, and never reused before.
 7. A sequence may release a page that a launched step has yet to write, or to copy to the host; the pool then
    notes the latest step mark. Sequences may have such a page at once, because their steps come later on the
    model's stream. Any other writer waits until every rank has passed the mark that `free_after` returns; the
@@ -24,7 +22,7 @@ page grows each time the page leaves FREE: (page, generation) names contents tha
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol, TypeAlias
 
@@ -77,14 +75,6 @@ class PageState(IntEnum):
     QUARANTINED = 4
 
 
-@dataclass(slots=True)
-class Lease:
-    """A hold on pages that ends at a deadline."""
-
-    deadline_s: float
-    pages: set[int] = field(default_factory=set)
-
-
 @dataclass(slots=True, eq=False)
 class Booking:
     """The account of one owner, and how many pages the owner uses."""
@@ -105,7 +95,7 @@ class PageAccounts:
     3. `close` ends a booking once the owner has released all its pages, now or later.
     4. `expect` counts pages that an account is about to get, so that its quota keeps room for them.
 
-    Leases and writers count for no account.
+    Transfers and writers count for no account.
     """
 
     def __init__(self) -> None:
@@ -209,8 +199,7 @@ class PagePool:
         self._counts = [num_pages, 0, 0, 0, 0]
         self._users: list[frozenset[Owner]] = [frozenset()] * num_pages  # nonempty iff ACTIVE
         self._generation = [0] * num_pages
-        self._leases: dict[Owner, Lease] = {}  # at most one for each owner
-        self._lessees: dict[int, set[Owner]] = {}  # page -> owners of leases, never an empty set
+        self._lessees: dict[int, set[Owner]] = {}  # page -> transfers that hold it, never an empty set
         self._writers: dict[int, set[Owner]] = {}  # page -> writers, never an empty set
 
     @property
@@ -246,7 +235,7 @@ class PagePool:
         return PageState(self._state[page])
 
     def owners(self, page: int) -> frozenset[Owner]:
-        """All holders that must release the page before its reuse: users, leases and writers."""
+        """All holders that must release the page before its reuse: users, transfers and writers."""
         return self._users[page].union(self._lessees.get(page, ()), self._writers.get(page, ()))
 
     def generation(self, page: int) -> int:
@@ -265,12 +254,12 @@ class PagePool:
         return len(self._users[page]) == num_releases and not held_outside
 
     def held_outside(self) -> set[int]:
-        """Pages with a lease or a writer, which no sequence can make available."""
+        """Pages that a transfer or a writer holds, which no sequence can make available."""
         return self._lessees.keys() | self._writers.keys()
 
-    def is_only_used_by(self, page: int, owner: Owner) -> bool:
-        """True when `owner` is the only user and no writer has the page. Leases do not count."""
-        return self._users[page] == {owner} and page not in self._writers
+    def is_only_held_by(self, page: int, owner: Owner) -> bool:
+        """True when `owner` is the page's only holder."""
+        return self.owners(page) == {owner}
 
     def pages_for(self, num_tokens: int) -> int:
         """The number of pages that hold so many tokens."""
@@ -288,7 +277,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int], owner: Owner) -> None:
-        """Add an owner to pages that are in use, cached or leased."""
+        """Add an owner to pages that are ACTIVE, CACHED or LEASED."""
         for page in pages:
             state, owners = self._state[page], self._users[page]
             if state in (_FREE, _QUARANTINED) or owner in owners or page in self._writers:
@@ -299,7 +288,7 @@ class PagePool:
                 self._move(page, _ACTIVE)
 
     def check_used_by(self, pages: Sequence[int], owner: Owner) -> None:
-        """IntegrityError unless the owner uses every page and no writer has one. A lease is no use."""
+        """IntegrityError unless the owner uses every page and no writer has one. Transfers are no users."""
         for page in pages:
             if owner not in self._users[page] or page in self._writers:
                 raise IntegrityError(f"page {page} is held by {set(self.owners(page))}, not used by {owner}")
@@ -313,7 +302,7 @@ class PagePool:
             self.accounts.took(new_owner, others)
 
     def release(self, pages: Sequence[int], owner: Owner) -> None:
-        """End the owner's hold (use, lease or writer) on each page, last page first.
+        """End the owner's hold (as a user, a transfer or a writer) on each page, last page first.
 
         Pages come in the order of their tokens and eviction takes the oldest release. With this order a page
         is always evicted before the page that precedes it in its chain.
@@ -345,48 +334,36 @@ class PagePool:
         if self._state[page] == _CACHED:
             self._settle(page)
 
-    # Leases and quarantine.
+    # Pages of transfers, and quarantine.
 
-    def reserve(self, num_pages: int, owner: Owner, deadline_s: float) -> list[int]:
-        """Lease free pages for incoming data. The caller has made room."""
+    def reserve(self, num_pages: int, transfer: Owner) -> list[int]:
+        """Take free pages for incoming data. The caller has made room."""
         pages = self._take_free(num_pages, _LEASED)
-        self._grant(pages, owner, deadline_s)
+        for page in pages:
+            self._lessees[page] = {transfer}
         return pages
 
-    def lease(self, pages: Sequence[int], owner: Owner, deadline_s: float) -> None:
-        """Hold pages with contents until the deadline, independently of their other owners."""
+    def hold(self, pages: Sequence[int], transfer: Owner) -> None:
+        """Hold pages with contents, which no writer has, independently of their other owners."""
         for page in pages:
-            if self._state[page] in (_FREE, _QUARANTINED) or owner in self.owners(page):
-                raise IntegrityError(f"page {page} ({self.state(page).name}) cannot be leased to {owner}")
-        self._grant(pages, owner, deadline_s)
+            is_unsettled = self._state[page] in (_FREE, _QUARANTINED) or page in self._writers
+            if is_unsettled or transfer in self.owners(page):
+                raise IntegrityError(f"page {page} ({self.state(page).name}) cannot be held for {transfer}")
         for page in pages:
+            self._lessees.setdefault(page, set()).add(transfer)
             if self._state[page] == _CACHED:
                 self._move(page, _LEASED)
 
-    def extend(self, owner: Owner, deadline_s: float) -> None:
-        """Move the owner's deadline, never backwards. KeyError when the lease has ended."""
-        lease = self._leases[owner]
-        lease.deadline_s = max(lease.deadline_s, deadline_s)
-
-    def adopt(self, pages: Sequence[int], lease_owner: Owner, owner: Owner) -> None:
-        """Turn leased pages into pages of a sequence. IntegrityError while a writer has one."""
+    def adopt(self, pages: Sequence[int], transfer: Owner, owner: Owner) -> None:
+        """Turn pages of a transfer into pages of a sequence. IntegrityError while a writer has one."""
         for page in pages:
             if page in self._writers:
                 raise IntegrityError(f"page {page} still has writers {self._writers[page]}")
-            if lease_owner not in self._lessees.get(page, ()):
-                raise IntegrityError(f"page {page} is not leased to {lease_owner}")
+            if transfer not in self._lessees.get(page, ()):
+                raise IntegrityError(f"page {page} is not held for {transfer}")
         self.share(pages, owner)
         for page in pages:
-            self._end_lease(page, lease_owner)
-
-    def expire(self, now_s: float) -> list[Owner]:
-        """End every lease with a passed deadline; return the owners."""
-        if not self._leases:
-            return []
-        expired = [owner for owner, lease in self._leases.items() if lease.deadline_s <= now_s]
-        for owner in expired:
-            self.release(sorted(self._leases[owner].pages), owner)
-        return expired
+            _remove(self._lessees, page, transfer)
 
     def add_writer(self, pages: Sequence[int], owner: Owner) -> None:
         """Record that a writer outside the process may write these held pages until it releases them."""
@@ -453,25 +430,9 @@ class PagePool:
         self._counts[state] += num_pages
         return pages
 
-    def _grant(self, pages: Iterable[int], owner: Owner, deadline_s: float) -> None:
-        """Add pages to the owner's lease and set its deadline."""
-        lease = self._leases.setdefault(owner, Lease(deadline_s))
-        lease.deadline_s = deadline_s
-        for page in pages:
-            lease.pages.add(page)
-            self._lessees.setdefault(page, set()).add(owner)
-
-    def _end_lease(self, page: int, owner: Owner) -> None:
-        """Remove one page from the owner's lease."""
-        pages = self._leases[owner].pages
-        pages.remove(page)
-        if not pages:
-            del self._leases[owner]
-        _remove(self._lessees, page, owner)
-
     def _end_outside_hold(self, page: int, owner: Owner) -> None:
         if owner in self._lessees.get(page, ()):
-            self._end_lease(page, owner)
+            _remove(self._lessees, page, owner)
         elif owner in self._writers.get(page, ()):
             _remove(self._writers, page, owner)
         else:

@@ -294,7 +294,7 @@ class PrefixCache:
         self.pool = pool
         self.host = host if host is not None else HostTier()
         self.enabled = page_keys is not None
-        self.num_cut_pages = 0  # forgotten with an earlier page of their chain; 0 unless leases cut chains
+        self.num_cut_pages = 0  # forgotten with an earlier page of their chain; 0 unless transfers cut chains
         self.num_queried_tokens = 0  # of all sequences that looked for a prefix, here or by a claim
         self.num_hit_tokens = 0  # found
         self.changed = self.host.changed

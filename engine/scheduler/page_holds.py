@@ -19,7 +19,7 @@ class ExternalPageHolds:
     3. `kept` has the ended sequences with pages that stay until `release_kept`, for a reader such as a
        transfer.
     4. `pin` finds pages by their keys for a reader, which holds them until `release`.
-    5. `num_reservable` says how many pages a reservation may take; the page pool keeps the leases.
+    5. `num_reservable` says how many pages a reservation may take; the page pool has the holders.
 
     The watermark: the pages that are not held outside are always enough for the longest live sequence alone,
     at its greatest length. Preemption frees all pages except those held outside, so live sequences can end
@@ -109,7 +109,7 @@ class ExternalPageHolds:
         pool, last = self._pool, filled.pages[-1]
         pool.check_used_by(filled.pages, filled.owner)
         if filled.num_tokens % pool.page_size and (
-            pool.is_known(last) or not pool.is_only_used_by(last, filled.owner)
+            pool.is_known(last) or not pool.is_only_held_by(last, filled.owner)
         ):
             raise IntegrityError(f"page {last} is filled in part and shared: {sequence.key} cannot write it")
         pool.accounts.book(sequence.key, sequence.scheduling_key)

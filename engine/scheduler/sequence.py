@@ -61,7 +61,7 @@ class Sequence:
     `num_computed_tokens` returns to 0.
 
     `page_table[i]` holds tokens [i, i + 1) * page_size. A commit may replace a full page by a known page with
-    the same contents, so code that leases pages reads the table after the commit. `table_version` grows when
+    the same contents, so a transfer reads the table after the commit. `table_version` grows when
     an existing entry of `page_table` may have changed. Between two equal versions the table is only appended
     to. Two sequences of one scheduler never have the same version.
     """

@@ -3,7 +3,7 @@
 The life of a transfer at the destination:
 
 1. A Grant tells the source which pages to write, or a PullRequest asks for pages that a holder has. The pages
-   then have several owners: the request's lease, and one writer, another process, for each shard. The message
+   then have several owners: the transfer, and one writer, another process, for each shard. The message
    waits until every rank has opened its shard: a rank in another process has to receive its order first, and
    on a GPU the steps that may still write the pages have to end.
 2. The source writes the bytes of each shard. Wrote and Commit name units that are written, and the
@@ -13,9 +13,9 @@ The life of a transfer at the destination:
 4. When all shards are verified, the sequence adopts the pages, and the destination sends Verified. Corrupt
    units are requested once more, under a new writer's hold. If they are corrupt again, the engine computes
    the tokens.
-5. An abort, a lost peer or an expired lease ends the transfer in any state: one TransferEnded, the lease
-   released. The pages stay quarantined until every writer has confirmed its end or is known to be dead,
-   without a time limit; each heartbeat sends the source another Abort.
+5. An abort, a lost peer or an expired lease ends the transfer in any state: one TransferEnded, and the
+   transfer releases the pages. They stay quarantined until every writer has confirmed its end or is known to
+   be dead, without a time limit; each heartbeat sends the source another Abort.
 
     state       legal messages
     RECEIVING   Wrote, Commit, Extend, Released, Abort
@@ -137,7 +137,7 @@ class DestinationHandoff(Handoff):
         if self._ledger.num_free < num_pages:
             self.state = DestinationState.CLOSED
             return [self._report_end(HandoffOutcome.RECOMPUTE, "no free pages")]
-        self.pages = self._ledger.reserve(num_pages, self._lease_owner, self._deadline_s)
+        self.pages = self._ledger.reserve(num_pages, self._holder)
         for state in self._shards:
             self._ledger.add_writer(self.pages, state.writer)
             state.is_stopped = False
@@ -203,8 +203,6 @@ class DestinationHandoff(Handoff):
                 ended = self.fail("the source stopped writing", tells_peer=False)
                 return [*ended, *self._confirm_writers(message)]
             case Extend() | Wrote() | Commit() if self._is_legal(message):
-                if not self._holds_lease():
-                    return [*self.fail("expired"), *self._confirm_writers(message)]
                 return self._accept(message)
         raise ProtocolError(f"unexpected {type(message).__name__}: the destination is {self.state.value}")
 
@@ -251,8 +249,6 @@ class DestinationHandoff(Handoff):
         """Adopt the pages, request corrupt units again, or give up; waits for the digests of all shards."""
         if any(state.corrupt is None for state in self._shards):
             return []
-        if not self._holds_lease():
-            return self.fail("expired")
         corrupt = [(shard, state) for shard, state in enumerate(self._shards) if state.corrupt]
         if not corrupt:
             return self._adopt()
@@ -262,7 +258,7 @@ class DestinationHandoff(Handoff):
         return [action for shard, state in corrupt for action in self._request_again(shard, state)]
 
     def _adopt(self) -> list[Action]:
-        self._ledger.adopt(self.pages, self._lease_owner, self._adopter)
+        self._ledger.adopt(self.pages, self._holder, self._adopter)
         self.state = DestinationState.CLOSED
         self._opening.clear()
         verified = Verified(transfer=self.transfer, epoch=self.epoch)
@@ -275,6 +271,7 @@ class DestinationHandoff(Handoff):
         return [self._open_shard(shard), *self._send(corrupt)]
 
     def _end(self) -> list[Action]:
+        self._ledger.release(self.pages, self._holder)
         writing = [shard for shard, state in enumerate(self._shards) if not state.is_stopped]
         self.state = DestinationState.CLOSING if writing else DestinationState.CLOSED
         return [self._close_shard(shard, is_confirmed=False) for shard in writing]

@@ -50,13 +50,10 @@ class PageLedger(Protocol):
     def generation(self, page: int) -> int: ...
     def free_after(self, pages: Sequence[int]) -> int: ...
     def is_known(self, page: int) -> bool: ...
-    def owners(self, page: int) -> frozenset[Owner]: ...
-    def reserve(self, num_pages: int, owner: Owner, deadline_s: float) -> list[int]: ...
-    def lease(self, pages: Sequence[int], owner: Owner, deadline_s: float) -> None: ...
-    def extend(self, owner: Owner, deadline_s: float) -> None: ...
-    def share(self, pages: Sequence[int], owner: Owner) -> None: ...
+    def reserve(self, num_pages: int, transfer: Owner) -> list[int]: ...
+    def hold(self, pages: Sequence[int], transfer: Owner) -> None: ...
     def add_writer(self, pages: Sequence[int], owner: Owner) -> None: ...
-    def adopt(self, pages: Sequence[int], lease_owner: Owner, owner: Owner) -> None: ...
+    def adopt(self, pages: Sequence[int], transfer: Owner, owner: Owner) -> None: ...
     def release(self, pages: Sequence[int], owner: Owner) -> None: ...
 
 
@@ -120,9 +117,10 @@ class HandoffContext(NamedTuple):
 
 
 class Handoff(ABC):
-    """One side of a transfer: the lease on its pages, its heartbeats, and its one end.
+    """One side of a transfer: its pages, its lease, its heartbeats, and its one end.
 
     The lease ends `lease_s` after the peer's last message, and at the transfer's time limit at the latest.
+    The transfer ends with it.
     Each call returns the actions that the caller performs, in order. One thread makes all calls.
 
     Messages to the peer are held back while ranks open their shards. When the transfer ends, the held
@@ -131,8 +129,8 @@ class Handoff(ABC):
 
     failure: HandoffOutcome  # the outcome of a transfer that fails on this side
 
-    def __init__(self, request: TransferRequest, context: HandoffContext, lease_owner: Owner) -> None:
-        """request: of the destination. Its deadline counts from now."""
+    def __init__(self, request: TransferRequest, context: HandoffContext, holder: Owner) -> None:
+        """request: of the destination. Its deadline counts from now. holder: of the pages, in the ledger."""
         self.transfer = request.transfer
         self.epoch = request.epoch
         self.outcome: HandoffOutcome | None = None
@@ -141,7 +139,7 @@ class Handoff(ABC):
         self._request = request
         self._context = context
         self._ledger = context.ledger
-        self._lease_owner = lease_owner
+        self._holder = holder
         self._opening: set[int] = set()  # shards that their ranks have not opened yet
         self._held_messages: list[AnyMessage] = []
         now_s = context.clock.now_s()
@@ -205,7 +203,6 @@ class Handoff(ABC):
         """
         if self.has_ended:
             return []
-        self._release_lease()
         self._opening.clear()
         aborts = [self._abort_message(reason)] if tells_peer else []
         return [*self._send(*aborts), self._report_end(outcome or self.failure, reason), *self._end()]
@@ -214,7 +211,7 @@ class Handoff(ABC):
         """Check the lease and send a due heartbeat. The caller calls it at least once a heartbeat."""
         if self.has_ended:
             return []
-        if self._context.clock.now_s() >= self._deadline_s or not self._holds_lease():
+        if self._context.clock.now_s() >= self._deadline_s:
             return self.fail("expired")
         if not self._takes_heartbeat():
             return []
@@ -229,18 +226,8 @@ class Handoff(ABC):
         return [*held]
 
     def _extend_lease(self) -> None:
-        """Renew the lease after a message from the peer. The ledger must hold the lease."""
+        """Renew the lease after a message from the peer."""
         self._deadline_s = min(self._context.clock.now_s() + self._context.timing.lease_s, self._limit_s)
-        if self.pages:
-            self._ledger.extend(self._lease_owner, self._deadline_s)
-
-    def _holds_lease(self) -> bool:
-        """Return True while the lease has not expired. A lease expires for all its pages at once."""
-        return not self.pages or self._lease_owner in self._ledger.owners(self.pages[0])
-
-    def _release_lease(self) -> None:
-        if self._holds_lease():
-            self._ledger.release(self.pages, self._lease_owner)
 
     def _takes_heartbeat(self) -> bool:
         """Return True when a heartbeat is due, and schedule the next heartbeat."""

@@ -3,16 +3,16 @@
 The life of a transfer at the source:
 
 1. A Grant or a PullRequest begins the transfer, and the ranks open the transports. Once they are open, the
-   pages that a worker offers are written; for a pull, the source leases the wanted pages, if they are still
+   pages that a worker offers are written; for a pull, the source holds the wanted pages, if they are still
    here, and writes them all.
-2. `offer` adds pages as the prompt is computed; a lease holds them. Each offer is pushed for every shard. The
-   pages have a second owner, the reader, which holds them until the transfer has ended and no push runs.
+2. `offer` adds pages as the prompt is computed. The transfer holds them until it has ended and no push runs.
+   Each offer is pushed for every shard.
 3. Each push that has ended is a Wrote; the last push of a shard is its Commit, which carries the digests of
    all units and ends the writing of that shard.
-4. Verified: the destination has adopted the pages, and the lease ends. Corrupt: the source writes the named
-   units again.
-5. An abort, a lost peer or an expired lease ends the transfer in any state: one TransferEnded, the lease
-   released, and, once no push runs, Released.
+4. Verified: the destination has adopted the pages, and the source releases its own. Corrupt: the source
+   writes the named units again.
+5. An abort, a lost peer or an expired lease ends the transfer in any state: one TransferEnded and, once no
+   push runs, the pages are released and Released is sent.
 
     state       legal messages
     OPENING     Extend, Abort, Released
@@ -204,7 +204,6 @@ class SourceHandoff(Handoff):
         self._shards = [SourceShard(request.num_units) for _ in range(request.num_shards)]
         self._num_offered = [0] * request.num_layer_groups  # layer group -> units
         self._num_pushed = [0] * request.num_layer_groups  # units [pushed, offered) wait for the transports
-        self._reader = ("reader", self.transfer)
 
     @property
     def is_closed(self) -> bool:
@@ -251,12 +250,8 @@ class SourceHandoff(Handoff):
             raise ValueError(
                 f"{num_units} units{of_group} offered after {before}, in {len(pages)} more pages"
             )
-        if not self._holds_lease():
-            return self.fail("expired")
-        if pages:
-            self._ledger.lease(pages, self._lease_owner, self._deadline_s)
-            self._ledger.share(pages, self._reader)
-            self.pages += pages
+        self._ledger.hold(pages, self._holder)
+        self.pages += pages
         for each in groups:
             self._num_offered[each] = num_units
         return self._push_offered()
@@ -287,13 +282,11 @@ class SourceHandoff(Handoff):
             return []
         if isinstance(self._request, PullRequest):
             return self._accept_pull(self._request)
-        if not self._holds_lease():
-            return self.fail("expired")
         self.state = SourceState.STREAMING
         return self._push_offered()
 
     def _accept_pull(self, pull: PullRequest) -> list[Action]:
-        """Lease the wanted pages and write them all, or refuse the pull."""
+        """Hold the wanted pages and write them all, or refuse the pull."""
         owner = ("pin", self.transfer)
         pages = self._complaint(pull) or self._find(pull, owner)
         if isinstance(pages, str):
@@ -336,7 +329,7 @@ class SourceHandoff(Handoff):
     def _close(self) -> list[Action]:
         for state in self._shards:
             state.in_flight.clear()
-        self._ledger.release(self.pages, self._reader)
+        self._ledger.release(self.pages, self._holder)
         self.state = SourceState.CLOSED
         return self._released()
 
@@ -354,14 +347,11 @@ class SourceHandoff(Handoff):
                 return self.fail(f"aborted: {message.reason}", tells_peer=False)
             case Verified(), SourceState.COMMITTING:
                 self.state = SourceState.CLOSED
-                self._ledger.release(self.pages, self._reader)
-                self._release_lease()
+                self._ledger.release(self.pages, self._holder)
                 return [self._report_end(HandoffOutcome.HANDED_OVER)]
             case Corrupt(), SourceState.COMMITTING | SourceState.STREAMING:
                 return self._write_again(message)
             case Extend(), _:
-                if not self._holds_lease():
-                    return self.fail("expired")
                 self._extend_lease()
                 return []
         raise ProtocolError(f"unexpected {type(message).__name__}: the source is {self.state.value}")
@@ -450,8 +440,6 @@ class SourceHandoff(Handoff):
         state = self._shards[corrupt.shard] if corrupt.shard < len(self._shards) else None
         if state is None or not state.can_be_corrupt(corrupt.units):
             raise ProtocolError(f"unexpected Corrupt of shard {corrupt.shard}")
-        if not self._holds_lease():
-            return self.fail("expired")
         self.state = SourceState.STREAMING
         self._extend_lease()
         return [self._push(corrupt.shard, first, stop) for first, stop in state.open_again(corrupt.units)]

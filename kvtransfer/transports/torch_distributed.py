@@ -67,6 +67,7 @@ from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.listener import Listener, listen, log_end, port_of
 
+logger = logging.getLogger(__name__)
 MAX_PAIRS: Final = 256  # of one destination rank; each has NUM_SLOTS parts of staging memory
 
 

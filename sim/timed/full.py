@@ -91,6 +91,7 @@ class TimedEngine(SimEngine):
         num_stages: int,
     ) -> None:
         super().__init__(worker, process.clock, process.spend, has_prefix_cache=has_prefix_cache)
+        self._clock = process.clock
         self.vocab_size = VOCAB_SIZE
         self.busy_s = 0.0
         self._work_s = step_s
@@ -104,7 +105,6 @@ class TimedEngine(SimEngine):
 
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
         """Launch a step, and take the tokens of the oldest one when there are as many as stages."""
-        self._expire()
         batch = self.scheduler.apply(self.scheduler.plan())
         if not batch.sequences:
             if self._in_flight:

@@ -58,7 +58,7 @@ def test_running_sequence_is_not_held_up_by_one_that_waits_with_pages() -> None:
 def test_no_pages_are_taken_from_the_waiting_when_they_would_not_do() -> None:
     harness = OpenHarness.of(8)
     first, second, third = (begin(harness, name, [ord(name)] * 8) for name in "abc")
-    harness.pool.reserve(2, "another", 1e9)
+    harness.pool.reserve(2, "another")
     harness.leased["another"] = set(range(8)) - {p for d in (first, second, third) for p in d.pages}
     harness.arrive(first)
     harness.arrive(second)
@@ -124,7 +124,7 @@ def test_pages_that_the_owner_does_not_use_alone_are_refused(trouble: str) -> No
     harness = OpenHarness.of(16)
     pool = harness.pool
     pages = tuple(pool.allocate(2, "caller"))
-    (last,) = pool.reserve(1, "lease", 5.0) if trouble == "only leased" else pool.allocate(1, "third")
+    (last,) = pool.reserve(1, "lease") if trouble == "only leased" else pool.allocate(1, "third")
     if trouble in ("still written", "shared"):
         pool.share([last], "caller")
     if trouble == "still written":

@@ -145,25 +145,13 @@ def test_make_room_evicts_up_to_the_available_pages(engine: Engine) -> None:
     assert engine.load().pages["cached"] == 0
 
 
-def test_leases_end_by_the_engines_clock(tiny_model: Path) -> None:
-    clock = ManualClock()
-    engine = tiny_engine(tiny_model, clock)
-    everything = engine.pages.num_pages
-    for ask in (lambda: engine.num_available_pages, lambda: engine.make_room(1), engine.load, engine.step):
-        engine.pages.reserve(everything, "lease", clock.now_s() + 5.0)
-        assert engine.num_available_pages == 0 and not engine.make_room(1)
-        clock.advance(5.0)
-        ask()
-        assert engine.pages.num_free == everything
-
-
 def test_stats_count_sequences_pages_and_hits(engine: Engine) -> None:
     generate(engine, PROMPT)
     generate(engine, PROMPT)
     add(engine, "runs", PROMPT, max_tokens=9)
     add(engine, "waits", PROMPT[::-1])
     engine.step()
-    engine.pages.reserve(3, "lease", 5.0)
+    engine.pages.reserve(3, "lease")
     load = engine.load()
     assert (load.num_running, load.num_waiting) == (2, 0)
     assert list(load.pages) == ["free", "active", "cached", "leased", "quarantined"]

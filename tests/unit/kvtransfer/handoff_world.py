@@ -308,11 +308,6 @@ class HandoffWorld:
         delay_s = self.random.choice(PIECE_DELAYS_S)
         replica.set_faults(flip_chance=FLIP_CHANCE, break_chance=BREAK_CHANCE, delay_s=delay_s)
 
-    def step_expire(self) -> None:
-        """Expire leases in the ledger, before the hand-offs look."""
-        replica = self.random.choice(self.replicas)
-        replica.pool.expire(replica.process.clock.now_s())
-
     # Links and deaths.
 
     def step_cut(self) -> None:
@@ -354,7 +349,6 @@ class HandoffWorld:
         for _ in range(MAX_POLLS):
             for replica in self.replicas:
                 replica.set_faults(flip_chance=0.0, break_chance=0.0, delay_s=0.0)
-                replica.pool.expire(replica.process.clock.now_s())
             self.step_join()
             self.step_bury_ranks()
             self.step_compute()

@@ -19,7 +19,6 @@ WEIGHTS = {
     "other": 10,
     "abort": 2,
     "stall": 2,
-    "expire": 1,
     "cut": 1,
     "join": 3,
     "crash": 1,

@@ -231,7 +231,7 @@ def test_without_room_for_the_pages_all_is_computed(make_pair: MakePair, alone: 
     pair = make_pair(num_pages=(26, 96))
     source = warm(pair, pair.decode)
     ledger = pair.prefill.engine.pages
-    taken = ledger.reserve(12, "somebody", 1e12)
+    taken = ledger.reserve(12, "somebody")
     request = a_request(1, LONG_PROMPT)
     pair.dispatch(request, source=source)
     pair.turns_until(lambda: has_pulled(pair.prefill, pulls_not_begun=1))

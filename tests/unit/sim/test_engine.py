@@ -145,7 +145,7 @@ def test_write_to_a_shared_page_is_an_error() -> None:
     running = Running()
     (progress,) = running.engine.add(a_request("r", *range(10)))
     running.engine.step()
-    running.engine.pages.lease([progress.page_table[-1]], "reader", 1000.0)
+    running.engine.pages.hold([progress.page_table[-1]], "reader")
     with pytest.raises(AssertionError, match="writes page"):
         running.engine.step()
 

@@ -22,9 +22,8 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(self.NUM_PAGES, 4)
-        self.now_s = 0.0
         self.sequences: dict[str, set[int]] = {}
-        self.leases: dict[str, tuple[float, set[int]]] = {}
+        self.transfers: dict[str, set[int]] = {}
         self.writers: dict[str, set[int]] = {}
         self.known: set[int] = set()
         self.names = 0
@@ -37,11 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
         return owner
 
     def holds(self, kind: str) -> Holds:
-        groups = {
-            "sequence": self.sequences,
-            "lease": {owner: pages for owner, (_, pages) in self.leases.items()},
-            "writer": self.writers,
-        }
+        groups = {"sequence": self.sequences, "transfer": self.transfers, "writer": self.writers}
         holds: Holds = {page: set() for page in range(self.NUM_PAGES)}
         for owner, pages in groups[kind].items():
             for page in pages:
@@ -51,7 +46,7 @@ class PoolMachine(RuleBasedStateMachine):
     def expected_state(self, page: int) -> PageState:
         if self.holds("sequence")[page]:
             return PageState.ACTIVE
-        if self.holds("lease")[page]:
+        if self.holds("transfer")[page]:
             return PageState.LEASED
         if self.holds("writer")[page]:
             return PageState.QUARANTINED
@@ -63,7 +58,7 @@ class PoolMachine(RuleBasedStateMachine):
     def forget_reused(self) -> None:
         """Drop holders without pages."""
         self.sequences = {owner: pages for owner, pages in self.sequences.items() if pages}
-        self.leases = {owner: lease for owner, lease in self.leases.items() if lease[1]}
+        self.transfers = {owner: pages for owner, pages in self.transfers.items() if pages}
         self.writers = {owner: pages for owner, pages in self.writers.items() if pages}
 
     @rule(data=st.data())
@@ -79,29 +74,32 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
         num_pages = data.draw(st.integers(0, self.pool.num_free))
-        owner, deadline_s = self.name(), self.now_s + data.draw(st.integers(1, 5))
+        owner = self.name()
         if num_pages:
-            self.leases[owner] = (deadline_s, set(self.pool.reserve(num_pages, owner, deadline_s)))
+            self.transfers[owner] = set(self.pool.reserve(num_pages, owner))
+
+    def settled_pages(self) -> list[int]:
+        """Pages with contents that no writer has."""
+        written = self.holds("writer")
+        states = (PageState.ACTIVE, PageState.CACHED, PageState.LEASED)
+        return [page for page in self.pages_in(*states) if not written[page]]
 
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        written = self.holds("writer")
-        pages = [
-            p for p in self.pages_in(PageState.ACTIVE, PageState.CACHED, PageState.LEASED) if not written[p]
-        ]
+        pages = self.settled_pages()
         if pages:
             page, owner = data.draw(st.sampled_from(pages)), self.name()
             self.pool.share([page], owner)
             self.sequences[owner] = {page}
 
     @rule(data=st.data())
-    def lease(self, data: st.DataObject) -> None:
-        pages = self.pages_in(PageState.ACTIVE, PageState.CACHED, PageState.LEASED)
+    def hold(self, data: st.DataObject) -> None:
+        pages = self.settled_pages()
         if pages:
             chosen = data.draw(st.lists(st.sampled_from(pages), min_size=1, unique=True))
-            owner, deadline_s = self.name(), self.now_s + data.draw(st.integers(1, 5))
-            self.pool.lease(chosen, owner, deadline_s)
-            self.leases[owner] = (deadline_s, set(chosen))
+            owner = self.name()
+            self.pool.hold(chosen, owner)
+            self.transfers[owner] = set(chosen)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -113,25 +111,15 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.hand_over(pages, owner, new_owner)
             self.sequences[new_owner] = self.sequences.pop(owner)
 
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def extend(self, data: st.DataObject) -> None:
-        owner = data.draw(st.sampled_from(sorted(self.leases)))
-        deadline_s, pages = self.leases[owner]
-        new_deadline_s = self.now_s + data.draw(st.integers(1, 5))
-        self.pool.extend(owner, new_deadline_s)
-        self.leases[owner] = (max(deadline_s, new_deadline_s), pages)
-
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.transfers)
     @rule(data=st.data())
     def adopt(self, data: st.DataObject) -> None:
-        lease_owner = data.draw(st.sampled_from(sorted(self.leases)))
-        _, pages = self.leases[lease_owner]
+        transfer = data.draw(st.sampled_from(sorted(self.transfers)))
+        pages = self.transfers[transfer]
         if not any(self.holds("writer")[page] for page in pages):
             owner = self.name()
-            self.pool.adopt(sorted(pages), lease_owner, owner)
-            del self.leases[lease_owner]
-            self.sequences[owner] = set(pages)
+            self.pool.adopt(sorted(pages), transfer, owner)
+            self.sequences[owner] = self.transfers.pop(transfer)
 
     @rule(data=st.data())
     def add_writer(self, data: st.DataObject) -> None:
@@ -145,7 +133,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        groups = [self.sequences, {owner: pages for owner, (_, pages) in self.leases.items()}, self.writers]
+        groups = (self.sequences, self.transfers, self.writers)
         holders = [(owner, pages) for group in groups for owner, pages in sorted(group.items())]
         if holders:
             owner, pages = data.draw(st.sampled_from(holders))
@@ -171,22 +159,16 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.forget(page)
             self.known.remove(page)
 
-    @rule(seconds=st.integers(1, 4))
-    def expire(self, seconds: int) -> None:
-        self.now_s += seconds
-        ended = {owner for owner, (deadline_s, _) in self.leases.items() if deadline_s <= self.now_s}
-        assert set(self.pool.expire(self.now_s)) == ended
-        for owner in ended:
-            del self.leases[owner]
-
     @invariant()
     def agrees_with_plain_sets(self) -> None:
         self.pool.check_integrity()
         assert sum(self.pool.count(state) for state in PageState) == self.NUM_PAGES
-        sequences, leases, writers = (self.holds(kind) for kind in ("sequence", "lease", "writer"))
+        sequences, transfers, writers = (self.holds(kind) for kind in ("sequence", "transfer", "writer"))
         for page in range(self.NUM_PAGES):
             assert self.pool.state(page) is self.expected_state(page)
-            assert self.pool.owners(page) == sequences[page] | leases[page] | writers[page]
+            owners = sequences[page] | transfers[page] | writers[page]
+            assert self.pool.owners(page) == owners
+            assert all(self.pool.is_only_held_by(page, owner) == (len(owners) == 1) for owner in owners)
         for account in ("account-1", "account-2"):
             booked = {
                 f"owner-{number}" for number in range(self.names + 1) if account == f"account-{number % 3}"
@@ -207,7 +189,7 @@ class Crowd:
         self.pool = PagePool(5, 16)
         (self.used,), (self.known,) = (self.pool.allocate(1, "a") for _ in range(2))
         self.pool.mark_known(self.known)
-        (self.leased,), (self.written,) = (self.pool.reserve(1, "lease", 5.0) for _ in range(2))
+        (self.leased,), (self.written,) = (self.pool.reserve(1, "transfer") for _ in range(2))
         self.pool.add_writer([self.written], "writer")
         (self.free,) = {*range(5)} - {self.used, self.known, self.leased, self.written}
 
@@ -217,14 +199,15 @@ REFUSED: dict[str, tuple[Callable[[Crowd], object], str]] = {
     "share free": (lambda c: c.pool.share([c.free], "b"), "cannot be shared"),
     "share written": (lambda c: c.pool.share([c.written], "b"), "cannot be shared"),
     "share again": (lambda c: c.pool.share([c.used], "a"), "cannot be shared"),
-    "lease free": (lambda c: c.pool.lease([c.free], "b", 1.0), "cannot be leased"),
-    "lease again": (lambda c: c.pool.lease([c.leased], "lease", 1.0), "cannot be leased"),
+    "hold free": (lambda c: c.pool.hold([c.free], "b"), "cannot be held"),
+    "hold again": (lambda c: c.pool.hold([c.leased], "transfer"), "cannot be held"),
+    "hold written": (lambda c: c.pool.hold([c.written], "b"), "cannot be held"),
     "know free": (lambda c: c.pool.mark_known(c.free), "no settled contents"),
     "know written": (lambda c: c.pool.mark_known(c.written), "no settled contents"),
     "write free": (lambda c: c.pool.add_writer([c.free], "b"), "cannot be written"),
     "write known": (lambda c: c.pool.add_writer([c.known], "b"), "cannot be written"),
-    "adopt another's": (lambda c: c.pool.adopt([c.leased], "other", "b"), "not leased to other"),
-    "adopt written": (lambda c: c.pool.adopt([c.written], "lease", "b"), "still has writers"),
+    "adopt another's": (lambda c: c.pool.adopt([c.leased], "other", "b"), "not held for other"),
+    "adopt written": (lambda c: c.pool.adopt([c.written], "transfer", "b"), "still has writers"),
     "release another's": (lambda c: c.pool.release([c.used], "b"), "released by b"),
 }
 
@@ -234,13 +217,6 @@ def test_illegal_call_is_refused(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(IntegrityError, match=message):
         call(Crowd())
-
-
-def test_extending_an_ended_lease_fails() -> None:
-    pool = Crowd().pool
-    pool.expire(5.0)
-    with pytest.raises(KeyError):
-        pool.extend("lease", 20.0)
 
 
 @pytest.mark.parametrize(
@@ -271,13 +247,6 @@ def test_last_page_of_a_released_table_is_evicted_first() -> None:
         pool.forget(oldest)
     assert evicted == pages[::-1]
     assert pool.num_free == 3
-
-
-def test_second_reservation_of_an_owner_moves_the_deadline_of_both() -> None:
-    pool = PagePool(2, 16)
-    pages = [*pool.reserve(1, "transfer", 5.0), *pool.reserve(1, "transfer", 7.0)]
-    assert pool.expire(6.0) == [] and pool.expire(7.0) == ["transfer"]
-    assert pool.num_free == len(pages)
 
 
 @pytest.fixture

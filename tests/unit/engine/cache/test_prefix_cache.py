@@ -86,12 +86,12 @@ def test_making_room_that_is_not_there_is_a_bug() -> None:
         cache.make_room(1)
 
 
-def test_lease_that_ends_front_to_back_cannot_leave_a_chain_without_its_start() -> None:
+def test_hold_that_ends_front_to_back_cannot_leave_a_chain_without_its_start() -> None:
     cache = make(num_pages=4)
     sequence = sequence_of("a", range(16))
     compute(cache, sequence)
     table = list(sequence.page_table)
-    cache.pool.lease(table, "reader", 10.0)
+    cache.pool.hold(table, "reader")
     finish(cache, sequence)
     cache.pool.release(table[:1], "reader")
     cache.make_room(1)

@@ -81,7 +81,7 @@ def test_newcomer_leaves_headroom_for_running_sequences() -> None:
 
 
 def reserve_all_but(harness: Harness, num_pages: int) -> None:
-    pages = harness.pool.reserve(harness.pool.num_free - num_pages, "transfer", 1e9)
+    pages = harness.pool.reserve(harness.pool.num_free - num_pages, "transfer")
     harness.leased["transfer"] = set(pages)
 
 

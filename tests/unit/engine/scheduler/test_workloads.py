@@ -241,7 +241,7 @@ class Traffic:
                 harness.release_kept(sequence)
 
     def _read(self) -> None:
-        """A reader leases pages of a live sequence, or releases the leased pages."""
+        """A reader holds pages of a live sequence, or releases the held pages."""
         rng, harness = self.rng, self.harness
         for reader in list(self.readers):
             if rng.random() < 0.3:
@@ -255,7 +255,7 @@ class Traffic:
             if reader not in self.readers:
                 self.readers[reader] = table[: rng.randint(1, len(table))]
                 harness.leased[reader] = set(self.readers[reader])
-                harness.pool.lease(self.readers[reader], reader, 1e9)
+                harness.pool.hold(self.readers[reader], reader)
 
 
 @pytest.mark.parametrize("seeds", [range(60), slow(range(60, 300))], ids=str)
@@ -286,7 +286,7 @@ def test_workloads_end_however_long_reservations_last(seeds: range) -> None:
             if num_pages and rng.random() < 0.7:
                 harness.cache.make_room(num_pages, keep=False)
                 lessee = f"lease {num_granted}"
-                harness.leased[lessee] = set(harness.pool.reserve(num_pages, lessee, 1e9))
+                harness.leased[lessee] = set(harness.pool.reserve(num_pages, lessee))
                 num_granted += num_pages
             was_running = harness.is_running
             plan, _, _ = harness.step()

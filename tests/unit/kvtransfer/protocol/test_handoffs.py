@@ -131,10 +131,6 @@ class Side:
         events = [kind(transfer=ID, shard=shard, **fields) for shard in shards or range(self.num_shards)]
         return [action for event in events for action in self.handoff.on_shard_event(event)]
 
-    def expire(self, seconds: float) -> None:
-        self.clock.advance(seconds)
-        self.pool.expire(self.clock.now_s())
-
 
 class Source(Side):
     def __init__(self, request: TransferRequest | None = None, pin: Pin | None = None) -> None:
@@ -237,12 +233,12 @@ def test_table_of_legal_messages(state: State, message: AnyMessage) -> None:
 def test_messages_of_the_peer_renew_the_lease_up_to_the_transfers_time_limit(state: State) -> None:
     side = in_state(state)
     for _ in range(19):
-        side.expire(5)
+        side.clock.advance(5)
         assert sent(side.handoff.tick()) == [EXTEND]
         assert side.handoff.tick() == []
         side.handoff.receive(EXTEND)
     assert not side.handoff.has_ended
-    side.expire(5)
+    side.clock.advance(5)
     assert len(finished(side.handoff.tick())) == 1
 
 
@@ -357,10 +353,10 @@ def test_corrupt_units_are_requested_again_under_a_new_hold_and_once() -> None:
 
 def test_time_never_ends_a_writers_hold() -> None:
     side = Destination().to(DestinationState.RECEIVING)
-    side.expire(31)
+    side.clock.advance(31)
     assert side.handoff.tick()[-1] == closing(is_confirmed=False)
     for _ in range(3):
-        side.expire(10_000)
+        side.clock.advance(10_000)
         assert side.pool.count(PageState.QUARANTINED) == NUM_UNITS
         assert sent(side.handoff.tick()) == [Abort(**OF_TRANSFER, reason="not released yet")]
     assert side.handoff.receive(RELEASED) == [closing(is_confirmed=True)]
