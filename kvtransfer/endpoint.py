@@ -415,21 +415,19 @@ class PageEndpoint(ABC):
                 self._perform(opened, handoff.rank_died(shard))
 
     def _tick(self) -> None:
-        """Check leases and deadlines, send heartbeats, and remove the transfers that are over."""
+        """Check leases and deadlines, and send heartbeats."""
         for opened in self._open_transfers():
             if opened.link.is_lost:  # the remaining messages use another link to the same process
                 opened.link = self._link_to(opened.link.hello.incarnation) or opened.link
             self._perform(opened, opened.handoff.tick())
-        for opened in self._open_transfers():
-            handoff = opened.handoff
-            if handoff.is_closed:
-                for shard, route in enumerate(handoff.routes):
-                    self._ranks.perform(route.rank, ForgetShard(transfer=handoff.transfer, shard=shard))
-                del self._transfers[handoff.transfer]
 
     # Actions of the hand-offs.
 
     def _perform(self, opened: OpenTransfer, actions: Sequence[Action]) -> None:
+        """Perform the actions; forget the transfer once it is closed.
+
+        A command to rank 0 may report events, whose actions are performed before those that follow here.
+        """
         for action in actions:
             match action:
                 case TransferMessage():
@@ -439,6 +437,11 @@ class PageEndpoint(ABC):
                     self._ended.append(action)
                 case _:
                     self._ranks.perform(opened.handoff.routes[action.shard].rank, action)
+        handoff = opened.handoff
+        if handoff.is_closed and self._transfers.get(handoff.transfer) is opened:
+            del self._transfers[handoff.transfer]
+            for shard, route in enumerate(handoff.routes):
+                self._ranks.perform(route.rank, ForgetShard(transfer=handoff.transfer, shard=shard))
 
     # New transfers.
 

@@ -21,7 +21,6 @@ The life of a transfer at the destination:
     RECEIVING   Wrote, Commit, Extend, Released, Abort
     VERIFYING   Extend, Released, Abort
     CLOSING     all; Commit confirms that a writer has stopped, Released that all have
-    CLOSED      all; none has an effect
 
 Wrote and Commit are illegal for a shard that has committed, unless its units were corrupt. Messages of
 another epoch have no effect. An illegal message raises ProtocolError and changes nothing: the caller drops

@@ -6,7 +6,7 @@ ranks that carry out the shards (kvtransfer/ranks/messages.py), and one report o
 caller drops the messages; heartbeats and Aborts repeat the state that matters. The hand-off itself holds and
 releases its pages in the ledger.
 
-The caller keeps each hand-off until the hand-off is CLOSED. The caller passes on only messages that have the
+The caller forgets a hand-off once it is CLOSED. The caller passes on only messages that have the
 transfer's id and come from the process incarnation that the transfer began with: a restarted process does not
 know the writers that may have outlived its predecessor. `answer_to_unknown` answers all other messages.
 """

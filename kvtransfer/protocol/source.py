@@ -19,7 +19,6 @@ The life of a transfer at the source:
     STREAMING   Extend, Abort, Released; Corrupt of a shard that has committed
     COMMITTING  Verified, Corrupt, Extend, Abort, Released
     STOPPING    all; none has an effect
-    CLOSED      all; an Abort requests Released again, which may have been lost
 
 Each shard may be Corrupt once. Messages of another epoch, and Released, have no effect. An illegal message
 raises ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
@@ -327,17 +326,18 @@ class SourceHandoff(Handoff):
         return self._close()
 
     def _close(self) -> list[Action]:
+        """Release the pages: no push runs, and no push will start."""
         for state in self._shards:
             state.in_flight.clear()
         self._ledger.release(self.pages, self._holder)
         self.state = SourceState.CLOSED
-        return self._released()
+        return [Released(transfer=self.transfer)]
 
     # Messages of the destination.
 
     def receive(self, message: AnyMessage) -> list[Action]:
         if self.has_ended:
-            return self._released() if isinstance(message, Abort) and self.is_closed else []
+            return []
         match message, self.state:
             case ((Verified() | Corrupt() | Extend() | Abort()), _) if message.epoch != self.epoch:
                 return []
@@ -443,7 +443,3 @@ class SourceHandoff(Handoff):
         self.state = SourceState.STREAMING
         self._extend_lease()
         return [self._push(corrupt.shard, first, stop) for first, stop in state.open_again(corrupt.units)]
-
-    def _released(self) -> list[Action]:
-        """Return Released: no push runs, and no push will start."""
-        return [Released(transfer=self.transfer)]

@@ -1,4 +1,6 @@
-"""Pages that move between two simulated pools, and faults of the move."""
+"""Pages that move between two simulated pools, and faults of the move. Interleavings of more faults are in
+unit/kvtransfer/test_handoff_interleavings.py.
+"""
 
 from random import Random
 
@@ -6,11 +8,9 @@ import pytest
 
 from baton.engine.cache.page_pool import PageState
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
-from baton.kvtransfer.protocol.messages import Grant
-from baton.sim.endpoint import TIMING, SimEndpoint, SimLink
+from baton.sim.endpoint import TIMING, SimEndpoint
 from baton.sim.network import Network, Recorder
 from baton.sim.process import Events, SimProcess
-from tests.numbered_pages import NumberedPages, wanted_pages
 from tests.unit.sim.test_engine import an_engine
 
 TRANSFER = b"t" * 16
@@ -53,7 +53,7 @@ class Pair:
             Side(self, "source", page_sizes[0]),
             Side(self, "destination", page_sizes[1]),
         )
-        self.link: SimLink = self.source.endpoint.connect(self.destination.endpoint, is_direct=is_direct)
+        self.source.endpoint.connect(self.destination.endpoint, is_direct=is_direct)
         pool = self.source.engine.pages
         self.pages = tuple(pool.allocate(pool.pages_for(NUM_TOKENS), OWNER))
         self.source.engine.memory.bytes[:] = Random(1).randbytes(len(self.source.engine.memory.bytes))
@@ -148,61 +148,3 @@ def test_pages_are_quarantined_while_a_paused_writer_may_write_them(
     pair.run(3 * TIMING.heartbeat_s)
     assert pair.destination.engine.memory.bytes != before
     assert pair.source.num_held == pair.destination.num_held == 0
-
-
-def test_pages_of_a_dead_writer_are_freed(is_direct: bool) -> None:
-    pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.ranks[0].delay_s = 0.6
-    pair.send()
-    pair.run(0.5)
-    assert pair.destination.num_held == len(pair.pages)
-    pair.source.process.die()
-    pair.run(1.0)
-    assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
-    assert pair.destination.num_held == 0
-
-
-def test_lost_link_ends_a_transfer_at_both_ends(is_direct: bool) -> None:
-    pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.ranks[0].delay_s = 0.6
-    pair.send()
-    pair.run(0.5)
-    (wire,) = pair.network.wires
-    wire.cut()
-    pair.run(0.5)
-    assert pair.link.is_lost
-    pair.source.endpoint.connect(pair.destination.endpoint, is_direct=is_direct)
-    pair.run(3.0)
-    assert [each.outcome for each in pair.source.ended] == [HandoffOutcome.FAILED]
-    assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
-    assert pair.source.num_held == pair.destination.num_held == 0
-    assert not pair.recorder.drops
-
-
-def test_second_reservation_of_a_transfer_drops_the_link(is_direct: bool) -> None:
-    pair = Pair(is_direct=is_direct)
-    pair.send()
-    pair.destination.endpoint.links[0].send(
-        Grant(transfer=TRANSFER, epoch=9, num_units=1, deadline_ms=1000, pages=(0,), generations=(1,))
-    )
-    pair.run(1.0)
-    assert [error.reason for _, error in pair.recorder.drops] == ["protocol"]
-    assert pair.link.is_lost
-
-
-def test_pages_are_pulled_by_their_generations(is_direct: bool) -> None:
-    pair = Pair(is_direct=is_direct)
-    pool, sent = pair.source.engine.pages, pair.source.contents(pair.pages)
-    for page in pair.pages:
-        pool.mark_known(page)
-    pair.source.endpoint.pin = NumberedPages(pool)
-    wanted = [(page, pool.generation(page)) for page in pair.pages]
-    (back,) = pair.destination.endpoint.links
-    pair.destination.endpoint.pull(back, wanted_pages(wanted), pair.num_units, OWNER, deadline_s=60.0)
-    stale = [(page, generation + 1) for page, generation in wanted]
-    pair.destination.endpoint.pull(back, wanted_pages(stale), pair.num_units, "another", deadline_s=60.0)
-    pair.run(3.0)
-    outcomes = {each.outcome: each for each in pair.destination.ended}
-    assert set(outcomes) == {HandoffOutcome.ADOPTED, HandoffOutcome.REFUSED}
-    assert pair.destination.contents(outcomes[HandoffOutcome.ADOPTED].pages) == sent
-    assert pair.destination.num_held == len(pair.pages)
