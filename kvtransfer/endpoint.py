@@ -9,8 +9,7 @@ The life of a transfer, in the calls of the two workers:
 3. Both workers call `poll` in their loops. `poll` does all the work that touches the ledger and returns the
    transfers that ended.
 4. `pull` is the alternative to `grant`: the destination requests pages that a peer already holds. The peer's
-   `pin` finds the pages by their keys; a pull of pages that lie on disk waits, before it begins, until
-   `fetch` has them.
+   `pin` finds the pages by their keys; a pull of pages that lie on disk waits until `fetch` has them.
 
 `PageEndpoint` is independent of sockets and device memory; the simulator adds simulated links and ranks.
 `KvEndpoint` adds sockets, rank executors and remote ranks. Its threads move bytes, read sockets and compute
@@ -40,11 +39,11 @@ import contextlib
 import secrets
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from queue import Empty, Queue
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, Protocol
 
 import msgspec
 from torch import Tensor
@@ -67,7 +66,6 @@ from baton.kvtransfer.protocol.messages import (
     ID_BYTES,
     NO_DIGESTS,
     PROTOCOL,
-    Abort,
     AnyMessage,
     EndpointClosed,
     EndpointHello,
@@ -80,7 +78,7 @@ from baton.kvtransfer.protocol.messages import (
     WantedPage,
     check_request,
 )
-from baton.kvtransfer.protocol.source import Pin, SourceHandoff, pin_nothing
+from baton.kvtransfer.protocol.source import Fetch, Pin, SourceHandoff, fetch_nothing, pin_nothing
 from baton.kvtransfer.protocol.transfer_plan import default_layer_groups, plan_transfer
 from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
 from baton.kvtransfer.ranks.messages import (
@@ -101,10 +99,6 @@ from baton.rpc.connection import Call, DroppedPeers
 
 TICK_S: Final = 0.25  # between two checks of leases and heartbeats
 FETCH_POLL_S: Final = 0.002  # between two looks at pages that come from a disk
-MAX_FETCH_S: Final = 4.0  # then a pull begins without the pages, and is refused
-# Orders pages with these keys that lie on disk. None: nothing has to come; else a function that says whether
-# some are still to come.
-Fetch: TypeAlias = Callable[[Sequence[bytes]], Callable[[], bool] | None]
 
 
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,15 +159,6 @@ class OpenTransfer:
     link: Link
 
 
-class FetchingPull(NamedTuple):
-    """A peer's pull that waits for pages from a disk before it begins."""
-
-    link: Link
-    request: PullRequest
-    is_coming: Callable[[], bool]
-    until_s: float
-
-
 class PageEndpoint(ABC):
     """The transfers of one replica; see the steps above.
 
@@ -192,12 +177,12 @@ class PageEndpoint(ABC):
         self.settings = settings
         self.incarnation = incarnation
         self.pin: Pin = pin_nothing  # a worker that lets peers pull its pages replaces both
-        self.fetch: Fetch = lambda _: None
+        self.fetch: Fetch = fetch_nothing
         self._ledger = ledger
         self._clock = clock
         self._ranks = ranks
         self._transfers: dict[bytes, OpenTransfer] = {}
-        self._fetches: dict[bytes, FetchingPull] = {}  # by transfer
+        self._fetching: list[SourceHandoff] = []  # pulls of peers that wait for a disk
         self._epochs = count(1)
         self._next_tick_s = 0.0
         self._ended: list[TransferEnded] = []
@@ -227,15 +212,16 @@ class PageEndpoint(ABC):
     @property
     def num_open(self) -> int:
         """Return the number of transfers that hold local pages, or will, as source or as destination."""
-        return len(self._transfers) + len(self._fetches)
+        return len(self._transfers)
 
     # Calls of the worker.
 
     def poll(self) -> list[TransferEnded]:
         """Process received events and due timers without blocking; return the newly ended transfers."""
         self._make_posted_calls()
-        if self._fetches:
-            self._begin_fetched()
+        self._fetching = [handoff for handoff in self._fetching if handoff.is_fetching]
+        for handoff in self._fetching:
+            self._perform(self._transfers[handoff.transfer], handoff.fetched())
         if self._clock.now_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.now_s() + TICK_S
             self._tick()
@@ -267,7 +253,7 @@ class PageEndpoint(ABC):
         `layer_groups` cuts; None: a number that suits the source's layout.
         Raises ValueError when a value is out of range or the id is in use.
         """
-        if self._is_open(transfer):
+        if transfer in self._transfers:
             raise ValueError(f"transfer {transfer.hex()} was started before")
         if position % self._page_tokens(link):
             raise ValueError(f"a transfer from token {position} on, which starts no page")
@@ -356,12 +342,7 @@ class PageEndpoint(ABC):
         if isinstance(message, EndpointClosed):
             self._peer_closed(link)
             return
-        transfer = getattr(message, "transfer", b"")
-        opened, fetching = self._transfers.get(transfer), self._fetches.get(transfer)
-        if fetching is not None and fetching.link.hello.incarnation == link.hello.incarnation:
-            if not isinstance(message, Abort):
-                return
-            del self._fetches[transfer]
+        opened = self._transfers.get(getattr(message, "transfer", b""))
         # Messages come over any link of the process that the transfer began with.
         if opened is not None and opened.link.hello.incarnation == link.hello.incarnation:
             self._receive(opened, message)
@@ -387,7 +368,6 @@ class PageEndpoint(ABC):
                 self._receive(opened, Released(transfer=opened.handoff.transfer))
 
     def _on_link_lost(self, link: Link) -> None:
-        self._fetches = {each: pull for each, pull in self._fetches.items() if pull.link is not link}
         for opened in self._open_transfers():
             if opened.link is link:
                 self._perform(opened, opened.handoff.peer_lost())
@@ -468,29 +448,17 @@ class PageEndpoint(ABC):
                     request.num_layer_groups,
                 )
             )
-        elif (is_coming := self.fetch(request.keys)) is not None:
-            until_s = self._clock.now_s() + min(MAX_FETCH_S, request.deadline_ms / 1000)
-            self._fetches[request.transfer] = FetchingPull(link, request, is_coming, until_s)
-            return
-        self._begin_source(link, request, context)
-
-    def _begin_source(self, link: Link, request: TransferRequest, context: HandoffContext) -> None:
-        self._begin(link, SourceHandoff(request, context, self.incarnation, self.pin))
-
-    def _begin_fetched(self) -> None:
-        """Begin the pulls with pages that have come from the disk, or have not come in time."""
-        now_s = self._clock.now_s()
-        for transfer, (link, request, is_coming, until_s) in list(self._fetches.items()):
-            if not is_coming() or now_s >= until_s:
-                del self._fetches[transfer]
-                self._begin_source(link, request, self._checked_context(link, request))
+        handoff = SourceHandoff(request, context, self.incarnation, self.pin, self.fetch)
+        self._begin(link, handoff)
+        if handoff.is_fetching:
+            self._fetching.append(handoff)
 
     def _checked_context(self, link: Link, request: TransferRequest) -> HandoffContext:
         """Return the context of the transfer that the peer requests. Raises ProtocolError for an illegal
         request.
         """
         name, num_groups = f"transfer {request.transfer.hex()}", request.num_layer_groups
-        if self._is_open(request.transfer):
+        if request.transfer in self._transfers:
             raise ProtocolError(f"{name} was requested twice")
         if num_groups > self.settings.layout.num_layers:
             layers = f"{self.settings.layout.num_layers} layers"
@@ -545,10 +513,6 @@ class PageEndpoint(ABC):
 
     def _new_id(self) -> bytes:
         return secrets.token_bytes(ID_BYTES)
-
-    def _is_open(self, transfer: bytes) -> bool:
-        """Return True for the id of an open transfer."""
-        return transfer in self._transfers or transfer in self._fetches
 
     def _open_transfers(self) -> list[OpenTransfer]:
         """Return a copy of all open transfers."""
@@ -670,7 +634,7 @@ class KvEndpoint(PageEndpoint):
         """Block until the inbox has a call, and make the call; return after `timeout_s` at the latest, and
         soon while a pull waits for a disk.
         """
-        timeout_s = min(timeout_s, FETCH_POLL_S) if self._fetches else timeout_s
+        timeout_s = min(timeout_s, FETCH_POLL_S) if self._fetching else timeout_s
         with contextlib.suppress(Empty):
             self._inbox.get(timeout=timeout_s)()
 

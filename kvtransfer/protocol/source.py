@@ -4,7 +4,7 @@ The life of a transfer at the source:
 
 1. A Grant or a PullRequest begins the transfer, and the ranks open the transports. Once they are open, the
    pages that a worker offers are written; for a pull, the source holds the wanted pages, if they are still
-   here, and writes them all.
+   here or have come from a disk, and writes them all.
 2. `offer` adds pages as the prompt is computed. The transfer holds them until it has ended and no push runs.
    Each offer is pushed for every shard.
 3. Each push that has ended is a Wrote; the last push of a shard is its Commit, which carries the digests of
@@ -32,7 +32,7 @@ tokens.
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from baton.clock import Clock
 from baton.errors import ProtocolError
@@ -172,6 +172,18 @@ def pin_nothing(keys: Sequence[bytes], owner: Owner) -> Sequence[int] | None:
     return None
 
 
+# Orders pages with these keys that lie on disk. Returns None when nothing has to come, else a function that
+# says whether some pages are still to come.
+Fetch: TypeAlias = Callable[[Sequence[bytes]], Callable[[], bool] | None]
+
+
+def fetch_nothing(keys: Sequence[bytes]) -> None:
+    """Fetch no page: the `fetch` of a replica without a disk."""
+
+
+MAX_FETCH_S: Final = 4.0  # then a pull goes on without the pages, and is refused
+
+
 class SourceState(Enum):
     """The states of a SourceHandoff; the module's table lists the legal messages of each state."""
 
@@ -188,17 +200,26 @@ class SourceHandoff(Handoff):
     failure = HandoffOutcome.FAILED
 
     def __init__(
-        self, request: TransferRequest, context: HandoffContext, incarnation: bytes, pin: Pin
+        self,
+        request: TransferRequest,
+        context: HandoffContext,
+        incarnation: bytes,
+        pin: Pin,
+        fetch: Fetch = fetch_nothing,
     ) -> None:
         """Start in OPENING. request: the peer's Grant or PullRequest.
 
-        incarnation: the incarnation of this process. pin: finds the wanted pages of a pull by their keys.
+        incarnation: the incarnation of this process. pin: finds the wanted pages of a pull by their keys,
+        once `fetch` has brought those that lie on disk.
         """
         super().__init__(request, context, ("source", request.transfer))
         self.state = SourceState.OPENING
         self.timeline = Timeline(context.clock)
         self._incarnation = incarnation
         self._pin = pin
+        self._fetch = fetch
+        self._is_coming: Callable[[], bool] | None = None  # whether a disk still reads wanted pages
+        self._fetch_until_s = 0.0
         self._units_per_page = context.plan.source.units_per_page
         self._shards = [SourceShard(request.num_units) for _ in range(request.num_shards)]
         self._num_offered = [0] * request.num_layer_groups  # layer group -> units
@@ -211,8 +232,14 @@ class SourceHandoff(Handoff):
     # Local calls.
 
     def begin(self) -> list[Action]:
-        """Have each shard's rank open a transport; the rank learns the destination's pages."""
+        """Have each shard's rank open a transport; the rank learns the destination's pages.
+
+        Meanwhile a disk reads the wanted pages of a pull that lie there; see `fetched`.
+        """
         request, context = self._request, self._context
+        if isinstance(request, PullRequest):
+            self._is_coming = self._fetch(request.keys)
+            self._fetch_until_s = context.clock.now_s() + MAX_FETCH_S
         return [
             ReachPeer(
                 transfer=self.transfer,
@@ -228,6 +255,19 @@ class SourceHandoff(Handoff):
             )
             for shard, route in enumerate(context.routes)
         ]
+
+    @property
+    def is_fetching(self) -> bool:
+        """Return True while the transfer waits for pages from a disk."""
+        return self._is_coming is not None and not self.has_ended
+
+    def fetched(self) -> list[Action]:
+        """Go on if all pages have come from the disk, or have not come in time. Legal while `is_fetching`."""
+        assert self._is_coming is not None
+        if self._is_coming() and self._context.clock.now_s() < self._fetch_until_s:
+            return []
+        self._is_coming = None
+        return self._start()
 
     def offer(self, pages: Sequence[int], num_units: int, group: int | None = None) -> list[Action]:
         """Add the next pages and push all newly computed units.
@@ -275,9 +315,13 @@ class SourceHandoff(Handoff):
         return self._stopped(shard)
 
     def _reached(self, shard: int) -> list[Action]:
-        """Start writing once the transports of every shard are open."""
         self._shards[shard].is_reached = True
-        if self.state is not SourceState.OPENING or not all(each.is_reached for each in self._shards):
+        return self._start()
+
+    def _start(self) -> list[Action]:
+        """Start writing once the transports of every shard are open and no page is to come from a disk."""
+        is_ready = all(each.is_reached for each in self._shards) and self._is_coming is None
+        if self.state is not SourceState.OPENING or not is_ready:
             return []
         if isinstance(self._request, PullRequest):
             return self._accept_pull(self._request)

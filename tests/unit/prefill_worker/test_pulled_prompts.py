@@ -199,7 +199,7 @@ def test_pull_does_not_wait_for_a_disk_that_hangs(
         yield from read(store, pages)
 
     monkeypatch.setattr(DiskStore, "read", hang)
-    monkeypatch.setattr("baton.kvtransfer.endpoint.MAX_FETCH_S", 60.0 if is_cancelled else 0.05)
+    monkeypatch.setattr("baton.kvtransfer.protocol.source.MAX_FETCH_S", 60.0 if is_cancelled else 0.05)
     pair = make_pair(num_host_pages=96, decode_disk=disk)
     request = a_request(1, LONG_PROMPT)
     pair.dispatch(request, source=ON_DISK)
