@@ -355,6 +355,7 @@ class HandoffWorld:
             self._wait(POLL_S)
             if self._is_quiet():
                 break
+        self._wait(POLL_S)  # a poll reports the last ends
         assert not self.recorder.drops, self.recorder.drops
         for replica in self.replicas:
             self._check_end(replica)
