@@ -31,7 +31,6 @@ from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.config.environment import node_name
 from baton.engine.runner.rank_process import (
-    RankNetwork,
     TpAssignment,
     TpWorkerFailure,
     TpWorkerProcess,
@@ -39,10 +38,10 @@ from baton.engine.runner.rank_process import (
     error_of,
 )
 from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost
-from baton.kvtransfer.ranks.agent_arguments import AgentArguments, AgentNode, AgentsPlace
-from baton.messages.bounds import LINK_TIMEOUT_S, decode_as, schema_hash
-from baton.messages.workers import Address, HostPlace
-from baton.rpc.auth import RANKS, Generations, KeyRing, LinkKeys, Role
+from baton.kvtransfer.ranks.agent_arguments import AgentArguments
+from baton.messages.bounds import LINK_TIMEOUT_S, Message, decode_as, schema_hash
+from baton.messages.workers import HostPlace, RankZero
+from baton.rpc.auth import RANKS, Generations, KeyRing, LinkKeys, RankNetwork, Role
 from baton.rpc.connection import Connection, DroppedPeers
 from baton.rpc.listener import Listener, listen
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
@@ -56,9 +55,7 @@ FIRST_ORDER_S: Final = 10.0  # for the first order of a link: rank 0's process s
 logger = logging.getLogger(__name__)
 
 
-class HostMessage(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
-):
+class HostMessage(Message, frozen=True):
     """A message between rank 0's process and a host."""
 
 
@@ -66,9 +63,8 @@ class StartRanks(HostMessage, frozen=True):
     """Start the ranks of the host's node. The first order of a link, which has one such order."""
 
     num_threads: Annotated[int, Meta(ge=1, le=2**16)]
-    ranks: Address  # where rank 0 listens for the other ranks
-    replica: Annotated[bytes, Meta(max_length=32)]  # as in RankNetwork
-    agents: AgentsPlace
+    ranks: RankZero
+    agents: RankZero  # for the rank's agent
 
 
 class CloseRanks(HostMessage, frozen=True):
@@ -248,25 +244,19 @@ class _HostedReplica:
         thread.start()
 
     def _assignment(self, order: StartRanks, rank: int, rendezvous: str, keys: Generations) -> TpAssignment:
-        config, own_host, link_timeout_s = self._config, self._config.host, self._config.link_timeout_s
+        config = self._config
+        network = RankNetwork(
+            rank_zero=order.ranks, own_host=config.host, link_timeout_s=config.link_timeout_s, keys=keys
+        )
+        agent = AgentArguments(network=msgspec.structs.replace(network, rank_zero=order.agents))
         model = str(resolve_model(config.engine.model).resolve())
         return TpAssignment(
             config=msgspec.structs.replace(config.engine, model=model),
             rank=rank,
             rendezvous=rendezvous,
             num_threads=order.num_threads,
-            sidecar=AgentArguments(
-                node=AgentNode(
-                    rank_zero=order.agents, host=own_host, keys=keys, link_timeout_s=link_timeout_s
-                )
-            ).sidecar(),
-            network=RankNetwork(
-                rank_zero=order.ranks,
-                replica=order.replica,
-                own_host=own_host,
-                link_timeout_s=link_timeout_s,
-                keys=keys,
-            ),
+            sidecar=agent.sidecar(),
+            network=network,
             has_guardian=True,
         )
 
@@ -314,7 +304,7 @@ class HostedRanks:
         hosts: Sequence[HostPlace],
         host: str,
         ring: KeyRing,
-        agents: AgentsPlace | None,
+        agents: RankZero | None,
         link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
         """hosts: of the other nodes, in their order. host: the address of this node.
@@ -339,9 +329,7 @@ class HostedRanks:
         if num_hosts != num_wanted:
             raise ConfigError(f"nnodes: there are hosts on {num_hosts} other nodes, not on {num_wanted}")
         assert self._agents is not None, "agents of other nodes have an address"
-        order = StartRanks(
-            num_threads=num_threads, ranks=network.rank_zero, replica=network.replica, agents=self._agents
-        )
+        order = StartRanks(num_threads=num_threads, ranks=network.rank_zero, agents=self._agents)
         self._ranks = [
             HostedRank(rank, self._has_changed) for rank in range(config.ranks_per_node, config.num_ranks)
         ]

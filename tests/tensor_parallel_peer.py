@@ -18,8 +18,9 @@ from baton.engine.models.decoder import (
     VocabParallelHead,
 )
 from baton.engine.runner.rank_links import RankListener, connect_ranks
-from baton.engine.runner.rank_process import RankNetwork
 from baton.engine.runner.replica_rank import ReplicaRank
+from baton.messages.workers import RankZero
+from baton.rpc.auth import RankNetwork
 from tests.remote import CONTEXT
 from tests.tiny_models import VOCAB_SIZE, dummy_parameters
 from tests.transfer_ends import RING
@@ -74,9 +75,8 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         listener = RankListener("127.0.0.1", RING, b"pair")
-        network = RankNetwork(
-            rank_zero=listener.address, replica=b"pair", own_host="127.0.0.1", keys=RING.generations
-        )
+        rank_zero = RankZero(address=listener.address, replica=b"pair")
+        network = RankNetwork(rank_zero=rank_zero, own_host="127.0.0.1", keys=RING.generations)
         self.process = CONTEXT.Process(target=_do_jobs, args=(folder, network))
         self.process.start()
         self.rank = join_pair(0, folder, network, listener)

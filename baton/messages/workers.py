@@ -18,6 +18,16 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     port: Annotated[int, Meta(ge=1, le=65_535)]
 
 
+ReplicaNonce: TypeAlias = Annotated[bytes, Meta(max_length=32)]
+
+
+class RankZero(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A listener of rank 0, where other ranks of its replica meet it, or their agents."""
+
+    address: Address
+    replica: ReplicaNonce  # random: ranks of another replica, or of an earlier start, are refused
+
+
 class HostPlace(NamedTuple):
     """A process that hosts ranks of a worker: its address for rank 0's process, and the name of its node."""
 

@@ -28,11 +28,11 @@ from msgspec import Meta
 from torch import Tensor
 
 from baton.engine.models.parallel import JOIN_TIMEOUT, STEP_TIMEOUT
-from baton.engine.runner.rank_process import START_TIMEOUT_S, RankNetwork
+from baton.engine.runner.rank_process import START_TIMEOUT_S
 from baton.errors import BatonError, ModelError, PeerGone, WireError, WorkerLost
 from baton.messages.bounds import LINK_TIMEOUT_S, MAX_BODY_BYTES, Kind, decode_as, schema_hash
-from baton.messages.workers import Address
-from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
+from baton.messages.workers import Address, ReplicaNonce
+from baton.rpc.auth import RANKS, KeyRing, LinkKeys, RankNetwork, Role
 from baton.rpc.connection import Connection, DroppedPeers, Outbox
 from baton.rpc.listener import Listener, listen
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
@@ -47,7 +47,7 @@ MAX_WAITING_BYTES: Final = 4 * 2**30  # at one end of a link, for the peer or fo
 class RankHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first message of a rank that has connected to another one."""
 
-    replica: Annotated[bytes, Meta(max_length=32)]  # as in RankNetwork
+    replica: ReplicaNonce
     rank: Annotated[int, Meta(ge=1, le=2**16 - 1)]
     node: Annotated[str, Meta(max_length=255)]  # its address
     model: Annotated[str, Meta(max_length=64)]  # the fingerprint of the model's files on that node
@@ -345,12 +345,10 @@ def _join(rank: int, network: RankNetwork, model: str, tp_size: int, pp_size: in
     after, before = rank + tp_size, rank - tp_size
     listener = None
     if after < tp_size * pp_size:
-        timeout_s = network.link_timeout_s
-        listener = RankListener(
-            network.own_host, KeyRing(Kind.WORKER, network.keys), network.replica, link_timeout_s=timeout_s
-        )
+        ring, replica = KeyRing(Kind.WORKER, network.keys), network.rank_zero.replica
+        listener = RankListener(network.own_host, ring, replica, link_timeout_s=network.link_timeout_s)
     hello = RankHello(
-        replica=network.replica,
+        replica=network.rank_zero.replica,
         rank=rank,
         node=network.own_host,
         model=model,
@@ -358,7 +356,7 @@ def _join(rank: int, network: RankNetwork, model: str, tp_size: int, pp_size: in
     )
     opened: dict[int, Connection] = {}
     try:
-        opened[0] = _dial(network.rank_zero, hello, network)
+        opened[0] = _dial(network.rank_zero.address, hello, network)
         welcome = opened[0].recv_message(
             lambda body: decode_as(RankWelcome, body, "order"),
             START_TIMEOUT_S + JOIN_S,  # the last rank may be late

@@ -22,23 +22,11 @@ import msgspec
 
 from baton.config.engine import EngineConfig, RankSidecar
 from baton.errors import BatonError, ConfigError, ModelError, WorkerLost
-from baton.messages.bounds import LINK_TIMEOUT_S
-from baton.messages.workers import Address
-from baton.rpc.auth import Generations
+from baton.rpc.auth import Generations, RankNetwork
 
 # For all ranks of a replica to start and connect: importing torch takes a minute from a cold disk.
 START_TIMEOUT_S: Final = 120.0
 ERROR_OUTPUT: Final = 2  # of the starter, for everything that a TP worker prints
-
-
-class RankNetwork(msgspec.Struct, frozen=True, kw_only=True):
-    """The place where the ranks of a worker meet: rank 0's listener."""
-
-    rank_zero: Address
-    replica: bytes  # random: ranks of another replica, or of an earlier start, are refused
-    own_host: str  # the address of this rank's node
-    link_timeout_s: float = LINK_TIMEOUT_S  # of the connections to other ranks
-    keys: Generations  # of workers, or of this replica alone; they never cross the network
 
 
 class TpAssignment(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,7 +41,6 @@ from baton.engine.models.registry import read_model_config
 from baton.engine.runner.model_runner import ModelRunner, check_memory, choose_device, model_fingerprint
 from baton.engine.runner.rank_links import RankLinks, RankListener, connect_ranks
 from baton.engine.runner.rank_process import (
-    RankNetwork,
     RankNodes,
     TpAssignment,
     TpWorker,
@@ -53,8 +52,9 @@ from baton.engine.runner.step_inputs import decode
 from baton.errors import FAILED, ORPHANED, BatonError, ConfigError, WorkerLost
 from baton.kernels import native
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
+from baton.messages.workers import RankZero
 from baton.pages import PageLayout
-from baton.rpc.auth import Generations, KeyRing
+from baton.rpc.auth import Generations, KeyRing, RankNetwork
 
 logger = logging.getLogger(__name__)
 STOP_COMMAND: Final = b"stop"
@@ -192,8 +192,7 @@ class TpWorkers:
         replica, ring = secrets.token_bytes(REPLICA_BYTES), KeyRing(Kind.WORKER, keys)
         self._listener = RankListener(host, ring, replica, self._check, link_timeout_s)
         return RankNetwork(
-            rank_zero=self._listener.address,
-            replica=replica,
+            rank_zero=RankZero(address=self._listener.address, replica=replica),
             own_host=host,
             link_timeout_s=link_timeout_s,
             keys=keys,

@@ -17,12 +17,11 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import WireError
-from baton.messages.bounds import decode_as
+from baton.messages.bounds import MAX_PULLED_PAGES, Generation, Message, PageId, TransferId, decode_as
 from baton.pages import KEY_BYTES, PageLayout
 
 PROTOCOL: Final = 10
 MAX_PAGES: Final = 65_536  # pages of one transfer; also the limit of its units
-MAX_PULLED_PAGES: Final = 28_672  # on each side: one frame holds four lists of this length and the keys
 MAX_SHARDS: Final = 256
 MAX_RANKS: Final = 128  # in one replica: two such replicas have at most MAX_SHARDS shards
 MAX_DIGESTS: Final = 1 << 22  # in all shards of one transfer: 32 MiB
@@ -33,7 +32,6 @@ MAX_DURATION_MS: Final = 24 * 3600 * 1000
 ID_BYTES: Final = 16
 ON_HOST: Final = 0  # as a wanted generation: the page is in host memory or on disk, and only its key finds it
 
-TransferId: TypeAlias = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Incarnation: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 Shard: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SHARDS - 1)]
@@ -41,11 +39,9 @@ NumShards: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 NumUnits: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PAGES)]
 Unit: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PAGES)]
 Units: TypeAlias = Annotated[tuple[Unit, ...], Meta(min_length=1, max_length=MAX_PAGES)]
-Page: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Pages: TypeAlias = Annotated[tuple[Page, ...], Meta(min_length=1, max_length=MAX_PAGES)]
-PulledPages: TypeAlias = Annotated[tuple[Page, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
+Pages: TypeAlias = Annotated[tuple[PageId, ...], Meta(min_length=1, max_length=MAX_PAGES)]
+PulledPages: TypeAlias = Annotated[tuple[PageId, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
 Keys: TypeAlias = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_PULLED_PAGES * KEY_BYTES)]
-Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Generations: TypeAlias = Annotated[tuple[Generation, ...], Meta(min_length=1, max_length=MAX_PAGES)]
 PulledGenerations: TypeAlias = Annotated[
     tuple[Generation, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)
@@ -57,9 +53,7 @@ TransportName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=16)]
 ListenerAddress: TypeAlias = Annotated[str, Meta(min_length=1, max_length=107)]
 
 
-class TransferMessage(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
-):
+class TransferMessage(Message, frozen=True):
     """The base of all control messages; the tag `kind` is the class name."""
 
 

@@ -49,8 +49,9 @@ class RankAgent:
     def __init__(self, arguments: str) -> None:
         """arguments: AgentArguments as JSON."""
         self._arguments = msgspec.json.decode(arguments, type=AgentArguments)
-        node = self._arguments.node
-        self._keys = None if node is None else KeyRing(Kind.WORKER, node.keys)  # None: rank 0 sends them
+        network = self._network = self._arguments.network
+        # None: rank 0 sends them.
+        self._keys = None if network is None else KeyRing(Kind.WORKER, network.keys)
         self._shared: SharedPool | None = None
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         self._dropped = DroppedPeers()
@@ -74,8 +75,7 @@ class RankAgent:
         self._pool = pool
         self._steps = steps
         connection = self._dial().handshake(CONNECT_S)
-        node = self._arguments.node
-        replica = b"" if node is None else node.rank_zero.replica
+        replica = b"" if self._network is None else self._network.rank_zero.replica
         connection.send(encode(AgentHello(rank=rank, replica=replica)))
         self._stream = MessageStream(connection, decode_for_agent, "kv-rank-0")
         self._stream.start(self._inbox.put, self._perform, self._end)
@@ -96,10 +96,10 @@ class RankAgent:
             self._shared.close()
 
     def _dial(self) -> Connection:
-        node, dropped = self._arguments.node, self._dropped
+        network, dropped = self._network, self._dropped
         try:
-            if node is not None and self._keys is not None:
-                address = node.rank_zero.address
+            if network is not None and self._keys is not None:
+                address = network.rank_zero.address
                 sock = socket.create_connection((address.host, address.port), CONNECT_S)
                 return Connection(
                     sock,
@@ -107,7 +107,7 @@ class RankAgent:
                     Role.CONNECTING,
                     dropped=dropped,
                     schema=RANK_SCHEMA,
-                    link_timeout_s=node.link_timeout_s,
+                    link_timeout_s=network.link_timeout_s,
                 )
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -152,9 +152,9 @@ class RankAgent:
     def _set_up(self, settings: RankSettings) -> None:
         if self._executor is not None:
             raise WireError("SetUp came twice", reason="order")
-        node = self._arguments.node
-        if node is not None and self._keys is not None:
-            settings = msgspec.structs.replace(settings, host=node.host, keys=self._keys.generations)
+        network = self._network
+        if network is not None and self._keys is not None:
+            settings = msgspec.structs.replace(settings, host=network.own_host, keys=self._keys.generations)
         self._executor = executor = RankExecutor(
             settings,
             self._pool,
@@ -166,7 +166,7 @@ class RankAgent:
             clock=SystemClock(),
             dropped=self._dropped,
             steps=self._steps,
-            node="" if node is None else node.host,
+            node="" if network is None else network.own_host,
         )
         if self._keys is not None:
             self._keys.follow(lambda: self._inbox.put(self._use_keys))

@@ -32,18 +32,16 @@ from baton.kvtransfer.protocol.messages import (
     Epoch,
     Generations,
     NumUnits,
-    Page,
     Pages,
     PeerRank,
     RankListenerAddresses,
     Reason,
     Shard,
-    TransferId,
     Unit,
 )
-from baton.kvtransfer.ranks.agent_arguments import MAX_REPLICA_BYTES
 from baton.kvtransfer.transports.base import Count, PieceOutcome, Rank, RankSettings
-from baton.messages.bounds import decode_as, schema_hash
+from baton.messages.bounds import Message, PageId, TransferId, decode_as, schema_hash
+from baton.messages.workers import ReplicaNonce
 from baton.rpc.auth import Generations as KeyGenerations
 
 MAX_COUNTS: Final = 256  # of a rank, each with a name
@@ -53,9 +51,7 @@ Layers: TypeAlias = tuple[Layer, Layer]  # [first, stop)
 Mark: TypeAlias = Count  # a place in a step, see engine/cache/page_pool.py; 0: before all steps
 
 
-class RankMessage(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
-):
+class RankMessage(Message, frozen=True):
     """A command or an event."""
 
 
@@ -123,7 +119,7 @@ class PushUnits(OfShard, frozen=True):
 
     first: Unit
     stop: NumUnits
-    more_pages: tuple[Page, ...]  # of the source, after the pages of the pushes before
+    more_pages: tuple[PageId, ...]  # of the source, after the pages of the pushes before
     after: Mark = 0  # the rank's steps up to this mark write the pages: they are read after them
 
 
@@ -160,8 +156,7 @@ class AgentHello(RankMessage, frozen=True):
     """The first message of an agent."""
 
     rank: Rank
-    # As in AgentsPlace; b"" on rank 0's node.
-    replica: Annotated[bytes, Meta(max_length=MAX_REPLICA_BYTES)] = b""
+    replica: ReplicaNonce = b""  # as in RankZero; b"" on rank 0's node
 
 
 class Ready(RankMessage, frozen=True):

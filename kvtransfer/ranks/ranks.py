@@ -39,7 +39,7 @@ from baton.errors import BatonError, ConfigError, WireError, WorkerLost
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import shards_of
-from baton.kvtransfer.ranks.agent_arguments import AgentArguments, AgentsPlace
+from baton.kvtransfer.ranks.agent_arguments import AgentArguments
 from baton.kvtransfer.ranks.executor import Emit, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     RANK_SCHEMA,
@@ -61,7 +61,7 @@ from baton.kvtransfer.ranks.messages import (
 from baton.kvtransfer.transports.base import RankSettings
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.messages.bounds import LINK_TIMEOUT_S
-from baton.messages.workers import Address
+from baton.messages.workers import Address, RankZero
 from baton.pages import PageLayout
 from baton.rpc.auth import RANKS, KeyRing, LinkKeys, LinkSecret, Role
 from baton.rpc.auth import Generations as KeyGenerations
@@ -208,11 +208,11 @@ class RankAgents:
         self._watch = ProcessWatch()
         listener, self._address = listen_on_host("baton-ranks")
         self._acceptors = [Listener(listener, self._greet_here, "kv-ranks", self._dropped)]
-        self.node_place: AgentsPlace | None = None  # None: no rank is on another node
+        self.node_place: RankZero | None = None  # None: no rank is on another node
         if keys is not None:
             listener = listen(host)
             address = Address(*listener.getsockname()[:2])
-            self.node_place = AgentsPlace(address=address, replica=secrets.token_bytes(REPLICA_BYTES))
+            self.node_place = RankZero(address=address, replica=secrets.token_bytes(REPLICA_BYTES))
             self._acceptors.append(Listener(listener, self._greet_elsewhere, "kv-ranks", self._dropped))
 
     @property

@@ -17,6 +17,7 @@
 """
 
 import contextlib
+import logging
 import socket
 import threading
 from abc import ABC, abstractmethod

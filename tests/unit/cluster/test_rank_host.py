@@ -33,16 +33,15 @@ from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.engine.engine import Engine, load_engine
 from baton.engine.runner import rank_process, tp_worker
-from baton.engine.runner.rank_process import RankNetwork, TpAssignment, TpWorkerProcess, error_of
+from baton.engine.runner.rank_process import TpAssignment, TpWorkerProcess, error_of
 from baton.engine.speculation.draft_lengths import StepCosts
 from baton.errors import ORPHANED, ConfigError, ModelError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
-from baton.kvtransfer.ranks.agent_arguments import AgentsPlace
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.messages.bounds import Kind
-from baton.messages.workers import Address, HostPlace, WorkerRole
+from baton.messages.workers import Address, HostPlace, RankZero, WorkerRole
 from baton.rpc import connection as rpc_connection
-from baton.rpc.auth import PAGES, RANKS, KeyRing, LinkKeys, Role
+from baton.rpc.auth import PAGES, RANKS, KeyRing, LinkKeys, RankNetwork, Role
 from baton.rpc.connection import Connection
 from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, token_ids, write_config
 from tests.transfer_ends import KEY, RING
@@ -52,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 
 HOST = "127.0.0.2"  # of the other node
 PROMPTS = ([1], [3, 1, 4, 1, 5, 9, 2, 6], list(range(60)))
-NOWHERE = AgentsPlace(address=Address("127.0.0.1", 1), replica=b"")
+NOWHERE = RankZero(address=Address("127.0.0.1", 1), replica=b"")
 NEW_KEY = b"the next key of the cluster"
 
 
@@ -363,9 +362,7 @@ def dial(nodes: Nodes) -> Connection:
     return Connection(sock, LinkKeys(RING, RANKS), Role.CONNECTING, schema=SCHEMA).handshake()
 
 
-ORDER: Final = msgspec.msgpack.encode(
-    StartRanks(num_threads=1, ranks=NOWHERE.address, replica=b"", agents=NOWHERE)
-)
+ORDER: Final = msgspec.msgpack.encode(StartRanks(num_threads=1, ranks=NOWHERE, agents=NOWHERE))
 
 
 def refusal(link: Connection) -> str:
@@ -444,7 +441,7 @@ class Unreachable(HostedRanks):
     """Gives the ranks of other nodes an address of rank 0 where nothing listens."""
 
     def start(self, config: EngineConfig, num_threads: int, network: RankNetwork) -> Sequence[HostedRank]:
-        elsewhere = msgspec.structs.replace(network, rank_zero=NOWHERE.address)
+        elsewhere = msgspec.structs.replace(network, rank_zero=NOWHERE)
         return super().start(config, num_threads, elsewhere)
 
 
@@ -487,8 +484,7 @@ def test_host_and_rank_0_notice_silence_after_the_link_timeout(
     monkeypatch.setattr(rpc_connection, "keep_alive", lambda sock, timeout_s: timeouts_s.append(timeout_s))
     nodes = make(spread(model), link_timeout_s=3.0)
     hosted = HostedRanks([nodes.host.place], "127.0.0.1", RING, NOWHERE, link_timeout_s=3.0)
-    keys, nowhere = RING.generations, NOWHERE.address
-    network = RankNetwork(rank_zero=nowhere, replica=b"", own_host="127.0.0.1", keys=keys)
+    network = RankNetwork(rank_zero=NOWHERE, own_host="127.0.0.1", keys=RING.generations)
     hosted.start(spread(model), 1, network)
     hosted.close()
     assert timeouts_s == [3.0, 3.0]  # of both ends

@@ -23,12 +23,12 @@ from baton.engine.runner.rank_links import (
     RankListener,
     connect_ranks,
 )
-from baton.engine.runner.rank_process import RankNetwork
 from baton.engine.runner.replica_rank import ReplicaRank
 from baton.errors import BatonError, ModelError, PeerGone, WorkerLost
 from baton.messages.bounds import MAX_BODY_BYTES, Kind
+from baton.messages.workers import RankZero
 from baton.rpc import connection as rpc_connection
-from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
+from baton.rpc.auth import RANKS, KeyRing, LinkKeys, RankNetwork, Role
 from baton.rpc.connection import Connection
 from tests.tensor_parallel_peer import CPU, values
 from tests.transfer_ends import RING
@@ -68,7 +68,9 @@ def join(rank: int, network: RankNetwork, listener: RankListener | None, model: 
 
 
 def network_at(listener: RankListener, ring: KeyRing = RING, replica: bytes = REPLICA) -> RankNetwork:
-    return RankNetwork(rank_zero=listener.address, replica=replica, own_host=HOST, keys=ring.generations)
+    return RankNetwork(
+        rank_zero=RankZero(address=listener.address, replica=replica), own_host=HOST, keys=ring.generations
+    )
 
 
 def received(links: RankLinks, rank: int, tensor: Tensor, timeout_s: float = 10.0) -> Tensor:

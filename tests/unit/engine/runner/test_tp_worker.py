@@ -21,11 +21,13 @@ from baton.config.engine import EngineConfig, RankSidecar
 from baton.engine.cache.page_pool import mark_of
 from baton.engine.engine import Engine, load_engine
 from baton.engine.runner.rank_links import RankListener
-from baton.engine.runner.rank_process import RankNetwork, TpAssignment, TpWorkerProcess
+from baton.engine.runner.rank_process import TpAssignment, TpWorkerProcess
 from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import TpWorkers, make_sidecar
 from baton.engine.scheduler.sequence import Batch
 from baton.errors import ORPHANED, ConfigError, ModelError, WorkerLost
+from baton.messages.workers import RankZero
+from baton.rpc.auth import RankNetwork
 from tests.forked_ranks import forked_ranks
 from tests.tensor_parallel_peer import join_pair
 from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, write_config
@@ -411,8 +413,8 @@ def meeting_place() -> tuple[RankListener, RankNetwork]:
     """Rank 0's end, and what the other ranks know of it."""
     host, replica = "127.0.0.1", b"replica"
     listener = RankListener(host, RING, replica)
-    keys = RING.generations
-    return listener, RankNetwork(rank_zero=listener.address, replica=replica, own_host=host, keys=keys)
+    rank_zero = RankZero(address=listener.address, replica=replica)
+    return listener, RankNetwork(rank_zero=rank_zero, own_host=host, keys=RING.generations)
 
 
 @contextmanager

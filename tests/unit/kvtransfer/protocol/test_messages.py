@@ -7,7 +7,6 @@ from baton.errors import WireError
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
     MAX_PAGES,
-    MAX_PULLED_PAGES,
     Commit,
     Corrupt,
     EndpointHello,
@@ -16,7 +15,7 @@ from baton.kvtransfer.protocol.messages import (
     decode,
     encode,
 )
-from baton.messages.bounds import MAX_BODY_BYTES
+from baton.messages.bounds import MAX_BODY_BYTES, MAX_PULLED_PAGES
 from baton.rpc.session import encode_frame
 from tests.unit.kvtransfer.frame_mutations import LAYOUT
 

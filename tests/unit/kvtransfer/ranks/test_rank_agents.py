@@ -13,11 +13,11 @@ import torch
 from baton.errors import PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.agent import RankAgent
-from baton.kvtransfer.ranks.agent_arguments import AgentArguments, AgentNode
+from baton.kvtransfer.ranks.agent_arguments import AgentArguments
 from baton.kvtransfer.ranks.messages import RANK_SCHEMA, AgentHello, StopAll, encode
 from baton.kvtransfer.ranks.ranks import RankAgents, RemoteRank, _Newcomer
 from baton.rpc import connection as rpc_connection
-from baton.rpc.auth import RANKS, LinkKeys, Role
+from baton.rpc.auth import RANKS, LinkKeys, RankNetwork, Role
 from baton.rpc.connection import Connection
 from tests.layouts import a_layout
 from tests.transfer_ends import RING, open_files
@@ -166,8 +166,10 @@ def test_agent_on_another_node_notices_silence_after_the_link_timeout(
     monkeypatch.setattr(rpc_connection, "keep_alive", lambda sock, timeout_s: timeouts_s.append(timeout_s))
     agents = RankAgents(2, ranks_here=1, host="127.0.0.1", keys=RING, link_timeout_s=3.0)
     assert agents.node_place is not None
-    node = AgentNode(rank_zero=agents.node_place, host="127.0.0.1", keys=RING.generations, link_timeout_s=3.0)
-    agent = RankAgent(AgentArguments(node=node).sidecar().arguments)
+    network = RankNetwork(
+        rank_zero=agents.node_place, own_host="127.0.0.1", keys=RING.generations, link_timeout_s=3.0
+    )
+    agent = RankAgent(AgentArguments(network=network).sidecar().arguments)
     agent.start(1, agent.zeros_on_cpu((NUM_PAGES, 1, 2, 1, 4, 8), torch.float32))
     wait_for(lambda: 1 in agents._newcomers)
     assert timeouts_s == [3.0, 3.0]  # of both ends
