@@ -1,5 +1,6 @@
 """Stand-ins with real behaviour for parts that are slow or outside the process."""
 
+import socket
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
@@ -12,6 +13,8 @@ from baton.engine.cache.page_pool import PagePool
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence
 from baton.messages.codec import AnyMessage, decode, encode
 from baton.messages.control import Hello
+from baton.rpc.auth import LinkSecret, Role
+from baton.rpc.connection import Connection, DroppedPeers
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 
 _MULTIPLIER, _MODULUS = 6364136223846793005, 2**64
@@ -27,6 +30,19 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_others)
+
+
+def proved_connections(
+    sockets: tuple[socket.socket, socket.socket], key: LinkSecret, dropped: DroppedPeers | None = None
+) -> tuple[Connection, Connection]:
+    """Return the connecting and the accepting end, past their handshake. dropped: of the accepting end."""
+    connecting = Connection(sockets[0], key, Role.CONNECTING)
+    accepting = Connection(sockets[1], key, Role.ACCEPTING, dropped=dropped)
+    proving = threading.Thread(target=connecting.handshake)
+    proving.start()
+    accepting.handshake()
+    proving.join()
+    return connecting, accepting
 
 
 class JumpingClock(ManualClock):

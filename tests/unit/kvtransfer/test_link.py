@@ -28,7 +28,7 @@ from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.rpc.auth import Role
 from baton.rpc.connection import Call, Connection, DroppedPeers
 from baton.rpc.liveness import PING_S, LinkLife, is_ping
-from tests.fakes import refuse_threads
+from tests.fakes import proved_connections, refuse_threads
 from tests.layouts import a_layout
 from tests.transfer_ends import KEY
 from tests.waiting import wait_for
@@ -54,13 +54,7 @@ class LinkEnds:
         self.calls: list[Call] = []
         self.received: list[AnyMessage] = []
         self.num_lost = 0
-        ours, theirs = socket.socketpair()
-        self.peer = Connection(theirs, KEY, Role.CONNECTING)
-        connection = Connection(ours, KEY, Role.ACCEPTING, dropped=self.dropped)
-        proving = threading.Thread(target=self.peer.handshake)
-        proving.start()
-        connection.handshake()
-        proving.join()
+        self.peer, connection = proved_connections(socket.socketpair(), KEY, self.dropped)
         self.link = Link(connection, "127.0.0.1", HELLO, link_timeout_s)
         self.link.start(self.calls.append, lambda _, message: self.received.append(message), self._lose)
 

@@ -14,6 +14,7 @@ from baton.rpc import session
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection, DroppedPeers
 from baton.rpc.session import encode_frame
+from tests.fakes import proved_connections
 
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
 Sockets = tuple[socket.socket, socket.socket]
@@ -72,18 +73,8 @@ class Peer(threading.Thread):
         return self
 
 
-def connected(sockets: Sockets, dropped: DroppedPeers | None = None) -> tuple[Connection, Connection]:
-    """`dropped` counts for the accepting end."""
-    connecting = Connection(sockets[0], KEY, Role.CONNECTING)
-    accepting = Connection(sockets[1], KEY, Role.ACCEPTING, dropped=dropped)
-    peer = Peer(accepting.handshake)
-    connecting.handshake()
-    assert peer.end().error is None
-    return connecting, accepting
-
-
 def test_threads_share_a_connection(sockets: Sockets) -> None:
-    connecting, accepting = connected(sockets)
+    connecting, accepting = proved_connections(sockets, KEY)
     bodies = [bytes([sender]) * (sender * 1000 + 1) for sender in range(4)]
 
     def send(body: bytes) -> None:
@@ -127,7 +118,7 @@ def test_silent_and_slow_strangers_are_dropped_in_time(sockets: Sockets, sent: b
 
 def test_rule_breaker_is_dropped_and_counted(sockets: Sockets) -> None:
     dropped = DroppedPeers()
-    connecting, accepting = connected(sockets, dropped)
+    connecting, accepting = proved_connections(sockets, KEY, dropped)
     bare(connecting).sendall(b"\xff\xff\xff\xff\x01")
     with pytest.raises(WireError, match="4294967295 bytes was announced"):
         accepting.recv(1)
@@ -140,7 +131,7 @@ def test_peer_that_drips_bytes_is_dropped_at_the_frame_deadline(
 ) -> None:
     monkeypatch.setattr(session, "FRAME_TIMEOUT_S", 0.2)
     dropped = DroppedPeers()
-    connecting, accepting = connected(sockets, dropped)
+    connecting, accepting = proved_connections(sockets, KEY, dropped)
     raw, stop = bare(connecting), threading.Event()
 
     def drip() -> None:
@@ -161,7 +152,7 @@ def test_peer_that_drips_bytes_is_dropped_at_the_frame_deadline(
 @pytest.mark.parametrize("cut", [0, 3, 9])
 def test_end_of_stream_is_a_peer_that_is_gone(sockets: Sockets, cut: int) -> None:
     dropped = DroppedPeers()
-    connecting, accepting = connected(sockets, dropped)
+    connecting, accepting = proved_connections(sockets, KEY, dropped)
     raw = bare(connecting)
     raw.sendall(encode_frame(b"a body")[:cut])
     raw.close()
@@ -172,7 +163,7 @@ def test_end_of_stream_is_a_peer_that_is_gone(sockets: Sockets, cut: int) -> Non
 
 
 def test_timeout_leaves_half_a_frame_for_the_next_call(sockets: Sockets) -> None:
-    connecting, accepting = connected(sockets)
+    connecting, accepting = proved_connections(sockets, KEY)
     frame = connecting.frame(b"whole")
     raw = bare(connecting)
     raw.sendall(frame[:8])
@@ -183,7 +174,7 @@ def test_timeout_leaves_half_a_frame_for_the_next_call(sockets: Sockets) -> None
 
 
 def test_peer_that_reads_nothing_is_dropped(sockets: Sockets) -> None:
-    connecting, _ = connected(sockets)
+    connecting, _ = proved_connections(sockets, KEY)
     with pytest.raises(WireError, match="took no frame"):
         for _ in range(100):
             connecting.send(bytes(MAX_BODY_BYTES), timeout_s=0.1)
@@ -191,7 +182,7 @@ def test_peer_that_reads_nothing_is_dropped(sockets: Sockets) -> None:
 
 
 def test_close_wakes_a_waiting_thread(sockets: Sockets) -> None:
-    connecting, accepting = connected(sockets)
+    connecting, accepting = proved_connections(sockets, KEY)
     peer = Peer(lambda: accepting.recv(None))
     time.sleep(0.05)
     accepting.close()
@@ -205,7 +196,7 @@ def test_close_wakes_a_waiting_thread(sockets: Sockets) -> None:
 
 def test_peer_is_counted_once() -> None:
     dropped = DroppedPeers()
-    connecting, accepting = connected(unix_sockets(), dropped)
+    connecting, accepting = proved_connections(unix_sockets(), KEY, dropped)
     for _ in range(2):
         accepting.drop(WireError("illegal", reason="protocol"))
     assert dropped.counts() == {"protocol": 1}
@@ -213,7 +204,7 @@ def test_peer_is_counted_once() -> None:
 
 
 def test_detached_socket_continues_after_the_last_frame(sockets: Sockets) -> None:
-    connecting, accepting = connected(sockets)
+    connecting, accepting = proved_connections(sockets, KEY)
     connecting.send(b"now bytes")
     with connecting.detach() as raw:
         raw.sendall(b"0123456789")
@@ -225,7 +216,7 @@ def test_detached_socket_continues_after_the_last_frame(sockets: Sockets) -> Non
 
 
 def test_open_files_travel_over_unix_sockets() -> None:
-    connecting, accepting = connected(unix_sockets())
+    connecting, accepting = proved_connections(unix_sockets(), KEY)
     reader, writer = os.pipe()
     connecting.send(b"two files", [reader, writer])
     os.close(reader)
@@ -244,7 +235,7 @@ def test_open_files_travel_over_unix_sockets() -> None:
 
 def test_too_many_open_files_drop_the_peer() -> None:
     dropped = DroppedPeers()
-    connecting, accepting = connected(unix_sockets(), dropped)
+    connecting, accepting = proved_connections(unix_sockets(), KEY, dropped)
     reader, writer = os.pipe()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match="5 open files"):

@@ -1,7 +1,6 @@
 """A rank in another process, as rank 0 sees it."""
 
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -28,8 +27,8 @@ from baton.kvtransfer.ranks.messages import (
     encode,
 )
 from baton.kvtransfer.ranks.ranks import RemoteRank
-from baton.rpc.auth import Role
-from baton.rpc.connection import Call, Connection
+from baton.rpc.connection import Call
+from tests.fakes import proved_connections
 from tests.layouts import a_layout
 from tests.transfer_ends import RING
 from tests.waiting import wait_for
@@ -45,13 +44,7 @@ class Ends:
     """The rank, and the bare connection of its agent, which a test speaks by hand."""
 
     def __init__(self, *first_words: ToRankZero) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.agent = Connection(theirs, SECRET, Role.CONNECTING)
-        connection = Connection(ours, SECRET, Role.ACCEPTING)
-        proving = threading.Thread(target=self.agent.handshake)
-        proving.start()
-        connection.handshake()
-        proving.join()
+        self.agent, connection = proved_connections(socket.socketpair(), SECRET)
         for word in first_words:
             self.agent.send(encode(word))
         self.calls: list[Call] = []
