@@ -549,8 +549,8 @@ class KvEndpoint(PageEndpoint):
         own, incarnation = settings.for_rank(0), secrets.token_bytes(ID_BYTES)
         self.dropped = DroppedPeers()
         clock = clock or SystemClock()
-        # SimpleQueue is faster, but its `get` may wait for ever: Python subtracts the time that has passed
-        # from the timeout, and takes a negative one for none.
+        # SimpleQueue is faster, but its `get` may wait for ever in Python 3.11: after a wakeup its remaining
+        # timeout can become negative, which means none.
         self._inbox: Queue[Call] = Queue()
         transports = transport_set(settings.transport)
         self._here = here = RankExecutor(

@@ -252,8 +252,8 @@ class Peers:
         self._on_lost(link)
 
 
-# Begins to open a link to an endpoint and returns at once. The callback is called by the worker's thread with
-# the link, or with None when it cannot be opened now.
+# Opens a link to an endpoint in the background. The worker's thread calls the callback with the link, or with
+# None after a failure.
 Connect: TypeAlias = Callable[[Address, Callable[[Link | None], None]], None]
 
 

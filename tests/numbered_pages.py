@@ -41,7 +41,7 @@ def wanted_pages(hints: Iterable[Sequence[int]]) -> list[WantedPage]:
 
 
 class NumberedPages:
-    """The `lend` of a ledger's known pages."""
+    """A `Pin` that finds a ledger's known pages by their numbers."""
 
     def __init__(self, ledger: PagePool) -> None:
         self._ledger = ledger

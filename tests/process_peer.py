@@ -4,8 +4,8 @@ behaviour.
 serves: reports its start and waits for SIGTERM. lives: also reports every 50 ms that it is alive. fails,
 fails-us: reports an error. says-much: reports more than a report may have. prints: prints another line first.
 loads: reports its progress, then serves. crashes: ends without a report. drains: serves, and ends like a
-worker that an operator has drained. falls-N: serves, and ends at once after its Nth start (a file counts the
-starts).
+worker that an operator has drained. falls: ends at once, and serves from its start number `num_falls` on (a
+file counts the starts). deaf: serves, and ignores SIGTERM.
 """
 
 import os

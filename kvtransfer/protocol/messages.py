@@ -189,7 +189,10 @@ class Abort(OfTransfer, frozen=True):
 
 
 class Released(TransferMessage, frozen=True):
-    """Source to destination: the source writes no further byte of this transfer, which it may not know."""
+    """Source to destination: the source writes no further byte of this transfer.
+
+    A source that does not know the transfer sends it, too.
+    """
 
     transfer: TransferId
 

@@ -7,9 +7,9 @@ Page bytes come over sockets where a stranger may put other bytes in their place
 authenticate their peers, and a host on the way can change what TCP carries. So the digests are keyed
 (ShardDigests). Each shard of a transfer has a secret that its two ends derive from the session of their link.
 From the secret come the seed of the hash, and a mask as long as all digests that is XORed onto them before
-they are sent over the link, which is sealed. A forger knows neither the seed nor, because of the mask, any
-hash under it, so he cannot tell which other bytes have the same hash. A guess is right once in 2^64, and the
-second wrong guess ends the transfer. This is the construction of Wegman and Carter with XXH3 in the place of
+they are sent over the link, which is sealed. A forger knows neither the seed nor any hash under it, which the
+mask hides, and so cannot find other bytes with the same hash. A guess is right once in 2^64, and the second
+wrong guess ends the transfer. This is the construction of Wegman and Carter with XXH3 in the place of
 a universal hash; that XXH3 is one is unproved. Keyed BLAKE2b would be proof and takes thirty times as long:
 more than a link of 1 GB/s. A peer that holds the cluster key is trusted.
 
@@ -17,9 +17,8 @@ Where a transfer sends codes, both ends hash the rows that the codes stand for: 
 codes and back, the destination reads its pages. So the digests cover what was sent and its decoding.
 
 A GPU's pages are hashed by the CPU too, from host memory to which they are copied chunk by chunk, so a GPU
-and a CPU agree by construction. That costs a pass over the bus, 20 ms a GiB at 50 GB/s, and the hash, as long
-again and more on one core; for pages that stream, only the last piece's cost is not hidden.
-Two ends that both say so take no digests.
+and a CPU agree by construction. A GiB costs 20 ms of a bus of 50 GB/s, and 20 ms or more of one core. Pages
+that stream hide all but the last piece's cost. With `kv_digests: false` at both ends no digests are taken.
 """
 
 import threading
@@ -85,13 +84,14 @@ class UnitDigests:
         return future
 
     def close(self) -> None:
-        """Returns when no function runs any more; functions that have not begun are cancelled."""
+        """Return when no function runs any more; functions that have not begun are cancelled."""
         self._thread.shutdown(cancel_futures=True)
 
     def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
-        """As `digest_units`, of the pages at `offset_N`. The units must not be written meanwhile.
+        """Return the digests of the units whose runs begin at `offset_N`, as `digest_units`.
 
-        Where the plan sends codes: of the rows that the codes of these pages stand for.
+        The units must not be written meanwhile. Where the plan sends codes, the digests are of the rows that
+        the codes of these pages stand for.
         """
         if not len(offset_N) or (self._memory is not None and plan.sent_codes is None):
             content = memoryview(b"") if self._memory is None else self._memory.view()
@@ -157,7 +157,7 @@ class ShardDigests:
 
 
 def digest_units(pool: memoryview, offset_N: Offsets, run_bytes: int, num_units: int, seed: int = 0) -> bytes:
-    """`num_units` digests of DIGEST_BYTES each, read in place.
+    """Return `num_units` digests of DIGEST_BYTES each, read in place.
 
     pool: all of a rank's pages as bytes. offset_N: the offsets of this side's runs, unit by unit; all units
     have the same number of runs. ValueError when the runs do not divide into units, or leave the pool.

@@ -151,9 +151,8 @@ class ReceiveShard:
 class SendShard:
     """A shard that this rank sends. The rank's thread makes all calls.
 
-    A piece is hashed from its source pages after it is written. In a bulk transfer from CPU memory it is
-    hashed while it is written: its pages were computed long ago, and a busy rank handles events only once a
-    step.
+    A piece is hashed from its source pages after it is written. Pieces of bulk transfers from CPU memory are
+    hashed while they are written: the pages are complete, and a busy rank would begin the hash a step later.
     """
 
     def __init__(

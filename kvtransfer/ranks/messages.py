@@ -232,7 +232,7 @@ _TO_RANK_ZERO: Final[msgspec.msgpack.Decoder[ToRankZero]] = msgspec.msgpack.Deco
 
 
 def encode(message: ToAgent | ToRankZero) -> bytes:
-    """The body of a frame."""
+    """Return the body of a frame."""
     return _ENCODER.encode(message)
 
 

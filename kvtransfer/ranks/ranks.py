@@ -13,8 +13,8 @@ The life of a remote rank:
 3. Commands and events go over each agent's connection, in order. The agent performs the commands of rank 0,
    and nothing else.
 4. When the connection ends, the rank is lost: its open transfers fail and no transfer begins. The agent stops
-   its pushes and closes its listeners, but only the death of its process proves that: until then the pages of
-   its shards stay reserved.
+   its pushes and closes its listeners, but only the death of its process proves that it writes no more. Until
+   then the pages of its shards stay reserved.
 5. When a pidfd reports that death, the rank reads and writes no more. A process on another node has no
    pidfd. Its pages stay reserved until rank 0's process ends, which the lost rank causes.
 
@@ -372,14 +372,14 @@ class Ranks:
         return tuple(executor.listeners for executor in self._executors)
 
     def counts(self) -> dict[str, int]:
-        """The counters since the start, by name, summed over all ranks."""
+        """Return the counters since the start, by name, summed over all ranks."""
         total: Counter[str] = Counter()
         for executor in self._executors:
             total.update(executor.counts())
         return dict(total)
 
     def complaint(self) -> str | None:
-        """The reason why no transfer can begin; None when no rank is lost."""
+        """Return the reason why no transfer can begin; None when no rank is lost."""
         lost = [str(other.rank) for other in self._others if other.is_lost]
         return f"rank {', '.join(lost)} is lost" if lost else None
 

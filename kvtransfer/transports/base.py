@@ -133,7 +133,7 @@ class LocalRank:
             self.generations.file.close()
 
 
-PATIENCE_S: Final = 0.005  # before `abort` interrupts a thread that is inside the pages
+PATIENCE_S: Final = 0.005  # of `abort`, before it interrupts a thread that reads the pages
 SPLIT_BYTES: Final = 8 * 2**20  # below, a second thread costs more than it brings
 MAX_OVERTAKES: Final = 8
 MAX_REASON: Final = 256

@@ -348,7 +348,7 @@ class CudaIpcTransport:
 
 
 def make_offer(pool: Tensor) -> bytes:
-    """A CudaOffer for one source; each source needs an offer of its own.
+    """Return a CudaOffer for one source; each source needs an offer of its own.
 
     pool: contiguous [num_pages, ...], not from torch's expandable segments. TransferFailed when its memory
     cannot be shared.
@@ -375,7 +375,7 @@ def make_offer(pool: Tensor) -> bytes:
 
 
 def open_offer(message: bytes, device: int) -> Tensor:
-    """The pages of another process's pool, for kernels on this process's GPU `device`.
+    """Map the pages of another process's pool for kernels on this process's GPU `device`.
 
     Returns uint8 [num_pages, page_bytes], mapped for that GPU, which need not be the GPU that holds the
     pages: a kernel that reads pages without that mapping ends the process. TransferFailed when `device`

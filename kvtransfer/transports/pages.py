@@ -46,7 +46,7 @@ class PageMemory:
 
     @classmethod
     def of(cls, pool: Tensor) -> "PageMemory":
-        """The pages of a contiguous CPU tensor [num_pages, ...]."""
+        """Return the pages of a contiguous CPU tensor [num_pages, ...]."""
         if pool.device.type != "cpu" or not pool.is_contiguous() or pool.dim() < 2:
             raise ValueError(f"pages must be contiguous on the CPU, got {pool.device} {tuple(pool.shape)}")
         return cls(pool.data_ptr(), len(pool), pool[0].numel() * pool.itemsize, pool)
@@ -68,7 +68,7 @@ class PageMemory:
         return self.num_pages * self.page_bytes
 
     def view(self) -> memoryview:
-        """All pages as bytes, valid while this object lives."""
+        """Return all pages as bytes, valid while this object lives."""
         return memoryview((ctypes.c_char * self.num_bytes).from_address(self.address)).cast("B")
 
 
@@ -86,7 +86,7 @@ class SharedFile:
             raise
 
     def read_only(self) -> int:
-        """A read-only descriptor of the same memory. The caller closes it."""
+        """Return a read-only descriptor of the same memory. The caller closes it."""
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class SharedPool:
         self.generations: PageGenerations
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The pool's tensor [num_pages, ...], for an engine that asks for the memory of its KV pool."""
+        """Return the pool's tensor [num_pages, ...] for an engine that asks for the memory of its pool."""
         page_bytes = math.prod(shape[1:]) * dtype.itemsize
         num_bytes = shape[0] * page_bytes
         if num_bytes == 0:
@@ -206,7 +206,7 @@ class PagePacking(Protocol):
     def staging(self, num_bytes: int) -> Tensor: ...
 
     def host_staging(self, num_bytes: int) -> Tensor:
-        """uint8 on the CPU, pinned where the pool is on a GPU."""
+        """Return uint8 on the CPU, pinned where the pool is on a GPU."""
 
     def warm_up(self, plan: TransferPlan) -> None:
         """Compile the kernels that transfers launch. plan: of this rank with itself: page 0 is copied onto
@@ -369,11 +369,14 @@ class DevicePages:
                     stream.wait_event(written)
 
     def of_rows(self, plan: TransferPlan) -> Tensor:
-        """The pool as a table of rows of `plan.row_bytes` bytes."""
+        """Return the pool as a table of rows of `plan.row_bytes` bytes."""
         return self._content.view(-1, plan.row_bytes)
 
     def rows(self, plan: TransferPlan, offset_N: Offsets) -> Tensor:
-        """int64 on the device: the rows of `of_rows` that make up the runs. ValueError for rows outside."""
+        """Return int64 on the device: the rows of `of_rows` that make up the runs.
+
+        Raises ValueError for rows outside.
+        """
         if len(offset_N) and int(offset_N.max()) + plan.run_bytes > len(self._content):
             raise ValueError(f"runs are not within a pool of {self.num_pages} pages")
         first = offset_N // plan.row_bytes
@@ -385,14 +388,14 @@ class DevicePages:
     def _coded_rows(
         self, plan: TransferPlan, codes: CodedRows, rows: Tensor, staging: Tensor
     ) -> tuple[Tensor, Tensor, torch.dtype, Tensor]:
-        """The arguments of `encode_pages`: a page there is a row of `of_rows`."""
+        """Return the arguments of `encode_pages`: a page there is a row of `of_rows`."""
         num_rows = plan.row_bytes // codes.plain_bytes
         pages = self._content.view(codes.dtype).view(-1, num_rows, codes.head_dim)
         return pages, rows, codes.codes, staging.view(-1, num_rows, codes.coded_bytes)
 
 
 def poll(has_ended: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask until the answer is True, first without sleeping; False after the timeout."""
+    """Call `has_ended` until it returns True, at first without sleeping. Return False after the timeout."""
     begun_s, sleep_s = time.monotonic(), SHORTEST_SLEEP_S
     while not has_ended():
         waited_s = time.monotonic() - begun_s
@@ -420,7 +423,7 @@ class StagedParts:
         self._host = packing.host_staging(0)
 
     def room(self, num_bytes: int) -> Tensor:
-        """Host memory uint8 [num_bytes] for `store` to put into pages; valid until the next call."""
+        """Return host memory uint8 [num_bytes] for `store` to put into pages; valid until the next call."""
         if num_bytes > len(self._host):
             self._staging = self._packing.staging(num_bytes)
             self._host = self._packing.host_staging(num_bytes)

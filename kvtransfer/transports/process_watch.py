@@ -22,7 +22,7 @@ _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
 def peer_process(sock: socket.socket, dropped: DroppedPeers) -> int:
-    """A descriptor of the process that connected; the caller closes it.
+    """Return a descriptor of the process that connected; the caller closes it.
 
     WireError, counted, for a process of another user; OSError when the process is gone already.
     """

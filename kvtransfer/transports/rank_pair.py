@@ -199,7 +199,7 @@ class GlooChannel:
         self._payload_work: list[Work | None] = [None] * NUM_SLOTS
 
     def payload(self, part: int, num_bytes: int) -> Tensor:
-        """The staging memory of a part: uint8 [num_bytes], on the device of the pool."""
+        """Return the staging memory of a part: uint8 [num_bytes], on the device of the pool."""
         return self._payloads[part % NUM_SLOTS][:num_bytes]
 
     # The source.
@@ -219,10 +219,10 @@ class GlooChannel:
             self._payload_work[part % NUM_SLOTS] = self._group.send([payload], self._peer, PAYLOAD_TAG)
 
     def end_batch(self) -> None:
-        """All payloads of the last record are under way. May wait for those of earlier records."""
+        """Return once all payloads of the last record are under way; may wait for earlier ones."""
 
     def receive_answer(self, batch: int, parts: Sequence[int], timeout_s: float) -> bytes:
-        """The answer to a batch of these parts. timeout_s: for each message of the batch."""
+        """Return the answer to a batch of these parts. timeout_s: for each message of the batch."""
         timeout, slot = timedelta(seconds=timeout_s), batch % NUM_SLOTS
         _wait(self._record_work[slot], timeout)
         for part in parts:
@@ -233,19 +233,19 @@ class GlooChannel:
     # The destination.
 
     def post_record(self, batch: int) -> None:
-        """Be ready for the record of a batch."""
+        """Begin to receive the record of a batch."""
         slot = batch % NUM_SLOTS
         with translated("gloo"):
             self._record_work[slot] = self._group.recv([self._records[slot]], self._peer, RECORD_TAG)
 
     def post_payload(self, part: int) -> None:
-        """Be ready for a part. Parts are posted in order, once their slot is free."""
+        """Post the slot of a part. Parts are posted in order, once their slot is free."""
         slot = part % NUM_SLOTS
         with translated("gloo"):
             self._payload_work[slot] = self._group.recv([self._payloads[slot]], self._peer, PAYLOAD_TAG)
 
     def receive_record(self, batch: int) -> bytes:
-        """The record of a batch that was posted, without a limit in time."""
+        """Return the record of a batch that was posted; waits without a limit."""
         slot = batch % NUM_SLOTS
         _wait(self._record_work[slot], FOREVER)
         return self._records[slot].numpy().tobytes()
@@ -280,7 +280,7 @@ class GlooChannel:
 
 
 def staging(num_bytes: int) -> list[Tensor]:
-    """Host memory for the payloads of a channel's slots."""
+    """Return host memory for the payloads of a channel's slots."""
     return [huge_zeros((num_bytes,), torch.uint8) for _ in range(NUM_SLOTS)]
 
 

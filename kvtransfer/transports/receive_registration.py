@@ -4,9 +4,9 @@ The life of a registration:
 
 1. `add`: the transfer was granted, with its epoch. The ledger holds the pages for the transfer.
 2. `begin` admits a writer of this process (a receiver's thread) for one piece; the writer calls `end` when it
-   has left the pages. Writers of other processes (shm, cuda_ipc) come and go unseen. Such a writer counts as
-   inside from the moment that its process has mapped the pool, until `release` (the source has confirmed that
-   it writes no more) or `writer_died`. No amount of time ends that.
+   has left the pages. Writers of other processes (shm, cuda_ipc) are not seen. Such a writer counts as inside
+   from the moment that its process maps the pool until `release` (the source has confirmed that it writes no
+   more) or `writer_died`; no timeout ends it.
 3. `close`: no writer is admitted any more, and writers inside leave at their next look.
 4. When the last writer has left, every callback given to `close` is called, once, in the thread that saw the
    writer leave. Only then may the pages be read for good, or reused. Pieces that come later are stale.
@@ -211,7 +211,7 @@ class ReceiveRegistrations:
             return self._counts.copy()
 
     def num_open(self) -> int:
-        """The number of registrations that have not ended."""
+        """Return the number of registrations that have not ended."""
         with self._lock:
             return len(self._states)
 

@@ -368,7 +368,9 @@ class GroupSender(QueueSender):
                 packing.finish(lane=lane)
                 self._queue.leave(part)
                 num_left += 1
-                if index == 0:  # not earlier: a peer waits for announced parts, and a pack waits for a step
+                # After the first pack: a pack may wait for a step, and a peer gives up announced parts after
+                # `stall_s`.
+                if index == 0:
                     channel.send_record(batch, encode_headers(self._key, first, headers), numbers)
                 channel.send_payload(numbers[index], part.num_bytes, lane)
         finally:
