@@ -77,6 +77,7 @@ from baton.kvtransfer.protocol.messages import (
     TransferRequest,
     WantedPage,
     check_request,
+    size_complaint,
 )
 from baton.kvtransfer.protocol.source import Fetch, Pin, SourceHandoff, fetch_nothing, pin_nothing
 from baton.kvtransfer.protocol.transfer_plan import default_layer_groups, plan_transfer
@@ -268,7 +269,6 @@ class PageEndpoint(ABC):
             pages=(),
             generations=(),
             position=position,
-            num_shards=len(context.routes),
             num_layer_groups=num_layer_groups,
         )
         self._begin_destination(link, grant, context, adopter)
@@ -308,7 +308,6 @@ class PageEndpoint(ABC):
             epoch=next(self._epochs),
             deadline_ms=max(1, round(deadline_s * 1000)),
             num_units=num_units,
-            num_shards=len(context.routes),
             holder=link.hello.incarnation,
             wanted_pages=tuple(each.page for each in wanted),
             wanted_generations=tuple(each.generation for each in wanted),
@@ -429,7 +428,8 @@ class PageEndpoint(ABC):
         self, link: Link, request: TransferRequest, context: HandoffContext, adopter: Owner
     ) -> None:
         """Begin a transfer to here. request: without pages."""
-        check_request(request, context.plan.destination.num_pages(request.num_units))
+        num_pages = context.plan.destination.num_pages(request.num_units)
+        check_request(request, len(context.routes), num_pages)
         self._begin(link, DestinationHandoff(request, context, adopter))
 
     def _requested(self, link: Link, request: TransferRequest) -> None:
@@ -464,9 +464,8 @@ class PageEndpoint(ABC):
             layers = f"{self.settings.layout.num_layers} layers"
             raise ProtocolError(f"{name} has {num_groups} groups of layers, the model has {layers}")
         context = self._context(link, request.transfer, num_groups, is_source=True)
-        num_shards = len(context.routes)
-        if request.num_shards != num_shards:
-            raise ProtocolError(f"{name} has {request.num_shards} shards, expected {num_shards}")
+        if (complaint := size_complaint(request.num_units, len(context.routes))) is not None:
+            raise ProtocolError(f"{name}: {complaint}")
         if isinstance(request, PullRequest):
             return context  # the hand-off checks the rest and refuses the pull without dropping the link
         if request.position % self._page_tokens(link):

@@ -120,7 +120,7 @@ class DestinationHandoff(Handoff):
         """
         super().__init__(request, context, ("receive", request.transfer))
         self.state = DestinationState.RECEIVING
-        self._shards = [DestinationShard(shard, self.transfer) for shard in range(request.num_shards)]
+        self._shards = [DestinationShard(shard, self.transfer) for shard in range(len(context.routes))]
         self._adopter = adopter
 
     @property

@@ -35,7 +35,7 @@ ON_HOST: Final = 0  # as a wanted generation: the page is in host memory or on d
 Incarnation: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 Shard: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SHARDS - 1)]
-NumShards: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
+NumLayerGroups: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 NumUnits: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PAGES)]
 Unit: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PAGES)]
 Units: TypeAlias = Annotated[tuple[Unit, ...], Meta(min_length=1, max_length=MAX_PAGES)]
@@ -107,8 +107,7 @@ class Grant(OfTransfer, frozen=True):
     pages: Pages
     generations: Generations
     position: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # in its sequence, of the first token to move
-    num_shards: NumShards = 1
-    num_layer_groups: NumShards = 1  # a pair of ranks has a shard for each group of layers
+    num_layer_groups: NumLayerGroups = 1  # a pair of ranks has a shard for each group of layers
 
 
 class PullRequest(OfTransfer, frozen=True):
@@ -122,7 +121,6 @@ class PullRequest(OfTransfer, frozen=True):
     wanted_keys: Keys  # identify the tokens of each page, see baton/pages.py
     pages: PulledPages
     generations: PulledGenerations
-    num_shards: NumShards = 1
 
     @property
     def num_layer_groups(self) -> int:
@@ -218,27 +216,33 @@ AnyMessage: TypeAlias = (
 )
 
 
-def check_request(request: TransferRequest, num_pages: int) -> None:
-    """Raise ValueError for a request to send that no message can carry.
+def check_request(request: TransferRequest, num_shards: int, num_pages: int) -> None:
+    """Raise ValueError for a request to send that no message can carry, or no peer accepts.
 
-    A peer would drop the link, and all its transfers, because of an invalid request. num_pages: of the
-    destination.
+    A peer would drop the link, and all its transfers, because of an invalid request. num_shards: of the
+    transfer. num_pages: of the destination.
     """
     if len(request.transfer) != ID_BYTES:
         raise ValueError(f"a transfer's id has {ID_BYTES} bytes, got {len(request.transfer)}")
     if isinstance(request, Grant) and not 0 <= request.position < 2**31:
         raise ValueError(f"the position is a token from 0 to 2^31 - 1, got {request.position}")
-    num_units, num_shards = request.num_units, request.num_shards
-    if not 1 <= num_units <= MAX_PAGES or num_shards > MAX_SHARDS or num_units * num_shards > MAX_DIGESTS:
-        raise ValueError(
-            f"a transfer has 1 to {MAX_PAGES} units, at most {MAX_SHARDS} shards and {MAX_DIGESTS} units in "
-            f"all of them; got {num_units} units in {num_shards} shards"
-        )
+    if (complaint := size_complaint(request.num_units, num_shards)) is not None:
+        raise ValueError(complaint)
     if isinstance(request, PullRequest) and max(len(request.wanted_pages), num_pages) > MAX_PULLED_PAGES:
         raise ValueError(
             f"a pull has at most {MAX_PULLED_PAGES} pages on each side, got {len(request.wanted_pages)} into "
             f"{num_pages}"
         )
+
+
+def size_complaint(num_units: int, num_shards: int) -> str | None:
+    """Return why no transfer has so many units and shards, or None."""
+    if 1 <= num_units <= MAX_PAGES and num_shards <= MAX_SHARDS and num_units * num_shards <= MAX_DIGESTS:
+        return None
+    return (
+        f"a transfer has 1 to {MAX_PAGES} units, at most {MAX_SHARDS} shards and {MAX_DIGESTS} units in "
+        f"all of them; got {num_units} units in {num_shards} shards"
+    )
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -262,10 +266,6 @@ def decode(body: bytes) -> AnyMessage:
 def _complaint(message: AnyMessage) -> str | None:
     """Check the rules that involve several fields; return the first violation, or None."""
     match message:
-        case Grant() | PullRequest() if message.num_units * message.num_shards > MAX_DIGESTS:
-            return (
-                f"{message.num_units} units in {message.num_shards} shards exceed the limit of {MAX_DIGESTS}"
-            )
         case EndpointHello() if _exceeds_limits(message.layout):
             return f"the layout exceeds the limits: {message.layout}"
         case Grant() | PullRequest() if len(message.pages) != len(message.generations):

@@ -221,7 +221,7 @@ class SourceHandoff(Handoff):
         self._is_coming: Callable[[], bool] | None = None  # whether a disk still reads wanted pages
         self._fetch_until_s = 0.0
         self._units_per_page = context.plan.source.units_per_page
-        self._shards = [SourceShard(request.num_units) for _ in range(request.num_shards)]
+        self._shards = [SourceShard(request.num_units) for _ in context.routes]
         self._num_offered = [0] * request.num_layer_groups  # layer group -> units
         self._num_pushed = [0] * request.num_layer_groups  # units [pushed, offered) wait for the transports
 

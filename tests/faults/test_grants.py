@@ -56,7 +56,6 @@ def test_position_inside_a_page_or_beyond_all_sequences_is_refused(
 
 
 CHANGES: list[Callable[[EndpointHost], dict[str, Any]]] = [
-    lambda _: {"num_shards": 2},
     lambda host: {"position": host.endpoint.settings.layout.page_size // 2},
     lambda _: {"pages": (0, 1), "generations": (1, 1)},
     lambda _: {"num_layer_groups": 3},

@@ -76,7 +76,7 @@ def valid_message(rng: random.Random) -> m.AnyMessage:
             epoch=epoch,
             deadline_ms=1000,
             num_units=num_units,
-            num_shards=rng.randint(1, 2),
+            num_layer_groups=rng.randint(1, 2),
             pages=pages,
             generations=generations,
         ),

@@ -95,7 +95,9 @@ class Receiver:
         if isinstance(message, m.Grant | m.PullRequest) and is_known:
             raise WireError("a transfer that exists already", reason="protocol")
         if isinstance(message, m.Grant | m.PullRequest):
-            context = handoff_context(self.pool, self.clock, range(message.num_shards))
+            context = handoff_context(
+                self.pool, self.clock, range(message.num_layer_groups), message.num_layer_groups
+            )
             source = SourceHandoff(message, context, INCARNATION, NumberedPages(self.pool))
             self._sources[transfer] = source
             self._do(source, source.begin())

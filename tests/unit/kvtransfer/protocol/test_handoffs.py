@@ -60,12 +60,11 @@ RELEASED = Released(transfer=ID)
 State: TypeAlias = SourceState | DestinationState
 
 
-def grant(num_shards: int = 1, num_groups: int = 1) -> Grant:
+def grant(num_groups: int = 1) -> Grant:
     return Grant(
         **OF_TRANSFER,
         deadline_ms=100_000,
         num_units=NUM_UNITS,
-        num_shards=num_shards,
         num_layer_groups=num_groups,
         pages=(20, 21, 22, 23),
         generations=(1, 1, 1, 1),
@@ -133,9 +132,11 @@ class Side:
 
 
 class Source(Side):
-    def __init__(self, request: TransferRequest | None = None, pin: Pin | None = None) -> None:
+    def __init__(
+        self, request: TransferRequest | None = None, pin: Pin | None = None, num_shards: int = 1
+    ) -> None:
         request = request or grant()
-        super().__init__(request.num_shards, request.num_layer_groups)
+        super().__init__(num_shards, request.num_layer_groups)
         pin = pin or NumberedPages(self.pool)
         self.handoff: SourceHandoff = SourceHandoff(request, self.context, HOLDER, pin)
         self.pages = self.pool.allocate(NUM_UNITS, "sequence")
@@ -162,7 +163,7 @@ class Source(Side):
 class Destination(Side):
     def __init__(self, num_shards: int = 1) -> None:
         super().__init__(num_shards)
-        unpaged = msgspec.structs.replace(grant(num_shards), pages=(), generations=())
+        unpaged = msgspec.structs.replace(grant(), pages=(), generations=())
         self.handoff: DestinationHandoff = DestinationHandoff(unpaged, self.context, "sequence")
 
     def verified(self, shard: int, corrupt_units: tuple[int, ...]) -> list[Action]:
@@ -254,7 +255,7 @@ def test_last_push_of_a_shard_is_its_commit() -> None:
     [(0, 4, 2), (0, 4, -1), (0, 1, 1), (0, 5, 0), (0, 3, None), (0, 5, None), (1, 6, None)],
 )
 def test_impossible_offer_is_the_callers_mistake(num_pages: int, num_units: int, group: int | None) -> None:
-    source = Source(grant(num_shards=2, num_groups=2))
+    source = Source(grant(num_groups=2), num_shards=2)
     source.handoff.offer(source.pages[:2], 2)
     source.handoff.offer(source.pages[2:], 4, 0)
     with pytest.raises(ValueError, match=f"{num_units} units.* offered after"):
@@ -401,22 +402,17 @@ def test_message_of_an_unknown_transfer_is_answered_by_its_end(
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_units": 0},
-        {"num_units": MAX_PAGES + 1},
-        {"num_shards": MAX_SHARDS + 1},
-        {"num_units": MAX_DIGESTS // MAX_SHARDS + 1, "num_shards": MAX_SHARDS},
-    ],
+    ("num_units", "num_shards"),
+    [(0, 1), (MAX_PAGES + 1, 1), (1, MAX_SHARDS + 1), (MAX_DIGESTS // MAX_SHARDS + 1, MAX_SHARDS)],
 )
-def test_request_that_no_message_can_carry_is_the_callers_mistake(wrong: dict[str, int]) -> None:
-    largest = {"num_units": MAX_DIGESTS // MAX_SHARDS, "num_shards": MAX_SHARDS}
-    check_request(msgspec.structs.replace(grant(), **largest), MAX_PAGES)
+def test_request_that_no_peer_accepts_is_the_callers_mistake(num_units: int, num_shards: int) -> None:
+    largest = msgspec.structs.replace(grant(), num_units=MAX_DIGESTS // MAX_SHARDS)
+    check_request(largest, MAX_SHARDS, MAX_PAGES)
     with pytest.raises(ValueError, match="transfer"):
-        check_request(msgspec.structs.replace(grant(), **wrong), 1)
+        check_request(msgspec.structs.replace(grant(), num_units=num_units), num_shards, 1)
 
 
 @pytest.mark.parametrize(("num_wanted", "num_pages"), [(1, 2**15 + 1), (2**15 + 1, 1)])
 def test_impossible_pull_is_the_callers_mistake(num_wanted: int, num_pages: int) -> None:
     with pytest.raises(ValueError, match="page"):
-        check_request(msgspec.structs.replace(pull(), wanted_pages=(0,) * num_wanted), num_pages)
+        check_request(msgspec.structs.replace(pull(), wanted_pages=(0,) * num_wanted), 1, num_pages)
