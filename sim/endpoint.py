@@ -231,13 +231,13 @@ class SimSender:
         elif source.random.random() < source.break_chance:
             self._later(partial(self._break, "the connection is broken"))
         else:
-            num_tokens = (piece.stop - piece.first) * piece.transfer.plan.unit_tokens
+            num_tokens = (piece.stop - piece.first) * piece.plan.unit_tokens
             move = self._enter if self._is_direct else self._leave_source
             self._later(partial(move, moving), self._network.moves_s(num_tokens, source.num_pieces))
 
     def abort(self, transfer: bytes) -> None:
         """As `Sender`. A direct writer that is inside the pages is waited for: it writes now."""
-        for moving in [each for each in self._moving if each.piece.transfer.id == transfer]:
+        for moving in [each for each in self._moving if each.piece.transfer == transfer]:
             self._stop(moving, "aborted")
 
     def close(self) -> None:
@@ -283,10 +283,10 @@ class SimSender:
             self._end(moving, "" if self._is_granted(moving.piece) else TAKEN_BACK)
 
     def _is_granted(self, piece: Piece) -> bool:
-        transfer, side = piece.transfer, piece.transfer.plan.destination
+        side = piece.plan.destination
         used = slice(piece.first // side.units_per_page, side.num_pages(piece.stop))
-        pages = np.asarray(transfer.destination_pages[used], dtype=np.int64)
-        words = as_words(transfer.destination_generations[used])
+        pages = np.asarray(piece.destination_pages[used], dtype=np.int64)
+        words = as_words(piece.destination_generations[used])
         return self._target.memory.generations.match(pages, words)
 
     # Writes through the receiver.
@@ -304,9 +304,9 @@ class SimSender:
             self._source.process.later(LINK_TIMEOUT_S, silent)
 
     def _arrive(self, moving: _MovingPiece) -> None:
-        piece, transfer = moving.piece, moving.piece.transfer
+        piece = moving.piece
         writing = self._target.registrations.begin(
-            transfer.id, transfer.epoch, piece.first, piece.stop, piece.num_bytes
+            piece.transfer, piece.epoch, piece.first, piece.stop, piece.num_bytes
         )
         if writing is None:
             self._later(partial(self._end, moving, "the destination has ended the transfer"))
@@ -326,26 +326,26 @@ class SimSender:
 
     def _read(self, moving: _MovingPiece) -> None:
         piece, source = moving.piece, self._source
-        transfer, side = piece.transfer, piece.transfer.plan.source
-        reader = "source", source.shards[transfer.id][0]
-        for page in transfer.source_pages[piece.first // side.units_per_page : side.num_pages(piece.stop)]:
+        side = piece.plan.source
+        reader = "source", source.shards[piece.transfer][0]
+        for page in piece.source_pages[piece.first // side.units_per_page : side.num_pages(piece.stop)]:
             assert reader in source.pool.owners(page), f"page {page} is read unheld"
-        content, run_bytes = source.memory.bytes, transfer.plan.run_bytes
-        offsets = side.offsets(piece.first, piece.stop, transfer.source_pages).tolist()
+        content, run_bytes = source.memory.bytes, piece.plan.run_bytes
+        offsets = side.offsets(piece.first, piece.stop, piece.source_pages).tolist()
         moving.contents = [bytes(content[offset : offset + run_bytes]) for offset in offsets]
 
     def _write(self, moving: _MovingPiece, *, is_whole: bool) -> None:
         """Write the piece; a writer that was stopped before its write (not is_whole) writes one unit."""
         piece, target = moving.piece, self._target
-        transfer, side = piece.transfer, piece.transfer.plan.destination
+        side = piece.plan.destination
         stop = piece.stop if is_whole else piece.first + 1
-        writer = "writer", *self._source.shards[transfer.id]
-        for page in transfer.destination_pages[piece.first // side.units_per_page : side.num_pages(stop)]:
+        writer = "writer", *self._source.shards[piece.transfer]
+        for page in piece.destination_pages[piece.first // side.units_per_page : side.num_pages(stop)]:
             owners = target.pool.owners(page)
             is_held = writer in owners or target.process.is_dead
             assert is_held, f"{target.process.name}: page {page} is {owners}'s while a writer is in it"
-        content, run_bytes = target.memory.bytes, transfer.plan.run_bytes
-        offsets = side.offsets(piece.first, stop, transfer.destination_pages).tolist()
+        content, run_bytes = target.memory.bytes, piece.plan.run_bytes
+        offsets = side.offsets(piece.first, stop, piece.destination_pages).tolist()
         runs_per_unit = len(offsets) // (stop - piece.first)
         for number, (offset, run) in enumerate(zip(offsets, moving.contents, strict=False)):
             content[offset : offset + run_bytes] = run

@@ -63,7 +63,7 @@ SECTIONS: Final = {
             ("baton.gateway.text.answer_grammar", "CallForm"),
             ("baton.gateway.text.answer_parsing", "ReasoningParser"),
             ("baton.kvtransfer.transports.base", "Transport TransportListener Sender LocalRank"),
-            ("baton.kvtransfer.transports.base", "Piece OutgoingTransfer PieceOutcome"),
+            ("baton.kvtransfer.transports.base", "Piece PieceOutcome"),
         ),
     ),
 }

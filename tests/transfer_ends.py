@@ -25,7 +25,6 @@ from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, plan_tr
 from baton.kvtransfer.transports.base import (
     AUTO,
     LocalRank,
-    OutgoingTransfer,
     Piece,
     PieceOutcome,
     RankSettings,
@@ -99,14 +98,17 @@ class PlannedTransfer(msgspec.Struct, frozen=True, kw_only=True):
     def plan(self) -> TransferPlan:
         return plan_transfer(self.source, self.destination, self.source_rank, self.rank)
 
-    def outgoing(self) -> OutgoingTransfer:
-        return OutgoingTransfer(
-            id=bytes.fromhex(self.id),
+    def piece(self, first: int, stop: int, *, is_bulk: bool = False) -> Piece:
+        return Piece(
+            transfer=bytes.fromhex(self.id),
             epoch=self.epoch,
             plan=self.plan,
             source_pages=self.source_pages,
             destination_pages=self.pages,
             destination_generations=(self.generation,) * len(self.pages),
+            first=first,
+            stop=stop,
+            is_bulk=is_bulk,
         )
 
 
@@ -149,26 +151,27 @@ def piece_of(
 ) -> Piece:
     """The last units of a transfer with a unit a page. pages: the destination's, if not the same."""
     pages = source_pages if pages is None else pages
-    outgoing = OutgoingTransfer(
-        id=transfer,
+    return Piece(
+        transfer=transfer,
         epoch=1,
         plan=plan,
         source_pages=source_pages,
         destination_pages=pages,
         destination_generations=(1,) * len(pages),
+        first=first,
+        stop=len(pages),
         is_bulk=is_bulk,
     )
-    return Piece(outgoing, first, len(pages))
 
 
-def registration_of(transfer: OutgoingTransfer) -> ReceiveRegistration:
-    """The transfer as its destination grants it, with a unit a page."""
+def registration_of(piece: Piece) -> ReceiveRegistration:
+    """The piece's transfer as its destination grants it, with a unit a page."""
     return ReceiveRegistration(
-        id=transfer.id,
-        epoch=transfer.epoch,
-        plan=transfer.plan,
-        num_units=len(transfer.destination_pages),
-        pages=transfer.destination_pages,
+        id=piece.transfer,
+        epoch=piece.epoch,
+        plan=piece.plan,
+        num_units=len(piece.destination_pages),
+        pages=piece.destination_pages,
         writer=WRITER,
     )
 
@@ -342,7 +345,7 @@ class Source:
 
     def push(self, grant: dict[str, Any], first: int, stop: int) -> int:
         """The number of the push, for `has_ended` and `outcome`."""
-        piece = Piece(msgspec.convert(grant, PlannedTransfer).outgoing(), first, stop)
+        piece = msgspec.convert(grant, PlannedTransfer).piece(first, stop)
         self._pushes.append(Push(self.sender, piece))
         return len(self._pushes) - 1
 
@@ -357,10 +360,10 @@ class Source:
 
     def keep_pushing(self, grant: dict[str, Any], num_units: int) -> None:
         """Push the whole transfer again and again: whenever this process is stopped, it is writing."""
-        outgoing = msgspec.convert(grant, PlannedTransfer).outgoing()
+        piece = msgspec.convert(grant, PlannedTransfer).piece(0, num_units)
 
         def push() -> None:
-            while Push(self.sender, Piece(outgoing, 0, num_units)).outcome(math.inf).is_done:
+            while Push(self.sender, piece).outcome(math.inf).is_done:
                 continue
 
         threading.Thread(target=push, daemon=True).start()

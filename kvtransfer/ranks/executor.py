@@ -47,7 +47,6 @@ from baton.kvtransfer.ranks.peer_transports import PeerTransports, RankTransport
 from baton.kvtransfer.transports.base import (
     MAX_REASON,
     LocalRank,
-    OutgoingTransfer,
     Piece,
     PieceOutcome,
     RankSettings,
@@ -174,16 +173,17 @@ class SendShard:
         """Write a piece. PushEnded follows and, if the piece was written, UnitsHashed."""
         reach = self._order
         self._pages += order.more_pages
-        transfer = OutgoingTransfer(
-            id=self._registration_id,
+        piece = Piece(
+            transfer=self._registration_id,
             epoch=reach.epoch,
             plan=self._plan,
             source_pages=self._pages,
             destination_pages=reach.pages,
             destination_generations=reach.generations,
+            first=order.first,
+            stop=order.stop,
             is_bulk=reach.is_bulk,
         )
-        piece = Piece(transfer, order.first, order.stop)
         is_early = reach.is_bulk and self._tools.digests.is_in_place and self._digests.are_taken
         digests = self._take_digests(piece) if is_early else None
         self._transports.push(piece, partial(self._written, piece, digests))
@@ -229,8 +229,9 @@ class SendShard:
         )
 
     def _take_digests(self, piece: Piece) -> "Future[bytes]":
-        pages = piece.transfer.source_pages
-        return self._digests.submit(self._plan, self._plan.source, pages, piece.first, piece.stop)
+        return self._digests.submit(
+            self._plan, self._plan.source, piece.source_pages, piece.first, piece.stop
+        )
 
 
 class Background(Protocol):

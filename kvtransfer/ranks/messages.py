@@ -111,7 +111,7 @@ class ReachPeer(OfShard, frozen=True):
     epoch: Epoch
     pages: Pages
     generations: Generations
-    is_bulk: bool = False  # as in OutgoingTransfer
+    is_bulk: bool = False  # as in Piece
 
 
 class PushUnits(OfShard, frozen=True):

@@ -98,7 +98,7 @@ class PeerTransports:
 
     def abort(self, transfer: bytes) -> None:
         """On return this process neither reads nor writes for the transfer; no `on_end` of it is called."""
-        aborted = [number for number, (piece, _) in self._pieces.items() if piece.transfer.id == transfer]
+        aborted = [number for number, (piece, _) in self._pieces.items() if piece.transfer == transfer]
         for number in aborted:
             del self._pieces[number]
         if self._sender is not None:

@@ -141,32 +141,26 @@ MAX_REASON: Final = 256
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class OutgoingTransfer(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to move one request's pages to one destination rank.
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """Units [first, stop) of a transfer to one destination rank.
 
     A sender that writes the destination's pages directly must not write a page after its generation has
     changed from the one in `destination_generations`, which were granted with the pages.
     """
 
-    id: bytes  # 16 random bytes
+    transfer: bytes  # 16 random bytes
     epoch: int
     plan: TransferPlan
-    source_pages: tuple[int, ...]
-    destination_pages: tuple[int, ...]
+    source_pages: tuple[int, ...]  # of the transfer: those of [0, stop) at least
+    destination_pages: tuple[int, ...]  # of all units
     destination_generations: tuple[int, ...]
-    is_bulk: bool = False  # pieces of other transfers overtake its pieces
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """Units [first, stop) of a transfer."""
-
-    transfer: OutgoingTransfer
     first: int
     stop: int
+    is_bulk: bool = False  # pieces of other transfers overtake this one
 
     @property
     def num_bytes(self) -> int:
-        return (self.stop - self.first) * self.transfer.plan.sent_unit_bytes
+        return (self.stop - self.first) * self.plan.sent_unit_bytes
 
 
 class PieceOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -289,7 +283,7 @@ class QueuedPiece:
     """A piece that a sender has accepted, with its counts so far."""
 
     def __init__(self, piece: Piece, on_end: OnEnd, num_parts: int) -> None:
-        self.transfer = piece.transfer
+        self.piece = piece
         self.num_open_parts = num_parts
         self.is_over = False
         self.num_bytes = 0
@@ -307,19 +301,19 @@ class QueuedPiece:
 class Part:
     """Units [first, stop) of a piece: as much as one thread moves at a time."""
 
-    __slots__ = ("first", "num_bytes", "piece", "stop", "transfer")
+    __slots__ = ("first", "num_bytes", "piece", "queued", "stop")
 
-    def __init__(self, piece: QueuedPiece, first: int, stop: int) -> None:
-        self.piece = piece
-        self.transfer = piece.transfer
+    def __init__(self, queued: QueuedPiece, first: int, stop: int) -> None:
+        self.queued = queued
+        self.piece = queued.piece
         self.first = first
         self.stop = stop
-        self.num_bytes = (stop - first) * piece.transfer.plan.sent_unit_bytes
+        self.num_bytes = (stop - first) * self.piece.plan.sent_unit_bytes
 
     @property
     def header(self) -> PartHeader:
         """Return the record that goes before the part's bytes."""
-        return PartHeader(self.transfer.id, self.transfer.epoch, self.first, self.stop, self.num_bytes)
+        return PartHeader(self.piece.transfer, self.piece.epoch, self.first, self.stop, self.num_bytes)
 
 
 class TransferQueue:
@@ -357,7 +351,7 @@ class TransferQueue:
             bounds = self._cut(piece)
             queued = QueuedPiece(piece, on_end, len(bounds) - 1)
             if self._end_reason is None and len(bounds) > 1:
-                queue = self._bulk if piece.transfer.is_bulk else self._due
+                queue = self._bulk if piece.is_bulk else self._due
                 queue.extend(Part(queued, first, stop) for first, stop in itertools.pairwise(bounds))
                 self._open[queued] = None
                 if wakes:
@@ -373,7 +367,8 @@ class TransferQueue:
         no thread enters or leaves meanwhile.
         """
         with self._lock:
-            calls = self._fail([piece for piece in self._open if piece.transfer.id == transfer], "aborted")
+            theirs = [queued for queued in self._open if queued.piece.transfer == transfer]
+            calls = self._fail(theirs, "aborted")
             if cut is not None and not self._left.wait_for(lambda: transfer not in self._inside, PATIENCE_S):
                 cut()
             self._left.wait_for(lambda: transfer not in self._inside)
@@ -398,7 +393,7 @@ class TransferQueue:
             while self._end_reason is None:
                 part = self._next()
                 if part is not None:
-                    self._inside[part.transfer.id] += 1
+                    self._inside[part.piece.transfer] += 1
                     return part
                 if not wait:
                     return None
@@ -408,21 +403,21 @@ class TransferQueue:
     def leave(self, part: Part) -> None:
         """Record that the calling thread no longer touches the part's pages."""
         with self._lock:
-            self._inside[part.transfer.id] -= 1
-            if not self._inside[part.transfer.id]:
-                del self._inside[part.transfer.id]
+            self._inside[part.piece.transfer] -= 1
+            if not self._inside[part.piece.transfer]:
+                del self._inside[part.piece.transfer]
                 self._left.notify_all()
 
     def finish(self, part: Part) -> None:
         """Record that the part's bytes are at the destination."""
-        piece = part.piece
+        queued = part.queued
         with self._lock:
-            piece.num_open_parts -= 1
-            piece.num_bytes += part.num_bytes
-            if piece.num_open_parts or piece.is_over:
+            queued.num_open_parts -= 1
+            queued.num_bytes += part.num_bytes
+            if queued.num_open_parts or queued.is_over:
                 return
-            del self._open[piece]
-            tell = piece.end(None)
+            del self._open[queued]
+            tell = queued.end(None)
         tell()
 
     def answered(self, part: Part, outcome: WriteOutcome) -> None:
@@ -435,14 +430,14 @@ class TransferQueue:
     def fail(self, part: Part, reason: str) -> None:
         """Fail the part's piece: the destination refused the part, or the part cannot be sent."""
         with self._lock:
-            calls = self._fail([] if part.piece.is_over else [part.piece], reason)
+            calls = self._fail([] if part.queued.is_over else [part.queued], reason)
         _call(calls)
 
     def requeue(self, part: Part) -> None:
         """Queue the part again, before all other parts."""
         with self._lock:
-            if not part.piece.is_over:
-                (self._bulk if part.transfer.is_bulk else self._due).appendleft(part)
+            if not part.queued.is_over:
+                (self._bulk if part.piece.is_bulk else self._due).appendleft(part)
                 self._queued.notify()
 
     # Under the lock.
@@ -460,7 +455,7 @@ class TransferQueue:
 
     def _next(self) -> Part | None:
         for queue in (self._due, self._bulk):
-            while queue and queue[0].piece.is_over:
+            while queue and queue[0].queued.is_over:
                 queue.popleft()
         if not self._bulk:
             self._num_overtakes = 0
@@ -497,7 +492,7 @@ class QueueSender:
 
     def push(self, piece: Piece, on_end: OnEnd) -> None:
         """Queue a piece. ValueError for pages that the pool does not have."""
-        pages, num_pages = piece.transfer.source_pages, self._rank.num_pages
+        pages, num_pages = piece.source_pages, self._rank.num_pages
         if pages and not 0 <= min(pages) <= max(pages) < num_pages:
             raise ValueError(f"the pool has {num_pages} pages: {pages}")
         self._packing.note_written()

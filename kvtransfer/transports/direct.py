@@ -175,8 +175,7 @@ class DirectSender(QueueSender, ABC):
         self._pages = self._generations = None
 
     def _enqueue(self, piece: Piece, on_end: OnEnd) -> None:
-        transfer = piece.transfer
-        if len(transfer.destination_generations) != len(transfer.destination_pages):
+        if len(piece.destination_generations) != len(piece.destination_pages):
             raise ValueError("every destination page comes with its generation")
         is_short = piece.num_bytes <= self.inline_bytes and not self._rank.sends_codes
         if not is_short or not self._queue.is_idle:
@@ -212,17 +211,17 @@ class DirectSender(QueueSender, ABC):
 
     def _copy(self, part: Part) -> None:
         assert self._generations is not None
-        transfer = part.transfer
-        side = transfer.plan.destination
+        piece = part.piece
+        side = piece.plan.destination
         try:
             used = slice(part.first // side.units_per_page, side.num_pages(part.stop))
-            pages = np.asarray(transfer.destination_pages[used], dtype=np.int64)
-            words = as_words(transfer.destination_generations[used])
-            source_offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
-            destination_offset_N = side.offsets(part.first, part.stop, transfer.destination_pages)
+            pages = np.asarray(piece.destination_pages[used], dtype=np.int64)
+            words = as_words(piece.destination_generations[used])
+            source_offset_N = piece.plan.source.offsets(part.first, part.stop, piece.source_pages)
+            destination_offset_N = side.offsets(part.first, part.stop, piece.destination_pages)
             is_granted = self._generations.match(pages, words)
             if is_granted:
-                self._move(transfer.plan, source_offset_N, destination_offset_N)
+                self._move(piece.plan, source_offset_N, destination_offset_N)
                 is_granted = self._generations.match(pages, words)
         except (ValueError, IndexError) as error:  # granted pages are not in the destination's pool
             is_granted, reason = False, str(error)

@@ -151,7 +151,7 @@ class TcpSender(QueueSender):
 
     def push(self, piece: Piece, on_end: OnEnd) -> None:
         """Queue a piece, as `Sender.push`. ConfigError for units that are larger than a part may be."""
-        unit_bytes = piece.transfer.plan.sent_unit_bytes
+        unit_bytes = piece.plan.sent_unit_bytes
         if unit_bytes > MAX_PART_BYTES:
             raise ConfigError(f"page_size: a page has {unit_bytes} bytes, tcp moves {MAX_PART_BYTES} at most")
         super().push(piece, on_end)
@@ -269,15 +269,15 @@ class _SendStream:
                 self._read_answer()
 
     def _send(self, part: Part) -> None:
-        transfer = part.transfer
+        piece = part.piece
         try:
-            offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
+            offset_N = piece.plan.source.offsets(part.first, part.stop, piece.source_pages)
             self._header.raw = encode_headers(self._key, self._num_sent, (part.header,))
-            places = self._pages.outgoing(transfer.plan, offset_N, self._header)
-            self._sending = transfer.id
-            self._open_socket().send(places, lambda: part.piece.is_over)
+            places = self._pages.outgoing(piece.plan, offset_N, self._header)
+            self._sending = piece.transfer
+            self._open_socket().send(places, lambda: part.queued.is_over)
         except PeerGone:
-            if not part.piece.is_over:
+            if not part.queued.is_over:
                 raise
             raise Stopped(part.num_bytes) from None  # `cut` has closed the connection
         finally:

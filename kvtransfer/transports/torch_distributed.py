@@ -384,9 +384,9 @@ class GroupSender(QueueSender):
 
     def _pack(self, payload: Tensor, part: Part, number: int) -> None:
         """Start to copy a part out of its pages."""
-        transfer = part.transfer
-        offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
-        self._packing.pack(transfer.plan, offset_N, payload, number % self._packing.num_lanes)
+        piece = part.piece
+        offset_N = piece.plan.source.offsets(part.first, part.stop, piece.source_pages)
+        self._packing.pack(piece.plan, offset_N, payload, number % self._packing.num_lanes)
 
     def _read_answers(self, channel: GlooChannel) -> None:
         num_answered = 0  # batches

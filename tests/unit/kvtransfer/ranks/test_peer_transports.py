@@ -186,7 +186,7 @@ def test_aborted_pieces_are_not_reported() -> None:
     bench = Bench("shm", "tcp")
     bench.settle()
     bench.push()
-    bench.transports.abort(PIECE.transfer.id)
+    bench.transports.abort(PIECE.transfer)
     bench.made[0].pushed[0](FAILED)
     bench.poll()
     assert not bench.ended and len(bench.made[0].pushed) == 1

@@ -10,7 +10,7 @@ import torch
 
 from baton.kernels.pages import Offsets
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
-from baton.kvtransfer.transports.base import LocalRank, OutgoingTransfer, Piece
+from baton.kvtransfer.transports.base import LocalRank, Piece
 from baton.kvtransfer.transports.direct import ShmSender
 from tests.layouts import a_layout
 from tests.transfer_ends import Destination, PlannedTransfer, Push, local_rank
@@ -48,7 +48,8 @@ def source() -> LocalRank:
     return local_rank(torch.randint(0, 256, (NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8))
 
 
-def granted(destination: Destination, number: int, *, is_bulk: bool = False) -> OutgoingTransfer:
+def granted(destination: Destination, number: int, *, is_bulk: bool = False) -> Piece:
+    """Return all of a transfer that the destination has granted."""
     grant = PlannedTransfer(
         id=(bytes([number]) * 16).hex(),
         source=LAYOUT,
@@ -58,7 +59,7 @@ def granted(destination: Destination, number: int, *, is_bulk: bool = False) -> 
         pages=PAGES,
     )
     destination.grant(msgspec.to_builtins(grant))
-    return msgspec.structs.replace(grant.outgoing(), is_bulk=is_bulk)
+    return grant.piece(0, NUM_PAGES, is_bulk=is_bulk)
 
 
 def test_threads_share_the_parts_and_abort_waits_for_them_all(
@@ -66,14 +67,15 @@ def test_threads_share_the_parts_and_abort_waits_for_them_all(
 ) -> None:
     sender = TwoThreads(source, destination.addresses()["shm"], 2)
     sender.gate.set()
-    transfer, half = granted(destination, 1), NUM_PAGES // 2
+    whole, half = granted(destination, 1), NUM_PAGES // 2
     sender.open()
-    pushes = [Push(sender, Piece(transfer, first, first + half)) for first in (0, half)]
+    halves = [msgspec.structs.replace(whole, first=first, stop=first + half) for first in (0, half)]
+    pushes = [Push(sender, piece) for piece in halves]
     assert all(push.outcome().is_done for push in pushes)
     assert torch.equal(destination.pages[list(PAGES)], source.pool[list(SOURCE_PAGES)])
 
-    again = Push(sender, Piece(transfer, 0, NUM_PAGES))
-    sender.abort(transfer.id)
+    again = Push(sender, whole)
+    sender.abort(whole.transfer)
     source.pool.zero_()  # the source may reuse its pages at once
     left = destination.pages.clone()
     assert again.has_ended
@@ -86,8 +88,8 @@ def test_hand_off_overtakes_a_pull_that_has_begun(destination: Destination, sour
     pull, hand_off = granted(destination, 1, is_bulk=True), granted(destination, 2)
     sender.open()
     ended: Queue[str] = Queue()
-    sender.push(Piece(pull, 0, NUM_PAGES), lambda outcome: ended.put("pull"))
-    sender.push(Piece(hand_off, 0, 1), lambda outcome: ended.put("hand-off"))
+    sender.push(pull, lambda outcome: ended.put("pull"))
+    sender.push(msgspec.structs.replace(hand_off, stop=1), lambda outcome: ended.put("hand-off"))
     sender.gate.set()
     assert [ended.get(timeout=10), ended.get(timeout=10)] == ["hand-off", "pull"]
     assert torch.equal(destination.pages[list(PAGES)], source.pool[list(SOURCE_PAGES)])

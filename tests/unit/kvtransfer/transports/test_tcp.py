@@ -129,9 +129,9 @@ def test_sender_refuses_pages_that_it_cannot_move(source: LocalRank) -> None:
     with pytest.raises(ValueError, match="40 pages"):
         Push(sender, piece(NUM_PAGES + 1))
     layout = msgspec.structs.replace(LAYOUT, page_size=2048)
-    transfer = msgspec.structs.replace(piece(1).transfer, plan=plan_transfer(layout, layout, 0, 0))
+    large = msgspec.structs.replace(piece(1), plan=plan_transfer(layout, layout, 0, 0))
     with pytest.raises(ConfigError, match="page_size"):
-        Push(sender, Piece(transfer, 0, 1))
+        Push(sender, large)
 
 
 def test_address_that_is_none_is_refused(source: LocalRank) -> None:
@@ -169,12 +169,12 @@ def test_abort_in_the_middle_of_a_part_costs_other_transfers_nothing_but_time(
     receiver = TcpReceiver(rank, settings=SETTINGS)
     pieces = [piece(1), piece(NUM_PAGES, b"b" * 16), piece(3, b"c" * 16)]
     for each in pieces:
-        held.add(registration_of(each.transfer))
+        held.add(registration_of(each))
     sender = open_sender(source, ("127.0.0.1", receiver.port), PATIENT)
     blocking, large, small = [Push(sender, each) for each in pieces]
     time.sleep(0.1)  # until the buffers are full
     started_s = time.monotonic()
-    sender.abort(pieces[1].transfer.id)
+    sender.abort(pieces[1].transfer)
     assert time.monotonic() - started_s < 1.0
     assert blocking.outcome().is_done and small.outcome().is_done and not large.outcome().is_done
     assert bool(pages[:3].all()) and not sender.is_broken
@@ -247,7 +247,7 @@ class Receiver:
         self.rank = local_rank(self.pages)
         self.registrations = self.rank.registrations
         self.tcp = TcpReceiver(self.rank, settings=STRICT)
-        self.registrations.add(registration_of(piece_of(SMALL_PLAN, (5, 1, 6, 2), transfer=ID).transfer))
+        self.registrations.add(registration_of(piece_of(SMALL_PLAN, (5, 1, 6, 2), transfer=ID)))
 
     def dropped(self) -> dict[str, int]:
         return dict(self.rank.dropped.counts())

@@ -80,13 +80,11 @@ class Pair:
         self.sender = GroupSender(transport, local_rank(self.source, layout=LAYOUT), peer, SETTINGS)
 
     def grant(self, piece: Piece) -> Piece:
-        self.rank.registrations.add(registration_of(piece.transfer))
+        self.rank.registrations.add(registration_of(piece))
         return piece
 
     def has_arrived(self, piece: Piece) -> bool:
-        return torch.equal(
-            self.pages[list(piece.transfer.destination_pages)], self.source[list(piece.transfer.source_pages)]
-        )
+        return torch.equal(self.pages[list(piece.destination_pages)], self.source[list(piece.source_pages)])
 
     def close(self) -> None:
         self.sender.close()
@@ -186,8 +184,8 @@ def test_refused_part_fails_alone_in_its_batch(gloo: Pair) -> None:
     )
     for piece in (first, last):
         gloo.grant(piece)
-    gloo.rank.registrations.close(gloo.grant(ended).transfer.id, lambda: None)
-    newer = msgspec.structs.replace(registration_of(old.transfer), epoch=2)
+    gloo.rank.registrations.close(gloo.grant(ended).transfer, lambda: None)
+    newer = msgspec.structs.replace(registration_of(old), epoch=2)
     gloo.rank.registrations.add(newer)
     pushes = [Push(gloo.sender, piece) for piece in (first, ended, old, last)]
     gloo.sender.open()
@@ -219,9 +217,9 @@ def test_abort_in_every_state_of_a_batch_leaves_no_page_and_no_slot(
 
     def abort() -> None:
         if who == "source":
-            gloo.sender.abort(aborted.transfer.id)
+            gloo.sender.abort(aborted.transfer)
             gloo.source[:20] = 0  # the pages belong to another request now
-        gloo.rank.registrations.close(aborted.transfer.id, lambda: safe.append(aborted.transfer.id))
+        gloo.rank.registrations.close(aborted.transfer, lambda: safe.append(aborted.transfer))
         reused.set()
 
     def on_send(sending_rank: int, sent_tag: int, sent_number: int) -> None:
@@ -233,7 +231,11 @@ def test_abort_in_every_state_of_a_batch_leaves_no_page_and_no_slot(
     sent = gloo.source.clone()
     for piece in (aborted, other):
         gloo.grant(piece)
-    pieces = [Piece(each.transfer, unit, unit + 2) for unit in range(0, 20, 2) for each in (aborted, other)]
+    pieces = [
+        msgspec.structs.replace(each, first=unit, stop=unit + 2)
+        for unit in range(0, 20, 2)
+        for each in (aborted, other)
+    ]
     pushes = [Push(gloo.sender, piece) for piece in pieces]
     gloo.sender.open()
     assert reused.wait(10) and all(push.outcome().is_done for push in pushes[1::2])

@@ -47,7 +47,7 @@ class Bench:
     def names_taken(self) -> list[str]:
         names = []
         while (part := self.queue.take(wait=False)) is not None:
-            names.append(part.transfer.id.decode().strip())
+            names.append(part.piece.transfer.decode().strip())
         return names
 
 
@@ -93,10 +93,10 @@ def test_abort_waits_until_no_thread_is_inside_the_pages(bench: Bench) -> None:
     bench.push("a")
     bench.push("b", 1)
     part = bench.take()
-    aborting = threading.Thread(target=bench.queue.abort, args=(part.transfer.id,))
+    aborting = threading.Thread(target=bench.queue.abort, args=(part.piece.transfer,))
     aborting.start()
     aborting.join(0.05)
-    assert aborting.is_alive() and part.piece.is_over
+    assert aborting.is_alive() and part.queued.is_over
     bench.queue.leave(part)
     aborting.join(5.0)
     assert not aborting.is_alive()
@@ -112,7 +112,7 @@ def test_requeued_part_comes_first_unless_its_piece_has_ended(bench: Bench, is_b
     bench.queue.requeue(part)
     assert bench.take() is part
     bench.queue.leave(part)
-    bench.queue.abort(part.transfer.id)
+    bench.queue.abort(part.piece.transfer)
     bench.queue.requeue(part)
     assert bench.queue.take(wait=False) is None
 
@@ -132,7 +132,7 @@ def test_broken_queue_fails_all_pieces_now_and_later(bench: Bench) -> None:
 
 def test_bulk_parts_are_overtaken_but_never_stand_still(bench: Bench) -> None:
     bench.push("bulk", 6, is_bulk=True)
-    assert bench.take().transfer.is_bulk
+    assert bench.take().piece.is_bulk
     for number in range(2 * MAX_OVERTAKES):
         bench.push(f"{number}", 1)
     names = bench.names_taken()
