@@ -1,4 +1,4 @@
-"""Damaged streams against everything that reads what a peer says: frames, messages, hand-offs, ledger.
+"""Damaged streams against all that reads them: frames, messages, the endpoint, its hand-offs, the ledger.
 
 A peer may send whatever it likes: it is dropped and counted, nothing else is raised, no page stays held by
 its transfers, and memory has a bound.
@@ -13,12 +13,13 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.errors import WireError
+from baton.kvtransfer.endpoint import EndpointSettings, PageEndpoint
+from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol import messages as m
-from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState
-from baton.kvtransfer.protocol.handoff import Action
-from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
+from baton.kvtransfer.protocol.handoff import HandoffOutcome
 from baton.kvtransfer.ranks.messages import (
     CloseShard,
+    Command,
     OpenShard,
     PushUnits,
     ReachPeer,
@@ -35,103 +36,125 @@ from baton.kvtransfer.ranks.messages import (
 from baton.rpc.connection import DroppedPeers
 from baton.rpc.session import FrameReader, encode_frame
 from tests.flat_memory import memory_stays_flat
-from tests.numbered_pages import NumberedPages, handoff_context
-from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated, valid_frames, valid_message
+from tests.numbered_pages import NumberedPages
+from tests.transfer_ends import RING
+from tests.unit.kvtransfer.frame_mutations import (
+    BOMBS,
+    LAYOUT,
+    LISTENERS,
+    mutated,
+    valid_frames,
+    valid_message,
+)
 
 NUM_PAGES = 64
 NUM_KNOWN = 16
 INCARNATION = bytes(16)
+HELLO = m.EndpointHello(
+    protocol=m.PROTOCOL, incarnation=b"p" * 16, fingerprint="model", layout=LAYOUT, listeners=LISTENERS
+)
 KINDS = {"length", "version", "malformed", "protocol"}
 
 
+class RecordingLink(Link):
+    """A link without a connection, which keeps the error that drops it."""
+
+    def __init__(self) -> None:
+        self.host = "127.0.0.1"
+        self.hello = HELLO
+        self.number = 1
+        self.is_lost = False
+        self.error: WireError | None = None
+
+    def send(self, message: m.AnyMessage) -> None:
+        """Nobody reads the messages."""
+
+    def digest_key(self, transfer: bytes) -> bytes:
+        return bytes(32)
+
+    def drop(self, error: WireError) -> None:
+        self.error = error
+
+
+class Endpoint(PageEndpoint):
+    """An endpoint whose one rank answers every command at once."""
+
+    def __init__(self, pool: PagePool) -> None:
+        settings = EndpointSettings(keys=RING, fingerprint="model", layout=LAYOUT)
+        super().__init__(settings, INCARNATION, pool, ManualClock(), self)
+        self.pin = NumberedPages(pool)
+        self._pool = pool
+
+    def serve(self, link: RecordingLink, message: m.AnyMessage) -> None:
+        """Take a message of the peer, and offer computed pages for each transfer that it grants."""
+        self._received(link, message)
+        for granted in self.take_granted():
+            num_units = min(granted.num_units, self._pool.num_free)
+            pages = self._pool.allocate(num_units, "own")
+            self.offer(granted.transfer, pages, num_units)
+            self._pool.release(pages, "own")
+
+    def hang_up(self, link: RecordingLink) -> None:
+        """Take the end of the link: no transfer may stay open."""
+        self._on_link_lost(link)
+        for ended in self.poll():
+            if ended.outcome is HandoffOutcome.ADOPTED:
+                self._pool.release(ended.pages, "adopter")
+        assert not self.num_open
+
+    def complaint(self) -> str | None:
+        return None
+
+    def perform(self, rank: int, command: Command) -> None:
+        event = answer(command)
+        if event is not None:
+            self._on_shard_event(event)
+
+    def drop(self, link: Link) -> None:
+        """The rank has no transports."""
+
+    def _make_posted_calls(self) -> None:
+        """No other thread posts calls."""
+
+    def _link_to(self, incarnation: bytes) -> Link | None:
+        return None
+
+
 class Receiver:
-    """A process that serves one peer at a time: both ends of transfers, and a source of its own for each."""
+    """A process that serves one peer after the other, and has granted pages to each."""
 
     def __init__(self) -> None:
         self.pool = PagePool(NUM_PAGES, 16)
-        self.clock = ManualClock()
         self.dropped = DroppedPeers()
         self.messages: Counter[str] = Counter()
         known = self.pool.allocate(NUM_KNOWN, "cache")
         for page in known:
             self.pool.mark_known(page)
         self.pool.release(known, "cache")
-        self._num_epochs = 0
-        self._sources: dict[bytes, SourceHandoff] = {}
-        self._destinations: dict[bytes, DestinationHandoff] = {}
 
     def serve(self, stream: bytes) -> bool:
         """True when the peer was dropped. It hangs up at the end of its stream."""
-        reader = FrameReader()
-        self._start_own()
+        endpoint, link = Endpoint(self.pool), RecordingLink()
+        endpoint.grant(link, bytes(16), 2, "adopter", deadline_s=1.0)  # a transfer that messages name
         try:
-            for body in reader.feed(stream):
+            for body in FrameReader().feed(stream):
                 message = m.decode(body)
                 self.messages[type(message).__name__] += 1
-                self._receive(message)
+                endpoint.serve(link, message)
+                if link.error is not None:
+                    raise link.error
             is_dropped = False
         except WireError as error:
             self.dropped.add(error.reason)
             is_dropped = True
-        self._end_all()
+        endpoint.hang_up(link)
+        assert self.pool.num_available == NUM_PAGES, "pages are held after the peer is gone"
         return is_dropped
 
-    def _start_own(self) -> None:
-        """A destination that has granted pages, of a transfer that messages name."""
-        self._num_epochs = self._num_epochs % 3 + 1  # so that a random epoch is often the right one
-        transfer, epoch = bytes(16), self._num_epochs
-        grant = m.Grant(
-            transfer=transfer, epoch=epoch, deadline_ms=1000, num_units=2, pages=(), generations=()
-        )
-        handoff = DestinationHandoff(grant, handoff_context(self.pool, self.clock), "adopter")
-        self._destinations[transfer] = handoff
-        self._do(handoff, handoff.begin())
 
-    def _receive(self, message: m.AnyMessage) -> None:
-        if isinstance(message, m.EndpointHello | m.EndpointClosed):
-            return
-        transfer = message.transfer
-        is_known = transfer in self._destinations or transfer in self._sources
-        if isinstance(message, m.Grant | m.PullRequest) and is_known:
-            raise WireError("a transfer that exists already", reason="protocol")
-        if isinstance(message, m.Grant | m.PullRequest):
-            context = handoff_context(
-                self.pool, self.clock, range(message.num_layer_groups), message.num_layer_groups
-            )
-            source = SourceHandoff(message, context, INCARNATION, NumberedPages(self.pool))
-            self._sources[transfer] = source
-            self._do(source, source.begin())
-        if isinstance(message, m.Grant):
-            num_units = min(message.num_units, self.pool.num_free)
-            pages = self.pool.allocate(num_units, "own")
-            self._do(source, source.offer(pages, num_units))
-            self.pool.release(pages, "own")
-        elif is_known:
-            known = self._sources.get(transfer) or self._destinations[transfer]
-            self._do(known, known.receive(message))
-
-    def _do(self, handoff: SourceHandoff | DestinationHandoff, actions: list[Action]) -> None:
-        for action in actions:
-            event = answer(action)
-            if event is not None:
-                self._do(handoff, handoff.on_shard_event(event))
-
-    def _end_all(self) -> None:
-        for source in self._sources.values():
-            self._do(source, source.peer_lost())
-            assert source.state is SourceState.CLOSED
-        for destination in self._destinations.values():
-            self._do(destination, destination.peer_lost())
-            assert destination.state is DestinationState.CLOSED
-            self.pool.release([p for p in destination.pages if "adopter" in self.pool.owners(p)], "adopter")
-        self._sources.clear()
-        self._destinations.clear()
-        assert self.pool.num_available == NUM_PAGES, "pages are held after the peer is gone"
-
-
-def answer(action: Action) -> ShardEvent | None:
+def answer(command: Command) -> ShardEvent | None:
     """The event by which a rank answers a command, at once."""
-    match action:
+    match command:
         case ReachPeer(transfer=transfer, shard=shard):
             return ShardReached(transfer=transfer, shard=shard, transport="")
         case PushUnits(transfer=transfer, shard=shard, first=first, stop=stop):
