@@ -182,7 +182,7 @@ class EndpointHost:
             raise TransferFailed("the destination grants nothing")
 
         def begin() -> None:
-            units_per_page = self.endpoint.units_per_page(transfer)
+            units_per_page = self._units_per_page(transfer)
             pages = self.ledger.allocate(-(-num_units // units_per_page), "prompt")
             num_pages = num_offered // units_per_page
             self._prompts[transfer] = pages, pages[num_pages:], num_units
@@ -235,7 +235,7 @@ class EndpointHost:
         if transfer in self._ended:
             return
         num_groups = self._num_layer_groups
-        units_per_page = endpoint.units_per_page(transfer)
+        units_per_page = self._units_per_page(transfer)
         pages = ledger.allocate(-(-num_units // units_per_page), ("prompt", transfer))
         self.sent = self._digest(pages)
         endpoint.come_to("start", transfer)
@@ -246,6 +246,10 @@ class EndpointHost:
             endpoint.offer(transfer, () if group else pages[half:], num_units, group=group)
         endpoint.come_to("all", transfer)
         ledger.release(pages, ("prompt", transfer))
+
+    def _units_per_page(self, transfer: bytes) -> int:
+        """Return how many units of a granted transfer one page here holds."""
+        return self.endpoint.settings.layout.page_size // self.granted[transfer].unit_tokens
 
     def _link(self, address: tuple[str, int]) -> Link:
         if address not in self._links or self._links[address].is_lost:

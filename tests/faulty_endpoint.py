@@ -50,10 +50,6 @@ class FaultyEndpoint(KvEndpoint):
             self.transport_of[event.shard] = event.transport
         super()._on_shard_event(event)
 
-    def units_per_page(self, transfer: bytes) -> int:
-        """Return how many units one page of the source holds."""
-        return self._transfers[transfer].handoff._context.plan.source.units_per_page
-
     def is_streaming(self, transfer: bytes) -> bool:
         """Return True when every rank of this source has opened its transport, so that offers are pushed."""
         handoff = self._transfers[transfer].handoff
