@@ -39,10 +39,11 @@ from baton.engine.runner.rank_process import (
 )
 from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost
 from baton.kvtransfer.ranks.agent_arguments import AgentArguments
-from baton.messages.bounds import LINK_TIMEOUT_S, Message, decode_as, schema_hash
+from baton.messages.bounds import LINK_TIMEOUT_S, Message, schema_hash
+from baton.messages.codec import decode_as
 from baton.messages.workers import HostPlace, RankZero
-from baton.rpc.auth import RANKS, Generations, KeyRing, LinkKeys, RankNetwork, Role
-from baton.rpc.connection import Connection, DroppedPeers
+from baton.rpc.auth import RANKS, Generations, KeyRing, LinkKeys, Role
+from baton.rpc.connection import Connection, DroppedPeers, RankNetwork
 from baton.rpc.listener import Listener, listen
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 

@@ -20,7 +20,7 @@ from baton.engine.models.decoder import (
 from baton.engine.runner.rank_links import RankListener, connect_ranks
 from baton.engine.runner.replica_rank import ReplicaRank
 from baton.messages.workers import RankZero
-from baton.rpc.auth import RankNetwork
+from baton.rpc.connection import RankNetwork
 from tests.remote import CONTEXT
 from tests.tiny_models import VOCAB_SIZE, dummy_parameters
 from tests.transfer_ends import RING

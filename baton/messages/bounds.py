@@ -8,14 +8,10 @@ import json
 import re
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
-
-from baton.errors import WireError
-
-MessageT = TypeVar("MessageT")
 
 SHORT_ID_CHARS: Final = 8
 MAX_WORKERS: Final = 1024
@@ -58,22 +54,6 @@ class Message(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
 ):
     """The base of all messages; the class name is the tag."""
-
-
-def decode_as(
-    kind: "type[MessageT] | msgspec.msgpack.Decoder[MessageT]", body: bytes, reason: str = "malformed"
-) -> MessageT:
-    """Return the message in a body. Raises WireError with this reason for any other body.
-
-    kind: the message's type, or a decoder of several types.
-    """
-    try:
-        if isinstance(kind, msgspec.msgpack.Decoder):
-            return kind.decode(body)
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: a key that is no text
-        name = kind.__name__ if isinstance(kind, type) else "the message"
-        raise WireError(f"cannot decode {name}: {error}", reason=reason) from None
 
 
 class Kind(StrEnum):

@@ -1,14 +1,15 @@
-"""Encodes and decodes control messages, and checks whether requests and events fit a message."""
+"""Encodes and decodes messages, and checks whether requests and events fit a control message."""
 
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 
 from baton.errors import WireError
 from baton.messages import control, operations, orders
-from baton.messages.bounds import MAX_BODY_BYTES, decode_as, schema_hash
+from baton.messages.bounds import MAX_BODY_BYTES, schema_hash
 from baton.request import Request, TokenEvent
 
+MessageT = TypeVar("MessageT")
 MAX_REQUEST_BYTES: Final = MAX_BODY_BYTES - 4096
 
 AnyMessage: TypeAlias = (
@@ -100,6 +101,22 @@ def fits_request(request: Request) -> bool:
 def fits_beside(request: Request, source: control.PullSource) -> bool:
     """Return whether a message can carry both a request and a pull source."""
     return len(_ENCODER.encode(request)) + 10 * len(source.pages) <= MAX_REQUEST_BYTES
+
+
+def decode_as(
+    kind: "type[MessageT] | msgspec.msgpack.Decoder[MessageT]", body: bytes, reason: str = "malformed"
+) -> MessageT:
+    """Return the message in a body. Raises WireError with this reason for any other body.
+
+    kind: the message's type, or a decoder of several types.
+    """
+    try:
+        if isinstance(kind, msgspec.msgpack.Decoder):
+            return kind.decode(body)
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: a key that is no text
+        name = kind.__name__ if isinstance(kind, type) else "the message"
+        raise WireError(f"cannot decode {name}: {error}", reason=reason) from None
 
 
 def decode(body: bytes) -> AnyMessage:

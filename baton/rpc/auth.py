@@ -47,8 +47,7 @@ from msgspec import Meta
 
 import baton
 from baton.errors import ConfigError, WireError
-from baton.messages.bounds import LINK_TIMEOUT_S, Kind
-from baton.messages.workers import RankZero
+from baton.messages.bounds import Kind
 
 MIN_KEY_BYTES: Final = 16
 ID_BYTES: Final = 8
@@ -97,15 +96,6 @@ class KeyGeneration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 Generations: TypeAlias = tuple[KeyGeneration, ...]
-
-
-class RankNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a rank, or its agent, reaches rank 0 from another node, and is reached there."""
-
-    rank_zero: RankZero
-    own_host: str  # the address of this rank's node
-    link_timeout_s: float = LINK_TIMEOUT_S  # of the connections to other ranks
-    keys: Generations  # of workers, or of this replica alone; they never cross the network
 
 
 def generation(cluster_key: bytes, kind: Kind) -> KeyGeneration:

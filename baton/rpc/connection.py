@@ -26,10 +26,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, Generic, NoReturn, Self, TypeAlias, TypeVar
 
+import msgspec
+
 from baton.clock import Clock, SystemClock
 from baton.errors import PeerGone, WireError
 from baton.messages.bounds import LINK_TIMEOUT_S, MAX_BODY_BYTES, MAX_FRAME_BYTES
-from baton.rpc.auth import NO_SCHEMA, LinkSecret, Role
+from baton.messages.workers import RankZero
+from baton.rpc.auth import NO_SCHEMA, Generations, LinkSecret, Role
 from baton.rpc.liveness import PING_S, LinkLife
 from baton.rpc.session import FRAME_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, Session
 
@@ -58,6 +61,15 @@ def keep_alive(sock: socket.socket, timeout_s: float = LINK_TIMEOUT_S) -> None:
 
 
 DROPPED: Final = "dropped_"  # before the reason, in the name of a counter
+
+
+class RankNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The addresses and keys of the connections between a rank, or its agent, and rank 0."""
+
+    rank_zero: RankZero
+    own_host: str  # the address of this rank's node
+    link_timeout_s: float = LINK_TIMEOUT_S  # of the connections to other ranks
+    keys: Generations  # of workers, or of this replica alone; they never cross the network
 
 
 class DroppedPeers:

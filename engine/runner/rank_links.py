@@ -30,10 +30,11 @@ from torch import Tensor
 from baton.engine.models.parallel import JOIN_TIMEOUT, STEP_TIMEOUT
 from baton.engine.runner.rank_process import START_TIMEOUT_S
 from baton.errors import BatonError, ModelError, PeerGone, WireError, WorkerLost
-from baton.messages.bounds import LINK_TIMEOUT_S, MAX_BODY_BYTES, Kind, decode_as, schema_hash
+from baton.messages.bounds import LINK_TIMEOUT_S, MAX_BODY_BYTES, Kind, schema_hash
+from baton.messages.codec import decode_as
 from baton.messages.workers import Address, ReplicaNonce
-from baton.rpc.auth import RANKS, KeyRing, LinkKeys, RankNetwork, Role
-from baton.rpc.connection import Connection, DroppedPeers, Outbox
+from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
+from baton.rpc.connection import Connection, DroppedPeers, Outbox, RankNetwork
 from baton.rpc.listener import Listener, listen
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 

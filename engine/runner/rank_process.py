@@ -22,7 +22,8 @@ import msgspec
 
 from baton.config.engine import EngineConfig, RankSidecar
 from baton.errors import BatonError, ConfigError, ModelError, WorkerLost
-from baton.rpc.auth import Generations, RankNetwork
+from baton.rpc.auth import Generations
+from baton.rpc.connection import RankNetwork
 
 # For all ranks of a replica to start and connect: importing torch takes a minute from a cold disk.
 START_TIMEOUT_S: Final = 120.0

@@ -54,7 +54,8 @@ from baton.kernels import native
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.workers import RankZero
 from baton.pages import PageLayout
-from baton.rpc.auth import Generations, KeyRing, RankNetwork
+from baton.rpc.auth import Generations, KeyRing
+from baton.rpc.connection import RankNetwork
 
 logger = logging.getLogger(__name__)
 STOP_COMMAND: Final = b"stop"

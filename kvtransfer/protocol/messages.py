@@ -17,7 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import WireError
-from baton.messages.bounds import MAX_PULLED_PAGES, Generation, Message, PageId, TransferId, decode_as
+from baton.messages.bounds import MAX_PULLED_PAGES, Generation, Message, PageId, TransferId
+from baton.messages.codec import decode_as
 from baton.pages import KEY_BYTES, PageLayout
 
 PROTOCOL: Final = 10

@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from baton.config.engine import RankSidecar
-from baton.rpc.auth import RankNetwork
+from baton.rpc.connection import RankNetwork
 
 AGENT: Final = "baton.kvtransfer.ranks.agent:RankAgent"
 

@@ -40,7 +40,8 @@ from baton.kvtransfer.protocol.messages import (
     Unit,
 )
 from baton.kvtransfer.transports.base import Count, PieceOutcome, Rank, RankSettings
-from baton.messages.bounds import Message, PageId, TransferId, decode_as, schema_hash
+from baton.messages.bounds import Message, PageId, TransferId, schema_hash
+from baton.messages.codec import decode_as
 from baton.messages.workers import ReplicaNonce
 from baton.rpc.auth import Generations as KeyGenerations
 

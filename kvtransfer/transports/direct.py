@@ -51,7 +51,8 @@ from baton.kvtransfer.transports.pages import (
     on_stream,
 )
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
-from baton.messages.bounds import decode_as, schema_hash
+from baton.messages.bounds import schema_hash
+from baton.messages.codec import decode_as
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.listener import Listener, listen_on_host

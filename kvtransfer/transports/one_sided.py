@@ -44,7 +44,7 @@ from baton.kvtransfer.transports.rank_pair import (
     translated,
 )
 from baton.kvtransfer.transports.torch_distributed import GroupListener, GroupSettings, GroupTransport
-from baton.messages.bounds import decode_as
+from baton.messages.codec import decode_as
 
 
 class PeerMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

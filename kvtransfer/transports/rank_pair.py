@@ -29,7 +29,7 @@ from baton.errors import BatonError, TransferFailed
 from baton.kernels.native import huge_zeros
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.records import BATCH_ANSWER_BYTES, BATCH_BYTES, MAX_BATCH, MAX_PART_BYTES
-from baton.messages.bounds import decode_as
+from baton.messages.codec import decode_as
 from baton.rpc.connection import Connection
 
 logger = logging.getLogger(__name__)

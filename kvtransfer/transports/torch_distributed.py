@@ -63,7 +63,8 @@ from baton.kvtransfer.transports.records import (
     encode_headers,
     stream_key,
 )
-from baton.messages.bounds import decode_as, schema_hash
+from baton.messages.bounds import schema_hash
+from baton.messages.codec import decode_as
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.listener import Listener, listen, log_end, port_of

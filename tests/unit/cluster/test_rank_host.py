@@ -41,8 +41,8 @@ from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address, HostPlace, RankZero, WorkerRole
 from baton.rpc import connection as rpc_connection
-from baton.rpc.auth import PAGES, RANKS, KeyRing, LinkKeys, RankNetwork, Role
-from baton.rpc.connection import Connection
+from baton.rpc.auth import PAGES, RANKS, KeyRing, LinkKeys, Role
+from baton.rpc.connection import Connection, RankNetwork
 from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, token_ids, write_config
 from tests.transfer_ends import KEY, RING
 from tests.waiting import wait_for

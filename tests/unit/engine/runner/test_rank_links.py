@@ -28,8 +28,8 @@ from baton.errors import BatonError, ModelError, PeerGone, WorkerLost
 from baton.messages.bounds import MAX_BODY_BYTES, Kind
 from baton.messages.workers import RankZero
 from baton.rpc import connection as rpc_connection
-from baton.rpc.auth import RANKS, KeyRing, LinkKeys, RankNetwork, Role
-from baton.rpc.connection import Connection
+from baton.rpc.auth import RANKS, KeyRing, LinkKeys, Role
+from baton.rpc.connection import Connection, RankNetwork
 from tests.tensor_parallel_peer import CPU, values
 from tests.transfer_ends import RING
 

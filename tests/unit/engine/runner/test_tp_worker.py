@@ -27,7 +27,7 @@ from baton.engine.runner.tp_worker import TpWorkers, make_sidecar
 from baton.engine.scheduler.sequence import Batch
 from baton.errors import ORPHANED, ConfigError, ModelError, WorkerLost
 from baton.messages.workers import RankZero
-from baton.rpc.auth import RankNetwork
+from baton.rpc.connection import RankNetwork
 from tests.forked_ranks import forked_ranks
 from tests.tensor_parallel_peer import join_pair
 from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, write_config

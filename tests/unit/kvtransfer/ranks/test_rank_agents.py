@@ -17,8 +17,8 @@ from baton.kvtransfer.ranks.agent_arguments import AgentArguments
 from baton.kvtransfer.ranks.messages import RANK_SCHEMA, AgentHello, StopAll, encode
 from baton.kvtransfer.ranks.ranks import RankAgents, RemoteRank, _Newcomer
 from baton.rpc import connection as rpc_connection
-from baton.rpc.auth import RANKS, LinkKeys, RankNetwork, Role
-from baton.rpc.connection import Connection
+from baton.rpc.auth import RANKS, LinkKeys, Role
+from baton.rpc.connection import Connection, RankNetwork
 from tests.layouts import a_layout
 from tests.transfer_ends import RING, open_files
 from tests.waiting import wait_for
