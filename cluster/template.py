@@ -252,7 +252,7 @@ def _fork_on_request(runtime: socket.socket) -> None:
 
 
 def _fork_orphan() -> bool:
-    """Fork a process whose parent has ended. Return True in that process."""
+    """Fork an orphan: its parent has ended. Return True in that process."""
     if child := os.fork():
         os.waitpid(child, 0)
         return False

@@ -257,7 +257,7 @@ class Engine(Replica):
         pipeline of N stages they come with the call that launches the (N - 1)th step after it.
 
         A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. A
-        sequence whose request bans every token, or whose form fails, ends in an error, too, and its pages
+        sequence ends in an error, too, when its request bans every token or its form fails, and its pages
         stay known. Any other failure, an interrupt included, loses all requests and all holds on pages: the
         engine goes on with a new `pages`, and no contents are known, because pages may have been known before
         their contents were written. With several ranks, the error is the one that a lost rank has reported,

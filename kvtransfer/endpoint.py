@@ -405,7 +405,7 @@ class PageEndpoint(ABC):
     def _perform(self, opened: OpenTransfer, actions: Sequence[Action]) -> None:
         """Perform the actions; forget the transfer once it is closed.
 
-        A command to rank 0 may report events, whose actions are performed before those that follow here.
+        A command to rank 0 may report events; their actions are performed before those that follow here.
         """
         for action in actions:
             match action:

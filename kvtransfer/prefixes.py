@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from baton.clock import Clock
-from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import KvLinks, Link
-from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, TransferEnded
 from baton.kvtransfer.protocol.messages import WantedPage
 from baton.messages.control import PullSource
 from baton.request import FilledPages
@@ -36,6 +35,15 @@ MAX_PULLS: Final = 64  # concurrent; requests beyond this limit compute their pr
 
 WaiterT = TypeVar("WaiterT")
 logger = logging.getLogger(__name__)
+
+
+class PullingEndpoint(Protocol):
+    """The part of an endpoint that pulls need; `PageEndpoint` implements and documents it."""
+
+    def pull(
+        self, link: Link, wanted: Sequence[WantedPage], num_units: int, adopter: Owner, *, deadline_s: float
+    ) -> bytes: ...
+    def abort(self, transfer: bytes, reason: str) -> None: ...
 
 
 class PlannedPull(NamedTuple):
@@ -116,7 +124,7 @@ class PulledPrefixes(Generic[WaiterT]):
     pulled bytes. The bandwidth of earlier pulls sets the deadline of the next pull.
     """
 
-    def __init__(self, store: Store, endpoint: PageEndpoint, links: KvLinks, clock: Clock) -> None:
+    def __init__(self, store: Store, endpoint: PullingEndpoint, links: KvLinks, clock: Clock) -> None:
         self.counters: Counter[str] = Counter()
         self._store = store
         self._endpoint = endpoint

@@ -182,7 +182,7 @@ class Dispatcher:
         self.admission_queue.ended(key, num_tokens)
 
     def attempts_of(self, gateway_id: str) -> list[AttemptKey]:
-        """The open attempts of a gateway, with those whose page keys are being computed."""
+        """The open attempts of a gateway, also while page keys of their prompts are being computed."""
         arriving = (key for key, each in self._arriving.items() if each.gateway.id == gateway_id)
         return [*arriving, *self.admission_queue.attempts_of(gateway_id)]
 

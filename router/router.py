@@ -139,7 +139,7 @@ class Router:
 
         max_index_pages: bound of the prefix index when the policy uses the index. call_soon: has the host
         make a call in its next turn, for long work (router/sliced_work.py); None: no work is deferred.
-        pages_per_slice: pages whose keys one slice computes or expects.
+        pages_per_slice: one slice computes or expects the keys of this many pages.
         """
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.config = config

@@ -149,7 +149,7 @@ class SimContext:
         self._killed_s[key] = now_s
 
     def new_process(self, name: str) -> SimProcess:
-        """Start a process whose clock has a random offset."""
+        """Start a process with a random offset of its clock."""
         return SimProcess(name, self.events, self.random.uniform(0, MAX_CLOCK_OFFSET_S))
 
     def new_host(self, process: SimProcess) -> Host:

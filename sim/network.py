@@ -246,7 +246,7 @@ class Wire:
         return True
 
 
-# A paused process, an end whose bodies a black hole swallows, or a pair (sender, receiver) of names.
+# A paused process, an end that loses its bodies in a black hole, or a pair (sender, receiver) of names.
 Silent: TypeAlias = SimProcess | End | tuple[str, str]
 
 

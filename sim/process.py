@@ -183,7 +183,7 @@ class SimProcess:
 
 
 class TimedProcess(SimProcess):
-    """A process whose clock includes the time that the present turn has spent, so that turns can measure
+    """A process with a clock that includes the time of the present turn so far, so that turns can measure
     themselves.
 
     What a turn begins after `spend` begins at the end of that time.

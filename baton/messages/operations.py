@@ -200,7 +200,7 @@ class Status(Message, frozen=True):
 
     @classmethod
     def joined(cls, statuses: Sequence["Status"], first: "Status") -> "Status":
-        """Return the status of several routers as one. first: the one of them whose workers are shown."""
+        """Return the status of several routers as one. first: its workers are shown."""
         return msgspec.structs.replace(
             first,
             head_away_s=max(status.head_away_s for status in statuses),

@@ -178,7 +178,7 @@ class TpWorkerProcess:
 
 
 def ended(rank: int, status: int) -> WorkerLost:
-    """Return the error of a rank whose process ended without an answer that says why."""
+    """Return the error of a rank: its process ended without an answer that says why."""
     return WorkerLost(f"rank {rank} ended with status {status}")
 
 

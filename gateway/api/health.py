@@ -11,11 +11,11 @@ from fastapi import FastAPI, Response
 
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, WorkerLost
+from baton.gateway.api.body_reader import ServedModels
 from baton.gateway.api.errors import ApiError
-from baton.gateway.api.served_models import ServedModels
-from baton.gateway.streams.request_stream import Service
+from baton.gateway.streams.request_stream import Service, run_once
 from baton.messages.workers import Worker, WorkerRole
-from baton.request import Request, SamplingParams, TokenEvent, TokenIds
+from baton.request import Request, SamplingParams, TokenIds
 
 TIMEOUT_S: Final = 5.0
 FRESH_S: Final = 1.0  # the result of a health check is reused for this long
@@ -148,29 +148,3 @@ def add_health_routes(app: FastAPI, models: ServedModels, canaries: Sequence[Can
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": app.version}
-
-
-async def run_once(service: Service, request: Request, timeout_s: float) -> None:
-    """Run a request of the gateway's own to its end. Raises TimeoutError, or the error of the request."""
-    sink = _ProbeSink()
-    service.open(request, sink)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await sink.end
-    finally:
-        service.cancel(request.request_id)
-
-
-class _ProbeSink:
-    """A Sink that keeps nothing but the end."""
-
-    def __init__(self) -> None:
-        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def tokens(self, events: Sequence[TokenEvent]) -> None:
-        if events[-1].finish_reason is not None and not self.end.done():
-            self.end.set_result(None)
-
-    def failed(self, error: BatonError) -> None:
-        if not self.end.done():
-            self.end.set_exception(error)

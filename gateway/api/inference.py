@@ -43,6 +43,7 @@ from baton.gateway.api.answer_stream import (
     StreamProgress,
 )
 from baton.gateway.api.body import early_text, raw_fields
+from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.call import AskedCall, Call
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.response_store import ResponseStore
@@ -57,8 +58,7 @@ from baton.gateway.api.errors import (
 )
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.format import DONE, answer_format
-from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy, TextAnswer
-from baton.gateway.api.served_models import ServedModel, ServedModels
+from baton.gateway.api.prompt_reader import POSTS, BodyKind, ReadPolicy, TextAnswer
 from baton.gateway.http.protocol import (
     RECEIVED_S,
     RESPONSE_WRITER,
@@ -97,16 +97,6 @@ EVENT_STREAM: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-# Path -> the kind of its bodies, and a summary.
-POSTS: Final[dict[str, tuple[BodyKind, str]]] = {
-    "/v1/chat/completions": ("chat", "The next turn of a chat, whole or as server-sent events."),
-    "/v1/completions": ("completion", "The continuation of a prompt, whole or as server-sent events."),
-    "/v1/responses": ("response", "The next turn of a conversation, in the form of OpenAI's Responses."),
-    "/v1/messages": ("message", "The next turn of a chat, in Anthropic's form."),
-    "/v1/messages/count_tokens": ("count_tokens", "The number of tokens of a chat in Anthropic's form."),
-    "/tokenize": ("tokenize", "Text, or a chat, as token ids."),
-    "/detokenize": ("detokenize", "Token ids as text."),
-}
 TEXT_KINDS: Final[frozenset[BodyKind]] = frozenset({"count_tokens", "tokenize", "detokenize"})
 KEYS: Final[dict[BodyKind, Mapping[str, str]]] = {"response": responses.KEYS, "message": messages.KEYS}
 # WebSocket

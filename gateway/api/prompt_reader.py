@@ -60,6 +60,16 @@ BODIES: Final[dict[BodyKind, type[Any]]] = {
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }
+# Path -> the kind of its bodies, and a summary.
+POSTS: Final[dict[str, tuple[BodyKind, str]]] = {
+    "/v1/chat/completions": ("chat", "The next turn of a chat, whole or as server-sent events."),
+    "/v1/completions": ("completion", "The continuation of a prompt, whole or as server-sent events."),
+    "/v1/responses": ("response", "The next turn of a conversation, in the form of OpenAI's Responses."),
+    "/v1/messages": ("message", "The next turn of a chat, in Anthropic's form."),
+    "/v1/messages/count_tokens": ("count_tokens", "The number of tokens of a chat in Anthropic's form."),
+    "/tokenize": ("tokenize", "Text, or a chat, as token ids."),
+    "/detokenize": ("detokenize", "Token ids as text."),
+}
 
 
 class TextAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -200,7 +210,7 @@ class PromptReader:
     def encode(self, text: str, *, max_tokens: int | None, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Text that cannot fit `max_tokens` raises before it is tokenised.
 
-        max_tokens: None for a text whose tokens are cut to fit.
+        max_tokens: None for a text that is cut to fit, in tokens.
         """
         tokenizer = self._needed_tokenizer
         _check_length(len(text), max_tokens)

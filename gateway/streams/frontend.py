@@ -427,7 +427,7 @@ class Frontend:
                 return
 
     def _rejected(self, rejected: Rejected) -> None:
-        """Fail a request without an answer so far; a request whose answer has begun is submitted again."""
+        """Fail a request without an answer so far; submit it again when its answer has begun."""
         stream = self._present(rejected.key)
         if stream is None:
             self.migrations.rejected(rejected.key, rejected.reason)

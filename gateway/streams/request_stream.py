@@ -32,6 +32,7 @@ times that routers and workers send with messages of the attempt (`Routed`, the 
 timeline of them.
 """
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -242,6 +243,32 @@ class Service(Protocol):
     @property
     def worker_us(self) -> Counter[str]:
         """Time of workers' steps by tenant, each step divided by its tokens, in microseconds."""
+
+
+async def run_once(service: Service, request: Request, timeout_s: float) -> None:
+    """Run a request of the gateway's own to its end. Raises TimeoutError, or the error of the request."""
+    sink = _EndSink()
+    service.open(request, sink)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await sink.end
+    finally:
+        service.cancel(request.request_id)
+
+
+class _EndSink:
+    """A Sink that keeps nothing but the end."""
+
+    def __init__(self) -> None:
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
+        if events[-1].finish_reason is not None and not self.end.done():
+            self.end.set_result(None)
+
+    def failed(self, error: BatonError) -> None:
+        if not self.end.done():
+            self.end.set_exception(error)
 
 
 class ReplayLimits(NamedTuple):

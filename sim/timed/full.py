@@ -202,7 +202,7 @@ class FullCluster:
         return {name: each.busy_s for name, each in engines.items() if isinstance(each, TimedEngine)}
 
     def run(self, calls: Iterable[ClientCall]) -> list[CallOutcome]:
-        """Make all calls, whose moments count from now; return the outcomes once all have ended."""
+        """Make all calls, at moments that count from now; return the outcomes once all have ended."""
         for call in calls:
             self._num_open += 1
             self.events.at(self.begin_s + call.at_s, partial(self._ask, call))

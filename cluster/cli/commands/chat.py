@@ -22,7 +22,7 @@ PROMPT: Final = "> "
 DONE: Final = b"[DONE]"
 
 
-class Model(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     """A model of `/v1/models`."""
 
     id: str
@@ -31,7 +31,7 @@ class Model(msgspec.Struct, frozen=True):
 class Models(msgspec.Struct, frozen=True):
     """The answer of `/v1/models`."""
 
-    data: list[Model]
+    data: list[ListedModel]
 
 
 def _add_options(parser: Parser) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from baton.errors import InvalidRequest
+from baton.gateway.api.body_reader import ServedModels
 from baton.gateway.api.errors import ApiError
-from baton.gateway.api.served_models import ServedModels
 from tests.node_peers import a_worker
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway.calls import TENANT, served_model
