@@ -13,6 +13,7 @@ A sampling parameter of the API is a field of `Body` with the name of its field 
 """
 
 import functools
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -21,7 +22,6 @@ from msgspec import Meta
 
 from baton.errors import InvalidRequest, shown
 from baton.gateway.api.errors import ApiError, invalid, misread, unsupported
-from baton.gateway.text.chat_template import check_depth
 from baton.request import (
     MAX_ALLOWED_TOKENS,
     MAX_EXTRA_ARGS,
@@ -36,6 +36,7 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_BAD_WORDS: Final = 1024
+MAX_DEPTH: Final = 64  # of client JSON; no template or tool needs more
 MAX_KWARGS: Final = 64
 MAX_PROMPTS: Final = 1024  # as in vLLM
 MAX_CHOICES_OF_FORM: Final = 4096
@@ -334,6 +335,7 @@ def _kind(kind: type[ClientBody]) -> _Kind:
 
 MAX_UNSUPPORTED_CHARS: Final = 80  # of a refused value in the error message
 # The parts of JSON that matter for its depth: brackets, and strings, because brackets in them do not count.
+_NESTING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
 
 
 def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
@@ -410,6 +412,24 @@ def _check_supported(keys: dict[str, msgspec.Raw], asked: set[str], kind: type[C
         if value not in harmless and value.translate(None, b" \t\r\n") not in harmless:
             text = value[:MAX_UNSUPPORTED_CHARS].decode("utf-8", "replace")
             raise unsupported(key, text)
+
+
+def check_depth(data: bytes, what: str, limit: int = MAX_DEPTH) -> None:
+    """Raise InvalidRequest for JSON that is nested more than `limit` deep; `what` names the JSON there.
+
+    Call this before anything walks client JSON: code in C and templates recurse and fail at some depth.
+    """
+    if data.count(b"[") + data.count(b"{") <= limit:
+        return
+    depth = 0
+    for found in _NESTING.finditer(data):
+        first = data[found.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > limit:
+                raise InvalidRequest(f"{what} is nested more than {limit} deep")
+        elif first in b"]}":
+            depth -= 1
 
 
 def text_of(item: Mapping[str, object], key: str, name: str) -> str:

@@ -7,9 +7,9 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import InvalidRequest
+from baton.gateway.api.body import check_depth
 from baton.gateway.api.errors import invalid, misread, unsupported
 from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, arguments_schema, text_arguments
-from baton.gateway.text.chat_template import check_depth
 
 MAX_TOOLS: Final = 128
 MAX_TOOL_BYTES: Final = 64 * 2**10

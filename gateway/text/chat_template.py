@@ -18,13 +18,13 @@ import minijinja
 import msgspec
 
 from baton.errors import ConfigError, InvalidRequest, ModelError, shown
+from baton.gateway.api.body import check_depth
 from baton.tokenizer_file import read_text, read_tokenizer_config
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TOOLS_TEMPLATE_FILE: Final = "additional_chat_templates/tool_use.jinja"
 MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand
 MAX_OUTPUT_CHARS: Final = 8 * 2**20
-MAX_DEPTH: Final = 64  # of client JSON; no template or tool needs more
 MAX_INDENT: Final = 64  # spaces, of JSON
 NAME: Final = "chat template"
 TOOLS_NAME: Final = "chat template for tools"
@@ -55,8 +55,6 @@ EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
 
 CONTINUE: Final = "continue_final_message"  # a key of bodies
 END_MARK: Final = "\ue000end of the last message\ue001 "  # of private characters; the space shows stripping
-
-_NESTING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
 
 Message: TypeAlias = Mapping[str, object]
 
@@ -317,24 +315,6 @@ def _with_text(message: Message, *, keeps_parts: bool = False) -> Message:
     if not isinstance(content, list) or (keeps_parts and message.get("role") == "user"):
         return message
     return {**message, "content": "\n".join(part["text"] for part in content)}
-
-
-def check_depth(data: bytes, what: str, limit: int = MAX_DEPTH) -> None:
-    """Raise InvalidRequest for JSON that is nested more than `limit` deep; `what` names the JSON there.
-
-    Call this before anything walks client JSON: code in C and templates recurse and fail at some depth.
-    """
-    if data.count(b"[") + data.count(b"{") <= limit:
-        return
-    depth = 0
-    for found in _NESTING.finditer(data):
-        first = data[found.start()]
-        if first in b"[{":
-            depth += 1
-            if depth > limit:
-                raise InvalidRequest(f"{what} is nested more than {limit} deep")
-        elif first in b"]}":
-            depth -= 1
 
 
 def _read_tool_call(call: object, name: str) -> object:
