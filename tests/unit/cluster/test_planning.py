@@ -19,6 +19,7 @@ from baton.errors import ConfigError
 from baton.messages.operations import GatewayStatus, PlanSummary, Status
 from baton.messages.status import StreamCounts, cell_of
 from baton.messages.workers import WorkerRole, WorkerStatus
+from baton.planner import layouts
 from baton.planner.layouts import QueueModel, Room, SimRehearser, linear
 from baton.planner.planner import ScalingPlan
 from baton.sim.timed.times import FittedTimes, Machine, TimeModel
@@ -26,6 +27,12 @@ from baton.tenants import Sla
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker, a_worker_status
 from tests.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearse a few requests: the host of the planner is tested here, not the quality of its plans."""
+    monkeypatch.setitem(layouts.REHEARSED, "fast", 60)
 
 
 class FakeRouters:
