@@ -105,7 +105,8 @@ def test_a_broken_way_between_two_ranks_fails_its_transfers_alone(
     destination, other = replicas("destination", 2), replicas("destination", 1)
     assert source.send(destination, NUM_UNITS) == "handed_over"
     link = source.endpoint._peers.link_to(destination.endpoint.incarnation)
-    assert link is not None
+    other_end = destination.endpoint._peers.link_to(source.endpoint.incarnation)
+    assert link is not None and other_end is not None
     way = source.endpoint._here._transports._peers[link.number, 1]
     sender = way._sender
     assert isinstance(sender, TcpSender)
@@ -124,7 +125,7 @@ def test_a_broken_way_between_two_ranks_fails_its_transfers_alone(
     assert all_back_s(source, destination, other) < BACK_S
     if is_for_good:
         link.close()
-        wait_for(lambda: link.is_lost)
+        wait_for(lambda: link.is_lost and other_end.is_lost)
     else:  # a transfer fails over a sender that has not noticed the break
         wait_for(lambda: sender.is_broken)
     assert_handed_over(source, destination)
