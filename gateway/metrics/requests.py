@@ -17,12 +17,13 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Final
 
 import msgspec
 
 from baton.clock import Clock
-from baton.gateway.api.answer import Answer, AnswerChoice
+from baton.gateway.api.answer import Answer, AnswerChoice, Usage
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer, Value
 from baton.gateway.streams.request_stream import (
@@ -48,13 +49,21 @@ COUNT_S: Final = 0.05  # between two timelines for the metrics: they take 0.05 %
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A call that has ended, by the gateway's clock."""
 
-    answer_id: str  # of a resumed answer: the id of its first request
-    known: RequestTimeline  # without its parts and the figures that follow from the marks
+    request_id: str = ""
+    answer_id: bytes = b""  # of a resumed answer: the id of its first request
+    tenant: str = ""
+    outcome: str = ""
+    gateway: str = ""
+    num_choices: int = 1
+    usage: Usage = Usage(0, 0, 0, 0)
+    is_streamed: bool = False
     marks: RequestMarks  # of the choice that ended last
     received_s: float  # the first byte of its head
     read_s: float  # the last byte of its body
     tokenised_s: float = 0.0  # seconds of tokenising, after read_s
     ended_s: float  # the last byte of the answer was handed to the connection
+    total_s: float  # from received_s to ended_s
+    calendar_s: float = 0.0  # ended_s, in seconds since 1970
 
     def timeline(self) -> RequestTimeline:
         """Assemble the timeline."""
@@ -70,11 +79,20 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         routed = next((each.routed for each in reversed(attempts) if each.routed), None)
         worker_times = [told.times for each in attempts for told in each.workers]
         hidden_s = [told.times.hidden_s for each in attempts[-1:] for told in each.workers]
-        return msgspec.structs.replace(
-            self.known,
+        return RequestTimeline(
+            request_id=self.request_id,
+            tenant=self.tenant,
+            outcome=self.outcome,
+            gateway=self.gateway,
+            began_s=self.calendar_s - self.total_s,
+            total_s=_seconds(self.total_s),
+            num_choices=self.num_choices,
+            num_prompt_tokens=self.usage.prompt,
+            num_cached_tokens=self.usage.cached,
+            num_tokens=self.usage.completion,
+            is_streamed=self.is_streamed,
             num_draft_tokens=sum(times.num_draft_tokens for times in worker_times),
             num_accepted_tokens=sum(times.num_accepted_tokens for times in worker_times),
-            total_s=_seconds(parts.ended_s - began_s),
             first_token_s=None if first_token_s is None else _seconds(first_token_s - began_s),
             num_ahead=0 if routed is None else routed.num_ahead,
             ahead_tenant="" if routed is None else routed.ahead_tenant,
@@ -87,8 +105,8 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def parts(self) -> "PartList":
         """Return the parts of the call's time."""
-        marks, gateway = self.marks, self.known.gateway
-        parts = PartList(self.received_s, self.received_s + _seconds(self.ended_s - self.received_s))
+        marks, gateway = self.marks, self.gateway
+        parts = PartList(self.received_s, self.received_s + _seconds(self.total_s))
         parts.add_until(self.read_s, "received", gateway)
         parts.split_until(marks.opened_s, {"tokenised": self.tokenised_s}, "parsed", gateway)
         for index, attempt in enumerate(marks.attempts):
@@ -247,30 +265,24 @@ class RequestHistory:
         marks = _last_marks(answer.choices)
         if marks is None:
             return  # it was refused before it could begin
-        call, usage, now_s = answer.call, answer.usage, self._clock.now_s()
+        call, now_s = answer.call, self._clock.now_s()
         received_s = call.received_s or call.arrival_s
-        total_s = now_s - received_s
-        known = RequestTimeline(
+        ended = EndedRequest(
             request_id=answer.choices[0].request_id,
+            answer_id=answer.name,
             tenant=call.tenant.name,
             outcome=outcome,
             gateway=self._name,
-            began_s=self._calendar_s() - total_s,
-            total_s=total_s,
             num_choices=len(answer.choices),
-            num_prompt_tokens=usage.prompt,
-            num_cached_tokens=usage.cached,
-            num_tokens=usage.completion,
+            usage=answer.usage,
             is_streamed=call.is_streamed,
-        )
-        ended = EndedRequest(
-            answer_id=answer.name.hex(),
-            known=known,
             marks=marks,
             received_s=received_s,
             read_s=call.arrival_s,
             tokenised_s=call.tokenised_s,
             ended_s=now_s,
+            total_s=now_s - received_s,
+            calendar_s=self._calendar_s(),
         )
         self._latest.append(ended)
         self._keep_slowest(ended)
@@ -279,7 +291,7 @@ class RequestHistory:
             self._count(ended.parts())
         if self._tracer is not None:
             context = call.trace or self._tracer.context(None, None)  # None: over a WebSocket
-            rule = self._tracer.rule(context, outcome, total_s)
+            rule = self._tracer.rule(context, outcome, ended.total_s)
             if rule is not None:
                 self._tracer.export(context, ended.timeline(), _asked(answer), rule)
 
@@ -287,12 +299,12 @@ class RequestHistory:
         """Return the requests that a query asks for, the latest or the slowest first."""
         if query.request_id is not None:
             known = (*reversed(self._latest), *self._recent_slowest())
-            of_id = (each for each in known if query.request_id in (each.known.request_id, each.answer_id))
+            of_id = (each for each in known if query.request_id in (each.request_id, each.answer_id.hex()))
             return [each.timeline() for each in islice(of_id, 1)]
         found: Iterable[EndedRequest] = reversed(self._latest)
         if query.order == "slowest":
             found = self._recent_slowest()
-        of_tenant = (each for each in found if query.tenant in (None, each.known.tenant))
+        of_tenant = (each for each in found if query.tenant in (None, each.tenant))
         return [each.timeline() for each in islice(of_tenant, query.limit)]
 
     def _count(self, parts: PartList) -> None:
@@ -305,18 +317,14 @@ class RequestHistory:
         if not self._slowest or ended.ended_s - self._slowest[-1][0] >= INTERVAL_S:
             self._slowest.append((ended.ended_s, []))
         slowest = self._slowest[-1][1]
-        if len(slowest) < MAX_SLOWEST or _total_s(ended) > _total_s(slowest[0]):
-            insort(slowest, ended, key=_total_s)
+        if len(slowest) < MAX_SLOWEST or ended.total_s > slowest[0].total_s:
+            insort(slowest, ended, key=attrgetter("total_s"))
             del slowest[:-MAX_SLOWEST]
 
     def _recent_slowest(self) -> list[EndedRequest]:
         since_s = self._clock.now_s() - SLOWEST_S
         requests = (each for began_s, slowest in self._slowest if began_s >= since_s for each in slowest)
-        return sorted(requests, key=_total_s, reverse=True)
-
-
-def _total_s(request: EndedRequest) -> float:
-    return request.known.total_s
+        return sorted(requests, key=attrgetter("total_s"), reverse=True)
 
 
 def _asked(answer: Answer) -> Mapping[str, Value | None]:

@@ -17,7 +17,6 @@ from baton.engine.scheduler.sequence import Batch
 from baton.errors import BatonError
 from baton.gateway.metrics.requests import EndedRequest
 from baton.gateway.streams.request_stream import ReplayLimits, RequestMarks
-from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, StepOutput, TokenEvent, TokenIds
 from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker
@@ -215,21 +214,12 @@ class FullCluster:
         self._num_open -= 1
         outcome = client.outcome
         if client.marks is not None and not outcome.refusal:
-            known = RequestTimeline(
-                request_id="0" * 32,
-                tenant="",
-                outcome="answered",
-                gateway="gateway",
-                began_s=0.0,
-                total_s=0.0,
-            )
             ended = EndedRequest(
-                answer_id=known.request_id,
-                known=known,
                 marks=client.marks,
                 received_s=outcome.asked_s,
                 read_s=outcome.asked_s,
                 ended_s=outcome.ended_s,
+                total_s=outcome.ended_s - outcome.asked_s,
             )
             for part in ended.parts().added:
                 self.parts[part.name] = self.parts.get(part.name, 0.0) + part.seconds

@@ -82,10 +82,11 @@ def timeline(
     *attempts: AttemptMarks, last_token_s: float = 18.5, call: dict[str, float] = CALL
 ) -> RequestTimeline:
     marks = RequestMarks(OPENED_S, last_token_s, list(attempts))
-    known = RequestTimeline(
-        request_id=id_of("r"), outcome="answered", gateway="gateway 1", began_s=0.0, total_s=0.0
+    total_s = call["ended_s"] - call["received_s"]
+    ended = EndedRequest(
+        request_id=id_of("r"), outcome="answered", gateway="gateway 1", marks=marks, total_s=total_s, **call
     )
-    return EndedRequest(answer_id=known.request_id, known=known, marks=marks, **call).timeline()
+    return ended.timeline()
 
 
 def check(found: RequestTimeline) -> None:
