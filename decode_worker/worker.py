@@ -59,6 +59,8 @@ PrefillResult: TypeAlias = Prefilled | PrefillFailed
 # Longest wait of a result for its Dispatch; by then routers have given up a silent link.
 MAX_EARLY_S: Final = 10.0
 MAX_PREPARED_S: Final = 10.0  # longest wait of a prepared attempt for its TakeOver
+MIN_PREFILL_PATIENCE_S: Final = 4.0  # longer than routers wait for a worker's sign of life
+logger = logging.getLogger(__name__)
 
 
 class EarlyResults:
@@ -145,10 +147,6 @@ class RunningAttempts:
         self.num_tokens += output.token_id is not None
         self._peer_registry.emit(attempt.gateway, event)
         return None if output.finish_reason is None else (attempt, None)
-
-
-MIN_PREFILL_PATIENCE_S: Final = 4.0  # longer than routers wait for a worker's sign of life
-logger = logging.getLogger(__name__)
 
 
 class DecodeWorker(WorkerNode):

@@ -31,6 +31,9 @@ from baton.rpc.auth import CACHE_SALTS, ClusterKeys, KeyRing
 from baton.tenants import ONLY_CLASS, TenantPolicy
 
 SALT_BYTES: Final = 16
+LOOK_EVERY_S: Final = 0.2
+SETTLE_S: Final = 0.2
+logger = logging.getLogger(__name__)
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,11 +123,6 @@ def _tenant(name: str, file: TenantsFile, key: bytes) -> Tenant:
         public_texts=tuple(file.public_prefixes[prefix] for prefix in entry.public_prefixes),
         is_admin=entry.admin,
     )
-
-
-LOOK_EVERY_S: Final = 0.2
-SETTLE_S: Final = 0.2
-logger = logging.getLogger(__name__)
 
 
 def _signature(path: Path) -> tuple[int, ...] | None:
