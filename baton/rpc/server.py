@@ -176,17 +176,26 @@ class RpcServer:
             logger.error("a peer is refused: %s", message)
 
     async def _connect(self, address: Address) -> None:
-        loop = asyncio.get_running_loop()
         link = RpcLink(self, Role.CONNECTING)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                await loop.create_connection(lambda: link, address.host, address.port)
+                await self._create_connection(link, address)
             await link.ended.wait()
             self._set_backoff(address, link)
         except (OSError, TimeoutError) as error:
             logger.debug("%s:%d cannot be reached: %s", address.host, address.port, error)
         finally:
             del self._dialing[address]
+
+    async def _create_connection(self, link: "RpcLink", address: Address) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.create_connection(lambda: link, address.host, address.port)
+        except BaseException:
+            # uvloop reports no lost connection if the call ends after `connection_made`; asyncio does, later.
+            if link in self._links:
+                link.connection_lost(None)
+            raise
 
     def _set_backoff(self, address: Address, link: "RpcLink") -> None:
         """Lengthen the pause of an address after every failed handshake but the first.
@@ -327,6 +336,9 @@ class RpcLink(asyncio.Protocol):
             self._handle(self._rpc_server.turn_ends_s(now_s))
 
     def connection_lost(self, error: Exception | None) -> None:
+        """End the link; the second report of the same end does nothing."""
+        if self.ended.is_set():
+            return
         self._stop_handshake_timer()
         try:
             if self._is_paused:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from itertools import pairwise, product
 
 import pytest
+import uvloop
 
 from baton.bench.faults.link_proxy import Direction, LinkProxy
 from baton.errors import WireError
@@ -19,7 +20,7 @@ from baton.messages.workers import Address
 from baton.rpc import server, session
 from baton.rpc.auth import KeyRing
 from baton.rpc.peers import Peer
-from baton.rpc.server import RpcServer
+from baton.rpc.server import RpcLink, RpcServer
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker
 from tests.unit.baton.rpc.rpc_peers import (
@@ -77,6 +78,38 @@ async def test_peer_of_a_process_that_is_not_ready_may_dial_again() -> None:
 
         await until(joined)
     await early.close()
+
+
+class ClosesOnceConnected(RpcServer):
+    """A server that closes when its first socket is connected, before its dial has heard of it."""
+
+    closing: asyncio.Task[None] | None = None
+    num_closed = 0
+
+    def opened(self, link: RpcLink) -> None:
+        super().opened(link)
+        self.closing = asyncio.create_task(self.close())
+
+    def closed(self, link: RpcLink) -> None:
+        super().closed(link)
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_server_closes_though_a_dial_is_cancelled_as_its_socket_connects(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def run() -> None:
+        dialling = ClosesOnceConnected(KEY)
+        async with hosted(Recorder("a")) as (_, address):
+            dialling.serve(Recorder("b"))
+            dialling.dial(address)
+            await until(lambda: dialling.closing is not None and dialling.closing.done())
+            await asyncio.sleep(0)  # a loop that reports the end again does so now
+        assert dialling.num_closed == 1
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run())
 
 
 @on_loop
