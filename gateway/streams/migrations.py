@@ -122,6 +122,7 @@ class Migrations:
         if stream is None or stream.migration is None:
             return False
         stream.migration.routed, stream.migration.router_clock = routed, router.clock_offset
+        self._cancel(routed.key, stream.migration.prepared - {routed.decode})
         if self._peer_registry.peer(routed.decode) is None:
             self.give_up(stream, "its new worker is not connected")
         else:
@@ -187,9 +188,14 @@ class Migrations:
         wait_s = min(MAX_RETRY_S, RETRY_S * 2 ** (stream.num_failed_migrations - 1))
         stream.migrates_after_s = self._clock.now_s() + wait_s
         key = (stream.request_id, migration.attempt)
-        self._peer_registry.tell(migration.decode, Cancel(request_id=key[0], attempt=key[1]))
+        self._cancel(key, {migration.decode} | migration.prepared)
         self._reports.ended(migration.router, key, 0)
         self._ended(stream, reason)
+
+    def _cancel(self, key: AttemptKey, workers: Iterable[str]) -> None:
+        """End an attempt at workers that hold pages for it."""
+        for worker in workers:
+            self._peer_registry.tell(worker, Cancel(request_id=key[0], attempt=key[1]))
 
     def forget(self, stream: RequestStream) -> None:
         """End the migration of a stream that has ended."""

@@ -1,5 +1,9 @@
 """Streams that move to another decode worker while they run."""
 
+from collections.abc import Callable
+
+import pytest
+
 from baton.gateway.streams.migrations import MAX_MIGRATION_S, MAX_MIGRATIONS, MAX_RETRY_S, RETRY_S
 from baton.gateway.streams.request_stream import MIGRATED
 from baton.messages.control import (
@@ -52,7 +56,35 @@ def test_prepared_may_come_before_the_router_names_the_worker() -> None:
     assert not g["d1"].take(TakeOver) and not g["d1"].take(Cancel)
     g.route("d1")
     assert g["d1"].only(TakeOver).attempt == 1 and not g["d2"].take(TakeOver)
+    assert g["d2"].only(Cancel) == Cancel(request_id=R, attempt=1)
     assert answer(g) == (1, 0, "")
+
+
+def wait_too_long(g: Gateway) -> None:
+    for _ in range(3):
+        g.tick(MAX_MIGRATION_S / 2)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda g: g.refuse(1), id="rejection"),
+        pytest.param(lambda g: g["router"].leave(), id="loss of the router"),
+        pytest.param(lambda g: g["d2"].say(failed(Failure.BUSY, attempt=1)), id="failure of another worker"),
+        pytest.param(lambda g: g["d0"].leave(), id="loss of the old worker"),
+        pytest.param(lambda g: g.say("d0", event(3, STOP)), id="end of the answer"),
+        pytest.param(lambda g: g.frontend.cancel(R), id="cancel"),
+        pytest.param(wait_too_long, id="time"),
+    ],
+)
+def test_every_end_before_the_router_names_the_worker_cancels_what_it_has_prepared(
+    end: Callable[[Gateway], None],
+) -> None:
+    g, _ = running("d0", "d1", "d2")
+    order(g)
+    prepared(g)
+    end(g)
+    assert g["d1"].only(Cancel) == Cancel(request_id=R, attempt=1)
 
 
 def test_a_new_worker_that_is_lost_after_prepared_is_prepared_no_more() -> None:
@@ -169,8 +201,7 @@ def test_router_that_leaves_before_its_answer_ends_the_move() -> None:
 
 def test_move_that_takes_too_long_is_given_up() -> None:
     g, _ = migrating()
-    for _ in range(3):
-        g.tick(MAX_MIGRATION_S / 2)
+    wait_too_long(g)
     assert answer(g)[:2] == (0, 1)
     assert g["d1"].only(Cancel).attempt == 1
 
