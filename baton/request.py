@@ -112,6 +112,7 @@ MAX_FRAME_CHARS = 256 * 2**10  # which has the schemas of all tools
 # In a form, between the parts of JSON: a model that likes white space could otherwise write nothing else.
 JSON_WHITESPACE = r"[\x20\x09]?(\r?\n[\x20\x09]{0,32})?"
 MAX_INTEGER = 2**63 - 1  # of any value, also of an integer given for a float: every message carries it
+HEALTH_PRIORITY = -(2**31) - 1  # of a gateway's health checks: before the least that a client may give
 
 
 class FinishReason(StrEnum):
@@ -402,8 +403,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attempt: Attempt = 0
     generated_token_ids: tuple[TokenId, ...] = ()
     choice: int = 0
-    # A gateway's health check, never a client's request: a prefill worker computes the prompt and its pages
-    # are transferred, or the request fails; its decode worker never computes the prompt.
+    # Of a health check: a prefill worker computes the prompt and its pages are transferred, or the request
+    # fails; its decode worker never computes the prompt.
     is_probe: bool = False
 
     def __post_init__(self) -> None:
@@ -416,6 +417,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise InvalidRequest(
                 f"generated_token_ids: {num_generated} tokens fill max_tokens {sampling.max_tokens} already"
             )
+
+    @property
+    def is_health_check(self) -> bool:
+        """The request comes from a gateway's health check, never from a client."""
+        return self.priority == HEALTH_PRIORITY
 
     @property
     def key(self) -> AttemptKey:

@@ -201,7 +201,7 @@ async def serve_gateway(
     config = _within_descriptors(config)
     clock, rpc_server = SystemClock(), RpcServer(keys, link_timeout_s=config.link_timeout_s)
     limits = request_stream.ReplayLimits(
-        max_streams=config.max_open_requests + 1,  # the canary's too
+        max_streams=config.max_open_requests,
         max_wait_s=config.max_wait_s,
         max_begun_wait_s=config.max_begun_wait_s,
     )

@@ -5,6 +5,7 @@
    attempts are open, or a quota or an objective forbids this one.
 2. `dispatch_queued`: each attempt is dispatched in its turn to a pair of workers with room. The
    attempt is entered as in-flight load, both workers get their messages, and other routers are told.
+   Migrations and health checks bypass the queue.
 3. `started`, `ended`: the gateway reports the first token and the end. When the decode worker leaves before
    the first token, the gateway gets `AttemptFailed`. Freed room goes to queued attempts at once.
 
@@ -45,10 +46,7 @@ from baton.router.cluster_state import ClusterState
 from baton.router.in_flight import InFlightAttempt, num_kv_tokens, num_output_tokens, scheduling_class_of
 from baton.router.membership import Member, Membership, MemberView, ModelMembers
 from baton.router.pairing import NoSlot, Pairing, PairQuestion, Unpaired
-from baton.router.policies.base import (
-    Pair,
-    TenantClaim,
-)
+from baton.router.policies.base import NO_CLAIM, Pair, TenantClaim
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.admission import AdmissionQueue, Capacity, SharedAdmission
 from baton.router.queue.quotas import AttemptRefusal, no_room
@@ -162,7 +160,8 @@ class Dispatcher:
         num_open = len(self._in_flight) + len(self.admission_queue) + len(self._arriving)
         num_free = self._max_attempts - num_open
         num_own = 0 if submit.is_begun else self.admission_queue.quotas.num_requests(submit.request.tenant)
-        if not has_slots(submit.request.tenant, 1, num_own, num_free):
+        has_slot = has_slots(submit.request.tenant, 1, num_own, num_free)
+        if not has_slot and not submit.request.is_health_check:
             reason = f"of {self._max_attempts} attempts {num_free} are free, {num_own} are the tenant's"
             self._reject(gateway.id, key, no_room(reason))
             return False
@@ -250,26 +249,37 @@ class Dispatcher:
             gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
 
     def _migrate(self, gateway: GatewayPeer, submit: Submit) -> bool:
-        """Dispatch a migration at once, past the queue, or reject it: the request runs on where it is."""
+        """Dispatch a migration, or reject it: the request runs on where it is."""
         capacity, num_tokens = self.admission_queue.capacity, num_kv_tokens(submit.request)
         pair = self._pairing.migration(
             submit, gateway.reached, lambda member: capacity.can_decode(member, num_tokens)
         )
-        if not isinstance(pair, Pair):
+        return self._dispatch_at_once(gateway, submit, pair)
+
+    def _check_health(self, gateway: GatewayPeer, submit: Submit) -> bool:
+        """Dispatch a health check, also to full workers: a busy cluster is healthy."""
+        local_tokens = self.admission_queue.overload.local_prefill_tokens
+        pair = self._pairing.pair(PairQuestion(submit, gateway.reached, (), NO_CLAIM, local_tokens))
+        return self._dispatch_at_once(gateway, submit, pair)
+
+    def _dispatch_at_once(self, gateway: GatewayPeer, submit: Submit, pair: Pair | Unpaired | NoSlot) -> bool:
+        """Dispatch an attempt past the queue if it has a pair, or reject it."""
+        assert not isinstance(pair, NoSlot), "without a claim no slot is needed"
+        if isinstance(pair, Unpaired):
             self._reject(gateway.id, submit.request.key, no_room(pair.value))
             return False
-        queued = self.admission_queue.migrate(gateway.id, submit)
+        queued = self.admission_queue.bypass(gateway.id, submit)
         entry = make_entry(gateway.id, submit.request, pair, self._cluster_state.model, 0.0)
-        # Its prompt is not computed again.
-        self._in_flight.enter(queued.key, entry._replace(num_prompt_tokens=0, compute_s=0.0))
-        self._counters["migrations"] += 1
-        _send(gateway, submit.request, pair, queued, self.admission_queue.waited_s(queued))
-        self._cluster_state.dispatched(submit, pair, entry)
+        if submit.migrates_from:  # its prompt is not computed again
+            entry = entry._replace(num_prompt_tokens=0, compute_s=0.0)
+        self._enter(gateway, submit, pair, queued, entry)
         return True
 
     def _enqueue(self, gateway: GatewayPeer, submit: Submit) -> bool:
         if submit.migrates_from:
             return self._migrate(gateway, submit)
+        if submit.request.is_health_check:
+            return self._check_health(gateway, submit)
         key = submit.request.key
         refused = self.admission_queue.submit(gateway.id, submit)
         if refused is not None:
@@ -375,15 +385,21 @@ class Dispatcher:
         return self._pairing.pair(question._replace(full=capacity.full(num_tokens)))
 
     def _dispatch(self, gateway: GatewayPeer, queued: QueuedAttempt, pair: Pair) -> None:
-        """Take the attempt out of the queue, enter its load, and tell workers, gateway and other routers."""
+        """Take the attempt out of the queue, and dispatch it."""
         request, submit = self.admission_queue.dispatch(queued), queued.submit
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)
         entry = make_entry(gateway.id, request, pair, self._cluster_state.model, queued.work)
+        self._enter(gateway, submit, pair, queued, entry)
+
+    def _enter(
+        self, gateway: GatewayPeer, submit: Submit, pair: Pair, queued: QueuedAttempt, entry: InFlightAttempt
+    ) -> None:
+        """Enter the load of an attempt, and tell workers, gateway and other routers."""
         self._in_flight.enter(queued.key, entry)
-        self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
-        waited_s = self.admission_queue.waited_s(queued)
-        _send(gateway, request, pair, queued, waited_s)
+        kind = "dispatched" if pair.prefill is not None else "dispatched_local"
+        self._counters["migrations" if submit.migrates_from else kind] += 1
+        _send(gateway, submit.request, pair, queued, self.admission_queue.waited_s(queued))
         # The workers have their messages: the rest adds nothing to the latency of the request.
         self._cluster_state.dispatched(submit, pair, entry)
 

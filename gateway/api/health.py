@@ -15,22 +15,22 @@ from baton.gateway.api.body_reader import ServedModels
 from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.request_stream import Service, run_once
 from baton.messages.workers import Worker, WorkerRole
-from baton.request import Request, SamplingParams, TokenIds
+from baton.request import HEALTH_PRIORITY, Request, SamplingParams, TokenIds
 
 TIMEOUT_S: Final = 5.0
 FRESH_S: Final = 1.0  # the result of a health check is reused for this long
 NUM_PAGES: Final = 2  # of the prompt, and a token: longer than a decode worker computes by itself
 # The prefill worker samples the first token, the decode worker the second.
 SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
-FIRST: Final = -(2**31)  # the priority that goes before all others
 
 
 class Canary:
     """Checks the cluster with a tiny request through a prefill worker and a decode worker.
 
     Where prefill workers are configured the request is a probe: a prefill worker computes its prompt and
-    transfers the pages, or the probe fails, whatever the routing policy. The request is the first of its
-    tenant in every queue, so a cluster that is busy answers it, too. Concurrent checks share one request.
+    transfers the pages, or the probe fails, whatever the routing policy. The request bypasses the router's
+    queue and goes before the requests of clients at the workers, so a busy cluster answers it, too.
+    Concurrent checks share one request.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Canary:
             sampling=SAMPLING,
             model=self.model,
             cache_salt=b"canary",
-            priority=FIRST,
+            priority=HEALTH_PRIORITY,
             arrival_s=self._clock.now_s(),
             is_probe=is_probe,
         )

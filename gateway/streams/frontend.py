@@ -160,7 +160,7 @@ class Frontend:
 
         Raises Overloaded or InvalidRequest, and keeps nothing of the request then.
         """
-        if len(self._streams) >= self._limits.max_streams:
+        if len(self._streams) >= self._limits.max_streams and not request.is_health_check:
             message = f"{self._limits.max_streams} requests are open, this gateway takes no more"
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
         if not fits_request(request):
@@ -525,7 +525,7 @@ class Frontend:
         """Wake the models that requests of clients wait for."""
         waiting = (stream.request for streams in self._waiting.values() for stream in streams.values())
         orders = () if self.status is None else self.status.orders
-        for model in {request.model for request in waiting if not request.is_probe}:
+        for model in {request.model for request in waiting if not request.is_health_check}:
             if are_asleep(self.workers, model):
                 self.counters["wakes"] += 1
                 latest = latest_order(orders, model)

@@ -274,7 +274,7 @@ class _EndSink:
 class ReplayLimits(NamedTuple):
     """Limits of one gateway process."""
 
-    max_streams: int = 4096  # open at once
+    max_streams: int = 4096  # open at once, without health checks
     max_wait_s: float = 30.0  # without any worker
     max_begun_wait_s: float = 300.0  # without any worker, once the answer has begun
     max_silence_s: float = 120.0  # of the workers that have the request

@@ -113,7 +113,7 @@ class SubmitWindow:
         num_tokens = TOKENS_PER_SUBMIT + request.num_tokens
         self._unanswered.setdefault(router, {})[request.key] = (request.tenant, num_tokens)
         self._num_tokens[request.tenant] += num_tokens
-        if not request.is_probe:
+        if not request.is_health_check:
             self._submitted_s.pop(request.tenant, None)
             self._submitted_s[request.tenant] = self._clock.now_s()
 

@@ -382,8 +382,8 @@ class AdmissionQueue:
         tally.num_degraded += request is not waiting.request
         return request
 
-    def migrate(self, gateway: str, submit: Submit) -> QueuedAttempt:
-        """Enter an attempt that is dispatched without a turn: it takes the place of one that runs.
+    def bypass(self, gateway: str, submit: Submit) -> QueuedAttempt:
+        """Enter an attempt that is dispatched without a turn: a migration, or a health check.
 
         Its tenant is charged for its tokens when it ends. The key must be new.
         """

@@ -26,7 +26,7 @@ from baton.messages.control import (
 )
 from baton.messages.workers import Load
 from baton.pages import PageKeys
-from baton.request import AttemptKey, SamplingParams, TokenIds
+from baton.request import HEALTH_PRIORITY, AttemptKey, SamplingParams, TokenIds
 from baton.router.decisions import EndedLine, decode_lines
 from baton.router.dispatcher import MAX_DISPATCHED, make_entry
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, SchedulingClass
@@ -79,6 +79,21 @@ def test_pull_source_fits_beside_short_prompt_only() -> None:
     assert fits_request(long) and fits_beside(short, source) and not fits_beside(long, source)
     encode(Dispatch(request=short, gateway=id_of("g"), source=source))
     encode(Dispatch(request=long, gateway=id_of("g")))
+
+
+@pytest.mark.parametrize("is_probe", [True, False])
+def test_health_check_is_dispatched_at_once_to_a_full_cluster(is_probe: bool) -> None:
+    c = cluster(max_attempts=MIN_COMPUTING + 1)
+    c.add("p0", num_pages=10_000)
+    c.add("d0", num_pages=10_000, max_num_seqs=1)
+    fill(c)
+    assert submit(c, asked("waiting", "b")) == []
+    routed = c.submit(a_request("health", priority=HEALTH_PRIORITY, is_probe=is_probe))
+    assert isinstance(routed, Routed) and routed.decode == id_of("d0")
+    end(c, "health", num_tokens=2)
+    assert answers(c) == [] and len(c.router.in_flight) == MIN_COMPUTING
+    c.router.admission_queue.check_integrity()
+    c.router.in_flight.check_integrity()
 
 
 def decode_of(c: Cluster, submission: Submit) -> str:

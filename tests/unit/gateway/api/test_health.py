@@ -7,6 +7,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
+from baton.gateway.api.body import CompletionBody
 from baton.gateway.api.health import FRESH_S, Canary
 from baton.messages.workers import WorkerRole
 from tests.event_loop import on_loop
@@ -120,4 +121,6 @@ async def test_probe_goes_before_all_requests_of_clients(model: str) -> None:
     service.workers = (msgspec.structs.replace(worker(), model=model),)
     await Canary(service, ManualClock(), model=model, expects_prefill=False).check()
     (request,) = service.requests
-    assert request.priority == -(2**31)  # the lowest that a body may give
+    assert request.is_health_check
+    with pytest.raises(msgspec.ValidationError, match="priority"):
+        msgspec.convert({"prompt": "", "priority": request.priority}, CompletionBody)

@@ -24,7 +24,7 @@ from baton.messages.control import (
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.orders import Wake
 from baton.messages.workers import Load, Worker
-from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenIds
+from baton.request import HEALTH_PRIORITY, FinishReason, Request, SamplingParams, TokenEvent, TokenIds
 from tests.answer import Answer
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.gateway.frontend_peers import event, gateway
@@ -140,6 +140,8 @@ def test_too_many_streams_are_refused_and_leave_nothing() -> None:
         g.open(a_request("s"))
     assert caught.value.retry_after_s > 0
     assert g.frontend.num_open == 1
+    g.open(a_request("health", priority=HEALTH_PRIORITY))  # a busy gateway is healthy
+    g.frontend.cancel(id_of("health"))
     g.frontend.cancel(id_of("r"))
     g.open(a_request("s"))
 
@@ -266,16 +268,16 @@ def test_request_that_waits_for_a_model_that_sleeps_wakes_the_model(wakes_models
 
 
 @pytest.mark.parametrize(
-    ("is_probe", "workers"),
+    ("priority", "workers"),
     [
-        pytest.param(True, (a_worker("d0", is_asleep=True),), id="health check"),
-        pytest.param(False, (a_worker("d0", is_asleep=True), a_worker("d1")), id="a decode worker is awake"),
+        pytest.param(HEALTH_PRIORITY, (a_worker("d0", is_asleep=True),), id="health check"),
+        pytest.param(0, (a_worker("d0", is_asleep=True), a_worker("d1")), id="a decode worker is awake"),
     ],
 )
-def test_request_that_wakes_no_model(is_probe: bool, workers: tuple[Worker, ...]) -> None:
+def test_request_that_wakes_no_model(priority: int, workers: tuple[Worker, ...]) -> None:
     g = gateway(wakes_models=True)
     g["router"].say(Members(workers=workers))
-    g.open(a_request(is_probe=is_probe))
+    g.open(a_request(priority=priority))
     g.refuse()
     for _ in range(8):
         g.tick()

@@ -37,7 +37,7 @@ from baton.messages.operations import (
     StatusQuery,
 )
 from baton.messages.status import RouterStatus
-from baton.request import FinishReason, Request
+from baton.request import HEALTH_PRIORITY, FinishReason, Request
 from baton.rpc.questions import MAX_ASKED
 from tests.answer import Answer
 from tests.event_loop import on_loop
@@ -406,9 +406,9 @@ def test_idle_tenant_holds_no_other_tenant() -> None:
     assert not window.is_full("busy")
 
 
-def test_probe_does_not_count_as_another_tenant() -> None:
+def test_health_check_does_not_count_as_another_tenant() -> None:
     window = SubmitWindow(ManualClock(1.0))
-    window.submitted("router", msgspec.structs.replace(of_tenant(""), is_probe=True))
+    window.submitted("router", msgspec.structs.replace(of_tenant(""), priority=HEALTH_PRIORITY))
     for number in range(NUM_AT_ONCE):
         window.submitted("router", of_tenant("busy", number))
     assert not window.is_full("busy")
