@@ -1,3 +1,5 @@
+"""The WebSocket side of calls; tests/e2e has the calls themselves."""
+
 import asyncio
 from typing import Any, cast
 
