@@ -274,17 +274,18 @@ class Operator:
         answers = await self._questions.ask(order, list(self._routers)[:1], Migrated, MIGRATE_TIMEOUT_S)
         if not answers:
             raise TimeoutError
-        num_moved, num_asked = sum(each.num_moved for each in answers), answers[0].num_asked
-        if len(answers) < num_asked:
+        told = [each for each in answers if not each.is_lost]
+        num_moved, num_asked = sum(each.num_moved for each in told), answers[0].num_asked
+        if len(told) < num_asked:
             raise WorkerLost(
-                f"{num_moved} moved, but only {len(answers)} of {num_asked} gateways have told about their "
+                f"{num_moved} moved, but only {len(told)} of {num_asked} gateways have told about their "
                 "requests: run the command again"
             )
         return msgspec.structs.replace(
-            answers[0],
+            told[0],
             num_moved=num_moved,
-            num_left=sum(each.num_left for each in answers),
-            reason=max((each.num_left, each.reason) for each in answers)[1],
+            num_left=sum(each.num_left for each in told),
+            reason=max((each.num_left, each.reason) for each in told)[1],
         )
 
     async def restart(self, worker: str) -> None:

@@ -38,7 +38,7 @@ from baton.messages.control import (
     Routed,
     Submit,
 )
-from baton.messages.operations import GatewayStatus
+from baton.messages.operations import GatewayStatus, Migrate
 from baton.messages.status import OverloadLevel, QueueStatus, joined
 from baton.messages.workers import PrefillTimes
 from baton.request import AttemptKey, Request
@@ -87,13 +87,14 @@ def make_entry(
 
 
 class GatewayPeer:
-    """A connected gateway, and its latest reports."""
+    """A connected gateway, its latest reports, and its open orders."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.id = peer.hello.id
         self.reached: frozenset[str] = frozenset()  # ids of workers that the gateway can reach
         self.status: GatewayStatus | None = None
+        self.orders: dict[tuple[str, int], Migrate] = {}  # without an answer, by asker and number
 
 
 class _Reservation(NamedTuple):

@@ -262,7 +262,7 @@ class Router:
             former = self._gateways.get(hello.id)
             self._gateways[hello.id] = GatewayPeer(peer)
             if former is not None:
-                self.dispatchers.gateway_left(hello.id)
+                self._gateway_left(former)
                 former.peer.close()
             peer.send(self._list_members())
         elif hello.process is Kind.ROUTER:
@@ -277,7 +277,7 @@ class Router:
         gateway = self._gateways.get(peer.hello.id)
         if gateway is not None and gateway.peer is peer:
             del self._gateways[peer.hello.id]
-            self.dispatchers.gateway_left(peer.hello.id)
+            self._gateway_left(gateway)
         member = self.members.get(peer.hello.id)
         if member is not None and member.peer is peer:
             self.members.remove(member)
@@ -396,7 +396,10 @@ class Router:
                 self._answer(peer, message)
             case Sleep() | Wake():
                 self._pass_on_order(message)
-            case FoundRequests() | Migrated():
+            case FoundRequests():
+                self._pass_back(message)
+            case Migrated():
+                gateway.orders.pop((message.asker, message.question), None)
                 self._pass_back(message)
             case GatewayReport():
                 gateway.status = message.status
@@ -422,7 +425,10 @@ class Router:
         missing = [name for name, member in workers.items() if member is None]
         ids = {name: member.id for name, member in workers.items() if member is not None}
         if not missing and self._gateways:
-            self._relay(peer, replace(order, worker=ids.get(order.worker, ""), to=ids.get(order.to, "")))
+            ordered = replace(order, worker=ids.get(order.worker, ""), to=ids.get(order.to, ""))
+            ordered = self._relay(peer, ordered)
+            for gateway in self._gateways.values():
+                gateway.orders[ordered.asker, ordered.question] = ordered
         else:
             reason = f"there is no worker {missing[0]!r}" if missing else "no gateway is connected"
             peer.send(Migrated.answer_to(replace(order, asker=peer.hello.id, num_asked=1), reason=reason))
@@ -434,6 +440,12 @@ class Router:
         for gateway in self._gateways.values():
             gateway.peer.send(asked)
         return asked
+
+    def _gateway_left(self, gateway: GatewayPeer) -> None:
+        """End the attempts of a gateway, and answer its open orders."""
+        self.dispatchers.gateway_left(gateway.id)
+        for order in gateway.orders.values():
+            self._pass_back(Migrated.answer_to(order, is_lost=True))
 
     def _pass_back(self, answer: FoundRequests | Migrated) -> None:
         """Give a gateway's answer to the asker."""

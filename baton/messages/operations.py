@@ -115,6 +115,7 @@ class Migrated(Numbered, frozen=True):
     num_moved: Count = 0
     num_left: Count = 0  # requests that stay at their worker
     reason: Reason = ""  # why the last of these stays
+    is_lost: bool = False  # the router answers: the gateway's connection ended before its answer
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

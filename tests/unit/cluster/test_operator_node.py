@@ -156,6 +156,20 @@ async def test_moves_are_counted_for_the_order_that_asked_for_them(monkeypatch: 
 
 
 @on_loop
+async def test_migration_ends_when_a_gateway_leaves_before_its_answer() -> None:
+    async with a_router("a") as (router, address):
+        TestPeer.worker(router, a_worker("d0"))
+        gateways = [TestPeer.gateway(router, name) for name in ("g0", "g1")]
+        async with connected([address], KEY) as operator, asyncio.timeout(5.0):
+            moves = asyncio.create_task(operator.migrate(worker="d0"))
+            await until(lambda: num_orders(gateways[1]) == 1)
+            gateways[0].say(Migrated.answer_to(gateways[0].only(Migrate), num_moved=3))
+            gateways[1].leave()
+            with pytest.raises(WorkerLost, match="3 moved, but only 1 of 2 gateways have told"):
+                await moves
+
+
+@on_loop
 async def test_a_router_that_comes_back_is_asked_again() -> None:
     first = RpcServer(KEY)
     address = await first.listen()

@@ -84,6 +84,16 @@ def test_order_reaches_every_gateway_and_each_answer_the_operator(c: Cluster) ->
     assert [each.num_moved for each in operator.take(Migrated)] == [1, 1]
 
 
+def test_gateway_that_connects_again_has_lost_its_open_orders(c: Cluster) -> None:
+    operator = TestPeer.operator(c.router)
+    for question in (3, 4):
+        operator.say(Migrate(question=question, worker="d0"))
+    answered, _ = c["g"].take(Migrate)
+    c["g"].say(Migrated.answer_to(answered, num_moved=1))
+    TestPeer.gateway(c.router)
+    assert [(each.question, each.is_lost) for each in operator.take(Migrated)] == [(3, False), (4, True)]
+
+
 def test_order_with_an_unknown_worker_is_answered_by_the_router(c: Cluster) -> None:
     operator = TestPeer.operator(c.router)
     operator.say(Migrate(question=3, worker="d7"))
