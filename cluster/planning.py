@@ -133,7 +133,6 @@ class Planning:
         self,
         config: ServeConfig,
         clock: Clock,
-        routers: Routers,
         workers: Workers,
         log: Path,
     ) -> None:
@@ -158,7 +157,6 @@ class Planning:
         self._settings = settings
         self._num_gateways = config.gateways
         self._clock = clock
-        self._routers = routers
         self._workers = workers
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -168,29 +166,29 @@ class Planning:
         self._latest: deque[ScalingPlan] = deque(maxlen=MAX_PLANS)  # the latest first
         self._came: deque[Score] = deque(maxlen=2 * MAX_PLANS)
 
-    async def keep_planning(self) -> None:
+    async def keep_planning(self, routers: Routers) -> None:
         """Plan every `interval_s` seconds until cancelled."""
         while True:
             await asyncio.sleep(self._settings.interval_s)
             try:
-                await self.tick()
+                await self.tick(routers)
             except Exception:  # of the runtime, which carries out the plan: the planner goes on
                 logger.exception("the planner has failed, and goes on")
 
-    async def tick(self) -> ScalingPlan:
+    async def tick(self, routers: Routers) -> ScalingPlan:
         """Make one plan, write it, and act on it."""
-        figures = await self._figures()
+        figures = await self._figures(routers)
         plan = await asyncio.to_thread(self._planner.plan, self._clock.now_s(), figures)
         _write_plan(self._log, plan)
         self._latest.appendleft(plan)
         self._came.extend(plan.scores)
-        self._routers.tell(plans=tuple(self._summaries()))
+        routers.tell(plans=tuple(self._summaries()))
         if plan.target.name == figures.ordered.name:
             return plan
         logger.warning("planner, %s: %s", plan.decision_id, plan.reason)
         try:
             if self._settings.mode == "apply":
-                await self._apply(plan)
+                await self._apply(plan, routers)
         except (BatonError, TimeoutError) as error:  # such as no room for a worker
             logger.error("planner, %s: cannot be carried out: %s", plan.decision_id, error)
         finally:
@@ -211,7 +209,7 @@ class Planning:
                 came=came.get(plan.decision_id),
             )
 
-    async def _apply(self, plan: ScalingPlan) -> None:
+    async def _apply(self, plan: ScalingPlan, routers: Routers) -> None:
         """Flip workers, then add and remove the others."""
         ordered = self._workers.ordered()
         for action in plan.actions:
@@ -219,7 +217,7 @@ class Planning:
                 role = WorkerRole(action.role)
                 others = ordered[WorkerRole.DECODE if role is WorkerRole.PREFILL else WorkerRole.PREFILL]
                 for name in others[-int(action.number) :]:
-                    await self._routers.flip(name, role)
+                    await routers.flip(name, role)
                     self._workers.flipped(name, role)
         await self._workers.scale(plan.target.num_prefill, plan.target.num_decode)
 
@@ -229,8 +227,8 @@ class Planning:
             num_prefill=len(ordered[WorkerRole.PREFILL]), num_decode=len(ordered[WorkerRole.DECODE])
         )
 
-    async def _figures(self) -> Figures:
-        status = await self._routers.status_or_none() or Status()
+    async def _figures(self, routers: Routers) -> Figures:
+        status = await routers.status_or_none() or Status()
         serving = [each.worker.role for each in status.workers if not each.is_draining]
         return Figures(
             counts={

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -38,6 +38,9 @@ from baton.messages.operations import Drain, Flip, OrderedWorkers, RestartWorker
 from baton.messages.workers import Address, WorkerRole
 from baton.router.policies.registry import policy_class
 from baton.rpc.auth import ClusterKeys, KeyRing
+
+if TYPE_CHECKING:
+    from baton.cluster.planning import Planning
 
 ASK_EVERY_S: Final = 0.1
 SAY_EVERY_S: Final = 3.0
@@ -111,11 +114,12 @@ class Cluster:
         """Start all processes; return when a request would be answered. Raises ConfigError and WorkerLost."""
         topology = self._topology = await self._make_topology()
         planned = specs(self._config, topology)
+        planning = self._make_planning(topology.port)  # before the workers load the model: it may fail
         reporting = asyncio.create_task(self._report_progress())
         try:
             await self._runtime.place(planned)
             self._processes = [self._supervised(spec) for spec in planned]
-            await self._start_in_time(topology)
+            await self._start_in_time(topology, planning)
         finally:
             reporting.cancel()
         return topology
@@ -144,16 +148,17 @@ class Cluster:
 
         self._keep(look())
 
-    def _plan_with(self, operator: Operator, port: int) -> None:
-        """Start the planner, if there is one."""
+    def _make_planning(self, port: int) -> "Planning | None":
+        """Return the planner, if there is one. ConfigError: its settings, its times or its log are wrong."""
         settings = self._config.planner
         if settings.mode == "off":
-            return
+            return None
         from baton.cluster.planning import Planning, log_path  # loads the simulator
 
         log = log_path(settings.log, port)
+        planning = Planning(self._config, self._clock, self, log)
         self._say(f"the planner writes to {log}; `baton explain plan` shows the latest plans")
-        self._keep(Planning(self._config, self._clock, operator, self, log).keep_planning())
+        return planning
 
     # The planner calls these.
 
@@ -357,7 +362,7 @@ class Cluster:
         self._keep(self.redis.keep())
         return self.redis.url
 
-    async def _start_in_time(self, topology: Topology) -> None:
+    async def _start_in_time(self, topology: Topology, planning: "Planning | None") -> None:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._start_all()
@@ -366,7 +371,8 @@ class Cluster:
                 connecting = connected(topology.routers, self._ring, self._verdicts)
                 operator = await self._resources.enter_async_context(connecting)
                 self._keep(self._report(operator))
-                self._plan_with(operator, topology.port)
+                if planning is not None:
+                    self._keep(planning.keep_planning(operator))
                 while not self._is_whole(await operator.status_or_none()):
                     await asyncio.sleep(ASK_EVERY_S)
         except TimeoutError:

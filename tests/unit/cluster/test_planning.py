@@ -116,7 +116,7 @@ def test_log_whose_folder_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     planner = PlannerConfig(mode="advise", ttft_ms=1000, times=str(tmp_path / "times.json"))
     log = tmp_path / "times.json" / "plans.jsonl"
     with pytest.raises(ConfigError, match=r"planner.log: .*times.json cannot be made: File exists"):
-        Planning(ServeConfig(model="tiny", planner=planner), ManualClock(), FakeRouters(), FakeWorkers(), log)
+        Planning(ServeConfig(model="tiny", planner=planner), ManualClock(), FakeWorkers(), log)
 
 
 def test_log_that_is_none_is_an_error(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ class Host:
         self.routers, self.workers = FakeRouters(), FakeWorkers()
         self.log = folder / "plans.jsonl"
         self._clock = ManualClock()
-        self.planning = Planning(config, self._clock, self.routers, self.workers, self.log)
+        self.planning = Planning(config, self._clock, self.workers, self.log)
 
     @classmethod
     def of(
@@ -164,7 +164,7 @@ class Host:
         for _ in range(num):
             self._clock.advance(30.0)
             self.routers.num += 30 * rate
-            asyncio.run(self.planning.tick())
+            asyncio.run(self.planning.tick(self.routers))
 
     def plans(self, num: int) -> list[ScalingPlan]:
         """Return the latest plans of the log."""
@@ -313,6 +313,6 @@ async def test_planner_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(
         host.planning, "_settings", msgspec.structs.replace(host.planning._settings, interval_s=0.001)
     )
-    keeping = asyncio.create_task(host.planning.keep_planning())
+    keeping = asyncio.create_task(host.planning.keep_planning(host.routers))
     await until(lambda: num_calls >= 3)
     keeping.cancel()

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from baton.bench.sim.suite import usual_times
 from baton.cluster.runtimes.base import ProcessSpec
 from baton.cluster.runtimes.local import LocalProcess, LocalRuntime
 from baton.cluster.serve import COMPILING, LONGEST_COMPILATION_S, Cluster, are_compiled_now, kept_port
 from baton.cluster.serve_plan import Topology, specs
 from baton.config.cluster import ServeConfig, WorkersConfig
+from baton.config.planner import PlannerConfig
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.kernels import native
 from baton.messages.workers import Address, WorkerRole
@@ -132,4 +135,23 @@ async def test_no_worker_is_taken_away_when_there_is_no_room_for_the_others() ->
         WorkerRole.DECODE: ["decode-0", "decode-1"],
     }
     assert not machine.released
+    await cluster.close()
+
+
+@on_loop
+async def test_log_of_plans_that_cannot_be_made_is_an_error_before_the_workers_are_placed(
+    tmp_path: Path,
+) -> None:
+    times = tmp_path / "times.json"
+    usual_times().save(times)
+    log = str(times / "plans.jsonl")
+    config = ServeConfig(
+        model="tiny",
+        port=0,
+        router=RouterConfig(redis="none"),
+        planner=PlannerConfig(mode="advise", ttft_ms=1000, times=str(times), log=log),
+    )
+    cluster = Cluster(config, Machine(room=0), b"k" * 20, print)
+    with pytest.raises(ConfigError, match=r"planner.log: .*times.json cannot be made: File exists"):
+        await cluster.start()
     await cluster.close()
