@@ -121,7 +121,7 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """The usage of an undisturbed answer to the call, also when this answer is resumed."""
+        """The usage of the whole answer; a resumed answer counts the part that was delivered before."""
         if self._usage is not None:
             return self._usage
         resumed, num_completion, num_cached, num_reasoning = self.call.resumed, 0, 0, 0
@@ -176,7 +176,7 @@ class Answer:
             listener.failed(error)
 
     def advanced(self, choice: "AnswerChoice", delta: Delta, *, by_worker: bool) -> None:
-        """Take a part of a choice from the choice. by_worker: its worker knows of the end, if this is it."""
+        """Take a part of a choice. by_worker: the worker has ended the choice itself, if this is the end."""
         self._usage = None
         is_first = choice.num_tokens == len(delta.token_ids)
         if is_first and choice.number == 0 and self.call.num_choices > 1:

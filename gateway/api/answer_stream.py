@@ -101,12 +101,12 @@ class StreamProgress:
 
 
 class _Skip:
-    """The part of one choice that is still to be taken off."""
+    """The delivered part of one choice that is not skipped yet."""
 
     def __init__(self, shown: DeliveredChoice) -> None:
         self.has_started = False
         self._left = msgspec.structs.replace(shown)
-        self._checksum = 0  # of tokens that were taken off
+        self._checksum = 0  # of skipped tokens
 
     @property
     def is_over(self) -> bool:
@@ -165,7 +165,7 @@ def _checksum(token_ids: Sequence[int], before: int) -> int:
 
 
 class AnswerStream:
-    """An AnswerListener that writes to a client, what one turn of the event loop brings in one piece.
+    """An AnswerListener that writes to a client: the chunks of one turn of the event loop in one piece.
 
     It writes nothing before `begin`: a call that fails early is refused with a status.
     """

@@ -236,8 +236,8 @@ class ServedModel(msgspec.Struct, kw_only=True):
     def view(self) -> ModelView:
         """The workers of the model.
 
-        The view is made again for another list of workers alone: each call asks several times, and there may
-        be a thousand workers.
+        The view is cached until the list of workers changes: each call asks several times, and there may be a
+        thousand workers.
         """
         listed = self.service.workers
         if listed is not self._viewed:
@@ -256,7 +256,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
 
     @property
     def is_changing(self) -> bool:
-        """True while the model falls asleep, sleeps or wakes: no decode worker takes requests, by order."""
+        """True while the model falls asleep, sleeps or wakes by order: no decode worker takes requests."""
         workers, draining = self.view.workers, self.service.draining
         awake = [each for each in workers if not each.is_asleep and each.id not in draining]
         takes_requests = any(each.role is WorkerRole.DECODE for each in awake)
@@ -308,7 +308,7 @@ class ServedModels:
         return (None if name is None else self.find(name)) or self.first
 
     def of_body(self, data: bytes) -> ServedModel:
-        """Return the model that reads a body."""
+        """Return the model that a body names."""
         return self.first if len(self._models) == 1 else self.of(early_text(data, "model"))
 
 

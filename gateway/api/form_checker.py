@@ -173,7 +173,7 @@ def serve(jobs: socket.socket) -> None:
 
 
 def _check_and_exit(job: socket.socket) -> NoReturn:
-    """Do a job in a child, which ends in any case: the gateway sees how far it came."""
+    """Do a job in a child, which always ends afterwards; the gateway sees how far the job came."""
     try:
         job.sendall(BEGUN)
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # of processor time; the signal ends the process

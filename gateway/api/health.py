@@ -19,7 +19,7 @@ from baton.request import HEALTH_PRIORITY, Request, SamplingParams, TokenIds
 
 TIMEOUT_S: Final = 5.0
 FRESH_S: Final = 1.0  # the result of a health check is reused for this long
-NUM_PAGES: Final = 2  # of the prompt, and a token: longer than a decode worker computes by itself
+NUM_PAGES: Final = 2  # the prompt has a token more: it is longer than a decode worker computes by itself
 # The prefill worker samples the first token, the decode worker the second.
 SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
 
@@ -64,7 +64,7 @@ class Canary:
         await asyncio.shield(self._probing)
 
     def _needs_prefill(self) -> bool:
-        """Return whether a probe takes the way through a prefill worker; those that sleep cannot compute."""
+        """Return whether a check goes through a prefill worker; sleeping ones compute nothing."""
         prefills = [worker for worker in self._workers if worker.role is WorkerRole.PREFILL]
         if prefills and all(worker.is_asleep for worker in prefills):
             return False

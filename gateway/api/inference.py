@@ -9,9 +9,9 @@ A client that leaves before the end cancels its call. A call that fails before i
 token is refused with a status; a call that fails later ends its stream with an error event.
 
 Over the WebSocket a client makes one call at a time. It sends the body of a chat or of a completion; `stream`
-need not be set. The chunks of the answer come as messages, then `[DONE]`. A message that comes meanwhile ends
-the answer: `{"cancel": true}` does no more than that, another body is the next call. Closing ends the answer
-as well. A client that asks for nothing is closed: soon when it never has, later between two calls.
+need not be set. The chunks of the answer come as messages, then `[DONE]`. A message during an answer ends
+the answer; unless the message is `{"cancel": true}`, it is the body of the next call. Closing the connection
+ends the answer as well. An idle client is disconnected: soon before its first call, later between two calls.
 
 `/tokenize` and `/detokenize` read a body in the same way, and answer with the tokens or the text.
 """
@@ -285,7 +285,7 @@ class Inference:
 
     @asynccontextmanager
     async def _answering(self, call: Call) -> AsyncIterator[tuple[Answer, Charge]]:
-        """Give an answer that has not started, and the charge for the parts of it that are kept.
+        """Yield an answer that has not started, and the charge for the parts of it that are kept.
 
         The charge has the log probabilities of the prompts already. At the end of the `with` the answer is
         counted and cancelled. Raises the errors of Limiter.enter and of `Charge.add`, and the error of

@@ -382,7 +382,7 @@ class PromptReader:
         return Prompt(self._echo(token_ids, None, body), TokenIds.of(token_ids))
 
     def _echo(self, token_ids: list[int], text: str | None, body: CompletionBody) -> str | None:
-        """Return the text of a prompt for its echo: as it was given, else decoded as the offsets count it."""
+        """Return the text to echo: the given text, or the tokens decoded as `text_offset` counts them."""
         if not body.echo or text is not None:
             return text if body.echo else None
         return self._needed_tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -72,7 +72,7 @@ from baton.tenants import Refusal
 
 STATUS_S: Final = 1.0
 UNHEARD_S: Final = 3.0  # for the first token of the decode worker after the router of the attempt has left
-# multiple of max_silence_s that a first token may take while its worker sends other tokens
+# A first token may take MAX_AHEAD times `max_silence_s` while its worker sends other tokens.
 MAX_AHEAD: Final = 10
 MAX_CANCELLED: Final = 1024
 _NO_ANSWERS: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR})
@@ -297,7 +297,7 @@ class Frontend:
                 self._repeated(stream, event)
 
     def _cancelled_phases(self, peer: Peer, event: TokenEvent) -> None:
-        """Note the phases of an attempt that was cancelled; they come a moment later."""
+        """Note the phases of a cancelled attempt, which its worker reports a moment later."""
         cancelled = self._cancelled.pop((event.request_id, event.attempt), None)
         if cancelled is not None and event.times is not None:
             self._note_phases(*cancelled, peer, event.times)
@@ -452,7 +452,7 @@ class Frontend:
         self._report_connections()
 
     def _lose_router(self, router: str) -> None:
-        """Submit the unanswered requests of the router again, and doubt its dispatched requests."""
+        """Submit the router's unanswered requests again; its dispatched ones may not have reached workers."""
         now_s = self._clock.now_s()
         self._window.lose(router)
         self.migrations.lose_router(router)
@@ -472,7 +472,7 @@ class Frontend:
     # Time.
 
     def _excuse(self, seconds: float) -> None:
-        """Do not count this time, in which this process did not run, as silence of other processes."""
+        """Leave out the seconds in which this process did not run from the silence of other processes."""
         for stream in self._streams.values():
             stream.heard_s += seconds
             stream.unserved_since_s += seconds
@@ -543,7 +543,7 @@ class Frontend:
             self._waiting.pop(stream.request.tenant, None)
 
     def _submit(self, stream: RequestStream) -> None:
-        """Submit a request if there is a router that its tenant does not keep busy; else it stays WAITING."""
+        """Submit a request; it stays WAITING without a router, or while its tenant's window is full."""
         if self._window.is_full(stream.request.tenant):
             return
         now_s = self._clock.now_s()
@@ -602,7 +602,7 @@ class Frontend:
         self._again(stream, "lost")
 
     def _end_if_due(self, stream: RequestStream, now_s: float) -> bool:
-        """Fail a request that may have no other attempt. Returns False when it may."""
+        """Fail a request that may have no further attempt. Returns True when the request has failed."""
         has_router = self._peer_registry.router is not None
         stream.merge_node_losses(self._connections)
         error = stream.why_not_again(self._connections, self._limits, now_s, has_router=has_router)
@@ -630,7 +630,7 @@ class Frontend:
         self._reports.ended(stream.router, stream.key, stream.num_answered)
 
     def _cancel_attempt(self, stream: RequestStream) -> None:
-        """End the attempt as `_stop_attempt` does; its worker tells its phases a moment later."""
+        """End the attempt as `_stop_attempt` does; its worker reports its phases a moment later."""
         self._stop_attempt(stream)
         if stream.decode:
             self._cancelled[stream.key] = stream.marks.attempts[-1], stream.request.tenant

@@ -15,7 +15,7 @@ from baton.rpc.peers import Peer, PeerRegistry
 
 SILENT_S: Final = 3.0
 MAX_UNANSWERED_TOKENS: Final = 3_072
-TOKENS_PER_SUBMIT: Final = 1024  # added to the prompt's: routing takes a router as long as so many tokens
+TOKENS_PER_SUBMIT: Final = 1024  # charged for each Submit beside its prompt: the cost of routing it
 ItemT = TypeVar("ItemT")
 ACTIVE_S: Final = 60.0  # since a tenant's last Submit
 
@@ -23,9 +23,9 @@ ACTIVE_S: Final = 60.0  # since a tenant's last Submit
 class RouterWatch:
     """The status of a gateway's routers, and their silence.
 
-    Each router is asked for its status once a second. A router that has answered nothing for SILENT_S while
-    another one does stands still: the gateway gives it up, and connects again when it answers. If no router
-    answers, all are kept until their links time out, and the gateway is not ready.
+    Each router is asked for its status once a second. The gateway closes its connection to a router that has
+    been silent for SILENT_S while another router answers, and connects again when the router answers. If no
+    router answers, the gateway keeps all of them until their links time out, and is not ready.
     """
 
     def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
@@ -42,7 +42,7 @@ class RouterWatch:
 
     @property
     def status(self) -> Status | None:
-        """Workers as the asked router sees them, and all routers; None until all routers have answered."""
+        """The chosen router's view of the workers, and all routers; None until every router has answered."""
         router, present = self._peer_registry.router, self._peer_registry.routers
         if router is None or any(each.hello.id not in self._statuses for each in present):
             return None
@@ -74,7 +74,7 @@ class RouterWatch:
         self._statuses.pop(router.hello.id, None)
 
     def excuse(self, seconds: float) -> None:
-        """Do not count this time, in which this process did not run, as silence of routers."""
+        """Leave out the seconds in which this process did not run from the silence of routers."""
         self._any_heard_s += seconds
         for router in self._heard_s:
             self._heard_s[router] += seconds
@@ -155,7 +155,7 @@ class AttemptReports:
         self._ended.setdefault(router, []).append((key, num_answered))
 
     def flush(self) -> None:
-        """Tell each router of the attempts that it was asked for; tell the others if that router is gone."""
+        """Report to each router the attempts that it dispatched; to all others if it is gone."""
         if not self._started and not self._ended:
             return
         started, self._started = self._started, {}

@@ -39,7 +39,7 @@ class ReasoningParser(msgspec.Struct, frozen=True, kw_only=True):
     end: str
     always: bool = False  # an answer begins as reasoning, also without `begin`, unless the prompt ends it
     after: str = ""  # between `end` and the answer
-    answer: str = ""  # before an answer that is no call
+    answer: str = ""  # precedes an answer without calls
     is_of: Callable[[str], bool] = lambda template: False  # whether a chat template asks for this form
 
     @property

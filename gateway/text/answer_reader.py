@@ -47,7 +47,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct):
-    """The part of a choice that one batch of tokens adds. A reader knows only text, and leaves tokens out."""
+    """The part of a choice that one batch of tokens adds. A reader of text fills in no tokens."""
 
     text: str = ""
     token_ids: list[int] = []
@@ -318,7 +318,7 @@ class AnswerReader:
             self._go_on()
 
     def _take_pattern(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Take the longest text of a pattern that matches any beginning of what it matches."""
+        """Take the longest match of a pattern, which must match every beginning of a text that it matches."""
         while True:
             found = pattern.match(self._text, self._at)
             assert found is not None
