@@ -79,7 +79,7 @@ def disaggregated() -> AttemptMarks:
 
 
 def timeline(
-    *attempts: AttemptMarks, last_token_s: float = 18.5, call: dict[str, float] = CALL
+    *attempts: AttemptMarks, last_token_s: float = 18.5, call: dict[str, Any] = CALL
 ) -> RequestTimeline:
     marks = RequestMarks(OPENED_S, last_token_s, list(attempts))
     total_s = call["ended_s"] - call["received_s"]
