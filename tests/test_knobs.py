@@ -89,7 +89,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "trace_sample_ratio": 1.0,
     "trace_slow_s": None,
     "resume_window_s": 600.0,
-    "drain_timeout_s": 60.0,
+    "drain_timeout_s": 30.0,
     "link_timeout_s": 8.0,
 }
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from baton.config.generation_config import GenerationConfig
 from baton.errors import ConfigError, InvalidRequest
-from baton.messages.bounds import LINK_TIMEOUT_S, LinkTimeout, Port
+from baton.messages.bounds import LINK_TIMEOUT_S, DrainTimeout, LinkTimeout, Port
 from baton.messages.workers import Routers
 
 OPERATOR_HOST: Final = "127.0.0.1"
@@ -126,7 +126,7 @@ class GatewayConfig(GatewaySettings, frozen=True):
     # Whether prefill workers are configured: /health proves then that one works. None: once one was seen.
     expects_prefill: bool | None = None
     tenants_file: str | None = None  # tenants and their keys; None: no keys, and loopback only
-    drain_timeout_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0  # running requests may take after SIGTERM
+    drain_timeout_s: DrainTimeout = 30.0  # running requests may take after SIGTERM
     # Seconds without a sign of life after which a connection to a router or a worker is dropped.
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
 

@@ -101,6 +101,7 @@ def test_compose_starts_processes_that_find_each_other() -> None:
     roles = []
     for name, config in configs.items():
         assert isinstance(config, WorkerConfig | GatewayConfig)
+        assert config.drain_timeout_s < float(services[name]["stop_grace_period"].rstrip("s"))
         assert config.routers == (Address(router.host, router.port),)
         if isinstance(config, WorkerConfig):
             roles.append(config.role)
