@@ -85,10 +85,14 @@ def _write_plan(path: Path, plan: ScalingPlan) -> None:
 
 
 def read_plans(path: Path, number: int) -> list[ScalingPlan]:
-    """Return the latest plans of a log, the latest last. ConfigError: it is no log of plans."""
+    """Return the latest plans of a log, the latest last. ConfigError: there is none, or it is no log of plans."""
     try:
         lines = path.read_bytes().splitlines()[-number:]
         return [msgspec.json.decode(line, type=ScalingPlan) for line in lines]
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there are no plans in {path}: does `baton serve` run with --planner advise or apply?"
+        ) from None
     except OSError as error:
         raise ConfigError(f"the log of plans {path} cannot be read: {error}") from error
     except msgspec.MsgspecError as error:

@@ -31,7 +31,7 @@ COMMANDS: Final = {
     "top": ("top", "watch the cluster in the terminal: workers, tenants, requests"),
     "explain": ("explain", "show why a request went to its workers, and how long it took"),
     "bundle": ("bundle", "write what the cluster did lately into one file, without secrets"),
-    "drain": ("workers", "stop a worker after its requests have ended"),
+    "drain": ("workers", "stop a worker after its requests have moved or ended"),
     "undrain": ("workers", "call a drained worker back"),
     "restart": ("workers", "drain a worker and start it again"),
     "scale": ("workers", "set the number of prefill and decode workers"),

@@ -146,8 +146,9 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        key = KEY.match(str(error))
-        return ApiError(400, _encodable(str(error)), code="invalid_value", param=key and key[1])
+        message = re.sub(r"\Aextra_args\b", "vllm_xargs", _encodable(str(error)))  # the API's name of the key
+        key = KEY.match(message)
+        return ApiError(400, message, code="invalid_value", param=key and key[1])
     if isinstance(error, Refused):
         return _refused(error)
     if isinstance(error, Overloaded):

@@ -238,10 +238,11 @@ _to = _argument("--to", metavar="WORKER", default="", help="the decode worker; e
 
 
 drain = CliCommand(
-    """Let a worker finish its requests and take nothing new; then the worker ends and stays away.
+    """Have a worker take nothing new and end when its requests have left; then the worker stays away.
 
-`baton undrain` calls it back; a worker of `baton worker` is started again by hand. The last worker of a role
-goes with --force only.
+Running requests of a decode worker move to other decode workers. Requests that cannot move may end within
+`drain_timeout_s`, then other workers replay them. `baton undrain` calls the worker back; a worker of `baton worker` is started
+again by hand. The last worker of a role goes with --force only.
 """,
     _add_options(_worker, _force),
     _drain,
@@ -258,8 +259,8 @@ after --wait seconds.
 restart = CliCommand(
     """Drain a worker and start it again, so that it loads its model and its settings again.
 
-Its requests end first; after `drain_timeout_s` the others are replayed on other workers. The command returns
-when the new process serves, and fails after --wait seconds. A worker that was drained before is started.
+The worker drains as with `baton drain`. The command returns when the new process serves, and fails after
+--wait seconds. A worker that was drained before is started.
 """,
     _add_options(_worker, _wait(600.0)),
     _restart,
@@ -286,8 +287,9 @@ requests over and end. The command returns when all workers are ready, and fails
 migrate = CliCommand(
     """Move a running request, or all requests of a decode worker, to another decode worker.
 
-Its KV pages are copied while it goes on, then the other worker takes over with the next token: the client
-sees no replay. A request that cannot move stays where it is. The command returns when all have moved or stay.
+The KV pages of a request are copied while the request goes on, then the other worker takes over with the
+next token: the client sees no replay. A request that cannot move stays where it is. The command returns when
+each request has moved or stays.
 """,
     _add_options(_request, _from, _to),
     _migrate,

@@ -120,6 +120,8 @@ def test_log_whose_folder_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 
 def test_log_that_is_none_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there are no plans in .*: does `baton serve` run with --planner"):
+        read_plans(tmp_path / "plans.jsonl", 3)
     (tmp_path / "plans.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="no log of plans"):
         read_plans(tmp_path / "plans.jsonl", 3)

@@ -86,6 +86,11 @@ def test_half_a_surrogate_pair_in_a_message_is_escaped() -> None:
     assert b"ud800" in as_api_error(InvalidRequest("got '\ud800'")).body()
 
 
+def test_extra_args_have_the_name_that_clients_give_them() -> None:
+    answer = as_api_error(InvalidRequest("extra_args: no logits processor of this server takes a"))
+    assert answer.param == "vllm_xargs" and str(answer).startswith("vllm_xargs: no logits processor")
+
+
 @pytest.mark.parametrize("refusal", [Refusal.SLO, Refusal.SHED])
 def test_refusal_without_return_is_not_retried_automatically(refusal: Refusal) -> None:
     answer = as_api_error(Refused("no", refusal=refusal, retry_after_s=30.0, should_retry=False))
