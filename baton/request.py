@@ -250,7 +250,7 @@ class SamplingParams(
             raise InvalidRequest(f"structured_outputs: expected StructuredOutputs(...), got {shown(form)}")
         if self.ignore_eos or self.min_tokens:
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise InvalidRequest(f"{name} and structured_outputs: structured output ends where it is complete")
+            raise InvalidRequest(f"{name} and structured_outputs: an answer ends where it is complete")
 
     def _check_texts(self) -> None:
         if self.stop is not None and not all(_texts("stop", self.stop)):

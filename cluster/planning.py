@@ -85,7 +85,7 @@ def _write_plan(path: Path, plan: ScalingPlan) -> None:
 
 
 def read_plans(path: Path, number: int) -> list[ScalingPlan]:
-    """Return the latest plans of a log, the latest last. ConfigError: there is none, or it is no log of plans."""
+    """Return the latest plans of a log, the latest last. ConfigError: there is no such log."""
     try:
         lines = path.read_bytes().splitlines()[-number:]
         return [msgspec.json.decode(line, type=ScalingPlan) for line in lines]

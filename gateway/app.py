@@ -44,7 +44,7 @@ STATUSES: Final = {
     "431": "The headers are too large",
     "500": "A worker failed",
     "503": "There is no room now; retry-after says when to retry",
-    "504": "The deadline passed before the first token",
+    "504": "The first token cannot come by the deadline",
 }
 REFERENCE: Final = "#/components/schemas/{name}"
 

@@ -24,7 +24,7 @@ EXTRAS: Final = {"safetensors": "worker", "torch": "worker", "xxhash": "worker",
 
 # command -> its module of cli/commands, imported when the command runs, and its help
 COMMANDS: Final = {
-    "serve": ("serve", "start a cluster that answers as the OpenAI API"),
+    "serve": ("serve", "start a cluster that serves a model by the APIs of OpenAI and Anthropic"),
     "generate": ("generate", "complete one prompt and print the text as it comes"),
     "chat": ("chat", "talk to a cluster"),
     "status": ("status", "show workers, their pages and queues"),

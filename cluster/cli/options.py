@@ -66,6 +66,7 @@ METAVARS: Final = {
     "kv_disk_path": "DIRECTORY",
     "ray_address": "ADDRESS",
     "redis": "URL",
+    "otlp_traces_endpoint": "URL",
     "chat_template": "FILE",
     "tool_call_parser": "NAME",
     "reasoning_parser": "NAME",

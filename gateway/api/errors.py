@@ -189,7 +189,9 @@ def _refused(error: Refused) -> ApiError:
             429, message, code="slo_infeasible", retry_after_s=retry_after_s, should_retry=error.should_retry
         )
     if refusal is Refusal.DEADLINE:
-        return ApiError(504, "the request's deadline passed before its first token", code="deadline_passed")
+        return ApiError(
+            504, "the request cannot have its first token by its deadline", code="deadline_passed"
+        )
     message = "the service is overloaded, and the request's class gives way to others"
     return ApiError(503, message, code="shed", retry_after_s=retry_after_s, should_retry=error.should_retry)
 

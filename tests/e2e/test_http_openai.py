@@ -224,7 +224,9 @@ def test_words_and_tokens_that_are_banned_do_not_come(client: openai.OpenAI, llm
         chat(client, extra_body={"bad_words": [" "]})
     with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
         chat(client, extra_body={"allowed_token_ids": [10**6]})
-    with pytest.raises(openai.BadRequestError, match="vllm_xargs: no logits processor of this server takes even_only"):
+    with pytest.raises(
+        openai.BadRequestError, match="vllm_xargs: no logits processor of this server takes even_only"
+    ):
         chat(client, extra_body={"vllm_xargs": {"even_only": True}})
 
 

@@ -172,7 +172,7 @@ Gateways and workers are told its address, so give it a port: --port 7000. All n
     lambda arguments: serve_here(config_of(RouterConfig, arguments), arguments.cluster_key_file),
 )
 gateway = CliCommand(
-    "Run one gateway in the foreground: the OpenAI API, for clients of a router's workers.",
+    "Run one gateway in the foreground: the APIs of OpenAI and Anthropic, for the workers of a router.",
     _add_gateway_options,
     lambda arguments: serve_here(config_of(GatewayConfig, arguments), arguments.cluster_key_file),
 )

@@ -1,7 +1,8 @@
 """Start a cluster and serve a model through it, until interrupted.
 
 Settings come from options, then BATON_* variables, then --config FILE, then defaults; `baton config show
---origin` shows the origin of each. The API is OpenAI's. Messages go to stderr, the banner to stdout.
+--origin` shows the origin of each. The gateways have the APIs of OpenAI and Anthropic. Messages go to stderr,
+the banner to stdout.
 """
 
 import argparse

@@ -241,8 +241,8 @@ drain = CliCommand(
     """Have a worker take nothing new and end when its requests have left; then the worker stays away.
 
 Running requests of a decode worker move to other decode workers. Requests that cannot move may end within
-`drain_timeout_s`, then other workers replay them. `baton undrain` calls the worker back; a worker of `baton worker` is started
-again by hand. The last worker of a role goes with --force only.
+`drain_timeout_s`, then other workers replay them. `baton undrain` calls the worker back; a worker of `baton
+worker` is started again by hand. The last worker of a role goes with --force only.
 """,
     _add_options(_worker, _force),
     _drain,
