@@ -337,9 +337,7 @@ class DecodeWorker(WorkerNode):
 
     def _prepare(self, attempt: Attempt) -> None:
         """Fetch the pages of the running attempt. KV of its last token may not be there yet."""
-        holder = self._peer_registry.members.get(attempt.migrates_from)
-        if holder is not None:
-            attempt.source = PullSource.by_keys(holder, attempt.request.num_tokens - 1)
+        attempt.source = PullSource(attempt.migrates_from, attempt.request.num_tokens - 1)
         if not self._incoming.pull(attempt):
             self._incoming.claim(attempt)
             self._prepared(attempt)

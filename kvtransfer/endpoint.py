@@ -75,7 +75,6 @@ from baton.kvtransfer.protocol.messages import (
     Released,
     TransferMessage,
     TransferRequest,
-    WantedPage,
     check_request,
     size_complaint,
 )
@@ -290,13 +289,13 @@ class PageEndpoint(ABC):
     def pull(
         self,
         link: Link,
-        wanted: Sequence[WantedPage],
+        wanted: Sequence[bytes],
         num_units: int,
         adopter: Owner,
         *,
         deadline_s: float,
     ) -> bytes:
-        """Request the peer's pages `wanted` and return the transfer's id. The caller has made room for them.
+        """Request the peer's pages with these keys and return the transfer's id. The caller has made room.
 
         adopter: the owner of the local pages once they are verified. Raises ValueError when the request is
         too large for one transfer.
@@ -308,10 +307,7 @@ class PageEndpoint(ABC):
             epoch=next(self._epochs),
             deadline_ms=max(1, round(deadline_s * 1000)),
             num_units=num_units,
-            holder=link.hello.incarnation,
-            wanted_pages=tuple(each.page for each in wanted),
-            wanted_generations=tuple(each.generation for each in wanted),
-            wanted_keys=b"".join(each.key for each in wanted),
+            wanted_keys=b"".join(wanted),
             pages=(),
             generations=(),
         )
@@ -448,7 +444,7 @@ class PageEndpoint(ABC):
                     request.num_layer_groups,
                 )
             )
-        handoff = SourceHandoff(request, context, self.incarnation, self.pin, self.fetch)
+        handoff = SourceHandoff(request, context, self.pin, self.fetch)
         self._begin(link, handoff)
         if handoff.is_fetching:
             self._fetching.append(handoff)
@@ -466,13 +462,14 @@ class PageEndpoint(ABC):
         context = self._context(link, request.transfer, num_groups, is_source=True)
         if (complaint := size_complaint(request.num_units, len(context.routes))) is not None:
             raise ProtocolError(f"{name}: {complaint}")
-        if isinstance(request, PullRequest):
-            return context  # the hand-off checks the rest and refuses the pull without dropping the link
-        if request.position % self._page_tokens(link):
+        if isinstance(request, Grant) and request.position % self._page_tokens(link):
             raise ProtocolError(f"{name} begins at token {request.position}, which starts no page")
         num_pages = context.plan.destination.num_pages(request.num_units)
         if len(request.pages) != num_pages:
             raise ProtocolError(f"{name} is granted {len(request.pages)} pages, expected {num_pages}")
+        num_wanted = context.plan.source.num_pages(request.num_units)
+        if isinstance(request, PullRequest) and len(request.keys) != num_wanted:
+            raise ProtocolError(f"{name} wants {len(request.keys)} pages, expected {num_wanted}")
         return context
 
     def _begin(self, link: Link, handoff: SourceHandoff | DestinationHandoff) -> None:

@@ -6,8 +6,8 @@
    engine computes the prefix.
 3. `drop` cancels a pull. Pages that arrive after the cancellation are released.
 
-The router's page list is a hint. The holder compares pages, generations and keys before it sends any page,
-and the requesting worker derives the keys from the sequence's own tokens.
+The router's source is a hint. The requesting worker derives the keys of the pages from the sequence's own
+tokens, and the holder looks the keys up before it sends any page.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 from baton.clock import Clock
 from baton.kvtransfer.links import KvLinks, Link
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, TransferEnded
-from baton.kvtransfer.protocol.messages import WantedPage
+from baton.messages.bounds import MAX_PULLED_PAGES
 from baton.messages.control import PullSource
 from baton.request import FilledPages
 
@@ -41,7 +41,7 @@ class PullingEndpoint(Protocol):
     """The part of an endpoint that pulls need; `PageEndpoint` implements and documents it."""
 
     def pull(
-        self, link: Link, wanted: Sequence[WantedPage], num_units: int, adopter: Owner, *, deadline_s: float
+        self, link: Link, wanted: Sequence[bytes], num_units: int, adopter: Owner, *, deadline_s: float
     ) -> bytes: ...
     def abort(self, transfer: bytes, reason: str) -> None: ...
 
@@ -49,19 +49,20 @@ class PullingEndpoint(Protocol):
 class PlannedPull(NamedTuple):
     """The pages to request from a holder, and the local space that their contents need."""
 
-    wanted: tuple[WantedPage, ...]  # the holder's pages, in token order
+    wanted: tuple[bytes, ...]  # keys of the holder's pages, in token order
     num_units: int
     num_pages: int  # local pages to reserve
     num_tokens: int
 
 
 def plan_pull(
-    held: Sequence[WantedPage], page_sizes: tuple[int, int], first: int, stop: int
+    held: Sequence[bytes], page_sizes: tuple[int, int], first: int, stop: int
 ) -> PlannedPull | None:
     """Plan a pull of the longest available part of token positions [first, stop).
 
-    Returns None when the holder has none of these positions. held: the holder's pages from position 0 on.
-    page_sizes: the local and the holder's page size, in tokens. `first` is a page boundary on both sides.
+    Returns None when the holder has none of these positions. held: the keys of the holder's pages from
+    position 0 on. page_sizes: the local and the holder's page size, in tokens. `first` is a page boundary on
+    both sides.
     """
     ours, theirs = page_sizes
     unit = min(page_sizes)
@@ -185,9 +186,8 @@ class PulledPrefixes(Generic[WaiterT]):
     def _fetch(self, waiter: WaiterT, source: PullSource, prefix: Prefix, link: Link) -> bool:
         page_sizes = self._store.pages.page_size, link.hello.layout.page_size
         claim = prefix.claim(max(page_sizes))
-        hints = zip(source.pages, source.generations, prefix.keys(page_sizes[1]), strict=False)
-        held = [WantedPage(*hint) for hint in hints]
-        plan = plan_pull(held, page_sizes, claim.num_tokens, min(source.num_tokens, prefix.num_tokens))
+        held = prefix.keys(page_sizes[1])[: min(source.num_tokens // page_sizes[1], MAX_PULLED_PAGES)]
+        plan = plan_pull(held, page_sizes, claim.num_tokens, prefix.num_tokens)
         if plan is None or not self._store.make_room(plan.num_pages):
             self._store.release(claim)
             return False

@@ -25,7 +25,6 @@ from baton.clock import Clock
 from baton.config.router import RouterConfig
 from baton.errors import ProtocolError
 from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS
-from baton.messages.codec import fits_beside
 from baton.messages.control import (
     AttemptFailed,
     Dispatch,
@@ -584,14 +583,9 @@ class Dispatchers:
 
 
 def _send(gateway: GatewayPeer, request: Request, pair: Pair, queued: QueuedAttempt, waited_s: float) -> None:
-    """Send the messages that begin an attempt to its workers, and `Routed` to its gateway.
-
-    A pull source that does not fit beside a long prompt is left out: the prompt is then computed whole.
-    """
+    """Send the messages that begin an attempt to its workers, and `Routed` to its gateway."""
     age_s = min(MAX_SECONDS, waited_s)
     source = pair.choice.source if pair.choice is not None else None
-    if source is not None and not fits_beside(request, source):
-        source = None
     if pair.prefill is None:
         dispatch = Dispatch(
             request=request,

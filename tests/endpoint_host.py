@@ -26,7 +26,7 @@ from baton.kvtransfer.transports.pages import SharedPool
 from baton.messages.bounds import Kind
 from baton.rpc.auth import KeyRing
 from tests.faulty_endpoint import FaultyEndpoint, layout
-from tests.numbered_pages import NumberedPages, wanted_pages
+from tests.numbered_pages import NumberedPages, key_of
 from tests.rank_process import LateSteps, RankProcess, fill, shape_of
 from tests.remote import Remote
 from tests.transfer_ends import KEY
@@ -116,26 +116,27 @@ class EndpointHost:
     def flip_bits(self, num_flips: int) -> None:
         self._call(lambda: setattr(self.endpoint, "num_flips", num_flips))
 
-    def known_pages(self, num_pages: int) -> tuple[list[tuple[int, int]], str]:
-        """Pages that others may pull: (page, generation) each, and the digest of their tokens."""
+    def known_pages(self, num_pages: int) -> tuple[list[str], str]:
+        """The keys of pages that others may pull, as hexadecimal digits, and the digest of their tokens."""
 
-        def know() -> tuple[list[tuple[int, int]], str]:
+        def know() -> tuple[list[str], str]:
             pages = self.ledger.allocate(num_pages, "prefix")
             for page in pages:
                 self.ledger.mark_known(page)
-            wanted = [(page, self.ledger.generation(page)) for page in pages]
+            wanted = [key_of(page, self.ledger.generation(page)).hex() for page in pages]
             self.ledger.release(pages, "prefix")
             return wanted, self._digest(pages)
 
-        known: tuple[list[tuple[int, int]], str] = self._call(know)
+        known: tuple[list[str], str] = self._call(know)
         return known
 
-    def pull(self, address: Sequence[Any], wanted: Sequence[tuple[int, int]], num_units: int) -> str:
-        """The outcome here, of pages pulled from the host at `address`."""
+    def pull(self, address: Sequence[Any], wanted: Sequence[str], num_units: int) -> str:
+        """The outcome here, of pages pulled from the host at `address`. wanted: see `known_pages`."""
 
         def start() -> bytes:
             link = self._link((address[0], address[1]))
-            return self.endpoint.pull(link, wanted_pages(wanted), num_units, "sequence", deadline_s=10)
+            keys = list(map(bytes.fromhex, wanted))
+            return self.endpoint.pull(link, keys, num_units, "sequence", deadline_s=10)
 
         transfer = self._call(start)
         return self.outcome(transfer.hex())

@@ -1,12 +1,12 @@
-"""Pages whose keys are their numbers, for transfers that no engine is behind."""
+"""Pages whose keys are their numbers and generations, for transfers that no engine is behind."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.kvtransfer.protocol.handoff import HandoffContext, Owner, Timing
-from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, WantedPage
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks.messages import Route
 from baton.pages import KEY_BYTES
@@ -31,25 +31,26 @@ def handoff_context(
     return HandoffContext(ledger, clock, TIMING, plan_transfer(layout, layout, 0, 0), routes, 1, bytes(32))
 
 
-def key_of(page: int) -> bytes:
-    return page.to_bytes(KEY_BYTES, "big")
-
-
-def wanted_pages(hints: Iterable[Sequence[int]]) -> list[WantedPage]:
-    """hints: (page, generation) each."""
-    return [WantedPage(page, generation, key_of(page)) for page, generation in hints]
+def key_of(page: int, generation: int = 1) -> bytes:
+    """Return the key of a page that was allocated so often; its later contents have other keys."""
+    return generation.to_bytes(KEY_BYTES // 2, "big") + page.to_bytes(KEY_BYTES // 2, "big")
 
 
 class NumberedPages:
-    """A `Pin` that finds a ledger's known pages by their numbers."""
+    """A `Pin` that finds a ledger's known pages by the keys of `key_of`."""
 
     def __init__(self, ledger: PagePool) -> None:
         self._ledger = ledger
 
     def __call__(self, keys: Sequence[bytes], borrower: Owner) -> Sequence[int] | None:
-        pages = [int.from_bytes(key, "big") for key in keys]
-        is_here = all(page < self._ledger.num_pages and self._ledger.is_known(page) for page in pages)
+        pages = [int.from_bytes(key[KEY_BYTES // 2 :], "big") for key in keys]
+        is_here = all(map(self._has, pages, keys))
         if not is_here or len(set(pages)) != len(pages):
             return None
         self._ledger.share(pages, borrower)
         return pages
+
+    def _has(self, page: int, key: bytes) -> bool:
+        ledger = self._ledger
+        is_known = page < ledger.num_pages and ledger.is_known(page)
+        return is_known and key == key_of(page, ledger.generation(page))

@@ -110,9 +110,8 @@ def warm(pair: WorkerPair, holder: WorkerHost) -> PullSource:
 def known_at(host: WorkerHost, prompt: tuple[int, ...]) -> PullSource:
     """The source that the router would have learned of this worker's pages."""
     claim = host.engine.claim_prefix(prompt, b"", "the router")
-    generations = tuple(map(host.engine.pages.generation, claim.pages))
     host.engine.release(claim)
-    return PullSource(host.id, claim.num_tokens, claim.pages, generations)
+    return PullSource(host.id, claim.num_tokens)
 
 
 def has_pulled(host: WorkerHost, **number: int) -> bool:

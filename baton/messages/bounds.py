@@ -18,7 +18,7 @@ MAX_WORKERS: Final = 1024
 MAX_NODES: Final = 64  # over which the ranks of one worker are spread
 MAX_ROUTERS: Final = 8  # of one cluster
 MAX_EVENTS: Final = 16_384  # in one message
-# Pages of one pull, on each side: one frame holds four lists of this length and the keys.
+# Pages of one pull, on each side: one frame holds two lists of this length and the keys.
 MAX_PULLED_PAGES: Final = 28_672
 MAX_FRAME_BYTES: Final = 1 << 20  # the largest length that a frame's header may announce
 SEAL_BYTES: Final = 16  # at the end of each frame

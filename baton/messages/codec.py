@@ -98,11 +98,6 @@ def fits_request(request: Request) -> bool:
     return len(_ENCODER.encode(request)) <= MAX_REQUEST_BYTES
 
 
-def fits_beside(request: Request, source: control.PullSource) -> bool:
-    """Return whether a message can carry both a request and a pull source."""
-    return len(_ENCODER.encode(request)) + 10 * len(source.pages) <= MAX_REQUEST_BYTES
-
-
 def decode_as(
     kind: "type[MessageT] | msgspec.msgpack.Decoder[MessageT]", body: bytes, reason: str = "malformed"
 ) -> MessageT:

@@ -33,7 +33,6 @@ from msgspec import Meta
 
 from baton.messages.bounds import (
     MAX_EVENTS,
-    MAX_PULLED_PAGES,
     MAX_SECONDS,
     MAX_WORKERS,
     Attempt,
@@ -45,7 +44,6 @@ from baton.messages.bounds import (
     Message,
     Moment,
     Name,
-    PageId,
     Reason,
     Seconds,
     TransferId,
@@ -61,20 +59,6 @@ class PullSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     worker: Id
     num_tokens: Count
-    pages: Annotated[tuple[PageId, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
-    generations: Annotated[tuple[Generation, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
-
-    @classmethod
-    def by_keys(cls, worker: Worker, num_tokens: int) -> "PullSource | None":
-        """Return a source of the full pages of `num_tokens` tokens, which the holder finds by their keys.
-
-        None: they fill no page of the holder, or more than one pull may have.
-        """
-        num_pages = num_tokens // worker.page_size
-        if not 1 <= num_pages <= MAX_PULLED_PAGES:
-            return None
-        nowhere = (0,) * num_pages  # as for pages in host memory
-        return cls(worker=worker.id, num_tokens=num_tokens, pages=nowhere, generations=nowhere)
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,8 +1,8 @@
 """The control messages between two endpoints. The bytes of the pages use separate transports.
 
 The type of every integer and every list has a bound, so decoding refuses values out of range. Messages refer
-to memory by page id and generation, never by address or offset. Times are durations, so the clocks of two
-machines need not agree.
+to the destination's memory by page id and generation, never by address or offset, and to the pages that a
+holder has by their keys. Times are durations, so the clocks of two machines need not agree.
 
 A transfer is one attempt to move one request's pages from one replica to another. It has a shard for every
 pair of a source rank and a destination rank that share heads, and for each group of layers that is sent
@@ -11,7 +11,7 @@ between two replicas of one rank, with all layers in one group, has one shard.
 """
 
 from itertools import pairwise
-from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -21,7 +21,7 @@ from baton.messages.bounds import MAX_PULLED_PAGES, Generation, Message, PageId,
 from baton.messages.codec import decode_as
 from baton.pages import KEY_BYTES, PageLayout
 
-PROTOCOL: Final = 10
+PROTOCOL: Final = 11
 MAX_PAGES: Final = 65_536  # pages of one transfer; also the limit of its units
 MAX_SHARDS: Final = 256
 MAX_RANKS: Final = 128  # in one replica: two such replicas have at most MAX_SHARDS shards
@@ -31,7 +31,6 @@ NO_DIGESTS: Final = b""  # the key of a transfer without digests
 MAX_DURATION_MS: Final = 24 * 3600 * 1000
 
 ID_BYTES: Final = 16
-ON_HOST: Final = 0  # as a wanted generation: the page is in host memory or on disk, and only its key finds it
 
 Incarnation: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
@@ -116,10 +115,7 @@ class PullRequest(OfTransfer, frozen=True):
 
     deadline_ms: DurationMs
     num_units: NumUnits
-    holder: Incarnation  # the process that holds the pages; a restarted process has other pages
-    wanted_pages: PulledPages
-    wanted_generations: PulledGenerations  # ON_HOST for pages in host memory or on disk
-    wanted_keys: Keys  # identify the tokens of each page, see baton/pages.py
+    wanted_keys: Keys  # the holder finds each page by its key, see baton/pages.py
     pages: PulledPages
     generations: PulledGenerations
 
@@ -133,14 +129,6 @@ class PullRequest(OfTransfer, frozen=True):
         """The key of each wanted page."""
         joined = self.wanted_keys
         return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
-
-
-class WantedPage(NamedTuple):
-    """One page of the holder that a pull requests."""
-
-    page: int
-    generation: int
-    key: bytes
 
 
 TransferRequest: TypeAlias = Grant | PullRequest
@@ -229,9 +217,9 @@ def check_request(request: TransferRequest, num_shards: int, num_pages: int) -> 
         raise ValueError(f"the position is a token from 0 to 2^31 - 1, got {request.position}")
     if (complaint := size_complaint(request.num_units, num_shards)) is not None:
         raise ValueError(complaint)
-    if isinstance(request, PullRequest) and max(len(request.wanted_pages), num_pages) > MAX_PULLED_PAGES:
+    if isinstance(request, PullRequest) and max(len(request.keys), num_pages) > MAX_PULLED_PAGES:
         raise ValueError(
-            f"a pull has at most {MAX_PULLED_PAGES} pages on each side, got {len(request.wanted_pages)} into "
+            f"a pull has at most {MAX_PULLED_PAGES} pages on each side, got {len(request.keys)} into "
             f"{num_pages}"
         )
 
@@ -273,10 +261,8 @@ def _complaint(message: AnyMessage) -> str | None:
             return f"{len(message.pages)} pages have {len(message.generations)} generations"
         case Grant() | PullRequest() if len(set(message.pages)) != len(message.pages):
             return "a page is granted twice"
-        case PullRequest() if len(message.wanted_pages) != len(message.wanted_generations):
-            return f"{len(message.wanted_pages)} pages have {len(message.wanted_generations)} generations"
-        case PullRequest() if len(message.wanted_keys) != KEY_BYTES * len(message.wanted_pages):
-            return f"{len(message.wanted_pages)} pages have {len(message.wanted_keys)} bytes of keys"
+        case PullRequest() if len(message.wanted_keys) % KEY_BYTES:
+            return f"{len(message.wanted_keys)} bytes are not a multiple of the size of a key, {KEY_BYTES}"
         case Wrote() | Commit() if message.first >= message.stop:
             return f"the range of units [{message.first}, {message.stop}) is empty"
         case Commit() if len(message.digests) % DIGEST_BYTES:

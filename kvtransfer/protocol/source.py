@@ -23,10 +23,9 @@ The life of a transfer at the source:
 Each shard may be Corrupt once. Messages of another epoch, and Released, have no effect. An illegal message
 raises ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
 
-A pull identifies each wanted page by page id, generation and key. The page id and the generation come from
-the router's hint, and show that the page was not written since. The key identifies the tokens of the page,
-and the peer derives the key from its own tokens. A wrong hint therefore never transfers the KV of other
-tokens.
+A pull names each wanted page by its key, which the peer derives from its own tokens. The source looks the
+keys up and holds the pages in one call: a page that was evicted or used again since the router's hint has no
+such key any more. A wrong hint therefore never transfers the KV of other tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +45,6 @@ from baton.kvtransfer.protocol.handoff import (
 )
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
-    ON_HOST,
     Abort,
     AnyMessage,
     Commit,
@@ -203,19 +201,16 @@ class SourceHandoff(Handoff):
         self,
         request: TransferRequest,
         context: HandoffContext,
-        incarnation: bytes,
         pin: Pin,
         fetch: Fetch = fetch_nothing,
     ) -> None:
         """Start in OPENING. request: the peer's Grant or PullRequest.
 
-        incarnation: the incarnation of this process. pin: finds the wanted pages of a pull by their keys,
-        once `fetch` has brought those that lie on disk.
+        pin: finds the wanted pages of a pull by their keys, once `fetch` has brought those that lie on disk.
         """
         super().__init__(request, context, ("source", request.transfer))
         self.state = SourceState.OPENING
         self.timeline = Timeline(context.clock)
-        self._incarnation = incarnation
         self._pin = pin
         self._fetch = fetch
         self._is_coming: Callable[[], bool] | None = None  # whether a disk still reads wanted pages
@@ -331,9 +326,9 @@ class SourceHandoff(Handoff):
     def _accept_pull(self, pull: PullRequest) -> list[Action]:
         """Hold the wanted pages and write them all, or refuse the pull."""
         owner = ("pin", self.transfer)
-        pages = self._complaint(pull) or self._find(pull, owner)
-        if isinstance(pages, str):
-            return self.fail(pages)
+        pages = self._pin(pull.keys, owner)
+        if pages is None:
+            return self.fail("a wanted page is not cached here, or there is no room to copy it from the host")
         self.state = SourceState.STREAMING
         offered = self._offer(pages, pull.num_units)
         self._ledger.release(pages, owner)
@@ -410,34 +405,6 @@ class SourceHandoff(Handoff):
         for state in self._shards:
             state.is_stopping = True
         return [StopShard(transfer=self.transfer, shard=shard) for shard in range(len(self._shards))]
-
-    def _complaint(self, pull: PullRequest) -> str | None:
-        """Return why the hint of the pull is wrong; None when each wanted page may be here."""
-        if pull.holder != self._incarnation:
-            return "the holder was restarted"
-        if len(pull.pages) != self._context.plan.destination.num_pages(pull.num_units):
-            return f"{pull.num_units} units do not fit {len(pull.pages)} destination pages"
-        if len(pull.wanted_pages) != self._context.plan.source.num_pages(pull.num_units):
-            return f"{pull.num_units} units do not match {len(pull.wanted_pages)} wanted pages"
-        for page, generation in zip(pull.wanted_pages, pull.wanted_generations, strict=True):
-            if generation == ON_HOST:
-                continue
-            if page >= self._ledger.num_pages or not self._ledger.is_known(page):
-                return f"page {page} is not in the prefix cache"
-            if self._ledger.generation(page) != generation:
-                return f"page {page} has generation {self._ledger.generation(page)}, not {generation}"
-        return None
-
-    def _find(self, pull: PullRequest, owner: Owner) -> Sequence[int] | str:
-        """Return the pages, which the owner then uses, or the reason why the pull is refused."""
-        pages = self._pin(pull.keys, owner)
-        if pages is None:
-            return "a wanted page is not cached here, or there is no room to copy it from the host"
-        for page, wanted, generation in zip(pages, pull.wanted_pages, pull.wanted_generations, strict=True):
-            if generation != ON_HOST and page != wanted:
-                self._ledger.release(pages, owner)
-                return f"the contents of the wanted page {wanted} are in page {page}"
-        return pages
 
     def _push_offered(self) -> list[Action]:
         if self.state is SourceState.OPENING:

@@ -145,12 +145,11 @@ class PromptScorer:
         ]
 
     def locate(self, view: WorkerView) -> PullSource | None:
-        """The worker's pages of the prompt; None when the worker has not yet reported the expected pages."""
+        """The source that the worker's reports make; None when it has reported no page of the prompt yet."""
         if view.id not in self._located:
-            located = self._context.index.locate(view.id, self.keys(view))
-            num_tokens = len(located.pages) * view.page_size
-            source = PullSource(view.id, num_tokens, *located) if located.pages else None
-            self._located[view.id] = source
+            num_pages = len(self._context.index.locate(view.id, self.keys(view)).pages)
+            num_tokens = num_pages * view.page_size
+            self._located[view.id] = PullSource(view.id, num_tokens) if num_tokens else None
         return self._located[view.id]
 
     def _score(self, views: Sequence[WorkerView]) -> list[tuple[PrefillCandidate, WorkerInFlight, Speeds]]:

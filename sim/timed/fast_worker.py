@@ -78,7 +78,7 @@ class PromptJob:
         if source is not None:
             keys, page_size = cluster.keys_of(self.request), worker.worker.page_size
             there = cluster.workers[source.worker].store.num_held(keys)
-            num_pulled = min(there, len(source.pages))
+            num_pulled = min(there, source.num_tokens // page_size)
             self._num_pulled_tokens = num_pulled * page_size
             num_missing = num_pulled - store.num_held(keys)
             if num_missing > 0:

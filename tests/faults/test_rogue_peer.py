@@ -20,7 +20,6 @@ from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 from baton.rpc.liveness import is_ping
 from tests.endpoint_host import NUM_PAGES, EndpointHost, HostProcess
-from tests.numbered_pages import key_of, wanted_pages
 from tests.rogue_peer import RoguePeer
 from tests.transfer_ends import PAGE_KEYS
 from tests.waiting import wait_for
@@ -69,10 +68,7 @@ def ask_for_pages_of(host: EndpointHost, peer: RoguePeer, num_pages: int = NUM_U
         epoch=1,
         deadline_ms=10_000,
         num_units=num_pages,
-        holder=peer.hello.incarnation,
-        wanted_pages=tuple(page for page, _ in wanted),
-        wanted_generations=tuple(generation for _, generation in wanted),
-        wanted_keys=b"".join(key_of(page) for page, _ in wanted),
+        wanted_keys=bytes.fromhex("".join(wanted)),
         pages=tuple(range(num_pages)),
         generations=(1,) * num_pages,
     )
@@ -176,9 +172,8 @@ def test_a_pull_over_a_lost_link_ends_at_once(host: EndpointHost) -> None:
         wanted, _ = holder.known_pages(2)
         link = host._call(lambda: host._link(tuple(holder.address())))
     wait_for(lambda: link.is_lost)
-    transfer = host._call(
-        lambda: host.endpoint.pull(link, wanted_pages(wanted), 2, "sequence", deadline_s=10)
-    )
+    keys = list(map(bytes.fromhex, wanted))
+    transfer = host._call(lambda: host.endpoint.pull(link, keys, 2, "sequence", deadline_s=10))
     started_s = time.monotonic()
     assert host.outcome(transfer.hex()) == "recompute"
     assert time.monotonic() - started_s < 1.0

@@ -13,7 +13,6 @@ import pytest
 
 from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine
-from baton.kvtransfer.protocol.messages import ON_HOST
 from baton.messages.control import PullSource
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, TokenIds
@@ -58,9 +57,8 @@ def held(worker: WorkerThread, token_ids: Sequence[int]) -> PullSource:
     def look() -> PullSource:
         engine = worker.hosted.engine
         claim = engine.claim_prefix(token_ids, b"", "the router")
-        generations = tuple(map(engine.pages.generation, claim.pages))
         engine.release(claim)
-        return PullSource(worker.hosted.node.hello.id, claim.num_tokens, claim.pages, generations)
+        return PullSource(worker.hosted.node.hello.id, claim.num_tokens)
 
     return on_its_thread(worker, look)
 
@@ -69,17 +67,13 @@ def pulls(worker: WorkerThread) -> Counter[str]:
     return Counter(on_its_thread(worker, lambda: worker.hosted.node.load().counters))
 
 
-def held_anywhere(worker: WorkerThread, token_ids: Sequence[int], page_size: int) -> PullSource:
-    """The same for a worker that has every page of the prompt, on its device or on its host."""
+def num_on_device(worker: WorkerThread, token_ids: Sequence[int], page_size: int) -> int:
+    """The number of the prompt's full pages that are on the worker's device."""
 
-    def look() -> PullSource:
+    def look() -> int:
         engine = worker.hosted.engine
         keys = engine.page_keys(token_ids, b"", page_size)
-        places = [engine.scheduler.cache.page_of(key) for key in keys]
-        pages = tuple(0 if page is None else page for page in places)
-        generations = [ON_HOST if page is None else engine.pages.generation(page) for page in places]
-        worker_id, num_tokens = worker.hosted.node.hello.id, page_size * len(pages)
-        return PullSource(worker_id, num_tokens, pages, tuple(generations))
+        return sum(engine.scheduler.cache.page_of(key) is not None for key in keys)
 
     return on_its_thread(worker, look)
 
@@ -174,9 +168,9 @@ def test_pages_on_a_holders_host_give_the_same_tokens(
             words[name * 32] = Words(holder_id, None)
             cluster.ask([a_request(name, token_ids, 0.0)])
         asked = a_request("d", prompt, 1.0)
-        source = held_anywhere(holder, prompt, 16)
-        assert ON_HOST in source.generations
-        words[asked.request_id] = Words(puller_id, source)
+        num_pages = len(prompt) // 16
+        assert num_on_device(holder, prompt, 16) < num_pages
+        words[asked.request_id] = Words(puller_id, PullSource(holder_id, 16 * num_pages))
         assert cluster.ask([asked])[0].token_ids == alone(oracle, asked)
         assert pulls(puller)["pulls"] == 1 and not pulls(puller)["pulls_failed"]
         cluster.check_nothing_is_held()

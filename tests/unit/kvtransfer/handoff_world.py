@@ -21,7 +21,7 @@ from baton.sim.endpoint import SimEndpoint, SimLink
 from baton.sim.engine import ENTRY_BYTES, KvMemory
 from baton.sim.network import Network, Recorder
 from baton.sim.process import Events, SimProcess
-from tests.numbered_pages import NumberedPages, wanted_pages
+from tests.numbered_pages import NumberedPages, key_of
 
 PAGE_SIZES: Final = ((1, 1), (2, 1), (1, 2))  # tokens a page, of both replicas; a unit is one token
 RANKS: Final = (  # of both replicas: the process of each rank; process 0 is the endpoint's
@@ -62,7 +62,7 @@ class Hint:
     """Pages that were known once, as a prefix index remembers them, and their contents."""
 
     incarnation: bytes
-    pages: list[tuple[int, int]]  # (page, generation)
+    keys: list[bytes]
     contents: list[bytes]
 
 
@@ -125,7 +125,7 @@ class Replica:
             other_ranks=list(zip([self.processes[each] for each in ranks], self.memories, strict=True))[1:],
             steps=self.device,
         )
-        self.endpoint.pin = NumberedPages(self.pool)  # the generation alone tells that a hint is old
+        self.endpoint.pin = NumberedPages(self.pool)
         self.set_faults(flip_chance=FLIP_CHANCE, break_chance=BREAK_CHANCE, delay_s=0.0)
         self.prompts: dict[bytes, User] = {}  # transfer -> the prompt that is computed for it
         self.others: list[User] = []
@@ -178,8 +178,8 @@ class Replica:
             return None
         for page in user.pages:
             self.pool.mark_known(page)
-        pages = [(page, self.pool.generation(page)) for page in user.pages]
-        return Hint(self.endpoint.incarnation, pages, user.contents)
+        keys = [key_of(page, self.pool.generation(page)) for page in user.pages]
+        return Hint(self.endpoint.incarnation, keys, user.contents)
 
     def _turn(self) -> None:
         if self.is_stalled:
@@ -270,8 +270,8 @@ class HandoffWorld:
         if not links or not replica.make_room(replica.pool.pages_for(num_units)):
             return
         link, deadline_s = self.random.choice(links), self.random.choice(DEADLINES_S)
-        wanted, owner = wanted_pages(hint.pages), f"pull-{self._new_number()}"
-        transfer = replica.endpoint.pull(link, wanted, num_units, owner, deadline_s=deadline_s)
+        owner = f"pull-{self._new_number()}"
+        transfer = replica.endpoint.pull(link, hint.keys, num_units, owner, deadline_s=deadline_s)
         replica.expected[transfer] = hint.contents
         self.transfers.append(transfer)
 

@@ -20,26 +20,25 @@ from baton.kvtransfer.prefixes import (
     plan_pull,
 )
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, TransferEnded
-from baton.kvtransfer.protocol.messages import WantedPage
 from baton.messages.control import PullSource
 from baton.request import FilledPages
 from tests.endpoint_host import EndpointHost
 from tests.node_peers import a_worker
-from tests.numbered_pages import key_of, wanted_pages
+from tests.numbered_pages import key_of
 
 HOLDER = "5" * 32
-SOURCE = PullSource(HOLDER, 64, (1, 2, 3, 4), (7, 7, 7, 7))
+SOURCE = PullSource(HOLDER, 64)
 
 
 class Endpoint:
     """The part of a PageEndpoint that pulls use."""
 
     def __init__(self) -> None:
-        self.asked: list[Sequence[WantedPage]] = []
+        self.asked: list[Sequence[bytes]] = []
         self.aborted: list[bytes] = []
 
     def pull(
-        self, link: Link, wanted: Sequence[WantedPage], num_units: int, adopter: Owner, *, deadline_s: float
+        self, link: Link, wanted: Sequence[bytes], num_units: int, adopter: Owner, *, deadline_s: float
     ) -> bytes:
         if len(wanted) > 3:
             raise ValueError("more than a message holds")
@@ -112,7 +111,7 @@ def transfer(number: int) -> bytes:
 def test_pull_requests_the_pages_after_the_cached_prefix_by_local_keys(bench: Bench) -> None:
     prefix = Prefix()
     assert bench.prefixes.begin("a", SOURCE, prefix)
-    assert bench.endpoint.asked == [(WantedPage(2, 7, key_of(12)), WantedPage(3, 7, key_of(13)))]
+    assert bench.endpoint.asked == [(key_of(12), key_of(13))]
     pulled = bench.prefixes.take(TransferEnded(transfer(1), HandoffOutcome.ADOPTED, "", (8, 9), None))
     assert pulled is not None
     assert (pulled.waiter, pulled.filled) == ("a", FilledPages((0, 8, 9), 48, "a"))
@@ -148,7 +147,7 @@ def test_impossible_pull_is_not_begun_and_holds_nothing(bench: Bench, case: str)
     elif case == "too much":
         prefix = Prefix(num_known=0, num_tokens=64)
     elif case == "another holder":
-        source = PullSource("6" * 32, 64, SOURCE.pages, SOURCE.generations)
+        source = PullSource("6" * 32, 64)
     elif case == "none is wanted":
         prefix = Prefix(num_tokens=0)
     assert not bench.prefixes.begin("a", source, prefix)
@@ -177,8 +176,8 @@ def test_a_plan_has_every_token_that_can_be_had(
     ours: int, theirs: int, held: int, first: int, stop: int
 ) -> None:
     first *= max(ours, theirs)
-    pages = wanted_pages((100 + index, index) for index in range(held))
-    plan = plan_pull(pages, (ours, theirs), first, stop)
+    keys = list(map(key_of, range(held)))
+    plan = plan_pull(keys, (ours, theirs), first, stop)
     unit = min(ours, theirs)
     units = [at for at in range(first, stop, unit) if at + unit <= stop and at // theirs < held]
     if not units:
@@ -187,7 +186,7 @@ def test_a_plan_has_every_token_that_can_be_had(
     assert plan is not None
     assert (plan.num_units, plan.num_tokens) == (len(units), len(units) * unit)
     assert plan.num_pages == len({at // ours for at in units})
-    assert plan.wanted == tuple(pages[index] for index in sorted({at // theirs for at in units}))
+    assert plan.wanted == tuple(keys[index] for index in sorted({at // theirs for at in units}))
 
 
 def test_deadline_grows_with_the_bytes_between_two_bounds(bench: Bench) -> None:

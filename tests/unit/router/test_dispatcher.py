@@ -10,14 +10,11 @@ from zlib import crc32
 import msgspec
 import pytest
 
-from baton.messages.bounds import MAX_PULLED_PAGES
-from baton.messages.codec import encode, fits_beside, fits_request
 from baton.messages.control import (
     AttemptFailed,
     Dispatch,
     Ended,
     Heartbeat,
-    PullSource,
     Queued,
     Rejected,
     Routed,
@@ -59,10 +56,6 @@ def c() -> Iterator[Cluster]:
     yield from a_cluster()
 
 
-def a_source(num_pages: int) -> PullSource:
-    return PullSource(id_of("p"), num_pages * 16, (2**31 - 1,) * num_pages, (2**32 - 1,) * num_pages)
-
-
 def test_entry_counts_the_expected_answer() -> None:
     worker = a_worker("d0")
     pair = Pair(a_member(worker), None, "the only one")
@@ -70,15 +63,6 @@ def test_entry_counts_the_expected_answer() -> None:
         request = a_request(num_tokens=50, sampling=SamplingParams(max_tokens=max_tokens))
         entry = make_entry("g", request, pair, CostModel(), 7.0)
         assert (entry.num_output_tokens, entry.num_tokens) == (expected, 50 + expected)
-
-
-def test_pull_source_fits_beside_short_prompt_only() -> None:
-    short = a_request(num_tokens=1000)
-    long = msgspec.structs.replace(short, token_ids=TokenIds.of((2**31 - 1,) * 200_000))
-    source = a_source(MAX_PULLED_PAGES)
-    assert fits_request(long) and fits_beside(short, source) and not fits_beside(long, source)
-    encode(Dispatch(request=short, gateway=id_of("g"), source=source))
-    encode(Dispatch(request=long, gateway=id_of("g")))
 
 
 @pytest.mark.parametrize("is_probe", [True, False])

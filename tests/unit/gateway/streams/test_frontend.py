@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded, ProtocolError
@@ -15,6 +16,7 @@ from baton.messages.control import (
     Heartbeat,
     Members,
     Prefill,
+    PullSource,
     Reachable,
     Rejected,
     Routed,
@@ -172,10 +174,12 @@ def test_largest_request_fits_every_message_that_carries_it() -> None:
     g = gateway("d0")
     g.open(largest)
     assert g.submitted().request == largest
-    avoid = (id_of("w"),) * 8
+    avoid, source = (id_of("w"),) * 8, PullSource(id_of("p"), 10**6)
     encode(Submit(request=largest, sticky_worker=id_of("d0"), avoid=avoid))
     encode(Dispatch(request=largest, gateway=id_of("g"), prefill=id_of("p0")))
-    encode(Prefill(request=largest, gateway=id_of("g"), decode=id_of("d"), transfer=bytes(16), age_s=1.5))
+    encode(Dispatch(request=largest, gateway=id_of("g"), source=source))
+    prefill = Prefill(request=largest, gateway=id_of("g"), decode=id_of("d"), transfer=bytes(16), age_s=1.5)
+    encode(msgspec.structs.replace(prefill, source=source))
 
 
 def test_request_that_a_worker_finds_invalid_is_an_invalid_request() -> None:

@@ -13,7 +13,6 @@ from baton.kvtransfer.protocol.destination import DestinationHandoff, Destinatio
 from baton.kvtransfer.protocol.handoff import (
     Action,
     HandoffOutcome,
-    Owner,
     TransferEnded,
     answer_to_unknown,
 )
@@ -36,7 +35,7 @@ from baton.kvtransfer.protocol.messages import (
     Wrote,
     check_request,
 )
-from baton.kvtransfer.protocol.source import Pin, SourceHandoff, SourceState
+from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
     CloseShard,
     OpenShard,
@@ -52,7 +51,6 @@ from tests.layouts import a_layout
 from tests.numbered_pages import NumberedPages, handoff_context, key_of
 
 ID, EPOCH, NUM_UNITS, NUM_PAGES = b"t" * 16, 7, 4, 8
-HOLDER = b"h" * 16
 DIGESTS = bytes(range(8 * NUM_UNITS))
 OF_TRANSFER: dict[str, Any] = {"transfer": ID, "epoch": EPOCH}
 EXTEND, VERIFIED = Extend(**OF_TRANSFER), Verified(**OF_TRANSFER)
@@ -71,14 +69,11 @@ def grant(num_groups: int = 1) -> Grant:
     )
 
 
-def pull(wanted: tuple[int, ...] = (0, 1, 2, 3), generations: tuple[int, ...] = (1, 1, 1, 1)) -> PullRequest:
+def pull(wanted: tuple[int, ...] = (0, 1, 2, 3)) -> PullRequest:
     return PullRequest(
         **OF_TRANSFER,
         deadline_ms=100_000,
         num_units=NUM_UNITS,
-        holder=HOLDER,
-        wanted_pages=wanted,
-        wanted_generations=generations,
         wanted_keys=b"".join(map(key_of, wanted)),
         pages=(20, 21, 22, 23),
         generations=(1,) * NUM_UNITS,
@@ -132,13 +127,11 @@ class Side:
 
 
 class Source(Side):
-    def __init__(
-        self, request: TransferRequest | None = None, pin: Pin | None = None, num_shards: int = 1
-    ) -> None:
+    def __init__(self, request: TransferRequest | None = None, num_shards: int = 1) -> None:
         request = request or grant()
         super().__init__(num_shards, request.num_layer_groups)
-        pin = pin or NumberedPages(self.pool)
-        self.handoff: SourceHandoff = SourceHandoff(request, self.context, HOLDER, pin)
+        pin = NumberedPages(self.pool)
+        self.handoff: SourceHandoff = SourceHandoff(request, self.context, pin)
         self.pages = self.pool.allocate(NUM_UNITS, "sequence")
 
     def reached(self) -> list[Action]:
@@ -187,7 +180,7 @@ def in_state(state: State) -> Side:
 
 LAYOUT = a_layout(page_size=1, num_layers=1, num_kv_heads=1, head_dim=1)
 MESSAGES: list[AnyMessage] = [
-    EndpointHello(protocol=1, incarnation=HOLDER, fingerprint="f", layout=LAYOUT),
+    EndpointHello(protocol=1, incarnation=ID, fingerprint="f", layout=LAYOUT),
     grant(),
     pull(),
     wrote(),
@@ -278,46 +271,41 @@ def test_wrong_number_of_digests_is_the_callers_mistake() -> None:
         Source().to(SourceState.STREAMING).pushed(0, 0, NUM_UNITS, b"digests")
 
 
-def holder(request: PullRequest, pin: Pin | None = None) -> Source:
+def holder(request: PullRequest) -> Source:
     """A source whose first pages are in the prefix cache."""
-    side = Source(request, pin)
+    side = Source(request)
     for page in side.pages:
         side.pool.mark_known(page)
     side.pool.release(side.pages, "sequence")
     return side
 
 
-def find_nothing(keys: Sequence[bytes], owner: Owner) -> None:
-    """The `pin` of a holder whose pages have other keys: the hint names another prompt's pages."""
-
-
-@pytest.mark.parametrize(
-    ("request_", "holder_", "pin", "reason"),
-    [
-        (pull(), b"n" * 16, None, "was restarted"),
-        (pull((0, 1, 2, NUM_PAGES)), HOLDER, None, f"page {NUM_PAGES} is not in the prefix cache"),
-        (pull((0, 1, 2, 3), (1, 1, 9, 1)), HOLDER, None, "has generation 1, not 9"),
-        (pull((0, 1, 2, 6)), HOLDER, None, "page 6 is not in the prefix cache"),
-        (pull((0, 1, 2)), HOLDER, None, "4 units do not match 3 wanted pages"),
-        (pull((0, 1, 2, 2)), HOLDER, None, "a wanted page is not cached here"),
-        (pull(), HOLDER, find_nothing, "a wanted page is not cached here"),
-        (
-            msgspec.structs.replace(pull(), wanted_keys=b"".join(map(key_of, (0, 1, 3, 2)))),
-            HOLDER,
-            None,
-            "the contents of the wanted page 2 are in page 3",
-        ),
-    ],
-)
-def test_wrong_hint_is_refused_and_pins_nothing(
-    request_: PullRequest, holder_: bytes, pin: Pin | None, reason: str
-) -> None:
-    side = holder(msgspec.structs.replace(request_, holder=holder_), pin)
+@pytest.mark.parametrize("wanted", [(0, 1, 2, 6), (0, 1, 2, 2)])
+def test_wrong_hint_is_refused_and_pins_nothing(wanted: tuple[int, ...]) -> None:
+    side = holder(pull(wanted))
     actions = side.reached()
     refused, released = sent(actions)
-    assert isinstance(refused, Abort) and reason in refused.reason and released == RELEASED
+    assert isinstance(refused, Abort) and "not cached here" in refused.reason and released == RELEASED
     assert finished(actions) == [HandoffOutcome.FAILED] and side.handoff.is_closed
     assert side.pool.num_available == NUM_PAGES
+
+
+def test_page_that_is_used_again_before_the_pull_is_refused() -> None:
+    side = holder(pull())
+    side.pool.forget(2)
+    (page,) = side.pool.allocate(1, "another prompt")
+    side.pool.mark_known(page)
+    side.pool.release([page], "another prompt")
+    refused, released = sent(side.reached())
+    assert isinstance(refused, Abort) and "not cached here" in refused.reason and released == RELEASED
+
+
+def test_pulled_page_is_held_until_it_is_written() -> None:
+    side = holder(pull())
+    side.reached()
+    assert side.pool.num_available == NUM_PAGES - NUM_UNITS
+    side.handoff.receive(Abort(**OF_TRANSFER, reason="cancelled"))
+    assert side.pool.num_available == NUM_PAGES - NUM_UNITS  # the push goes on
 
 
 # The destination.
@@ -415,4 +403,4 @@ def test_request_that_no_peer_accepts_is_the_callers_mistake(num_units: int, num
 @pytest.mark.parametrize(("num_wanted", "num_pages"), [(1, 2**15 + 1), (2**15 + 1, 1)])
 def test_impossible_pull_is_the_callers_mistake(num_wanted: int, num_pages: int) -> None:
     with pytest.raises(ValueError, match="page"):
-        check_request(msgspec.structs.replace(pull(), wanted_pages=(0,) * num_wanted), 1, num_pages)
+        check_request(pull((0,) * num_wanted), 1, num_pages)
