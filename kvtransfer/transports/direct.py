@@ -2,10 +2,10 @@
 destination's pages. The source writes the pages itself; the destination spends no time on the bytes.
 
 1. The destination's listener is a unix socket. A source proves that it holds the key of page links, and must
-   be a process of the same user. It says its incarnation, and gets the means to map the pool for writing and
-   the table of page generations for reading.
-2. The source's process is watched from then on. The registrations hear of its death, and of nothing less: a
-   closed connection does not prove that the pool is unmapped.
+   be a process of the same user. The source sends its incarnation. The listener answers with what the source
+   needs to map the pool for writing and the table of page generations for reading.
+2. The source's process is watched from then on. Only its death is reported to the registrations: a closed
+   connection does not prove that the pool is unmapped.
 3. The source's threads copy part after part. Before and after each copy a thread looks the part's pages up in
    the table: pages that the destination has taken back are not written, and a part is finished only if its
    pages were granted before and after the copy.
@@ -82,7 +82,7 @@ class DirectListener:
         self._acceptor = Listener(listener, self._greet, name, rank.dropped)
 
     def close(self) -> None:
-        """Give the pool to no process any more. Processes that have mapped it are not watched any more."""
+        """Stop giving the pool to processes, and stop watching the processes that have mapped it."""
         with self._lock:
             if self._is_closed:
                 return
@@ -100,7 +100,10 @@ class DirectListener:
             os.close(process)
 
     def _give(self, connection: Connection, process: int) -> None:
-        """process: a descriptor, which the caller closes."""
+        """Watch the source's process and give the pool to it.
+
+        process: a descriptor of the process; the caller closes it.
+        """
         with contextlib.closing(connection):
             incarnation = connection.recv(HANDSHAKE_S)
             if len(incarnation) != ID_BYTES:
@@ -109,10 +112,10 @@ class DirectListener:
                 is_new = incarnation not in self._incarnations
                 has_room = not is_new or len(self._incarnations) < MAX_WRITERS
                 if is_new and has_room:  # the process is watched before it can write
-                    watched = os.dup(process)  # OSError: no descriptor is free, and nothing has changed
+                    # OSError: the process cannot be watched, and nothing has changed.
+                    self._watch.add(os.dup(process), partial(self._on_death, incarnation))
                     self._incarnations.add(incarnation)
                     self._rank.registrations.writer_came(incarnation)
-                    self._watch.add(watched, partial(self._on_death, incarnation))
             if not has_room:
                 raise connection.drop(WireError(f"{MAX_WRITERS} processes have the pool", reason="limit"))
             message, descriptors = self._offer()

@@ -54,14 +54,18 @@ class ProcessWatch:
     def add(self, process: int, on_death: Callable[[], None]) -> None:
         """Own the descriptor. `on_death` is called in the watch's thread, and must return at once.
 
-        Nothing is called once the watch is closed.
+        Nothing is called once the watch is closed. OSError: the process cannot be watched.
         """
         with self._lock:
             if self._is_closed:
                 os.close(process)
                 return
+            try:
+                self._poll.register(process, select.EPOLLIN)
+            except OSError:
+                os.close(process)
+                raise
             self._watched[process] = on_death
-            self._poll.register(process, select.EPOLLIN)
 
     def close(self) -> None:
         with self._lock:

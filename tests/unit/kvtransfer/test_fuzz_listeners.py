@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -186,17 +186,24 @@ def test_new_processes_cannot_take_all_files(
     assert pool_listener.ask(bytes(16)), "a known process may come again"
 
 
-def test_source_that_came_without_a_free_descriptor_is_watched_when_it_returns(
-    pool_listener: PoolListener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(descriptor: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+def fail_to_copy(process: int) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
+
+def copy_unwatchable(process: int) -> int:
+    return os.open(__file__, os.O_RDONLY)  # epoll refuses regular files
+
+
+@pytest.mark.parametrize("copy", [fail_to_copy, copy_unwatchable])
+def test_source_that_could_not_be_watched_is_watched_when_it_returns(
+    pool_listener: PoolListener, monkeypatch: pytest.MonkeyPatch, copy: Callable[[int], int]
+) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "dup", fail)
+        patch.setattr(os, "dup", copy)
         assert not pool_listener.ask(bytes(16))
     assert pool_listener.ask(bytes(16))
-    assert len(pool_listener.listener._watch._watched) == 1
+    (watched,) = pool_listener.listener._watch._watched
+    assert "pidfd" in os.readlink(f"/proc/self/fd/{watched}")
 
 
 def test_process_that_leaves_before_it_is_given_the_pool_is_watched(

@@ -44,6 +44,15 @@ def test_closed_watch_keeps_no_descriptor() -> None:
     assert open_files() == before
 
 
+def test_descriptor_that_cannot_be_watched_is_closed() -> None:
+    watch = ProcessWatch()
+    before = open_files()
+    with pytest.raises(PermissionError):  # epoll refuses regular files
+        watch.add(os.open(__file__, os.O_RDONLY), lambda: None)
+    assert open_files() == before
+    watch.close()
+
+
 def test_a_process_that_is_dead_already_is_told_at_once() -> None:
     process = sleeper()
     descriptor = os.pidfd_open(process.pid)
