@@ -8,7 +8,7 @@ import subprocess
 import sys
 from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Final
@@ -65,10 +65,16 @@ class Child(subprocess.Popen[str]):
             self.communicate()
 
 
+def free_ports(number: int, host: str = HOST) -> list[int]:
+    """Return distinct TCP ports that nothing listens on now."""
+    with ExitStack() as probes:
+        found = [probes.enter_context(socket.create_server((host, 0))) for _ in range(number)]
+        return [int(probe.getsockname()[1]) for probe in found]
+
+
 def free_port(host: str = HOST) -> int:
     """Return a TCP port that nothing listens on now."""
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])
+    return free_ports(1, host)[0]
 
 
 @asynccontextmanager

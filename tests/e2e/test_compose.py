@@ -14,7 +14,7 @@ import httpx2
 import pytest
 import yaml
 
-from baton.bench.processes import free_port
+from baton.bench.processes import free_ports
 from tests.served import ROOT, stop, until
 
 KEY: Final = "sk-of-a-test"
@@ -26,7 +26,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of the gateway. All processes end with status 0 when they are told to."""
     directory = tmp_path_factory.mktemp("secrets")
     environment, places = secrets_in(directory)
-    router, port = free_port(), free_port()
+    router, port = free_ports(2)
     places |= {"7000": f"{router}", "router:7000": f"127.0.0.1:{router}", "0.0.0.0": "127.0.0.1"}
     services = yaml.safe_load(Path(ROOT, "deploy/compose.yaml").read_text())["services"]
     with contextlib.ExitStack() as ends:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.processes import free_port
+from baton.bench.processes import free_ports
 from baton.cluster.redis_server import find_program
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
 from tests.event_loop import on_loop
@@ -83,8 +83,8 @@ async def knows_replica(port: int) -> bool:
 @pytest.mark.slow
 @on_loop
 async def test_the_next_master_is_told_all(tmp_path: Path) -> None:
-    free_ports = [free_port() for _ in range(3)]
-    async with guarded(tmp_path, free_ports) as (master, url):
+    ports = free_ports(3)
+    async with guarded(tmp_path, ports) as (master, url):
         router = RouterStandIn(url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -97,4 +97,4 @@ async def test_the_next_master_is_told_all(tmp_path: Path) -> None:
             router.report(W0, CHAIN[:32])  # while no Redis listens
             await until(lambda: router.link.is_up and not router.link.num_unsent)
             assert await known_from(url) == {W0.id: 40}
-            assert await answer_of(free_ports[1], "HGETALL", "baton:{f}:names")
+            assert await answer_of(ports[1], "HGETALL", "baton:{f}:names")

@@ -17,7 +17,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from baton.bench.processes import free_port
+from baton.bench.processes import free_ports
 from baton.cluster.cli.commands import processes
 from baton.cluster.cli.main import main
 from baton.cluster.cli.options import Parser
@@ -231,7 +231,7 @@ def test_probes_ask_where_ray_is_told_to_listen(kuberay: dict[str, Any]) -> None
 def test_ray_listens_for_the_probes_with_the_parts_that_the_images_have() -> None:
     """The image has base Ray and no dashboard: what KubeRay's own probes would ask does not listen."""
     pytest.importorskip("ray")
-    gcs, raylet = free_port(), free_port()
+    gcs, raylet = free_ports(2)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=0"]
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as folder:  # sockets have short names
