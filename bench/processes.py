@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
+from threading import Timer
 from typing import Final
 
 from baton.cluster.redis_server import find_program
 from baton.errors import ConfigError
 
 HOST: Final = "127.0.0.1"
+READ_S: Final = 1800.0  # a child that loads a model may compile for minutes before its first line
 
 
 class ProcessEnded(RuntimeError):
@@ -42,13 +44,19 @@ class Child(subprocess.Popen[str]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def read(self) -> str:
-        """Return the next line. ProcessEnded: there is none."""
+    def read(self, timeout_s: float = READ_S) -> str:
+        """Return the next line. ProcessEnded: there is none; a child that is silent for longer is killed."""
         assert self.stdout is not None
-        if line := self.stdout.readline():
-            return line.strip()
+        killing = Timer(timeout_s, self.kill)
+        killing.start()
+        try:
+            if line := self.stdout.readline():
+                return line.strip()
+            status = self.wait()
+        finally:
+            killing.cancel()
         words = shorten(" ".join(self._words), 80)
-        raise ProcessEnded(f"{words}: has ended with status {self.wait()}; stderr has its messages")
+        raise ProcessEnded(f"{words}: has ended with status {status}; stderr has its messages")
 
     def tell(self, line: str) -> None:
         """Send a line."""

@@ -27,7 +27,7 @@ from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.engine.replica import greedy
 from baton.bench.kv.ends import DestinationProcess, SourceEnd, settings_of
 from baton.bench.machine import machine_description
-from baton.bench.processes import Child
+from baton.bench.processes import READ_S, Child
 from baton.bench.report import Progress
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run
@@ -253,7 +253,7 @@ class WorkerChild(Child):
 
     def _ask(self, order: Order) -> str:
         self.tell(msgspec.json.encode(order).decode())
-        return self.read()
+        return self.read(READ_S + order.seconds)
 
 
 def calibrate(
