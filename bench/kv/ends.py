@@ -35,7 +35,6 @@ FINGERPRINT: Final = "bench"
 DEADLINE_S: Final = 120.0
 WAIT_S: Final = 0.05
 TRANSPORTS: Final = ("shm", "tcp")
-READY: Final = "ready"
 FoundT = TypeVar("FoundT")
 
 
@@ -66,7 +65,7 @@ class SourceEnd:
     """The end in the suite's own process."""
 
     def __init__(self, settings: EndpointSettings, pool: Tensor, ledger: PagePool) -> None:
-        """pool, ledger: an engine's, or those of `random`."""
+        """Open an endpoint for the pool. pool, ledger: of an engine, or made by `random`."""
         self.layout, self.pool, self.ledger = settings.layout, pool, ledger
         self.endpoint = KvEndpoint(settings, pool, ledger)
 
@@ -147,7 +146,7 @@ class _Start(msgspec.Struct, frozen=True):
 
 
 class _GrantOrder(msgspec.Struct, frozen=True):
-    """A transfer that the destination's process grants pages for, as its router would have it do."""
+    """The order to grant pages for a transfer, in the place of a router's message."""
 
     source: tuple[str, int]
     transfer: str
@@ -172,12 +171,12 @@ class DestinationProcess(Child):
         start = _Start(layout, num_pages, device, transport, has_digests)
         self.layout = layout
         super().__init__("-m", "baton.bench.kv.ends", msgspec.json.encode(start).decode())
-        assert self.read() == READY
+        self.read()  # says that it is ready
 
     def grant(self, source: KvEndpoint, num_units: int, num_layer_groups: int = 1) -> GrantedTransfer:
-        """Have the process grant pages once it has room; return what the source was granted.
+        """Have the process grant pages once it has room; return the transfer as the source gets it.
 
-        RuntimeError: the process has ended, or TimeoutError after DEADLINE_S.
+        RuntimeError when the process has ended, TimeoutError after DEADLINE_S.
         """
         transfer = secrets.token_bytes(16)
         order = _GrantOrder(source.address, transfer.hex(), num_units, num_layer_groups)
@@ -248,7 +247,7 @@ def serve(start: _Start) -> None:
     ledger = _scattered_ledger(layout, start.num_pages, seed=1)
     settings = msgspec.structs.replace(settings_of(layout, start.transport), has_digests=start.has_digests)
     endpoint = KvEndpoint(settings, pool, ledger, shared=shared)
-    sys.stdout.write(READY + "\n")
+    sys.stdout.write("ready\n")
     sys.stdout.flush()
     orders: list[_GrantOrder] = []
     threading.Thread(target=_read_orders, args=(endpoint, orders), daemon=True).start()
