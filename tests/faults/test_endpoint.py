@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from threading import Timer
+from threading import Event, Timer
 
 import pytest
 
@@ -79,6 +79,23 @@ def test_a_killed_destination_fails_its_transfers_alone(
         assert all_back_s(source, other) < BACK_S
 
 
+def send_until_killed(source: HostProcess, destination: HostProcess, after_s: float) -> None:
+    """Send without a pause until the source is killed; no call may fail before."""
+    is_killed = Event()
+
+    def kill() -> None:
+        is_killed.set()
+        source.process.kill()
+
+    killing = Timer(after_s, kill)
+    killing.start()
+    with pytest.raises(TransferFailed):
+        while True:
+            source.send_granted(ask(source, destination, NUM_UNITS), NUM_UNITS)
+    assert is_killed.is_set()
+    killing.join()
+
+
 @TRANSPORTS
 def test_a_killed_source_leaves_no_page_behind(destination: HostProcess, transport: str) -> None:
     """Killed at random moments of a stream of transfers."""
@@ -87,12 +104,7 @@ def test_a_killed_source_leaves_no_page_behind(destination: HostProcess, transpo
         with HostProcess(is_shared=False, transport=transport) as process:
             process.fill(1)
             assert process.send_granted(ask(process, destination, NUM_UNITS), NUM_UNITS) == "handed_over"
-            killing = Timer(moments.uniform(0.02, 0.1), process.process.kill)
-            killing.start()
-            with pytest.raises(TransferFailed):
-                while True:
-                    process.send_granted(ask(process, destination, NUM_UNITS), NUM_UNITS)
-            killing.join()
+            send_until_killed(process, destination, moments.uniform(0.02, 0.1))
         assert all_back_s(destination) < BACK_S
     outcomes = {end[0] for end in destination.ended()}
     assert outcomes <= {"adopted", "recompute"}
