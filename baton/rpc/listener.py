@@ -14,9 +14,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from typing import Final, TypeVar
-
-import msgspec
+from typing import Final
 
 from baton.errors import BatonError, PeerGone, TransferFailed
 from baton.rpc.connection import DroppedPeers
@@ -26,11 +24,12 @@ MAX_NEWCOMERS: Final = 64
 PAUSE_S: Final = 0.1
 BACKLOG: Final = 128
 
-MessageT = TypeVar("MessageT", bound=msgspec.Struct)
-
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A TCP socket that listens at an address of this machine, IPv4 or IPv6. port: 0 for any free one."""
+    """Return a TCP socket that listens at an address of this machine, IPv4 or IPv6.
+
+    port: 0 for any free port.
+    """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
@@ -43,7 +42,7 @@ def port_of(address: str) -> int:
 
 
 def listen_on_host(name: str) -> tuple[socket.socket, str]:
-    """A unix socket that listens at a random abstract address, and that address: it is in no folder."""
+    """Return a unix socket that listens at a random abstract address, and the address. No folder lists it."""
     address = f"\0{name}-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address)
