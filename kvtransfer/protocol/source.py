@@ -144,7 +144,7 @@ class Timeline:
 
     @property
     def moving_s(self) -> float:
-        """The seconds so far in which at least one piece was being sent."""
+        """Return the seconds so far in which at least one piece was being sent."""
         return self._moving_s + (self._clock.now_s() - self._changed_s if self._num_in_flight else 0.0)
 
     def end(self) -> TransferTimes:
@@ -344,7 +344,7 @@ class SourceHandoff(Handoff):
 
     def _pushed(self, shard: int, first: int, stop: int, digests: bytes) -> list[Action]:
         """Record a successful push. digests: one for each unit of the push, computed from the bytes read."""
-        self._end_push(shard, first, stop)
+        self._shards[shard].in_flight.remove((first, stop))
         if self.has_ended:
             return []
         self._shards[shard].wrote(first, stop, digests)
@@ -354,7 +354,7 @@ class SourceHandoff(Handoff):
 
     def _push_failed(self, shard: int, first: int, stop: int, reason: str) -> list[Action]:
         """Record a push that failed on every transport, which ends the transfer."""
-        self._end_push(shard, first, stop)
+        self._shards[shard].in_flight.remove((first, stop))
         return self.fail(f"transport: {reason}")
 
     def _stopped(self, shard: int) -> list[Action]:
@@ -366,8 +366,6 @@ class SourceHandoff(Handoff):
 
     def _close(self) -> list[Action]:
         """Release the pages: no push runs, and no push will start."""
-        for state in self._shards:
-            state.in_flight.clear()
         self._ledger.release(self.pages, self._holder)
         self.state = SourceState.CLOSED
         return [Released(transfer=self.transfer)]
@@ -427,11 +425,6 @@ class SourceHandoff(Handoff):
             more_pages=more_pages,
             after=self._ledger.launched,
         )
-
-    def _end_push(self, shard: int, first: int, stop: int) -> None:
-        if self.state is SourceState.CLOSED:
-            return
-        self._shards[shard].in_flight.remove((first, stop))
 
     def _commit(self, shard: int, first: int, stop: int) -> Commit:
         state = self._shards[shard]
