@@ -82,7 +82,11 @@ def simulate(
     calls, random = [copy(call) for call in workload.calls], Random(1)
     mean_s = workload.startup_s if startup_s is None else startup_s
     fleet = ElasticFleet(
-        MACHINE, *begin, lambda: mean_s * random.uniform(0.85, 1.15), ROOM.num_seqs, ROOM.num_tokens
+        MACHINE,
+        *begin,
+        startup_s=lambda: mean_s * random.uniform(0.85, 1.15),
+        max_seqs=ROOM.num_seqs,
+        max_tokens=ROOM.num_tokens,
     )
     feed = getattr(policy, "ended", lambda call: None)
 
@@ -93,7 +97,7 @@ def simulate(
         if order is not None:
             fleet.scale(*order)
 
-    fleet.run(calls, control, INTERVAL_S, feed)
+    fleet.run(calls, control, every_s=INTERVAL_S, ended=feed)
     met: dict[str, list[bool]] = {}
     for call in calls:
         is_met = call.meets(workload.ttft_s, workload.tpot_s)
@@ -102,7 +106,13 @@ def simulate(
     attainment = sum(map(sum, met.values())) / len(calls)
     hours = fleet.events.now_s / 3600
     plans = getattr(policy, "plans", [])
-    return Result(fleet.paid_s / 3600, attainment, fleet.num_orders / hours, plans, by_tenant)
+    return Result(
+        worker_h=fleet.paid_s / 3600,
+        attainment=attainment,
+        actions_an_hour=fleet.num_orders / hours,
+        plans=plans,
+        by_tenant=by_tenant,
+    )
 
 
 class Planned:
@@ -193,8 +203,10 @@ def static(workload: Workload) -> tuple[tuple[int, int], Result]:
     def run(prefill: int, decode: int) -> Result:
         return simulate(workload, (prefill, decode), lambda now_s, fleet: None)
 
-    decode = _least(lambda number: run(MAX_WORKERS, number).attainment >= GOAL + 0.3 * (1 - GOAL), 1, 16)
-    prefill = _least(lambda number: run(number, decode).attainment >= GOAL, 1, MAX_WORKERS)
+    decode = _least(
+        lambda number: run(MAX_WORKERS, number).attainment >= GOAL + 0.3 * (1 - GOAL), low=1, high=16
+    )
+    prefill = _least(lambda number: run(number, decode).attainment >= GOAL, low=1, high=MAX_WORKERS)
     return (prefill, decode), run(prefill, decode)
 
 
@@ -239,7 +251,7 @@ def _scheduled(workload: Workload, bin_s: float) -> Result:
 
     def run(prefill_room: float, decode_room: float) -> Result:
         steps = [
-            _closed(np.maximum(1, np.ceil(work * room)).astype(int), round(workload.startup_s / bin_s))
+            _closed(np.maximum(1, np.ceil(work * room)).astype(int), gap=round(workload.startup_s / bin_s))
             for work, room in ((prefill, prefill_room), (decode, decode_room))
         ]
 
@@ -325,7 +337,7 @@ def made(
                 tenant=whose,
             )
         )
-    return Workload(name, calls, 15.0, 0.05, startup_s)
+    return Workload(name, calls, ttft_s=15.0, tpot_s=0.05, startup_s=startup_s)
 
 
 def synthetic(seed: int) -> Iterator[tuple[str, Callable[[], Workload]]]:
@@ -347,16 +359,18 @@ def synthetic(seed: int) -> Iterator[tuple[str, Callable[[], Workload]]]:
     def growing(at_s: float) -> float:
         return 8_000.0 + 16_000.0 * min(1.0, max(0.0, at_s / hour - 1))
 
-    yield "steady", partial(made, "steady", 3, lambda at_s: 5.0, seed)
-    yield "ramps", partial(made, "ramps", 6, ramps, seed)
-    yield "bursts", partial(made, "bursts", 4, bursts, seed)
-    yield "tenant shift", partial(made, "tenant shift", 3, lambda at_s: 6.0, seed, tenant=shifting)
-    yield "length shift", partial(made, "length shift", 3, lambda at_s: 5.0, seed, prompt=growing)
-    yield "diurnal", partial(made, "diurnal", 24, diurnal, seed)
-    yield (
-        "diurnal, start-up 300 s",
-        partial(made, "diurnal, start-up 300 s", 24, diurnal, seed, startup_s=300.0),
-    )
+    seeded = partial(made, seed=seed)
+    workloads: dict[str, Callable[..., Workload]] = {
+        "steady": partial(seeded, hours=3, rate=lambda at_s: 5.0),
+        "ramps": partial(seeded, hours=6, rate=ramps),
+        "bursts": partial(seeded, hours=4, rate=bursts),
+        "tenant shift": partial(seeded, hours=3, rate=lambda at_s: 6.0, tenant=shifting),
+        "length shift": partial(seeded, hours=3, rate=lambda at_s: 5.0, prompt=growing),
+        "diurnal": partial(seeded, hours=24, rate=diurnal),
+        "diurnal, start-up 300 s": partial(seeded, hours=24, rate=diurnal, startup_s=300.0),
+    }
+    for name, make in workloads.items():
+        yield name, partial(make, name)
 
 
 def traced(path: Path, seed: int) -> Workload:
@@ -378,7 +392,7 @@ def traced(path: Path, seed: int) -> Workload:
                 )
             )
     calls.sort(key=lambda call: call.at_s)
-    return Workload(path.stem[:24], calls, ttft_s, tpot_s)
+    return Workload(path.stem[:24], calls, ttft_s=ttft_s, tpot_s=tpot_s)
 
 
 @suite(
@@ -409,7 +423,7 @@ def workload_rows(workload: Workload, policies: Collection[str] = POLICIES) -> I
         "static": lambda: fixed,
         "threshold": lambda: best_of(simulate(workload, begin, Threshold(each)) for each in THRESHOLDS),
         "reactive": lambda: best_of(
-            simulate(workload, begin, PastWork(workload, margin, kept_s))
+            simulate(workload, begin, PastWork(workload, margin=margin, kept_s=kept_s))
             for margin, kept_s in product(MARGINS, KEPT_S)
         ),
         "planner": lambda: simulate(workload, begin, Planned(workload)),
