@@ -204,7 +204,7 @@ class PulledPrefixes(Generic[WaiterT]):
         return True
 
     def _learn(self, num_bytes: int, seconds: float, *, is_adopted: bool) -> None:
-        """Update the expected bandwidth. A failure that took long says that it was too high."""
+        """Update the expected bandwidth, which was too high when a pull failed after a long time."""
         if not is_adopted and seconds < LEAST_DEADLINE_S:
             return
         measured = num_bytes / seconds if is_adopted else num_bytes / (PATIENCE * seconds)

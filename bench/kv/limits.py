@@ -238,7 +238,7 @@ class Rival:
 
     @property
     def gbps(self) -> dict[str, float]:
-        """Medians over the rounds by operation; empty after a failure."""
+        """Return the medians over the rounds by operation; empty after a failure."""
         rounds = [] if self.failure else self._rounds
         return {name: median(each[name] for each in rounds) for name in (rounds[0] if rounds else ())}
 

@@ -67,7 +67,7 @@ class Point(NamedTuple):
 
     @property
     def gbps(self) -> float:
-        """GB/s while bytes moved."""
+        """Return the rate in GB/s while bytes moved."""
         return self.num_bytes / self.times.moving_s / 1e9
 
 

@@ -121,12 +121,12 @@ class PullRequest(OfTransfer, frozen=True):
 
     @property
     def num_layer_groups(self) -> int:
-        """See Grant: all layers of the wanted pages are computed."""
+        """Return 1: all layers of the wanted pages are computed, and leave together (see Grant)."""
         return 1
 
     @property
     def keys(self) -> list[bytes]:
-        """The key of each wanted page."""
+        """Return the key of each wanted page."""
         joined = self.wanted_keys
         return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
 

@@ -63,7 +63,7 @@ class RankAgent:
         self._is_over = False
 
     def zeros_on_cpu(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for the pool that sources on this host can map."""
+        """Return memory for the pool that sources on this host can map."""
         self._shared = SharedPool()
         return self._shared.zeros(shape, dtype)
 

@@ -184,7 +184,7 @@ def differing_units(expected: bytes, found: bytes) -> tuple[int, ...]:
 
 
 def _digests(pool: memoryview, offset_UR: Offsets, run_bytes: int, seed: int) -> Iterator[bytes]:
-    """Suffixes: U units, R runs of a unit."""
+    """Yield the digest of each unit. Suffixes: U units, R runs of a unit."""
     for offset_R in offset_UR.tolist():
         digest = xxhash.xxh3_64(seed=seed)
         for offset in offset_R:

@@ -166,7 +166,7 @@ class SendShard:
         self._pages: tuple[int, ...] = ()
 
     def reach(self) -> None:
-        """ShardReached follows, at once or later."""
+        """Open a transport to the destination; ShardReached follows, at once or later."""
         self._transports.when_settled(self._reached)
 
     def push(self, order: PushUnits) -> None:

@@ -34,7 +34,10 @@ Start: TypeAlias = Callable[[Call], None]  # RuntimeError: the process may have 
 
 
 class PeerTransports:
-    """All calls but `close` are made by the rank's thread; `post` brings the news of other threads there."""
+    """The transports to one rank of a peer.
+
+    The rank's thread makes all calls but `close`. Other threads report to it through `post`.
+    """
 
     def __init__(
         self,
@@ -66,18 +69,18 @@ class PeerTransports:
 
     @property
     def name(self) -> str | None:
-        """The transport that is open now."""
+        """Return the name of the open transport, or None."""
         return self._left[0].name if self._sender is not None else None
 
     @property
     def best(self) -> str | None:
-        """The first choice; another one that is open is a fallback."""
+        """Return the name of the first choice; any other open transport is a fallback."""
         return self._all[0].name if self._all else None
 
     def when_settled(self, call: Call) -> None:
         """Make the call once a transport is open, or none is left.
 
-        Where all have failed they are tried once more: the cause may have passed.
+        When all have failed, they are tried once more: the cause may have passed.
         """
         if self._sender is not None or not self._all:
             call()
@@ -88,7 +91,7 @@ class PeerTransports:
         self._open_next()
 
     def push(self, piece: Piece, on_end: OnEnd) -> None:
-        """on_end: called later, never from within, with the outcome."""
+        """Send a piece. on_end: called later, never from within, with the outcome."""
         number = next(self._numbers)
         self._pieces[number] = piece, on_end
         if self._sender is None:
@@ -97,7 +100,9 @@ class PeerTransports:
             self._send(self._sender, number)
 
     def abort(self, transfer: bytes) -> None:
-        """On return this process neither reads nor writes for the transfer; no `on_end` of it is called."""
+        """Drop the transfer's pieces: on return this process neither reads nor writes for the transfer, and
+        calls no `on_end` of its pieces.
+        """
         aborted = [number for number, (piece, _) in self._pieces.items() if piece.transfer == transfer]
         for number in aborted:
             del self._pieces[number]
@@ -105,7 +110,7 @@ class PeerTransports:
             self._sender.abort(transfer)
 
     def close(self) -> None:
-        """From any thread, any number of times."""
+        """Close the senders. Any thread may call, any number of times."""
         self._is_closed = True
         for sender in (self._opening, self._sender):
             if sender is not None:
@@ -242,7 +247,7 @@ class RankTransports:
             peer.close()
 
     def stop(self) -> None:
-        """Close all senders; none will open. From any thread, any number of times."""
+        """Close all senders; none will open. Any thread may call, any number of times."""
         with self._lock:
             self._is_stopped = True
             peers = list(self._peers.values())

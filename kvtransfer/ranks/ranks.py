@@ -148,11 +148,11 @@ class RemoteRank:
         self._post(self._on_death)
 
     def close(self) -> None:
-        """The agent closes its listeners by itself, a moment later."""
+        """Close the connection. The agent closes its listeners by itself, a moment later."""
         self._stream.close()
 
     def _decode(self, body: bytes) -> ToRankZero:
-        """In the reading thread: rank 0's thread may be waiting in `wait_until_stopped`."""
+        """Decode in the reading thread: rank 0's thread may be waiting in `wait_until_stopped`."""
         message = decode_for_rank_zero(body)
         if isinstance(message, AllStopped):
             self._has_stopped.set()
@@ -217,7 +217,7 @@ class RankAgents:
 
     @property
     def sidecar(self) -> RankSidecar:
-        """The argument for `load_engine`."""
+        """Return the argument for `load_engine`."""
         return AgentArguments(address=self._address, secret=self._secret).sidecar()
 
     def set_up(self, settings: RankSettings, timeout_s: float = AGENTS_TIMEOUT_S) -> list[RemoteRank]:
@@ -273,7 +273,7 @@ class RankAgents:
         self._greet(sock, LinkKeys(self._keys, RANKS), None)
 
     def _greet(self, sock: socket.socket, secret: LinkSecret, process: int | None) -> None:
-        """process: of the agent, which owns the descriptor once it is let in."""
+        """Let an agent of this replica in. process: of the agent; the newcomer owns it once it is let in."""
         with ExitStack() as unless_let_in:
             if process is not None:
                 unless_let_in.callback(os.close, process)
@@ -368,7 +368,7 @@ class Ranks:
 
     @property
     def listeners(self) -> tuple[RankListenerAddresses, ...]:
-        """The listeners of each rank."""
+        """Return the listeners of each rank."""
         return tuple(executor.listeners for executor in self._executors)
 
     def counts(self) -> dict[str, int]:

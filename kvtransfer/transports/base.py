@@ -124,7 +124,7 @@ class LocalRank:
         return connection.handshake(timeout_s)
 
     def packing(self, num_lanes: int = 1) -> PagePacking:
-        """Packs and unpacks runs of the pool, for one user: on a GPU each user has streams of its own."""
+        """Return a packing of the pool for one user: on a GPU each user has streams of its own."""
         return packing_of(self.pool, num_lanes, self.settings.stream_priority)
 
     def close(self) -> None:
@@ -290,7 +290,10 @@ class QueuedPiece:
         self._on_end = on_end
 
     def end(self, reason: str | None) -> Callable[[], None]:
-        """End the piece; the call to make outside the queue's lock. reason: None for a piece that is done."""
+        """End the piece and return the call to make outside the queue's lock.
+
+        reason: None for a piece that is done.
+        """
         self.is_over = True
         outcome = PieceOutcome(
             is_done=reason is None, num_bytes=self.num_bytes, reason=(reason or "")[:MAX_REASON]
@@ -346,7 +349,7 @@ class TransferQueue:
         return not self._due and not self._bulk
 
     def push(self, piece: Piece, on_end: OnEnd, *, wakes: bool = True) -> None:
-        """wakes: False where the caller takes the parts itself, so that no thread needs to."""
+        """Queue a piece. wakes: False when the caller takes the parts itself, so that no thread needs to."""
         with self._lock:
             bounds = self._cut(piece)
             queued = QueuedPiece(piece, on_end, len(bounds) - 1)
@@ -361,10 +364,10 @@ class TransferQueue:
         tell()
 
     def abort(self, transfer: bytes, cut: Callable[[], None] | None = None) -> None:
-        """Fail a transfer's pieces; returns when no thread is inside its pages.
+        """Fail a transfer's pieces. Returns when no thread is inside the transfer's pages.
 
-        cut: interrupts a thread that a slow peer holds up in there. It is called under the queue's lock, so
-        no thread enters or leaves meanwhile.
+        cut: interrupts a thread that a slow peer holds up inside the pages. It is called under the queue's
+        lock, so no thread enters or leaves meanwhile.
         """
         with self._lock:
             theirs = [queued for queued in self._open if queued.piece.transfer == transfer]
@@ -386,8 +389,9 @@ class TransferQueue:
     # For the sender's threads.
 
     def take(self, *, wait: bool) -> Part | None:
-        """The next part, which the caller must `leave` and `finish` or `fail`. None when no part waits, or
-        with `wait` when the queue has ended.
+        """Return the next part, which the caller must `leave` and `finish` or `fail`.
+
+        Returns None when the queue has ended and, without `wait`, when no part waits.
         """
         with self._lock:
             while self._end_reason is None:
@@ -443,7 +447,7 @@ class TransferQueue:
     # Under the lock.
 
     def _cut(self, piece: Piece) -> list[int]:
-        """[first, ..., stop): the bounds of the parts; a single bound for an empty piece."""
+        """Return the bounds of the parts, `first` to `stop`; a single bound for an empty piece."""
         if not piece.num_bytes:
             return [piece.first]
         num_parts = -(-piece.num_bytes // self._part_bytes)

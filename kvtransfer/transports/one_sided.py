@@ -104,17 +104,17 @@ class OneSidedChannel(GlooChannel):
         super().abort()
 
     def wait_until(self, has_ended: Callable[[], bool], timeout_s: float) -> None:
-        """Raises TransferFailed after the timeout, or when the pair ends first."""
+        """Wait for the condition. TransferFailed after the timeout, or when the pair ends first."""
         if not poll(lambda: self._is_over.is_set() or has_ended(), timeout_s):
             raise TransferFailed(f"{self.name}: a payload did not move within {timeout_s:g} s")
         if self._is_over.is_set():
             raise TransferFailed(f"{self.name}: the pair has ended")
 
     def send_payload(self, part: int, num_bytes: int, lane: int) -> None:
-        """Nothing to send over gloo."""
+        """Send nothing over gloo: the engine moves payloads."""
 
     def post_payload(self, part: int) -> None:
-        """Nothing to post: a payload comes without a receive."""
+        """Post nothing: a payload comes without a receive."""
 
 
 class OneSidedTransport(GroupTransport):
@@ -170,7 +170,7 @@ class OneSidedTransport(GroupTransport):
 # 2. The source posts a write of each payload. NIXL reports the write as done when the payload is in the
 #    destination's memory. The source sends the record of a batch when all its writes are done. While a batch
 #    travels, the source packs the next one.
-# 3. The destination is told of payloads by their record alone, and has nothing to wait for.
+# 3. When a record comes, its payloads are at the destination already, which has nothing to wait for.
 #
 # The source writes, and the destination does not read: where UCX emulates RDMA over TCP, a reader that dies
 # can end the process that it reads from.
@@ -308,7 +308,7 @@ class NixlChannel(OneSidedChannel):
             self._open_agent().transfer(self._writes[slot])
 
     def _send_next_record(self, timeout_s: float) -> None:
-        """Under the lock of the order."""
+        """Send the oldest held record once its payloads are written. The caller holds the lock."""
         held = self._held[0]
         for part in held.parts:
             self.wait_until(partial(self._has_ended, part % NUM_SLOTS), timeout_s)

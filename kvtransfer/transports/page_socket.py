@@ -70,7 +70,7 @@ class MemoryRuns:
     def of_runs(
         cls, address: int, offset_N: Offsets, run_bytes: int, head: Buffer | None = None
     ) -> "MemoryRuns":
-        """The runs of a pool at `address`, after `head` if there is one.
+        """Return the runs of a pool at `address`, after `head` if there is one.
 
         Adjacent short runs become one place, which the kernel copies in one go. Such runs occur in the
         smaller pages when page sizes differ, and in the rank with fewer heads when tp sizes differ.
@@ -88,7 +88,7 @@ class MemoryRuns:
 
     @classmethod
     def of_buffer(cls, buffer: Buffer, num_bytes: int | None = None) -> "MemoryRuns":
-        """The buffer, or its first bytes."""
+        """Return the buffer, or its first bytes, as one place."""
         length = len(buffer) if num_bytes is None else num_bytes
         return cls(np.array([[ctypes.addressof(buffer), length]], dtype=np.int64))
 
@@ -127,11 +127,14 @@ class PageSocket:
             self.send(MemoryRuns.of_buffer(rest), _never)
 
     def receive_record(self, num_bytes: int) -> bytes:
-        """num_bytes bytes, the first within `stall_s`; raises as `receive`."""
+        """Return the next num_bytes bytes. The first must come within `stall_s`; raises as `receive`."""
         return self._rest_of(self._first_of(num_bytes), num_bytes)
 
     def next_record(self, num_bytes: int) -> bytes | None:
-        """num_bytes bytes, the first of which may take any time; None when the stream ends before them."""
+        """Return the next num_bytes bytes; None when the stream ends before them.
+
+        The first byte may take any time; raises as `receive` for the others.
+        """
         begun = self._first_of(num_bytes)
         if begun is None:
             poll = select.poll()
@@ -151,7 +154,7 @@ class PageSocket:
         self._socket.close()
 
     def _first_of(self, num_bytes: int) -> bytes | None:
-        """The bytes that come within a slice of time: None for none, b"" at the stream's end."""
+        """Return the bytes that come within a slice of time: None for none, b"" at the stream's end."""
         try:
             return self._socket.recv(num_bytes)
         except BlockingIOError:
@@ -194,7 +197,7 @@ class PageSocket:
 
 
 def _merged(offset_N: Offsets, run_bytes: int) -> tuple[Offsets, Offsets]:
-    """The beginnings and lengths of stretches of adjacent runs."""
+    """Return the beginnings and lengths of stretches of adjacent runs."""
     is_first_N = np.ones(len(offset_N), dtype=np.bool_)
     np.not_equal(np.diff(offset_N), run_bytes, out=is_first_N[1:])
     first = np.flatnonzero(is_first_N)
@@ -217,7 +220,7 @@ def unpace(sock: socket.socket) -> None:
 
 
 def _advance(rows: NDArray[np.int64], index: int, moved: int) -> int:
-    """Take `moved` bytes off the rows from `index` on, in place; the index of the first with bytes left."""
+    """Take `moved` bytes off the rows from `index` on, in place. Return the first index with bytes left."""
     window = rows[index : index + IOV_MAX, 1]
     ends = np.cumsum(window)
     done = int(np.searchsorted(ends, moved, side="right"))
@@ -229,7 +232,7 @@ def _advance(rows: NDArray[np.int64], index: int, moved: int) -> int:
 
 
 def _check_outcome(moved: int, code: int) -> None:
-    """Return when the call may be tried again."""
+    """Raise PeerGone unless the call may be tried again."""
     if moved == 0:
         raise PeerGone("the peer has closed the stream")
     if code not in (errno.EAGAIN, errno.EINTR):

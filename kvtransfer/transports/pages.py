@@ -140,6 +140,7 @@ class PageGenerations:
         )
 
     def grant(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """Let other processes write each page in this generation."""
         self._words[list(pages)] = as_words(generations)
 
     def revoke(self, pages: Sequence[int]) -> None:
@@ -157,11 +158,12 @@ class PeerGenerations:
         self._words: NDArray[np.uint32] = np.frombuffer(mapped, dtype=np.uint32)
 
     def match(self, pages: NDArray[np.int64], words: NDArray[np.uint32]) -> bool:
+        """Return True when each page still has its word. IndexError for a page outside the table."""
         return bool((self._words[pages] == words).all())
 
 
 def as_words(generations: Sequence[int]) -> NDArray[np.uint32]:
-    """Generations as words of the table: 32 bits, never REVOKED."""
+    """Return generations as words of the table: 32 bits, never REVOKED."""
     wrapped = np.asarray(generations, dtype=np.int64) % (2**32 - 1) + 1
     return wrapped.astype(np.uint32)
 
@@ -233,8 +235,10 @@ class PagePacking(Protocol):
 
 
 def packing_of(pool: Tensor, num_lanes: int = 1, stream_priority: int = 0) -> PagePacking:
-    """pool: contiguous [num_pages, ...]. num_lanes: of a pool on a GPU, with streams of this priority; a CPU
-    has one lane.
+    """Return the packing of a pool.
+
+    pool: contiguous [num_pages, ...]. num_lanes: of a pool on a GPU, with streams of this priority; a CPU has
+    one lane.
     """
     if not pool.is_contiguous() or pool.dim() < 2:
         raise ValueError(f"a pool is contiguous [num_pages, ...], got {tuple(pool.shape)}")
@@ -269,10 +273,10 @@ class HostPages:
         return huge_zeros((num_bytes,), torch.uint8)
 
     def warm_up(self, plan: TransferPlan) -> None:
-        """A CPU's kernels are compiled already."""
+        """Do nothing: a CPU's kernels are compiled already."""
 
     def note_written(self) -> None:
-        """A CPU's writes are visible at once."""
+        """Do nothing: a CPU's writes are visible at once."""
 
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
         packed = staging[: len(offset_N) * plan.sent_run_bytes]
@@ -292,7 +296,7 @@ class HostPages:
         target.copy_(source)
 
     def finish(self, timeout_s: float = math.inf, lane: int = 0) -> None:
-        """A CPU's copies are done on return."""
+        """Do nothing: a CPU's copies are done on return."""
 
 
 class DevicePages:
@@ -360,7 +364,7 @@ class DevicePages:
     def wait_for_writers(self) -> None:
         """Let all lanes wait for all work that `note_written` was told of.
 
-        Of two threads that pack, neither goes on before the other has enqueued its waits.
+        When two threads pack, neither continues before the other has enqueued its waits.
         """
         with self._ordering:
             while self._written:

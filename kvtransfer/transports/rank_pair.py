@@ -251,7 +251,7 @@ class GlooChannel:
         return self._records[slot].numpy().tobytes()
 
     def expect_payload(self, part: int, num_bytes: int, lane: int) -> None:
-        """Begin to receive a part that was announced. lane: of the packing, has nothing to do until then."""
+        """Begin to receive a part that was announced. lane: of the packing; the lane is idle until then."""
 
     def fetch_payload(self, part: int, num_bytes: int, lane: int, timeout_s: float) -> Tensor:
         """Wait for the whole of a part that is expected, and return it."""
@@ -267,15 +267,15 @@ class GlooChannel:
             self._answer_work[slot] = self._group.send([self._answers[slot]], self._peer, ANSWER_TAG)
 
     def abort(self) -> None:
-        """End the connection, which the peer sees at once, and waits in any thread. Any number of times.
+        """End the connection and the waits of all threads; the peer sees the end at once. May be repeated.
 
-        gloo has no call for that, but a receive that times out has this effect.
+        gloo has no call for this, but a receive that times out has this effect.
         """
         with contextlib.suppress(RuntimeError):
             self._group.recv([self._scratch], self._peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """End the connection and free the slots. No thread is in a call, and none makes another."""
+        """End the connection and free the slots. No thread is in a call, and no call follows."""
         self.abort()
 
 

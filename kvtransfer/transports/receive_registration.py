@@ -216,7 +216,7 @@ class ReceiveRegistrations:
             return len(self._states)
 
     def _settle(self, state: _State) -> list[OnSafe]:
-        """Under the lock: the callbacks to make outside the lock."""
+        """Return the callbacks to make outside the lock, which the caller holds."""
         if not state.is_safe or self._states.pop(state.registration.id, None) is None:
             return []
         self._ended[state.registration.id] = None

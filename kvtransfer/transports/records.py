@@ -3,9 +3,9 @@
 A header goes before each part and an answer comes back. Transports that send records and page bytes as
 separate messages announce up to MAX_BATCH parts in one record, and answer them in one. The size of a record
 follows from its number of parts. Records are sealed under a key of the stream, with the number of their first
-part on the stream, so a record that is changed, repeated, left out or moved to another stream is found before
-anything is done about it. A header names units of a transfer, never a page or an offset; the bytes of the
-units come in plan order.
+part on the stream. A record that is changed, repeated, left out or moved to another stream is therefore
+refused before it has any effect. A header names units of a transfer, never a page or an offset; the bytes of
+the units come in plan order.
 """
 
 import hmac
@@ -50,7 +50,7 @@ class PartHeader(NamedTuple):
 
 
 def stream_key(session_key: bytes) -> bytes:
-    """The key that seals a stream's records: used for nothing else that the session's key seals."""
+    """Return the key that seals a stream's records and nothing else."""
     return hmac.digest(session_key, b"baton data stream 1", "sha256")
 
 
@@ -83,7 +83,7 @@ def encode_answers(key: bytes, number: int, outcomes: Sequence[WriteOutcome]) ->
 def decode_answers(
     key: bytes, number: int, record: bytes | bytearray, num_parts: int
 ) -> tuple[WriteOutcome, ...]:
-    """Return the answers to parts [number, number + num_parts) of the stream, WireError for any others."""
+    """Return the answers to parts [number, number + num_parts) of the stream, or raise WireError."""
     plain, num_answers = _opened(key, number, record, _ANSWER_MAGIC, 1, "answer")
     _check(num_answers == num_parts and all(each in _OUTCOMES for each in plain), "answer")
     return tuple(WriteOutcome(each) for each in plain)

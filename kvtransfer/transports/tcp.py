@@ -92,21 +92,21 @@ class StreamPages:
         self._parts = StagedParts(packing)
 
     def outgoing(self, plan: TransferPlan, offset_N: Offsets, head: Buffer) -> MemoryRuns:
-        """The head, then the runs' bytes; valid until the next call."""
+        """Return the head and the runs' bytes, valid until the next call."""
         if self._memory is not None:
             return MemoryRuns.of_runs(self._memory.address, offset_N, plan.run_bytes, head)
         host = self._parts.fetch(plan, offset_N)
         return MemoryRuns.of_runs(host.data_ptr(), _START, len(host), head)
 
     def incoming(self, plan: TransferPlan, offset_N: Offsets) -> MemoryRuns:
-        """The memory into which the runs' bytes are to be received."""
+        """Return the memory that receives the runs' bytes; `received` then puts them into the pages."""
         if self._memory is not None:
             return MemoryRuns.of_runs(self._memory.address, offset_N, plan.run_bytes)
         host = self._parts.room(len(offset_N) * plan.sent_run_bytes)
         return MemoryRuns.of_runs(host.data_ptr(), _START, len(host))
 
     def received(self, plan: TransferPlan, offset_N: Offsets) -> None:
-        """All of them were received: they are in the pages on return."""
+        """Put the bytes that were received into the pages."""
         if self._memory is None:
             self._parts.store(plan, offset_N)
 
@@ -114,7 +114,7 @@ class StreamPages:
 def _page_socket(
     rank: LocalRank, sock: socket.socket, role: Role, settings: TcpSettings
 ) -> tuple[PageSocket, bytes]:
-    """A stream over a connected socket, and the key of the stream's records; raises as LocalRank.connect."""
+    """Return a stream over a connected socket, and the key of its records; raises as LocalRank.connect."""
     connection = rank.connect(sock, role, settings.connect_s)
     key = stream_key(connection.session_key)
     sock = connection.detach()
@@ -171,9 +171,9 @@ class TcpSender(QueueSender):
                 stream.close()
 
     def dial(self, on_socket: Callable[[socket.socket], None]) -> tuple[PageSocket, bytes]:
-        """A new stream and its key. TransferFailed when the destination cannot be reached.
+        """Return a new stream and its key. TransferFailed when the destination cannot be reached.
 
-        on_socket: told of the socket before anything is waited for, so that another thread can end the wait.
+        on_socket: called with the socket before the first wait, so that another thread can end the wait.
         """
         host, port = self._address
         sock: socket.socket | None = None
@@ -223,7 +223,7 @@ class _SendStream:
             self._socket.wake()
 
     def close(self) -> None:
-        """From another thread, when the queue has ended."""
+        """End the thread and its connection. Called from another thread, when the queue has ended."""
         self._is_closed = True
         if self._dialling is not None:
             with contextlib.suppress(OSError):  # not connected yet, or a stream already
@@ -392,7 +392,7 @@ class ReceiveStream:
         self._answer(WriteOutcome.REFUSED)
 
     def _fill(self, writing: Writing) -> int:
-        """Receive a part into its pages; the bytes that are still to come when the registration closed."""
+        """Receive a part into its pages. Return the bytes that were left when the registration closed."""
         plan, offset_N = writing.registration.plan, writing.offsets()
         try:
             self._socket.receive(self._pages.incoming(plan, offset_N), lambda: writing.must_stop)

@@ -1,7 +1,7 @@
 """Page bytes through torch.distributed: gloo between CPUs, NCCL between GPUs.
 
 1. The source connects to the destination's listener. Both prove that they hold the key of page links. The
-   source says how much a message has at most; the destination agrees or refuses.
+   source names the largest size of a message; the destination agrees or refuses.
 2. Over that connection the two form a process group of their own (kvtransfer/transports/rank_pair.py). Each
    end does so in a thread of its own: a thread that waits in torch for a peer cannot be stopped.
 3. A piece is cut into parts. The sending thread takes the parts that wait, of any transfers, as one batch:
@@ -12,8 +12,8 @@
    names, or drops the part where the registration admits no writer. One answer has the outcomes of a batch.
 5. The answering thread of the source waits for each answer in turn. An answer finishes the batch's parts, or
    fails those that the destination refused, and frees their slots.
-6. A peer that is gone breaks the pair at once, one that is silent after `stall_s`: all pieces fail and the
-   group is aborted. A wrong record ends the destination's pair. Other pairs are unaffected.
+6. A peer that is gone breaks the pair at once, a silent peer breaks it after `stall_s`: all pieces fail and
+   the group is aborted. A wrong record ends the destination's pair. Other pairs are unaffected.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class PairRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gloo ends a process that is sent more than it has made room for.
     """
 
-    payload_bytes: Annotated[int, Meta(ge=1, le=MAX_PART_BYTES)]  # the most that a message has
+    payload_bytes: Annotated[int, Meta(ge=1, le=MAX_PART_BYTES)]  # of the largest message
 
 
 class PairReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -213,7 +213,7 @@ class NcclChannel(GlooChannel):
         self._bulk_work[part % NUM_SLOTS] = work
 
     def post_payload(self, part: int) -> None:
-        """Nothing to post: NCCL receives in `expect_payload`, which knows the length."""
+        """Post nothing: NCCL receives in `expect_payload`, which knows the length."""
 
     def expect_payload(self, part: int, num_bytes: int, lane: int) -> None:
         with translated("nccl"), on_stream(self._packing.streams[lane]):
@@ -293,7 +293,10 @@ class GroupSender(QueueSender):
             channel.close()
 
     def _connect(self) -> Connection:
-        """A connection over which the destination has agreed to form a pair, else TransferFailed."""
+        """Return a connection over which the destination has agreed to form a pair.
+
+        Raises TransferFailed when the destination refuses or cannot be reached.
+        """
         rank, timeout_s = self._rank, self._settings.connect_s
         request = PairRequest(payload_bytes=self._payload_bytes)
         host, port = self._address
@@ -456,15 +459,14 @@ class ReceivePair:
         self._payload_bytes = payload_bytes
         self._connection = connection
         self._key = stream_key(connection.session_key)
-        self._packing = rank.packing(
-            rank.settings.num_streams
-        )  # of its own: a stalled source holds up no other source
+        # Of its own: a stalled source holds up no other source.
+        self._packing = rank.packing(rank.settings.num_streams)
         self._lock = threading.Lock()
         self._channel: GlooChannel | None = None
         self._is_stopped = False
 
     def stop(self) -> None:
-        """From any thread: the pair's thread ends soon."""
+        """End the pair's thread soon. Any thread may call."""
         with self._lock:
             self._is_stopped = True
             channel = self._channel
