@@ -110,8 +110,8 @@ class Pulled(NamedTuple, Generic[WaiterT]):
     seconds: float
 
 
-class _Fetch(NamedTuple, Generic[WaiterT]):
-    waiter: WaiterT
+class _Pull(NamedTuple, Generic[WaiterT]):
+    waiter: WaiterT | None  # None: the pull was dropped, and its claim is released
     claim: FilledPages
     plan: PlannedPull
     began_s: float
@@ -131,8 +131,7 @@ class PulledPrefixes(Generic[WaiterT]):
         self._endpoint = endpoint
         self._links = links
         self._clock = clock
-        self._fetches: dict[bytes, _Fetch[WaiterT]] = {}  # transfer -> running pull
-        self._dropped: set[bytes] = set()
+        self._pulls: dict[bytes, _Pull[WaiterT]] = {}  # transfer -> running pull
         self._bytes_per_s = FIRST_BYTES_PER_S
 
     def begin(self, waiter: WaiterT, source: PullSource | None, prefix: Prefix) -> bool:
@@ -140,23 +139,22 @@ class PulledPrefixes(Generic[WaiterT]):
         if source is None:
             return False
         link = self._links.to(source.worker)
-        may_begin = len(self._fetches) < MAX_PULLS and prefix.num_tokens > 0
-        has_begun = link is not None and may_begin and self._fetch(waiter, source, prefix, link)
+        may_begin = len(self._pulls) < MAX_PULLS and prefix.num_tokens > 0
+        has_begun = link is not None and may_begin and self._pull(waiter, source, prefix, link)
         self.counters["pulls_not_begun"] += not has_begun
         return has_begun
 
     def take(self, ended: TransferEnded) -> Pulled[WaiterT] | None:
         """Return the finished pull; None when the transfer is not a pull or the pull was dropped."""
-        fetch = self._fetches.pop(ended.transfer, None)
-        if fetch is None:
+        pull = self._pulls.pop(ended.transfer, None)
+        if pull is None:
             return None
-        waiter, claim, plan, began_s, num_bytes = fetch
+        waiter, claim, plan, began_s, num_bytes = pull
         seconds = max(1e-6, self._clock.now_s() - began_s)
         is_adopted = ended.outcome is HandoffOutcome.ADOPTED
         pages, owner = ended.pages if is_adopted else (), claim.owner
         self._learn(num_bytes, seconds, is_adopted=is_adopted)
-        if ended.transfer in self._dropped:
-            self._dropped.remove(ended.transfer)
+        if waiter is None:
             self._store.release(FilledPages(pages, plan.num_tokens, owner))
             return None
         if not is_adopted:
@@ -173,17 +171,17 @@ class PulledPrefixes(Generic[WaiterT]):
 
     def drop(self, waiter: WaiterT) -> None:
         """Cancel the request's pull, if one runs, and release its claimed pages."""
-        for transfer, fetch in self._fetches.items():
-            if fetch.waiter is waiter and transfer not in self._dropped:
-                self._dropped.add(transfer)
-                self._store.release(fetch.claim)
+        for transfer, pull in self._pulls.items():
+            if pull.waiter is waiter:
+                self._pulls[transfer] = pull._replace(waiter=None)
+                self._store.release(pull.claim)
                 self._endpoint.abort(transfer, "the pull was cancelled")
 
     def deadline_s(self, num_bytes: int) -> float:
         """Return the time limit for a pull of this size, in seconds from its start."""
         return min(MOST_DEADLINE_S, max(LEAST_DEADLINE_S, PATIENCE * num_bytes / self._bytes_per_s))
 
-    def _fetch(self, waiter: WaiterT, source: PullSource, prefix: Prefix, link: Link) -> bool:
+    def _pull(self, waiter: WaiterT, source: PullSource, prefix: Prefix, link: Link) -> bool:
         page_sizes = self._store.pages.page_size, link.hello.layout.page_size
         claim = prefix.claim(max(page_sizes))
         held = prefix.keys(page_sizes[1])[: min(source.num_tokens // page_sizes[1], MAX_PULLED_PAGES)]
@@ -200,7 +198,7 @@ class PulledPrefixes(Generic[WaiterT]):
             logger.warning("request %s: the prefix cannot be pulled: %s", prefix.owner, error)
             self._store.release(claim)
             return False
-        self._fetches[transfer] = _Fetch(waiter, claim, plan, self._clock.now_s(), num_bytes)
+        self._pulls[transfer] = _Pull(waiter, claim, plan, self._clock.now_s(), num_bytes)
         return True
 
     def _learn(self, num_bytes: int, seconds: float, *, is_adopted: bool) -> None:
