@@ -143,7 +143,9 @@ class TcpSender(QueueSender):
     def open(self) -> None:
         for number in range(self._settings.num_streams):
             pages = StreamPages(self._rank, self._packing)
-            self._streams.append(_SendStream(self, self._queue, pages, number))
+            self._streams.append(
+                _SendStream(self._rank, self._address, self._settings, self._queue, pages, number)
+            )
         for stream in self._streams:
             stream.connect()
         for stream in self._streams:
@@ -170,32 +172,23 @@ class TcpSender(QueueSender):
             for stream in streams:
                 stream.close()
 
-    def dial(self, on_socket: Callable[[socket.socket], None]) -> tuple[PageSocket, bytes]:
-        """Return a new stream and its key. TransferFailed when the destination cannot be reached.
-
-        on_socket: called with the socket before the first wait, so that another thread can end the wait.
-        """
-        host, port = self._address
-        sock: socket.socket | None = None
-        try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.settimeout(self._settings.connect_s)
-            on_socket(sock)
-            sock.connect((host, port))
-            return _page_socket(self._rank, sock, Role.CONNECTING, self._settings)
-        except (OSError, BatonError) as error:
-            if sock is not None:
-                sock.close()
-            raise TransferFailed(f"tcp {host}:{port}: {error}") from error
-
 
 class _SendStream:
     """One connection and the thread that sends over it."""
 
-    def __init__(self, sender: TcpSender, queue: TransferQueue, pages: StreamPages, number: int) -> None:
+    def __init__(
+        self,
+        rank: LocalRank,
+        address: tuple[str, int],
+        settings: TcpSettings,
+        queue: TransferQueue,
+        pages: StreamPages,
+        number: int,
+    ) -> None:
         self.thread = threading.Thread(target=self._run, name=f"tcp-source-{number}", daemon=True)
-        self._sender = sender
+        self._rank = rank
+        self._address = address
+        self._settings = settings
         self._queue = queue
         self._pages = pages
         self._socket: PageSocket | None = None
@@ -209,7 +202,7 @@ class _SendStream:
         self._header = ctypes.create_string_buffer(HEADER_BYTES)
 
     def connect(self) -> None:
-        self._socket, self._key = self._sender.dial(self._note)
+        self._socket, self._key = self._dial()
         self._num_sent = self._num_answered = 0
         self._is_cut = False
         if self._is_closed:
@@ -235,9 +228,21 @@ class _SendStream:
         if self._socket is not None:
             self._socket.close()
 
-    def _note(self, sock: socket.socket) -> None:
-        self._dialling = sock
-        self._check_open()
+    def _dial(self) -> tuple[PageSocket, bytes]:
+        """Return a new stream and its key. TransferFailed when the destination cannot be reached."""
+        host, port = self._address
+        sock: socket.socket | None = None
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._dialling = sock = socket.socket(family, socket.SOCK_STREAM)  # `close` may end the waits
+            self._check_open()
+            sock.settimeout(self._settings.connect_s)
+            sock.connect((host, port))
+            return _page_socket(self._rank, sock, Role.CONNECTING, self._settings)
+        except (OSError, BatonError) as error:
+            if sock is not None:
+                sock.close()
+            raise TransferFailed(f"tcp {host}:{port}: {error}") from error
 
     def _check_open(self) -> None:
         if self._is_closed:
