@@ -13,10 +13,10 @@ The life of a shard at the destination:
 3. VerifyShard compares the digests; the answer is ShardVerified. Another OpenShard admits the corrupt units
    again.
 
-The life of a shard at the source: ReachPeer names the destination's pages and opens a transport;
-ShardReached, with or without one. Each PushUnits is answered by PushEnded and, if all went well, by
-UnitsHashed. StopShard ends the shard's pushes; ShardStopped when the rank reads and writes nothing for it any
-more. ForgetShard ends the life of a shard at both ends.
+The life of a shard at the source: ReachPeer names the destination's pages and opens a transport; the answer
+is ShardReached, also when no transport opens. Each PushUnits is answered by PushEnded and, if all went well,
+by UnitsHashed. StopShard ends the shard's pushes; the answer is ShardStopped, once the rank reads and writes
+nothing for the shard. ForgetShard ends the life of a shard at both ends.
 """
 
 import hashlib
