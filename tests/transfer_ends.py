@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.clock import Clock
+from baton.clock import Clock, SystemClock
 from baton.errors import TransferFailed, how_to_install
 from baton.kernels.pages import Offsets
 from baton.kernels.store_kv import decode_rows, encode_rows
@@ -52,6 +52,7 @@ from baton.kvtransfer.transports.torch_distributed import (
 from baton.messages.bounds import Kind
 from baton.pages import PageLayout
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys
+from baton.rpc.connection import DroppedPeers
 from tests.layouts import a_layout
 
 KEY: Final = b"the key of the tests' cluster"
@@ -136,7 +137,8 @@ def local_rank(
         WRITER,
         shared=shared,
         on_writer_death=on_writer_death,
-        clock=clock,
+        clock=clock or SystemClock(),
+        dropped=DroppedPeers(),
     )
 
 

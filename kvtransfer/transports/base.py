@@ -37,7 +37,7 @@ import msgspec
 from msgspec import Meta
 from torch import Tensor
 
-from baton.clock import Clock, SystemClock
+from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, sent_codes
@@ -83,10 +83,10 @@ class LocalRank:
         settings: RankSettings,
         incarnation: bytes,
         *,
-        shared: SharedPool | None = None,
-        on_writer_death: Callable[[list[bytes]], None] = lambda registrations: None,
-        clock: Clock | None = None,
-        dropped: DroppedPeers | None = None,
+        shared: SharedPool | None,
+        on_writer_death: Callable[[list[bytes]], None],
+        clock: Clock,
+        dropped: DroppedPeers,
     ) -> None:
         """pool: contiguous [num_pages, ...], on a CPU or a GPU; ValueError for any other.
 
@@ -103,8 +103,8 @@ class LocalRank:
         self.sends_codes = sent_codes(settings.layout) is not None
         self.shared = shared
         self.on_writer_death = on_writer_death
-        self.clock = clock or SystemClock()
-        self.dropped = dropped or DroppedPeers()
+        self.clock = clock
+        self.dropped = dropped
         self.registrations = ReceiveRegistrations(self.num_pages)
         # None: other processes cannot write into the pool directly
         self.generations = PageGenerations(self.num_pages) if pool.is_cuda else None
