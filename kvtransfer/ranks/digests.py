@@ -4,17 +4,17 @@ XXH3-64 over the unit's bytes in plan order, so both ends get the same digest ho
 64-bit digests of the longest prompt fit one frame; a damaged unit is missed once in 2^64.
 
 Page bytes come over sockets where a stranger may put other bytes in their place: gloo and NCCL do not
-authenticate their peers, and a host on the way can change what TCP carries. So the digests are keyed
+authenticate their peers, and a host on the way can change what TCP carries. The digests are therefore keyed
 (ShardDigests). Each shard of a transfer has a secret that its two ends derive from the session of their link.
 From the secret come the seed of the hash, and a mask as long as all digests that is XORed onto them before
 they are sent over the link, which is sealed. A forger knows neither the seed nor any hash under it, which the
 mask hides, and so cannot find other bytes with the same hash. A guess is right once in 2^64, and the second
-wrong guess ends the transfer. This is the construction of Wegman and Carter with XXH3 in the place of
-a universal hash; that XXH3 is one is unproved. Keyed BLAKE2b would be proof and takes thirty times as long:
-more than a link of 1 GB/s. A peer that holds the cluster key is trusted.
+wrong guess ends the transfer. This is the construction of Wegman and Carter with XXH3 in the place of a
+universal hash, which XXH3 is not proved to be. Keyed BLAKE2b needs no such proof, but is thirty times as
+slow, slower than a link of 1 GB/s. A peer that holds the cluster key is trusted.
 
 Where a transfer sends codes, both ends hash the rows that the codes stand for: the source turns its rows into
-codes and back, the destination reads its pages. So the digests cover what was sent and its decoding.
+codes and back, the destination reads its pages. The digests therefore cover the codes and their decoding.
 
 A GPU's pages are hashed by the CPU too, from host memory to which they are copied chunk by chunk, so a GPU
 and a CPU agree by construction. A GiB costs 20 ms of a bus of 50 GB/s, and 20 ms or more of one core. Pages
@@ -55,8 +55,8 @@ CODES_COST: Final = 16  # encoding and decoding a byte takes as long as hashing 
 class UnitDigests:
     """Takes the digests of units of one rank's pool, in place on a CPU, chunk by chunk from a GPU.
 
-    From any thread. Few bytes in this CPU's memory are hashed by the thread that asks, all others by a thread
-    of this object.
+    Any thread may call. The calling thread hashes a few bytes in this CPU's memory; a thread of this object
+    hashes all others.
     """
 
     def __init__(self, rank: LocalRank) -> None:
@@ -116,7 +116,7 @@ class UnitDigests:
 
 
 class ShardDigests:
-    """The digests of one shard of a transfer, under the shard's own key. From any thread.
+    """The digests of one shard of a transfer, under the shard's own key. Any thread may call.
 
     Both ends of the shard get the same digests.
     """
