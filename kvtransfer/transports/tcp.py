@@ -327,12 +327,8 @@ class TcpReceiver:
         self._packing = rank.packing()
         self._settings = settings or TcpSettings()
         listener = listen(rank.settings.host)
-        self.port: int = listener.getsockname()[1]
+        self.address = str(listener.getsockname()[1])
         self._acceptor = Listener(listener, self._greet, "tcp", rank.dropped)
-
-    @property
-    def address(self) -> str:
-        return str(self.port)
 
     def close(self) -> None:
         self._acceptor.close()

@@ -170,7 +170,7 @@ def test_abort_in_the_middle_of_a_part_costs_other_transfers_nothing_but_time(
     pieces = [piece(1), piece(NUM_PAGES, b"b" * 16), piece(3, b"c" * 16)]
     for each in pieces:
         held.add(registration_of(each))
-    sender = open_sender(source, ("127.0.0.1", receiver.port), PATIENT)
+    sender = open_sender(source, ("127.0.0.1", int(receiver.address)), PATIENT)
     blocking, large, small = [Push(sender, each) for each in pieces]
     time.sleep(0.1)  # until the buffers are full
     started_s = time.monotonic()
@@ -216,7 +216,7 @@ class Stream:
     """A stream to a receiver."""
 
     def __init__(self, receiver: TcpReceiver) -> None:
-        sock = socket.create_connection(("127.0.0.1", receiver.port))
+        sock = socket.create_connection(("127.0.0.1", int(receiver.address)))
         connection = Connection(sock, PAGE_KEYS, Role.CONNECTING).handshake()
         self.key = stream_key(connection.session_key)
         self.socket = PageSocket(connection.detach(), SystemClock(), stall_s=5.0, limit_s=10.0)
