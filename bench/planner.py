@@ -6,11 +6,11 @@ python -m baton.bench.planner [--trace FILE ...] [--only NAME ...] [--policy NAM
 Each trace runs through bench/elastic.py under each policy, with the time model of a 70B model on eight A800.
 A worker is paid for from its order to its end, start-up included. `static` is the smallest fixed layout that
 meets the objectives. `threshold` scales each role by its use as a horizontal pod autoscaler does, at the
-best of four thresholds. `reactive` knows the work of each minute that has passed exactly, and nothing of the
-next: the best of several margins, and of times for which it keeps workers. What it misses no policy without a
-forecast can meet. `oracle` knows all arrivals: it orders workers ahead of need, and keeps
-one through a gap that is shorter than its start-up. Traces of files are superposed on themselves so that they
-need about ten workers.
+best of four thresholds. `reactive` knows exactly the work of each minute that has passed, and nothing of
+later minutes; its margin, and the time for which it keeps workers, are the best of several. An objective that
+it misses cannot be met without a forecast. `oracle` knows all arrivals: it orders workers ahead of need, and
+keeps a worker through a gap that is shorter than a start-up. Traces of files are superposed on themselves so
+that they need about ten workers.
 """
 
 import math
@@ -45,8 +45,8 @@ MACHINE: Final = Machine()
 ROOM: Final = Room()
 THRESHOLDS: Final = (0.5, 0.6, 0.7, 0.8)
 MARGINS: Final = (1.0, 1.15, 1.3)  # workers over the work that is known
-KEPT_S: Final = (300.0, 1800.0, math.inf)  # for which workers are kept that were needed
-KNOWN_S: Final = 60.0  # the work of each such time is known when it has passed
+KEPT_S: Final = (300.0, 1800.0, math.inf)  # how long workers that were needed are kept
+KNOWN_S: Final = 60.0  # the work of each stretch of this length is known when it has passed
 POLICIES: Final = ("static", "threshold", "reactive", "planner")  # beside the oracle
 STABLE_S: Final = 300.0  # the time for which a pod autoscaler keeps the most that it has wanted
 
@@ -121,7 +121,7 @@ class Planned:
     def __init__(
         self, workload: Workload, lost_s: tuple[float, float] = (0.0, 0.0), **settings: object
     ) -> None:
-        """lost_s: from when until when no metrics arrive."""
+        """lost_s: the beginning and the end of a time without metrics."""
         config = PlannerConfig(
             **{"interval_s": INTERVAL_S, "max_workers": MAX_WORKERS, "max_change": 16, "attainment": GOAL}
             | {"startup_s": workload.startup_s}
@@ -223,10 +223,10 @@ def best_of(results: Iterable[Result]) -> Result:
 
 
 class PastWork:
-    """Orders workers for the most work of a time that has passed, each minute of which is known exactly."""
+    """Orders workers for the largest work of any recent minute. Each past minute is known exactly."""
 
     def __init__(self, workload: Workload, margin: float, kept_s: float) -> None:
-        """margin: workers over the work. kept_s: the time that has passed."""
+        """margin: workers over the work. kept_s: how far back a minute is recent."""
         self._work = _work(workload, KNOWN_S)
         self._margin, self._kept_s = margin, kept_s
 
@@ -341,7 +341,7 @@ def made(
 
 
 def synthetic(seed: int) -> Iterator[tuple[str, Callable[[], Workload]]]:
-    """Yield the six synthetic workloads by name; the diurnal one at two start-ups."""
+    """Yield six synthetic workloads by name, the diurnal workload with two start-up times."""
     day, hour = 86_400.0, 3600.0
 
     def diurnal(at_s: float) -> float:
