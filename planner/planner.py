@@ -304,6 +304,8 @@ class Planner:
         needed, is_met = self._cheapest((now, later), goal)
         roomy, _ = self._cheapest((now, later), safe)
         self._needs.append((now_s, roomy.num_prefill, roomy.num_decode))
+        if now.backlog and not now.demand.total_rate:  # no rehearsal knows the requests that wait
+            self._needs.append((now_s, ordered.num_prefill, ordered.num_decode))
         unneeded_s = RELEASE_AFTER * max(self.startup_s, LEAST_RELEASE * self._config.interval_s)
         while self._needs[0][0] < now_s - unneeded_s:
             self._needs.popleft()

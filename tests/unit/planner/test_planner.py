@@ -342,6 +342,19 @@ def test_load_that_stops_gives_its_workers_back(rehearses: bool) -> None:
     assert ordered == (1, 1)
 
 
+@pytest.mark.parametrize(("num_queued", "left"), [(0, (1, 1)), (5, (3, 1))])
+def test_requests_that_wait_keep_their_workers_when_no_more_arrive(
+    num_queued: int, left: tuple[int, int]
+) -> None:
+    one, ordered = planner(), (3, 1)
+    for tick in range(1, 40):
+        num_now = num_queued if tick > 8 else 0
+        plan = one.plan(30.0 * tick, figures(min(tick, 8), ordered, rate=0.3, num_queued=num_now))
+        ordered = plan.target.num_prefill, plan.target.num_decode
+    assert plan.outcome == "keep"
+    assert ordered == left
+
+
 def test_plan_is_scored_when_its_window_has_passed() -> None:
     one = planner()
     ordered = warm(one)
