@@ -38,12 +38,12 @@ class Questions:
     ) -> list[AnswerT]:
         """Return the answers that come in time; none without a peer, or with MAX_ASKED questions open.
 
-        Returns once each peer has given its last answer or is lost.
+        Returns once each peer has given its last answer or is lost; for one request, once an answer has it.
         """
         if not peers or len(self._open) >= MAX_ASKED:
             return []
         self._num_asked = number = self._num_asked + 1
-        asked = self._open[number] = _Question(peers)
+        asked = self._open[number] = _Question(question, peers)
         try:
             for peer in peers:
                 peer.send(replace(question, question=number, num_asked=1))
@@ -69,20 +69,23 @@ class Questions:
 class _Question:
     """A question that waits for answers, until each of its peers has given its last one or is lost."""
 
-    def __init__(self, peers: Iterable[Peer]) -> None:
+    def __init__(self, question: Numbered, peers: Iterable[Peer]) -> None:
         self.answers: list[Numbered] = []
         self.has_ended = asyncio.Event()
-        self._num_answers = {peer.hello.id: 0 for peer in peers}  # of the peers that have more
+        self._is_for_one = isinstance(question, FindRequests) and bool(question.request_id)
+        self._num_answers = dict.fromkeys(peers, 0)  # of the peers that have more
 
     def take(self, peer: Peer, answer: Numbered) -> None:
-        if peer.hello.id not in self._num_answers:
+        if peer not in self._num_answers:
             return
         self.answers.append(answer)
-        self._num_answers[peer.hello.id] += 1
-        if self._num_answers[peer.hello.id] >= answer.num_asked:
+        self._num_answers[peer] += 1
+        if self._num_answers[peer] >= answer.num_asked:
             self.lose(peer)
+        if self._is_for_one and isinstance(answer, FoundRequests) and answer.timelines:
+            self.has_ended.set()
 
     def lose(self, peer: Peer) -> None:
-        self._num_answers.pop(peer.hello.id, None)
+        self._num_answers.pop(peer, None)
         if not self._num_answers:
             self.has_ended.set()
