@@ -1,11 +1,14 @@
 """The record of a cluster on this machine, by which `baton status` and other commands find it.
 
 Each running `baton serve` keeps one file, which only its user can read, and removes it when the cluster ends.
-Machines and containers may share the cache, so each has a folder of its own for its records.
+Machines and containers may share the cache, so each has a folder of its own for its records. A new boot of a
+machine begins a new folder and removes the earlier ones.
 """
 
 import hashlib
 import os
+import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +51,8 @@ def url(host: str, port: int) -> str:
 def recorded() -> Iterator[Callable[[ClusterRecord], None]]:
     """Yield a function that writes this process's record. Leaving the block removes the record."""
     path = _directory() / f"{os.getpid()}-{started_at(os.getpid())}.json"
+
+    _remove_earlier_boots()
 
     def record(what: ClusterRecord) -> None:
         write_secret(path, msgspec.json.encode(what))
@@ -95,8 +100,23 @@ def _records() -> list[ClusterRecord]:
     return found
 
 
+def _remove_earlier_boots() -> None:
+    """Remove the folders of this machine's earlier boots, of which no process runs."""
+    directory = _directory()
+    machine, boot, _ = directory.name.split("-")
+    for other in directory.parent.glob(f"{machine}-*-*"):
+        if other.name.split("-")[1] != boot:
+            shutil.rmtree(other, ignore_errors=True)
+
+
 def _directory() -> Path:
-    """Return the folder for processes that see each other's ids: those of one container, since one boot."""
+    """Return the folder for processes that see each other's ids: those of one container, since one boot.
+
+    Its name is MACHINE-BOOT-CONTAINER, a hash of each.
+    """
+    machine_id = Path("/etc/machine-id")  # many containers have none, or the same, but other names
+    machine = (machine_id.read_bytes() if machine_id.exists() else b"") + socket.gethostname().encode()
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    machine = hashlib.blake2b(boot + os.readlink(b"/proc/self/ns/pid"), digest_size=6).hexdigest()
-    return cache_directory() / "clusters" / machine
+    parts = machine, boot, os.readlink(b"/proc/self/ns/pid")
+    name = "-".join(hashlib.blake2b(part, digest_size=6).hexdigest() for part in parts)
+    return cache_directory() / "clusters" / name

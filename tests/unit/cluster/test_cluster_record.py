@@ -67,6 +67,19 @@ def test_record_of_another_machine_is_left_alone(directory: Path) -> None:
     assert elsewhere.exists()
 
 
+def test_folders_of_earlier_boots_of_the_machine_are_removed(directory: Path) -> None:
+    machine, boot, container = directory.name.split("-")
+    earlier, other_container, other_machine = (
+        directory.with_name("-".join(parts))
+        for parts in ((machine, "0", container), (machine, boot, "0"), ("0", "0", container))
+    )
+    for folder in (earlier, other_container, other_machine):
+        write_secret(folder / "1-7.json", msgspec.json.encode(RECORD))
+    with recorded():
+        assert not earlier.exists()
+        assert other_container.exists() and other_machine.exists()
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("127.0.0.2", "127.0.0.2")],
