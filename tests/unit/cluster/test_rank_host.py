@@ -396,6 +396,17 @@ def test_silent_link_is_refused(make: Make, model: Path, monkeypatch: pytest.Mon
         link.recv(20.0)
 
 
+def test_second_order_to_start_ends_the_ranks_and_the_host(nodes: Nodes) -> None:
+    before = children()
+    nodes.serving.start()
+    with closing(dial(nodes)) as link:
+        for _ in range(2):
+            link.send(ORDER)
+        nodes.serving.join(20.0)
+        wait_for(lambda: children() == before)
+    assert "the ranks have been started" in str(nodes.error)
+
+
 def test_rank_that_cannot_load_reports_its_error(make: Make, model: Path, tmp_path: Path) -> None:
     config = spread(model)
     nodes = make(msgspec.structs.replace(config, model=str(tmp_path / "missing")))
