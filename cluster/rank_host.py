@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
@@ -95,16 +96,8 @@ class RanksClosed(HostMessage, frozen=True):
 ToHost: TypeAlias = StartRanks | CloseRanks
 FromHost: TypeAlias = RankSaid | RankEnded | RanksClosed
 SCHEMA: Final = schema_hash(ToHost, FromHost)
-_TO_HOST: Final[msgspec.msgpack.Decoder[ToHost]] = msgspec.msgpack.Decoder(ToHost)
-_FROM_HOST: Final[msgspec.msgpack.Decoder[FromHost]] = msgspec.msgpack.Decoder(FromHost)
-
-
-def _decode_for_host(body: bytes) -> ToHost:
-    return decode_as(_TO_HOST, body)
-
-
-def _decode_from_host(body: bytes) -> FromHost:
-    return decode_as(_FROM_HOST, body)
+_decode_for_host: Final[Callable[[bytes], ToHost]] = partial(decode_as, msgspec.msgpack.Decoder(ToHost))
+_decode_from_host: Final[Callable[[bytes], FromHost]] = partial(decode_as, msgspec.msgpack.Decoder(FromHost))
 
 
 # On the other nodes.

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from baton.errors import WireError
 from baton.messages.bounds import MAX_PULLED_PAGES, Attempt, Count, Id, Message
+from baton.messages.codec import decode_as
 from baton.messages.control import Ended, KvEventBatch, Started
 from baton.messages.workers import Worker
 from baton.router.index.prefix_index import SHORT_KEY_BYTES
@@ -97,11 +98,7 @@ class Codec:
 
     def decode(self, place: Place[_T], sealed: bytes) -> _T:
         """Decode a value of this place. Raises WireError unless a router of the cluster wrote it there."""
-        body = self._open(place.name, sealed)
-        try:
-            return place.decoder.decode(body)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise WireError(f"Redis has something that can't be read: {error}", reason="message") from error
+        return decode_as(place.decoder, self._open(place.name, sealed), reason="message")
 
     def _seal(self, place: str, body: bytes) -> bytes:
         return body + self._digest(place, body)
