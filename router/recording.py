@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Self, TypeA
 
 import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from baton.config.loader import without_credentials
 from baton.config.router import RouterConfig
@@ -109,10 +110,9 @@ class Logs(Event, frozen=True):
 NumTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**20)]  # more than a Submit can carry
 
 
-class Submitted(Event, frozen=True, kw_only=True):
+class Submitted(Submit, frozen=True, kw_only=True, omit_defaults=True):
     """A Submit `without_tokens`, and the numbers of its tokens."""
 
-    submit: Submit
     num_prompt_tokens: NumTokens
     num_generated_tokens: NumTokens = 0
 
@@ -121,17 +121,16 @@ class Submitted(Event, frozen=True, kw_only=True):
         """Return the record of a Submit."""
         request = submit.request
         return cls(
-            submit=msgspec.structs.replace(submit, request=without_tokens(request)),
+            **asdict(submit) | {"request": without_tokens(request)},
             num_prompt_tokens=len(request.token_ids),
             num_generated_tokens=len(request.generated_token_ids),
         )
 
     def replayed(self) -> Submit:
         """Return the Submit with zeros for its tokens."""
+        fields = {name: getattr(self, name) for name in Submit.__struct_fields__}
         num_tokens = self.num_prompt_tokens, self.num_generated_tokens
-        return msgspec.structs.replace(
-            self.submit, request=with_zero_tokens(self.submit.request, *num_tokens)
-        )
+        return Submit(**fields | {"request": with_zero_tokens(self.request, *num_tokens)})
 
 
 class PromptPages(Event, frozen=True, kw_only=True):

@@ -204,10 +204,10 @@ class Replay:
             elif isinstance(record, Left) and peer in hellos:
                 told = {"process": _name_of(hellos[peer])}
             elif isinstance(record, Submitted):
-                request, avoid = record.submit.request, record.submit.avoid
-                if request.attempt or avoid:
+                request = record.request
+                if request.attempt or record.avoid:
                     told = {"request_id": request.request_id, "attempt": request.attempt}
-                    told["avoid"] = [names.get(each, each) for each in avoid]
+                    told["avoid"] = [names.get(each, each) for each in record.avoid]
             if told:
                 kind = "Replay" if isinstance(record, Submitted) else type(record).__name__
                 yield {"date": self._date(at_s), "kind": kind, **told}

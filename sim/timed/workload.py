@@ -212,17 +212,18 @@ def _traced(line: DispatchedLine, num_output: int, blocks: dict[bytes, int], beg
 
 
 def _recorded_rows(replays: Sequence[Replay]) -> Iterator[TraceRequest]:
-    """Yield the requests that routers were asked for; without an end, as long as they may be."""
-    submitted: dict[
-        str, tuple[float, Submitted]
-    ] = {}  # request id -> date of the first attempt, and its record
+    """Yield the requests that gateways have submitted.
+
+    An answer has the tokens of all its attempts; as many as the request allows when no end is recorded.
+    """
+    submitted: dict[str, tuple[float, Submitted]] = {}  # request id -> date and record of its first attempt
     keys: dict[str, PromptPages] = {}
     answered: dict[AttemptKey, int] = {}
     for replay in replays:
         begun_s = replay.checkpoint.date_s - replay.checkpoint.at_s
         for at_s, _, record in replay.records:
             if isinstance(record, Submitted):
-                request = record.submit.request
+                request = record.request
                 if not request.attempt and not request.is_probe:
                     submitted.setdefault(request.request_id, (begun_s + at_s, record))
             elif isinstance(record, PromptPages) and not record.attempt:
@@ -238,7 +239,7 @@ def _recorded_rows(replays: Sequence[Replay]) -> Iterator[TraceRequest]:
         pages = keys.get(request_id)
         halves, size = (pages.keys, pages.family[2]) if pages is not None else (b"", BLOCK_TOKENS)
         names = [halves[at : at + SHORT_KEY_BYTES] for at in range(0, len(halves), SHORT_KEY_BYTES)]
-        num_output = num_answered.get(request_id, first.submit.request.sampling.max_tokens or 1)
+        num_output = num_answered.get(request_id, first.request.sampling.max_tokens or 1)
         yield TraceRequest(
             arrival_s=date_s - first_s,
             input_tokens=first.num_prompt_tokens,

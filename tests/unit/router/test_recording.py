@@ -11,7 +11,7 @@ from baton.router.checkpoint import attributes_of, bare_request, load, save
 from baton.router.recording import Inputs, Recording, RouterCheckpoint, Submitted, decode_chunk
 from baton.router.router import Router
 from baton.tenants import SchedulingKey, Sla
-from tests.node_peers import id_of
+from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
 SECRET_TOKENS = tuple(range(70_001, 70_065))
@@ -81,6 +81,11 @@ def test_recorded_submit_has_all_that_routing_reads() -> None:
     names = Request.__struct_fields__
     changed = {name for name in names if getattr(again.request, name) != getattr(request, name)}
     assert changed == {"token_ids", "generated_token_ids", "sampling", "cache_salt"}
+
+
+def test_record_of_a_plain_submit_is_small() -> None:
+    submit = Submit(request=a_request(num_tokens=4000), age_s=0.01)
+    assert len(msgspec.msgpack.encode(Submitted.of(submit))) <= 150
 
 
 def test_first_chunk_is_a_checkpoint_and_the_memory_is_bounded() -> None:
@@ -188,8 +193,8 @@ def test_state_that_names_other_code_is_refused(state: list[object]) -> None:
 
 @pytest.mark.parametrize("num_tokens", [-1, 2**33])
 def test_recorded_request_has_no_more_tokens_than_a_submit_can_carry(num_tokens: int) -> None:
-    submit = {"kind": "Submit", "request": {"request_id": id_of("r"), "token_ids": [b""]}}
-    fields = {"kind": "Submitted", "submit": submit, "num_prompt_tokens": 3}
+    request = {"request_id": id_of("r"), "token_ids": [b""]}
+    fields = {"kind": "Submitted", "request": request, "num_prompt_tokens": 3}
     assert msgspec.convert(fields, Submitted).num_generated_tokens == 0
     for name in ("num_prompt_tokens", "num_generated_tokens"):
         with pytest.raises(msgspec.ValidationError):
