@@ -54,7 +54,7 @@ def test_azure_times_count_from_the_first_row(tmp_path: Path) -> None:
 
 
 def test_azure_times_do_not_depend_on_the_time_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour of the night in which Berlin's clocks go forward is an hour."""
+    """Berlin's clocks skip one of these two hours."""
     rows = AZURE.splitlines()[0], "2024-03-31 01:30:00.0000000,100,10", "2024-03-31 03:30:00.0000000,100,10"
     with monkeypatch.context() as berlin:
         berlin.setenv("TZ", "Europe/Berlin")
