@@ -132,11 +132,8 @@ class ClusterState:
                 continue
             self.hindsight.measured(*known)
             chosen = known[0].chosen
-            if times.pulled_bytes and chosen.source:
-                self.model.learn_pull(chosen.source, worker_id, times)
-            if times.moved_bytes and chosen.prefill == worker_id:
-                self.model.learn_handoff(worker_id, chosen.decode, times)
-                self.model.learn_size(times.moved_bytes, times.num_tokens)
+            decode = chosen.decode if chosen.prefill == worker_id else ""
+            self.model.learn_transfers(worker_id, times, chosen.source, decode)
 
     def has_keys(self, submit: Submit) -> bool:
         """Return True when dispatching the attempt needs no page keys, or only keys that are quick to get."""

@@ -85,6 +85,26 @@ def make_entry(
     )
 
 
+def pair_with_room(pairing: Pairing, capacity: Capacity, question: PairQuestion) -> Pair | Unpaired | NoSlot:
+    """Choose a pair with room on the decode worker. A worker that holds the prompt already needs no room.
+
+    question: its `full` workers are left out too. The others without room are computed lazily: only after a
+    decode worker was found to be full.
+    """
+    num_tokens, left_out = num_kv_tokens(question.submit.request), question.full
+    full = capacity.full(num_tokens) if capacity.is_any_full else frozenset()
+    capacity.is_any_full = bool(full)
+    if full:
+        question = question._replace(full=left_out | full)
+    pair = pairing.pair(question)
+    if full or not isinstance(pair, Pair) or pair.decode.id == question.submit.sticky_worker:
+        return pair
+    if capacity.can_decode(pair.decode, num_tokens):
+        return pair
+    capacity.is_any_full = True
+    return pairing.pair(question._replace(full=left_out | capacity.full(num_tokens)))
+
+
 class GatewayPeer:
     """A connected gateway, its latest reports, and its open orders."""
 
@@ -142,8 +162,6 @@ class Dispatcher:
         # attempt -> gateway: queued while a dispatch is scheduled; `max_queued` is checked when it ends
         self._unchecked: dict[AttemptKey, str] = {}
         self._arriving: dict[AttemptKey, _Arrival] = {}  # the page keys of these prompts are being computed
-        # A decode worker was full, so full workers are computed before the choice of a pair, not after.
-        self._is_any_full = False
 
     def submit(self, gateway: GatewayPeer, submit: Submit) -> bool:
         """Dispatch, queue or reject an attempt, and tell the gateway.
@@ -259,7 +277,7 @@ class Dispatcher:
     def _check_health(self, gateway: GatewayPeer, submit: Submit) -> bool:
         """Dispatch a health check, also to full workers: a busy cluster is healthy."""
         local_tokens = self.admission_queue.overload.local_prefill_tokens
-        pair = self._pairing.pair(PairQuestion(submit, gateway.reached, (), NO_CLAIM, local_tokens))
+        pair = self._pairing.pair(PairQuestion(submit, gateway.reached, frozenset(), NO_CLAIM, local_tokens))
         return self._dispatch_at_once(gateway, submit, pair)
 
     def _dispatch_at_once(self, gateway: GatewayPeer, submit: Submit, pair: Pair | Unpaired | NoSlot) -> bool:
@@ -361,28 +379,16 @@ class Dispatcher:
     def _pair(
         self, gateway: GatewayPeer, queued: QueuedAttempt, claim: TenantClaim
     ) -> Pair | Unpaired | NoSlot:
-        """Choose a pair with room on the decode worker. A worker that holds the prompt already needs no room.
-
-        Full workers are computed lazily: only after a decode worker was found to be full.
-        """
-        submit = queued.submit
-        capacity, num_tokens = self.admission_queue.capacity, num_kv_tokens(submit.request)
-        reservation = self._reservation
-        full: frozenset[str] = frozenset()
-        if self._is_any_full or reservation is not None:
-            full = capacity.full(num_tokens)
-            self._is_any_full = bool(full)
-            if reservation is not None and reservation.key != queued.key:
-                full |= {reservation.worker}
-        local_tokens = self.admission_queue.overload.local_prefill_tokens
-        question = PairQuestion(submit, gateway.reached, full, claim, local_tokens)
-        pair = self._pairing.pair(question)
-        if full or not isinstance(pair, Pair) or pair.decode.id == submit.sticky_worker:
-            return pair
-        if capacity.can_decode(pair.decode, num_tokens):
-            return pair
-        self._is_any_full = True
-        return self._pairing.pair(question._replace(full=capacity.full(num_tokens)))
+        """Choose a pair with room on the decode worker, which is not reserved for another attempt."""
+        admission_queue, reservation = self.admission_queue, self._reservation
+        reserved = frozenset[str]()
+        if reservation is not None:
+            admission_queue.capacity.is_any_full = True
+            if reservation.key != queued.key:
+                reserved = frozenset((reservation.worker,))
+        local_tokens = admission_queue.overload.local_prefill_tokens
+        question = PairQuestion(queued.submit, gateway.reached, reserved, claim, local_tokens)
+        return pair_with_room(self._pairing, admission_queue.capacity, question)
 
     def _dispatch(self, gateway: GatewayPeer, queued: QueuedAttempt, pair: Pair) -> None:
         """Take the attempt out of the queue, and dispatch it."""

@@ -4,7 +4,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -48,7 +48,7 @@ class PairQuestion(NamedTuple):
     submit: Submit
     reached: frozenset[str]  # ids of the workers that the gateway reaches
     # Decode workers without room; they are chosen only when they hold the prompt already.
-    full: Collection[str]
+    full: frozenset[str]
     claim: TenantClaim
     local_tokens: int  # the decode worker computes prompts of up to so many tokens; the policy is not asked
 
@@ -103,7 +103,7 @@ class Pairing:
         self,
         submit: Submit,
         reached: frozenset[str],
-        full: Collection[str],
+        full: frozenset[str],
         claim: TenantClaim,
         local_tokens: int,
     ) -> Pair | Unpaired | NoSlot:

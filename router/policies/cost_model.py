@@ -306,6 +306,18 @@ class CostModel:
             pair.handoff.learn(times.exposed_s, 1.0, times.moved_bytes)
         own.handoff.settle()
 
+    def learn_transfers(self, worker_id: str, times: PrefillTimes, source: str, decode: str) -> None:
+        """Add the measured pull and hand-off of a prompt that this worker has computed.
+
+        source: the worker that a prefix was pulled from. decode: the worker of the hand-off. "": there was
+        none.
+        """
+        if times.pulled_bytes and source:
+            self.learn_pull(source, worker_id, times)
+        if times.moved_bytes and decode:
+            self.learn_handoff(worker_id, decode, times)
+            self.learn_size(times.moved_bytes, times.num_tokens)
+
     def learn_tiers(self, worker_id: str, token_ns: Mapping[Tier, int]) -> None:
         """Take the measured times of a worker's host memory and disk."""
         if token_ns:

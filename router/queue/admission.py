@@ -66,6 +66,8 @@ class Capacity:
         """decoders_compute: decode workers may compute prompts of any length."""
         self._members = members
         self.in_flight = in_flight
+        # A decode worker was full, so full workers are computed before the choice of a pair, not after.
+        self.is_any_full = False
         self._decoders_compute = decoders_compute
         self._first_asked: Counter[WorkerRole] = Counter()
         self._taking: dict[WorkerRole, Sequence[Member]] = {}
@@ -134,7 +136,7 @@ class Capacity:
         workers = self._workers()[role]
         if any(self._has_slot_for_any(each.id) for each in workers):
             return True
-        # All are full: find out, at some of them in turn, whether the prompt would overtake others.
+        # All are full. Ask some of them, in turn, whether the prompt would overtake others.
         num = min(len(workers), MAX_ASKED)
         first = self._first_asked[role]
         asked = islice(cycle(workers), first, first + num)
@@ -339,7 +341,7 @@ class AdmissionQueue:
         return TenantClaim(prompt.lag, prompt.lag_of, has_slot, needs_slot, wanted)
 
     def waited_s(self, waiting: QueuedAttempt) -> float:
-        """Seconds since it came to its gateway; it may have waited at another router before."""
+        """Seconds since the request came to its gateway; waits at other routers count too."""
         return max(0.0, self._clock.now_s() - waiting.since_s)
 
     def skip(self, tenant: str) -> None:
@@ -354,7 +356,7 @@ class AdmissionQueue:
     def refuse_hopeless(self, waiting: QueuedAttempt) -> AttemptRefusal | None:
         """Refuse an attempt that gets its turn too late for its objective, and return why."""
         waited_s = self.waited_s(waiting)
-        # An attempt that was submitted just now would be predicted as at its submission.
+        # The prediction for an attempt that was submitted just now would be that of its submission.
         has_waited = waited_s > waiting.submit.age_s + OUTLOOK_AGE_S
         if waiting.submit.is_begun or not has_waited or not objective_of(waiting.request).is_promised:
             return None
@@ -405,7 +407,7 @@ class AdmissionQueue:
         self._end(attempt, None)
 
     def settle(self) -> None:
-        """All attempts that workers have room for have been dispatched."""
+        """Tell the forecast the dispatched work, after all attempts that workers have room for."""
         self.forecast.rate.observe(self._clock.now_s(), self._work_out, is_busy=len(self.queues) > 0)
         self._work_out = 0.0
 

@@ -10,15 +10,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from baton.clock import Clock
 from baton.config.router import RouterConfig
 from baton.messages.control import KvEventBatch, Measured, Submit
 from baton.request import AttemptKey, Request
 from baton.router.cluster_state import ClusterState
-from baton.router.dispatcher import make_entry
-from baton.router.in_flight import InFlight, NewPrompt, num_kv_tokens, scheduling_class_of
+from baton.router.dispatcher import make_entry, pair_with_room
+from baton.router.in_flight import InFlight, NewPrompt, scheduling_class_of
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.membership import Membership
 from baton.router.pairing import NoSlot, Pairing, PairQuestion, Unpaired
@@ -31,8 +31,6 @@ from baton.sim.timed.fleet import GATEWAY
 
 if TYPE_CHECKING:
     from baton.sim.timed.fast_worker import FastWorker
-
-NO_ROOM: Final = frozenset[str]()
 
 
 class _SharedKeys(PromptKeys):
@@ -67,7 +65,6 @@ class DirectRouter:
         self._reached = frozenset[str]()  # every worker
         self._queue: deque[Request] = deque()
         self._pairs: dict[str, Pair] = {}  # request id -> its workers, until the prompt's times are known
-        self._is_any_full = False  # see `Dispatcher._pair`
 
     def join(self, workers: Iterable["FastWorker"]) -> None:
         """Add all workers, which reach each other."""
@@ -89,15 +86,13 @@ class DirectRouter:
         if isinstance(message, KvEventBatch):
             self._state.pages(worker, message)
             return
-        model, id_ = self._state.model, worker.worker.id
-        model.learn(id_, message)
+        model, worker_id = self._state.model, worker.worker.id
+        model.learn(worker_id, message)
         for times in message.prefills:
             pair = self._pairs.pop(times.request_id)
-            if times.pulled_bytes and pair.choice is not None and pair.choice.source is not None:
-                model.learn_pull(pair.choice.source.worker, id_, times)
-            if times.moved_bytes and pair.prefill is not None:
-                model.learn_handoff(id_, pair.decode.id, times)
-                model.learn_size(times.moved_bytes, times.num_tokens)
+            source = pair.choice.source if pair.choice is not None else None
+            decode = pair.decode.id if pair.prefill is not None else ""
+            model.learn_transfers(worker_id, times, source.worker if source is not None else "", decode)
 
     def started(self, key: AttemptKey) -> None:
         """Take the first token of a request."""
@@ -130,18 +125,12 @@ class DirectRouter:
 
     def _pair(self, request: Request) -> Pair | Unpaired | NoSlot | None:
         """Choose as `Dispatcher` does; None: no worker has a slot."""
-        capacity, num_tokens = self._capacity, num_kv_tokens(request)
+        capacity = self._capacity
         prompt = NewPrompt(scheduling_class_of(request), request.num_tokens)
         if not capacity.can_compute(prompt):
             return None
         claim = TenantClaim(
             has_slot=partial(capacity.has_slot, prompt), needs_slot=capacity.prefills_are_full(prompt)
         )
-        full = capacity.full(num_tokens) if self._is_any_full else NO_ROOM
-        self._is_any_full = bool(full)
-        question = PairQuestion(Submit(request=request), self._reached, full, claim, 0)
-        pair = self._pairing.pair(question)
-        if full or not isinstance(pair, Pair) or capacity.can_decode(pair.decode, num_tokens):
-            return pair
-        self._is_any_full = True
-        return self._pairing.pair(question._replace(full=capacity.full(num_tokens)))
+        question = PairQuestion(Submit(request=request), self._reached, frozenset(), claim, 0)
+        return pair_with_room(self._pairing, capacity, question)
