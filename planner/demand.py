@@ -1,14 +1,14 @@
-"""The demand on a cluster: what arrives, in which lengths, and how much of it will come.
+"""The demand on a cluster: the rates and lengths of requests that arrive, and a forecast of the rates.
 
 1. `DemandHistory.add` takes the counts of all gateways, which only grow, and keeps one row of rates an
    interval. It refuses counts that are missing or contradict earlier ones.
 2. `predict` predicts the mean rate of each stream over a later window. It tries several simple methods on
-   the past and takes the method whose quantiles would have had the least pinball loss. The past errors of
-   this method are the quantiles: docs/decisions/0037.
-3. `DemandHistory.mix` has the lengths of requests: the prompts as they arrive, and for each length of a
-   prompt the cached tokens and the answers of requests that have ended.
+   the past, and takes the method whose quantiles would have had the least pinball loss. The quantiles are
+   those of the method's past errors: docs/decisions/0037.
+3. `DemandHistory.mix` returns the lengths of requests: those of prompts from all arrivals; those of cached
+   tokens and answers, for each length of a prompt, from the requests that have ended.
 
-A stream is the requests of one tenant and class. Arrivals count at the gateway, refused and queued ones
+A stream is the requests of one tenant and class. Arrivals are counted at the gateway, refused and queued ones
 included, so a full cluster does not hide its demand.
 """
 
@@ -25,27 +25,27 @@ from baton.messages.status import BUCKETS_AN_OCTAVE, StreamCounts, buckets_of
 Floats: TypeAlias = NDArray[np.float64]
 KeyT = TypeVar("KeyT")
 
-COARSER: Final = 2  # buckets of prompts that are one cell of a mix
-FADED: Final = 0.01  # requests that count no more
-LEVELS: Final = (0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 0.995)  # of the quantiles that forecasts have
+COARSER: Final = 2  # buckets of prompts in one cell of a mix
+FADED: Final = 0.01  # requests; fewer are dropped
+LEVELS: Final = (0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 0.995)  # of the quantiles of a forecast
 _MIDDLE: Final = LEVELS.index(0.5)
 _NINTH: Final = LEVELS.index(0.9)
 SEASONS_S: Final = (86_400.0, 7 * 86_400.0)
 MAX_HISTORY_S: Final = 8 * 86_400.0
 BACKTEST: Final = 240  # past forecasts that are scored
-FEW_ERRORS: Final = 40  # with fewer measured errors, others are assumed beside them
+FEW_ERRORS: Final = 40  # measured errors; when there are fewer, assumed ones are added
 PRIOR_SPREAD: Final = 0.1  # of assumed errors, relative
-BANDS_AN_OCTAVE: Final = 2  # of forecasts whose errors count together
-PERIODIC: Final = 0.4  # autocorrelation of a load that repeats itself
+BANDS_AN_OCTAVE: Final = 2  # the errors of forecasts in one band count together
+PERIODIC: Final = 0.4  # least autocorrelation of a load that repeats itself
 MEAN_WINDOWS: Final = (2, 5, 10, 30)  # intervals
 TREND_WINDOWS: Final = (6, 12, 30)
 SEASON_WINDOW: Final = 20
-PROMPT_FADE: Final = 0.85  # an interval, of the prompts of earlier requests
-ANSWER_FADE: Final = 0.95  # of their cached tokens and answers
+PROMPT_FADE: Final = 0.85  # each interval, of the counts of prompts
+ANSWER_FADE: Final = 0.95  # each interval, of the counts of cached tokens and answers
 
 
 def tokens_in(number: ArrayLike) -> Floats:
-    """Return the length that stands for a bucket, or for each of an array of buckets."""
+    """Return the length of a bucket, or of each of an array of buckets."""
     return np.exp2(np.asarray(number) / BUCKETS_AN_OCTAVE) - 1
 
 
@@ -68,7 +68,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: Floats
 
     def with_prompts(self, mean_tokens: float) -> "Mix":
-        """Return the mix with prompts of another mean length, at most twice and at least half as long."""
+        """Return the mix with prompts of this mean length, within half and twice the present one."""
         present = float(self.share @ self.prompt_tokens)
         ratio = min(2.0, max(0.5, mean_tokens / max(1e-9, present)))
         prompts, cached = self.prompt_tokens * ratio, self.cached_tokens * ratio
@@ -103,7 +103,7 @@ class DemandHistory:
     def add(self, now_s: float, counts: Counts) -> None:
         """Add the counts of all gateways. Raises Contradiction, and then changes nothing.
 
-        A gap between two calls is filled with its mean rate.
+        When several intervals have passed since the last call, each gets their mean rate.
         """
         changes = dict(self._changes(counts)) if self._at_s is not None else {}
         passed_s, self._at_s = now_s - (self._at_s or now_s), now_s
@@ -125,9 +125,9 @@ class DemandHistory:
         self._length = min(self._length + num_rows, self._max_length)
 
     def matrix(self) -> tuple[list[Stream], Floats, Floats]:
-        """Return the streams, their rates in requests/s, and in tokens of prompts each second.
+        """Return the streams, their rates in requests/s, and their rates in prompt tokens/s.
 
-        Both are [streams, intervals], the latest last.
+        Both rates are [streams, intervals], the latest last.
         """
         streams = list(self._rates)
         rows = [
@@ -138,7 +138,7 @@ class DemandHistory:
         return streams, rates, tokens
 
     def mix(self, stream: Stream) -> Mix | None:
-        """Return the lengths of a stream's requests; None before any has ended, or arrived."""
+        """Return the lengths of a stream's requests; None while none of them has lately arrived or ended."""
         arrived, ended = self._arrived.get(stream, {}), self._ended.get(stream, {})
         total = sum(arrived.values())
         if not ended or not total:
@@ -255,8 +255,8 @@ def predict(rates: Floats, horizon: int, window: int, interval_s: float) -> tupl
 def _errors(past: Floats, came: Floats, present: float, assumed: Floats) -> tuple[Floats, float]:
     """Return the factors at LEVELS for a forecast of `present`, and the mean loss of past forecasts.
 
-    Errors depend on the forecast: a load that rises threefold now and then does not rise from its peak. So
-    only errors of forecasts that were about as high count, beside assumed ones where they are few.
+    Errors depend on the forecast: a load that sometimes rises threefold does not rise from its peak. So only
+    the errors of forecasts about as high as `present` count; assumed ones are added when these are few.
     """
     errors = came / np.maximum(past, 1e-9)
     bands = np.round(BANDS_AN_OCTAVE * np.log2(np.maximum(past, 1e-9)))
@@ -282,9 +282,9 @@ def pinball(came: Floats, quantiles: Floats) -> Floats:
 
 
 def without_chance(factors: Floats, num_requests: float) -> Floats:
-    """Return the factors of the expected rate: without the chance in the count of `num_requests` arrivals.
+    """Return the factors of the expected rate, without the random spread of `num_requests` arrivals.
 
-    A queue model adds that chance by itself.
+    The queue model adds this spread by itself.
     """
     spread = (factors[_NINTH] - factors[0]) / 2 / 1.2816  # of a normal distribution with these quantiles
     chance = 1 / max(1.0, num_requests)
@@ -308,18 +308,18 @@ class _Method(NamedTuple):
 
     @property
     def needs(self) -> int:
-        """Intervals that must have been."""
+        """The number of past intervals that the method reads."""
         return self.season + self.window if self.season else self.window * (2 if self.kind == "trend" else 1)
 
     @property
     def complexity(self) -> float:
-        """A penalty, as a share of the mean rate: of methods that are alike the steadier one predicts."""
+        """A penalty, as a share of the mean rate: with like errors the steadier method is taken."""
         return 0.002 if self.kind == "trend" else 0.0
 
     def predict(self, sums: Floats, ends: NDArray[np.int64], ahead: float, wide: int) -> Floats:
-        """Predict `wide` intervals around `ahead` intervals from each of these ends.
+        """Predict the mean rate of `wide` intervals, with their middle `ahead` intervals after each end.
 
-        sums: [streams, intervals + 1]. Returns [streams, ends].
+        sums: of the rates before each interval, [streams, intervals + 1]. Returns [streams, ends].
         """
         window = self.window
         level = (sums[:, ends] - sums[:, ends - window]) / window
@@ -349,7 +349,7 @@ def _methods(total: Floats, horizon: int, interval_s: float) -> Iterator[tuple[s
 
 
 def _period(total: Floats, horizon: int) -> int:
-    """Return the intervals after which the total repeats itself best; 0 when it does not."""
+    """Return the number of intervals after which the total repeats itself best; 0 when it does not."""
     rest = total - total.mean()
     size = len(rest)
     least, most = horizon + SEASON_WINDOW, size // 2

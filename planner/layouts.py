@@ -1,7 +1,8 @@
-"""Layouts of a cluster, and what a rehearsal predicts of them.
+"""Predictions of a cluster's latency under a demand, for each layout of its workers.
 
-`Rehearser` is the Protocol by which the planner rehearses. `QueueModel` implements it by queueing theory over
-the time model of the simulator. It takes microseconds a layout, so a planner compares dozens each tick.
+`Rehearser` is the Protocol of both ways to predict. `QueueModel` uses queueing theory over the time model of
+the simulator; it takes microseconds a layout, so the planner compares dozens each tick. `SimRehearser` runs
+the simulator, and confirms the layout that the planner has found.
 """
 
 import math
@@ -24,11 +25,13 @@ Phase: TypeAlias = tuple[Floats, Floats, Floats]  # P(objective met), seconds, u
 # The probability that each of demand.LEVELS stands for.
 WEIGHTS: Final = (0.2, 0.2, 0.2, 0.2, 0.14, 0.045, 0.015)
 REHEARSED_S: Final = 120.0  # of a load, in the simulator
-WARM_S: Final = 60.0  # until it begins: a worker computes the prefix that prompts share
-REHEARSED: Final = {"fast": 400, "full": 60}  # requests at most, by the mode
-MOST_USE: Final = 100.0  # that a prediction says, of workers that are far from enough
+WARM_S: Final = 60.0  # before the load begins: a worker computes the prefix that prompts share
+REHEARSED: Final = {"fast": 400, "full": 60}  # requests at most, by the simulator's mode
+MOST_USE: Final = 100.0  # in a prediction, when the workers are far from enough
 WINDOW_S: Final = 240.0  # over which the wait for prefill workers is predicted
 MAX_PHASES: Final = 512  # that are remembered
+FITTED_TOKENS: Final = 8192  # of a prompt, at most, in the works that `linear` fits
+FITTED_SEQS: Final = 128  # of a decode step, likewise
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,16 +46,16 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, rates: Mapping[Stream, float], mixes: Mapping[Stream, Mix]) -> "Demand":
-        """Join the mixes of all streams at these rates. Streams without a mix are left out."""
+        """Join the mixes of streams at these rates. At least one has a mix; those without are left out."""
         streams = tuple(stream for stream in rates if stream in mixes)
         parts = [mixes[stream] for stream in streams]
         sizes = [len(part.share) for part in parts]
         shares = [rates[stream] * part.share for stream, part in zip(streams, parts, strict=True)]
         return cls(
-            rate=np.concatenate([*shares, np.empty(0)]),
-            prompt_tokens=np.concatenate([*(part.prompt_tokens for part in parts), np.empty(0)]),
-            cached_tokens=np.concatenate([*(part.cached_tokens for part in parts), np.empty(0)]),
-            output_tokens=np.concatenate([*(part.output_tokens for part in parts), np.empty(0)]),
+            rate=np.concatenate(shares),
+            prompt_tokens=np.concatenate([part.prompt_tokens for part in parts]),
+            cached_tokens=np.concatenate([part.cached_tokens for part in parts]),
+            output_tokens=np.concatenate([part.output_tokens for part in parts]),
             stream=np.repeat(np.arange(len(streams)), sizes),
             streams=streams,
         )
@@ -64,7 +67,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spread(self) -> float:
-        """The mean square of the prompts' lengths over the square of their mean."""
+        """The mean of the squares of the prompts' lengths, divided by the square of their mean."""
         square = float(self.rate @ self.prompt_tokens**2) * self.total_rate
         return square / max(1e-12, float(self.rate @ self.prompt_tokens)) ** 2 or 1.0
 
@@ -86,7 +89,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """The course of a window under one layout."""
+    """The predicted latency and use of workers under one layout."""
 
     attainment: float  # share of the requests that meet their objectives
     attainment_low: float  # at the high quantile of the demand
@@ -98,7 +101,7 @@ class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
     by_stream: Mapping[str, float] = {}  # attainment, by tenant/class; streams without load are left out
 
 
-# The course without any request: nothing misses an objective.
+# The prediction without any request: nothing misses an objective.
 IDLE: Final = LayoutPrediction(
     attainment=1.0,
     attainment_low=1.0,
@@ -111,10 +114,10 @@ IDLE: Final = LayoutPrediction(
 
 
 class Rehearser(Protocol):
-    """Predicts a layout's course under a demand."""
+    """Predicts the latency of a layout under a demand."""
 
     def rehearse(self, outlook: Outlook, layout: Layout) -> LayoutPrediction | None:
-        """Predict the course of the next minutes; None: this rehearser does not know such a load."""
+        """Predict the latency of the next minutes; None: the load is beyond what this rehearser knows."""
         ...
 
 
@@ -129,15 +132,17 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
         return Room(num_seqs=max(1, self.num_seqs // num_lanes), num_tokens=self.num_tokens // num_lanes)
 
 
-def linear(times: WorkTimes, most_tokens: int = 8192, most_seqs: int = 128) -> Machine:
-    """Return the roofline that is nearest to these times: shares of the errors, up to these sizes of work."""
+def linear(times: WorkTimes) -> Machine:
+    """Return the roofline with the least relative errors, up to FITTED_TOKENS and FITTED_SEQS."""
     works = [
         StepWork(0, 0, new, new * (begun + new / 2))
-        for new in _sizes(most_tokens)
-        for begun in (0, most_tokens)
+        for new in _sizes(FITTED_TOKENS)
+        for begun in (0, FITTED_TOKENS)
     ]
     works += [
-        StepWork(seqs, seqs * context, 0, 0) for seqs in _sizes(most_seqs) for context in _sizes(most_tokens)
+        StepWork(seqs, seqs * context, 0, 0)
+        for seqs in _sizes(FITTED_SEQS)
+        for context in _sizes(FITTED_TOKENS)
     ]
     taken_s = np.array([times.step_s(work) for work in works])
     rows = [
@@ -158,25 +163,25 @@ def linear(times: WorkTimes, most_tokens: int = 8192, most_seqs: int = 128) -> M
         step_context_s=context_s,
         kv_token_bytes=times.kv_token_bytes,
         num_stages=times.num_stages,
-        exposed_s=times.handoff_s(most_tokens // 4),
+        exposed_s=times.handoff_s(FITTED_TOKENS // 4),
     )
 
 
 def _sizes(most: int) -> list[int]:
-    return [max(1, most // 16), max(1, most // 4), most]
+    return [most // 16, most // 4, most]
 
 
 class QueueModel:
     """Predicts by queueing theory.
 
-    Prompts wait for the first free of c prefill workers. The wait per worker is a Brownian motion that
-    cannot fall below 0, with the mean and the variance of the prompts' seconds, over WINDOW_S seconds:
-    this holds beyond saturation, too, where the wait only grows. Decode workers together hold a number of
-    sequences with the variance of a Poisson process, in equal parts; the step's time follows from the
-    number, and the number from the step's time.
+    A prompt waits for the first free prefill worker. The wait per worker is a Brownian motion that cannot
+    fall below 0, with the mean and the variance of the prompts' seconds, over WINDOW_S seconds. So it also
+    holds beyond saturation, where the wait only grows. The number of decoding sequences has the variance of a
+    Poisson process, and each decode worker has an equal part of them. The step's time and the number of
+    sequences are solved together: each follows from the other.
 
-    A worker with pipeline stages has a lane for each step in flight. Lanes share the worker's room, and
-    compute beside each other as workers do.
+    A worker with pipeline stages has a lane for each step in flight. The lanes share the worker's room, and
+    compute in parallel.
     """
 
     def __init__(self, machine: Machine, room: Room, sla: Sla, prefill: Machine | None = None) -> None:
@@ -193,7 +198,8 @@ class QueueModel:
     ) -> LayoutPrediction:
         """See Rehearser.
 
-        local_share: of the prompts, computed on their decode worker. shed_share: of the requests, refused.
+        local_share: share of the prompts that decode workers compute. shed_share: share of the requests that
+        is refused.
         """
         demand, backlog, probability = outlook.demand, outlook.backlog, np.array(outlook.weights)
         if not demand.total_rate:
@@ -233,7 +239,7 @@ class QueueModel:
         )
 
     def _once(self, demand: Demand, key: tuple[object, ...], predict: Callable[[], Phase]) -> Phase:
-        """Return the prediction of one phase, from memory if it was made for the same workers lately."""
+        """Return the prediction of one phase, from memory when it was made before."""
         of, phase = self._phases.get((id(demand), *key), (None, None))
         if of is not demand or phase is None:
             if len(self._phases) >= MAX_PHASES:
@@ -264,7 +270,7 @@ class QueueModel:
         if not workers:
             met = (self._ttft_s >= 1.5 * service_s) * np.ones_like(load)
             return met, service_s * np.ones_like(load), np.zeros(len(load))
-        use, mean_s = first / workers, float(service_s @ demand.rate) / max(demand.total_rate, 1e-12)
+        use, mean_s = first / workers, float(service_s @ demand.rate) / demand.total_rate
         begun_s = backlog * mean_s / workers
         waits = _delayed(workers, use)[:, None]
         drift, spread = use - 1, np.sqrt(second) / workers
@@ -303,8 +309,8 @@ class QueueModel:
 class SimRehearser:
     """Rehearses in the simulator (sim/rehearsal.py), at the LEVELS of a demand that matter.
 
-    The cluster is idle at first, and one worker has the prefix that prompts share: each begins with as many
-    of its tokens as such prompts had cached lately.
+    The cluster is idle at first, and one worker has the prefix that prompts share. Each prompt begins with as
+    many tokens of this prefix as prompts of its length had cached lately.
     """
 
     def __init__(self, times: TimeModel, sla: Sla, sizes: Mapping[WorkerRole, int], policy: str) -> None:

@@ -8,10 +8,10 @@ Each call of `Planner.plan` is one tick:
 3. Layouts are rehearsed against all quantiles of both forecasts. The cheapest that meets the objectives is
    the target. Where no layout could meet them, however small the load, the outcome is "infeasible", and
    nothing changes.
-4. Workers are added at once. They are removed when no target within the last two start-ups needed them, and
-   when the rest would meet stricter objectives: that is the switching cost.
-5. The plan has the actions, the fastest first; the prediction with its interval; and what would come without
-   them. A later plan carries the score of this one.
+4. Workers are added at once. They are removed when no tick within the last start-up time needed them: each
+   tick counts the workers that would meet stricter objectives. This is the switching cost.
+5. The plan has the actions, the fastest first, and two predictions: with the actions and without them. A
+   later plan has the score of this one.
 
 Pure: the clock and the figures are arguments.
 """
@@ -33,14 +33,13 @@ from baton.sim.rehearsal import Layout
 
 FEWEST_ROWS: Final = 4  # intervals before the first forecast
 STRICTER: Final = 0.5  # share of the allowed misses that a smaller layout may have
-RELEASE_AFTER: Final = 1.0  # start-ups for which a worker must have been unneeded
-LEAST_RELEASE: Final = 4  # intervals that a start-up counts as, at least
-BUDGET_S: Final = 3600.0  # until a request counts half in the budget of misses
-MEASURED: Final = 100.0  # requests without which there is no budget
+LEAST_RELEASE: Final = 4  # intervals for which a worker must have been unneeded, at least
+BUDGET_S: Final = 3600.0  # after which a request counts half in the budget of misses
+MEASURED: Final = 100.0  # requests; with fewer there is no budget
 # Share of the allowed misses that a plan may expect: with no miss lately, and after too many.
 MOST_MISSES, FEWEST_MISSES = 5.0, 0.5
 EASING: Final = 0.05  # a fast action must raise the attainment by this much
-# Measures until added workers serve: the kind of action, the model's argument, the shares that are tried.
+# Fast actions for the time until added workers serve: kind, argument of `QueueModel.rehearse`, shares to try.
 EASINGS: Final = (
     ("local_prefill", "local_share", (0.1, 0.2, 0.4)),
     ("shed", "shed_share", (0.05, 0.1, 0.2, 0.4)),
@@ -48,8 +47,8 @@ EASINGS: Final = (
 STARTUP_QUANTILE: Final = 0.9
 FLIP_S: Final = 2.0
 CONFIRMATIONS: Final = 3  # rehearsals of one plan
-SPLITS: Final = 3  # numbers of decode workers that are tried, from the least that can do
-WINDOW: Final = 2  # intervals that a forecast is the mean of
+SPLITS: Final = 3  # numbers of decode workers that are tried, from the least that can meet the goal on
+WINDOW: Final = 2  # intervals; a forecast is their mean
 KEPT_PLANS: Final = 512
 
 Outcome: TypeAlias = Literal["hold", "manual", "keep", "change", "bounded", "infeasible"]
@@ -73,8 +72,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Annotated[str, Meta(max_length=16)]  # "local_prefill", "flip", "add", "remove", "shed"
     delay_s: float
-    role: str = ""  # prefill or decode: that workers get, or leave
-    number: float = 1  # of workers; of "local_prefill" and "shed": the share of requests
+    role: str = ""  # that workers get or leave: prefill or decode
+    number: float = 1  # of workers; for "local_prefill" and "shed" the share of requests
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +108,7 @@ class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     target: Layout
     actions: tuple[Action, ...] = ()
-    causes: Mapping[str, float] = {}  # of more workers: each stream's share of the growth of work
+    causes: Mapping[str, float] = {}  # when workers are added: each stream's share of the growth of work
     inputs: PlanInputs
     prediction: LayoutPrediction | None = None  # of the target, at the horizon
     counterfactual: LayoutPrediction | None = None  # of the ordered layout, at the horizon
@@ -129,28 +128,30 @@ class Planner:
     """Sizes one cluster."""
 
     def __init__(self, config: PlannerConfig, model: QueueModel, rehearser: Rehearser | None = None) -> None:
-        """model: searches; rehearser: confirms what the search has found, the model itself by default."""
+        """model: predicts the layouts of the search. rehearser: confirms the layout that was found; None: the
+        model.
+        """
         self._config = config
         self._model = model
         self._rehearser = rehearser or model
         self._history = DemandHistory(config.interval_s)
         self._num_plans = 0
-        self._ordered: Layout | None = None  # the workers that should be ordered, unless an operator has
+        self._ordered: Layout | None = None  # at the last tick; another layout since then is an operator's
         self._manual_until_s = -math.inf
         self._startups_s: deque[float] = deque(maxlen=32)
         self._needs: deque[tuple[float, int, int]] = deque()  # moment, prefill and decode workers needed
         self._pending: deque[_Pending] = deque(maxlen=KEPT_PLANS)
         self._max_workers = config.max_workers
         self._goal = config.attainment  # of this tick, see `_goal_after_misses`
-        self._lately = np.zeros(2)  # requests that met and missed their objectives, faded
-        self._seen = np.zeros(2)  # the same, all that `_lately` has counted
+        self._lately = np.zeros(2)  # requests that met and that missed their objectives, faded
+        self._seen = np.zeros(2)  # the same, not faded, up to the last tick
         self._possible: Mapping[str, float] = {}  # attainment without load, by stream, of this tick
-        self._calm: dict[str, float] = {}  # busy workers by stream, when no more workers were needed last
+        self._calm: dict[str, float] = {}  # busy workers by stream, at the last tick that added no workers
         self._known: dict[tuple[int, int], float] = {}  # workers -> attainment, of this tick
 
     @property
     def startup_s(self) -> float:
-        """The time that a new worker is expected to take, on the safe side."""
+        """The expected time until a new worker serves: a high quantile of the latest ones."""
         if not self._startups_s:
             return self._config.startup_s
         return float(np.quantile(np.array(self._startups_s), STARTUP_QUANTILE))
@@ -199,7 +200,7 @@ class Planner:
         return self._predicted(plan, later)
 
     def carried_out(self, ordered: Layout) -> None:
-        """Note the workers that the cluster is told to run after the last plan: not always the target."""
+        """Note the workers that were ordered after the last plan; they may differ from its target."""
         self._ordered = ordered
 
     # Figures.
@@ -234,7 +235,7 @@ class Planner:
         return {stream: mix for stream, mix in found if mix is not None}
 
     def _outlooks(self, figures: Figures, mixes: Mapping[Stream, Mix]) -> tuple[Outlook, Outlook]:
-        """Return the demand of now, and of when a worker that is ordered now would serve."""
+        """Return the outlook for now, and for the time when a worker that is ordered now would serve."""
         interval_s = self._config.interval_s
         streams, rates, tokens = self._history.matrix()
         outlooks = []
@@ -306,7 +307,7 @@ class Planner:
         self._needs.append((now_s, roomy.num_prefill, roomy.num_decode))
         if now.backlog and not now.demand.total_rate:  # no rehearsal knows the requests that wait
             self._needs.append((now_s, ordered.num_prefill, ordered.num_decode))
-        unneeded_s = RELEASE_AFTER * max(self.startup_s, LEAST_RELEASE * self._config.interval_s)
+        unneeded_s = max(self.startup_s, LEAST_RELEASE * self._config.interval_s)
         while self._needs[0][0] < now_s - unneeded_s:
             self._needs.popleft()
         held_prefill = max(prefill for _, prefill, _ in self._needs)
@@ -414,7 +415,7 @@ class Planner:
                 yield Action(kind="remove", delay_s=0.0, role=role, number=-change)
 
     def _easing(self, figures: Figures, target: Layout, now: Outlook) -> Iterator[Action]:
-        """Yield what helps until added workers serve: the router takes these measures by itself."""
+        """Yield the best fast action until added workers serve. Routers take it without an order."""
         ready = figures.ready
         if target.num_workers <= ready.num_workers or not ready.num_decode:
             return
@@ -510,5 +511,5 @@ def _least(met: Callable[[int], float], low: int, high: int, goal: float) -> int
 
 
 def _between(needed: int, ordered: int, held: int) -> int:
-    """Return `needed` where that is more than ordered; else no less than `held`, and no more than ordered."""
+    """Return `needed` when it is more than `ordered`; else at least `held`, but no more than `ordered`."""
     return needed if needed > ordered else min(ordered, max(needed, held))

@@ -17,8 +17,8 @@ one after another and find room. Beyond PROMISED_S a refusal tells its client no
     time to the first token = wait for the work before it at the router, at the rate of recently dispatched
     work + wait at the worker, and computing: the least of any prefill worker
 
-The batch that the request joins is that of the time when its prompt is computed: the share of present
-requests that usually ends by then has ended, and the requests that wait before it have come.
+The time of a later token is predicted for the batch that the request will join: the present requests, without
+the share that usually ends before its prompt is computed, and the requests that wait before it.
 """
 
 from collections import OrderedDict
@@ -37,10 +37,10 @@ from baton.router.policies.cost_model import CostModel
 from baton.router.queue.quotas import AttemptRefusal, RequestWork
 from baton.tenants import Refusal, Sla
 
-MEMORY_S: Final = 10.0  # of the time in which requests waited
+MEMORY_S: Final = 10.0  # decay time of the service rate; counts only while requests wait
 KNOWN: Final = 4  # measurements before a fit is worth a refusal
-KNOWN_S: Final = 1.0  # of waiting time before a rate is known
-OUTLOOK_AGE_S: Final = 0.05  # of the view of the workers: there may be a thousand
+KNOWN_S: Final = 1.0  # in which requests waited, before the service rate is known
+OUTLOOK_AGE_S: Final = 0.05  # for which a view of the workers is kept: there may be a thousand
 MAX_COMPARED: Final = 16  # workers that each prediction compares
 LEAST_STEP_S: Final = 1e-6
 HEADROOM: Final = 0.9  # share of a promised time that a prediction may take
@@ -49,7 +49,7 @@ MOST_RETRY_S: Final = 60.0
 PROMISED_S: Final = 15.0
 OVER_S: Final = 5.0  # without a refusal, an overload is over
 KEPT: Final = 0.25  # share of the service rate that is reserved for clients that retry
-SPREAD: Final = 0.618034  # of the golden ratio: the fractional parts of its multiples are spread evenly
+SPREAD: Final = 0.618034  # golden ratio - 1: the fractional parts of its multiples are spread evenly
 TRIAL_S: Final = 2.0  # between two requests that are admitted against the prediction
 MAX_TRIALS: Final = 64
 DEFAULT_DELAY_S: Final = 60.0  # of a request without any objective
@@ -61,7 +61,7 @@ class Objective(NamedTuple):
     ttft_s: float
     tpot_s: float
     deadline_s: float
-    delay_s: float  # in which it should be dispatched
+    delay_s: float  # within which it should be dispatched
 
     @property
     def is_promised(self) -> bool:
@@ -114,7 +114,7 @@ class ServiceRate:
         self._is_busy = False
 
     def observe(self, now_s: float, work: float, *, is_busy: bool) -> None:
-        """`work` has left the queue since the last call. is_busy: requests wait from now on."""
+        """Take the work that has left the queue since the last call. is_busy: requests wait from now on."""
         if self._is_busy:
             passed_s = max(0.0, now_s - self._since_s)
             decay = exp(-passed_s / MEMORY_S)
@@ -153,9 +153,9 @@ class Forecast:
     def predict(
         self, prompt: NewPrompt, num_answer_tokens: float, work_before: float, num_before: float
     ) -> Prediction:
-        """Predict a request behind `num_before` others with `work_before`. Work never measured takes no time.
+        """Predict the latency of a request behind `num_before` others, which have `work_before` together.
 
-        prompt: with the tokens that have to be computed.
+        prompt: the tokens that have to be computed. Work of which nothing was measured takes no time.
         """
         outlook = self._current_outlook()
         waits = [(self._wait_s(worker_id, prompt), worker_id) for worker_id in outlook.least_busy]

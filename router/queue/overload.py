@@ -2,7 +2,7 @@
 
 A pressure of 1 is the most that the cluster can bear: answers about to be late, all KV pages in use, or
 tokens as slow as the strictest promise. Above HIGH for CLIMB_S the level rises by one; below LOW for
-DESCEND_S it falls by one. Only promises can be broken: where no request has an objective, requests just wait.
+DESCEND_S it falls by one. Where no request has an objective, nothing was promised, and requests just wait.
 Only lateness is a reason to refuse requests: the other pressures can be relieved.
 """
 
@@ -35,9 +35,9 @@ class PressureReading(NamedTuple):
 
     has_waiting: bool
     has_objectives: bool  # any request that waits or runs
-    lateness: float  # of waiting requests: the wait by the wait that the objective allows
+    lateness: float  # of waiting requests: the wait divided by the wait that the objective allows
     pages: float  # share of the decode workers' KV pages in use
-    itl: float  # the time of a step by the shortest promised tpot_ms
+    itl: float  # the time of a step divided by the shortest promised tpot_ms
 
     @property
     def pressure(self) -> float:

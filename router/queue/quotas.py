@@ -2,20 +2,22 @@
 
 Quotas of KV pages belong to the workers.
 
-1. A request is refused when its tenant has all that it may have; the refusal names the quota.
-2. Entered, it counts as one of the tenant's, and its expected work is taken from the tenant's token bucket.
-3. It waits unless it is dispatched at once. When too many requests of its tenant wait, it is refused after
-   all.
-4. Dispatched, it is active. A tenant with all its active ones is full, and its other requests wait.
-5. When it ends it counts no more, and its work is corrected to the work that it used.
+1. A request is refused when its tenant has used up a quota; the refusal names the quota.
+2. An entered request counts as one of its tenant's, and its expected work is taken from the tenant's token
+   bucket.
+3. The request waits unless it is dispatched at once. When too many requests of its tenant wait, it is refused
+   after all.
+4. A dispatched request is active. A tenant with as many active requests as it may have is full, and its other
+   requests wait.
+5. A request that has ended no longer counts, and its expected work is corrected to the work that it used.
 
 A token bucket fills at the quota's rate up to the burst. A request larger than the burst is admitted when the
 bucket is full, and leaves the bucket in debt. So over any time t at most rate * t + burst is admitted, or one
 larger request.
 
 Work is in tokens: those of the prompt that have to be computed, and those of the answer. The expected work
-follows the tenant's earlier requests. An attempt that continues a stream has its prompt for free: its tenant
-has paid once.
+follows the tenant's earlier requests. The prompt of an attempt that continues a stream is free: its tenant
+has paid for it.
 """
 
 from collections import OrderedDict
@@ -26,7 +28,7 @@ from baton.request import Request
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS
 from baton.tenants import Quotas, Refusal
 
-MAX_IDLE: Final = 4096  # tenants without a request; above this, those with a full bucket are forgotten
+MAX_IDLE: Final = 4096  # tenants; with more, idle ones with a full bucket are forgotten
 FULL_RETRY_S: Final = 1.0  # the end of a tenant's request cannot be predicted
 MAX_TENANTS: Final = 4096  # with an estimate; the least recently seen is forgotten
 LEAST_GAIN: Final = 0.05  # weight of a new figure in a mean
@@ -167,7 +169,7 @@ class TenantQuotas:
         return usage.num_active if usage is not None else 0
 
     def forget_idle(self) -> None:
-        """Above MAX_IDLE tenants, drop those that differ in nothing from a new tenant."""
+        """With more than MAX_IDLE tenants, drop those that have no request and a full bucket."""
         if len(self._tenants) > MAX_IDLE:
             now_s = self._clock.now_s()
             self._tenants = {

@@ -159,8 +159,8 @@ class QueuedAttempt:
         return self.since_s + self.submit.age_s
 
     def queued_s(self, now_s: float) -> float:
-        """Seconds that it has waited for its turn. An attempt that continues a stream began to wait at its
-        submission.
+        """Seconds that it has waited for its turn: since its arrival at the gateway, or since its submission
+        when it continues a stream.
         """
         return max(0.0, now_s - (self.received_s if self.submit.is_begun else self.since_s))
 
@@ -244,7 +244,7 @@ class TenantQueues:
         self.remove(waiting)
 
     def correct(self, rank: int, tenant: str, work: float) -> None:
-        """Charge a tenant `work` more than before; less if negative."""
+        """Charge a tenant `work` more; give back if negative."""
         self._shares[rank].correct(tenant, work)
 
     def age(self) -> None:
@@ -345,7 +345,7 @@ class TenantQueues:
 
 
 class Deadlines:
-    """The times after which waiting requests are not worth dispatching."""
+    """The times after which waiting requests are refused."""
 
     def __init__(self, queues: TenantQueues) -> None:
         self._queues = queues
