@@ -27,7 +27,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton.adapters import Adapter
 from baton.clock import Clock, SystemClock
 from baton.config.engine import EngineConfig, RankSidecar, SpeculativeConfig
 from baton.config.environment import cache_directory, prepare_nccl
@@ -228,7 +227,7 @@ class Engine(Replica):
             if sampling.structured_outputs is not None:
                 conditions.append(self._form_mask.prepare(sequence))
             if request.adapter is not None:
-                conditions.append(partial(self._is_placed, request.adapter))
+                conditions.append(partial(self._adapters.is_placed, request.adapter))
             if filled is None and self.scheduler.cache.prefetch(sequence):
                 conditions.append(partial(self._is_loaded, sequence, perf_counter()))
             if conditions:
@@ -353,6 +352,7 @@ class Engine(Replica):
         pages are read from the disk; return the last outputs of sequences that cannot run.
         """
         refused = []
+        self._place_adapters()
         for sequence, conditions in list(self._held.items()):
             if sequence.finish_reason is None:
                 try:
@@ -365,11 +365,14 @@ class Engine(Replica):
                 sequence.is_held = False
         return refused
 
-    def _is_placed(self, adapter: Adapter) -> bool:
-        """Place an adapter that has been read; return False before. Raises InvalidRequest."""
-        live = {each.adapter.digest for each in self.scheduler.sequences() if each.adapter is not None}
-        wanted = {each.adapter.digest for each in self._held if each.adapter is not None}
-        return self._adapters.place(adapter, live, wanted)
+    def _place_adapters(self) -> None:
+        """Place the adapters of held sequences that have been read."""
+        held = [each for each in self._held if each.finish_reason is None]
+        wanted = dict.fromkeys(each.adapter for each in held if each.adapter is not None)
+        if wanted:
+            sequences = self.scheduler.sequences()
+            live = {each.adapter.digest for each in sequences if each.adapter is not None}
+            self._adapters.place(wanted, live)
 
     def _is_loaded(self, sequence: Sequence, since_s: float) -> bool:
         """Return True once no page of the sequence is to come from the disk.

@@ -12,7 +12,7 @@ it starts after others have taken the room.
 """
 
 import itertools
-from collections.abc import Set
+from collections.abc import Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -45,6 +45,7 @@ class AdapterSlots:
         self._contents: dict[bytes, Future[tuple[AdapterFiles, AdapterTensors]]] = {}
         self._slots: dict[bytes, int] = {}  # digest -> slot, the least recently asked for first
         self._changed: list[tuple[int, AdapterFiles | None]] = []  # since the last step
+        self._errors: dict[Adapter, InvalidRequest] = {}  # of the last `place`
 
     def check(self, adapter: Adapter) -> None:
         """Have the files read, if there is room to keep them.
@@ -59,32 +60,28 @@ class AdapterSlots:
         elif adapter.digest not in self._slots and len(self._contents) < self._max_cpu_loras:
             self._read(adapter)
 
-    def place(self, adapter: Adapter, live: Set[bytes], wanted: Set[bytes]) -> bool:
-        """Have the adapter in a slot; False while its files are not here.
+    def place(self, wanted: Collection[Adapter], live: Set[bytes]) -> None:
+        """Put these adapters in slots as far as their files are here; `is_placed` says which ones are there.
 
-        live: digests of the adapters with sequences, which keep their slots. wanted: of these, those with
-        held sequences, which keep the contents of their files. Raises InvalidRequest for files that cannot
-        be used.
+        wanted: those of held sequences, which keep the contents of their files. live: digests of the adapters
+        with sequences, which keep their slots.
         """
-        slot = self._slots.pop(adapter.digest, None)
-        if slot is None:
-            contents = self._contents_of(adapter, wanted)
-            if contents is None:
-                return False
-            files, tensors = contents
-            slot = next(each for each in itertools.count() if each not in self._slots.values())
+        self._errors.clear()
+        digests = {adapter.digest for adapter in wanted}
+        for adapter in wanted:
             try:
-                self._runner.put_adapter(slot, tensors)
-            except RuntimeError as error:  # torch has no memory
-                raise InvalidRequest(f"{_UNUSABLE}: {error}") from None
-            self._note(slot, files)
-        idle = [digest for digest in self._slots if digest not in live]
-        self._slots[adapter.digest] = slot
-        for digest in idle[: max(0, len(self._slots) - self._max_loras)]:
-            freed = self._slots.pop(digest)
-            self._runner.put_adapter(freed, None)
-            self._note(freed, None)
-        return True
+                self._place(adapter, live, digests)
+            except InvalidRequest as error:
+                self._errors[adapter] = error
+
+    def is_placed(self, adapter: Adapter) -> bool:
+        """Return whether an adapter of the last `place` is in a slot.
+
+        Raises InvalidRequest for files that cannot be used.
+        """
+        if adapter in self._errors:
+            raise self._errors[adapter]
+        return adapter.digest in self._slots
 
     def with_adapters(self, arrays: StepArrays, batch: Batch) -> StepArrays:
         """The step with the slot of each token, and with the adapters that other ranks lack."""
@@ -102,6 +99,26 @@ class AdapterSlots:
     def close(self) -> None:
         """End the thread after the read that it is at."""
         self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _place(self, adapter: Adapter, live: Set[bytes], wanted: Set[bytes]) -> None:
+        slot = self._slots.pop(adapter.digest, None)
+        if slot is None:
+            contents = self._contents_of(adapter, wanted)
+            if contents is None:
+                return
+            files, tensors = contents
+            slot = next(each for each in itertools.count() if each not in self._slots.values())
+            try:
+                self._runner.put_adapter(slot, tensors)
+            except RuntimeError as error:  # torch has no memory
+                raise InvalidRequest(f"{_UNUSABLE}: {error}") from None
+            self._note(slot, files)
+        idle = [digest for digest in self._slots if digest not in live]
+        self._slots[adapter.digest] = slot
+        for digest in idle[: max(0, len(self._slots) - self._max_loras)]:
+            freed = self._slots.pop(digest)
+            self._runner.put_adapter(freed, None)
+            self._note(freed, None)
 
     def _note(self, slot: int, files: AdapterFiles | None) -> None:
         if self._runner.rank.size > 1:

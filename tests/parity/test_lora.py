@@ -106,9 +106,12 @@ def test_adapter_is_refused_when_its_files_have_changed(model_directory: Directo
     gone = Adapter(str(tmp_path / "gone"), adapter.digest)
     with engine(model, **LORA) as made:
         for refused, why in ((adapter, "have changed"), (gone, "no such file")):
-            made.add(asked(refused, [1, 2]))
-            (output,) = run_to_end(made)
-            assert output.is_invalid and why in (output.error or "")
+            num_reads = made.load().counters["lora_reads"]
+            two_choices = msgspec.structs.replace(SAMPLING, n=2, temperature=1.0)
+            made.add(msgspec.structs.replace(asked(refused, [1, 2]), sampling=two_choices))
+            outputs = run_to_end(made)
+            assert [each.is_invalid and why in (each.error or "") for each in outputs] == [True, True]
+            assert made.load().counters["lora_reads"] == num_reads + 1
             made.check(asked(refused, [1, 2]))  # the files are read again
             wait_for_reads(made, made.load().counters["lora_reads"] + 1)
             with pytest.raises(InvalidRequest, match=why):
