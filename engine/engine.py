@@ -60,7 +60,7 @@ from baton.engine.scheduler.sequence import Batch, Drafter, PageCopy, Sequence
 from baton.engine.speculation.draft_lengths import time_steps
 from baton.engine.speculation.draft_model import ModelDrafter, load_draft_model
 from baton.engine.speculation.lookup import LookupDrafter
-from baton.errors import ConfigError, InvalidRequest, WorkerLost
+from baton.errors import BatonError, ConfigError, InvalidRequest, WorkerLost
 from baton.kernels import native
 from baton.kernels.decoder_stack import OnLayers
 from baton.kernels.native import huge_zeros
@@ -147,7 +147,7 @@ class Engine(Replica):
     ) -> None:
         """draft_model: loaded, with its pool; see `SpeculativeConfig`."""
         config, model_config = runner.config, runner.model_config
-        scheduler = _make_scheduler(runner, clock, model_fingerprint)
+        scheduler = _make_scheduler(runner, clock, model_fingerprint, len(runner.pool.host))
         super().__init__(scheduler, vocab_size=model_config.vocab_size, max_model_len=runner.max_model_len)
         self._clock = clock
         self.runner = runner
@@ -272,16 +272,31 @@ class Engine(Replica):
             raise
 
     def _start_again(self, error: BaseException) -> None:
-        """Replace the ledgers of pages and sequences, which a step that failed half-way may have damaged."""
+        """Replace the ledgers of pages and sequences, which a step that failed half-way may have damaged.
+
+        A disk that hangs may still write to the host pages, so none of them is used from then on.
+        """
         self._note_loss(error)
-        drafter, disk = self.scheduler.drafter, self.scheduler.cache.host.disk
-        if disk is not None:
-            disk.close()
-        self.scheduler = _make_scheduler(self.runner, self._clock, self.fingerprint)
-        self.scheduler.drafter = drafter
-        self._start_steps()
-        if self._why_lost is None:
-            self._open_disk()
+        drafter, host = self.scheduler.drafter, self.scheduler.cache.host
+        num_host_pages = 0
+        try:
+            if host.disk is None or host.disk.stop():
+                num_host_pages = host.num_pages
+        finally:  # also when an interrupt ends the wait for the disk
+            self.scheduler = _make_scheduler(self.runner, self._clock, self.fingerprint, num_host_pages)
+            self.scheduler.drafter = drafter
+            self._start_steps()
+        if host.disk is not None and num_host_pages:
+            self._open_disk_again(host.disk)
+
+    def _open_disk_again(self, stopped: DiskTier) -> None:
+        """Replace the disk tier; log an error instead of raising it, because the step's own error counts."""
+        try:
+            stopped.close()
+            if self._why_lost is None:
+                self._open_disk()
+        except (BatonError, OSError, RuntimeError) as error:  # RuntimeError: no thread can start
+            logger.error("the disk tier of KV pages is off until the worker starts again: %s", error)
 
     def has_work(self) -> bool:
         return bool(self._in_flight) or super().has_work()
@@ -478,13 +493,13 @@ class Engine(Replica):
 
     def _close_disk(self) -> None:
         cache, disk = self.scheduler.cache, self.scheduler.cache.host.disk
-        if disk is None:
+        cache.host.disk = None
+        if disk is None or not disk.stop():
             return
-        if disk.stop() and self._why_lost is None:
+        if self._why_lost is None:
             until_s = time.monotonic() + FLUSH_S
             with suppress(WorkerLost):
                 cache.flush(disk, partial(self._copy_to_host, until_s), until_s)
-        cache.host.disk = None
         disk.close()
 
     def _copy_to_host(self, until_s: float, copies: tuple[PageCopy, ...]) -> None:
@@ -583,7 +598,9 @@ class Engine(Replica):
         return perf_counter() - started_s
 
 
-def _make_scheduler(runner: ModelRunner, clock: Clock, model_fingerprint: str) -> Scheduler:
+def _make_scheduler(
+    runner: ModelRunner, clock: Clock, model_fingerprint: str, num_host_pages: int
+) -> Scheduler:
     """Return a scheduler with ledgers of which no page is used and no contents are known."""
     config, layout = runner.config, runner.layout
     keys = None
@@ -592,7 +609,7 @@ def _make_scheduler(runner: ModelRunner, clock: Clock, model_fingerprint: str) -
             model_fingerprint=model_fingerprint, dtype=layout.kv_dtype, page_size=layout.page_size
         )
     pool = PagePool(len(runner.pool.device), layout.page_size, runner.steps)
-    cache = PrefixCache(pool, keys, HostTier(len(runner.pool.host)))
+    cache = PrefixCache(pool, keys, HostTier(num_host_pages))
     scheduler = Scheduler(config.scheduler, cache, clock, attention_mlp_crossover(runner.model_config))
     # Steps in flight: one for each stage of a pipeline. The policies for comparison keep one in flight.
     scheduler.num_batches = runner.pp.size if config.scheduler.policy == "continuous" else 1

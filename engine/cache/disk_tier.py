@@ -452,14 +452,19 @@ class DiskTier:
             self._fail(error)
 
     def stop(self) -> bool:
-        """End the thread; the orders that it has not begun are lost. Return False for a disk that hangs."""
+        """End the thread; the orders that it has not begun are lost.
+
+        Return False for a disk that hangs: it may still write to the host pages of loads that have not ended.
+        """
         self._closing.set()
         self._wakes.set()
         self._thread.join(STOP_S)
-        has_ended = not self._thread.is_alive()
-        if has_ended and self._must_forget:
+        if self._thread.is_alive():
+            logger.error("the disk of the KV pages hangs: it has not ended a read or a write in %g s", STOP_S)
+            return False
+        if self._must_forget:
             self._forget_all()
-        return has_ended
+        return True
 
     def close(self) -> None:
         """End the thread and close the files, unless the disk hangs. Idempotent."""

@@ -73,6 +73,15 @@ def read_of(engine: Engine) -> int:
     return engine.load().counters["disk_pages_read"]
 
 
+def fail_a_step(engine: Engine) -> None:
+    """Lose the requests of the engine in a step that raises TypeError."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(TypeError):
+        patched.setattr(engine.runner, "execute", None)
+        add(engine, "lost", OTHERS[-1])
+        run_to_end(engine)
+    engine.scheduler.check_integrity()
+
+
 def test_engine_that_starts_again_continues_from_the_disk_with_the_same_tokens(tmp_path: Path) -> None:
     expected = computed_before(tmp_path)
     second = engine_in(tmp_path)
@@ -270,20 +279,14 @@ def test_host_keeps_pages_that_are_nowhere_else_before_pages_with_a_copy_on_disk
     engine.close()
 
 
-def test_aborted_and_lost_sequences_leave_no_host_page_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aborted_and_lost_sequences_leave_no_host_page_behind(tmp_path: Path) -> None:
     computed_before(tmp_path)
     second = engine_in(tmp_path)
     add(second, "gone", PROMPT)
     second.abort("gone")
     second.scheduler.check_integrity()
-    add(second, "lost", PROMPT)
-    with monkeypatch.context() as patched:
-        patched.setattr(second.runner, "execute", None)
-        with pytest.raises(TypeError):
-            run_to_end(second)
-    second.scheduler.check_integrity()
+    add(second, "held", PROMPT)
+    fail_a_step(second)
     again = generate(second, PROMPT)
     assert num_cached(again) == 48
     second.scheduler.check_integrity()
@@ -340,6 +343,52 @@ def test_disk_that_hangs_costs_a_recompute(tmp_path: Path, monkeypatch: pytest.M
     assert token_ids(again) == expected and not num_cached(again)
     second.close()
     goes_on.set()
+
+
+def test_pages_that_a_hung_disk_may_still_write_are_not_used_after_a_failed_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed_before(tmp_path)
+    without_disk = tiny_engine(tmp_path / "model")
+    expected = token_ids(generate(without_disk, OTHERS[0]))
+    without_disk.close()
+    hangs, goes_on, has_read, preadv = threading.Event(), threading.Event(), threading.Event(), os.preadv
+
+    def hang(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        hangs.set()
+        goes_on.wait(60)
+        num_read = preadv(fd, buffers, offset, flags)
+        has_read.set()
+        return num_read
+
+    second = engine_in(tmp_path)
+    monkeypatch.setattr(os, "preadv", hang)
+    monkeypatch.setattr("baton.engine.cache.disk_tier.STOP_S", 0.05)
+    add(second, "held", PROMPT)
+    assert hangs.wait(60)
+    for _ in range(2):
+        fail_a_step(second)
+    assert token_ids(generate(second, OTHERS[0])) == expected
+    second.scheduler.cache.make_room(24)  # the next step copies the pages to the host, if they may go there
+    generate(second, OTHERS[1][:20])
+    goes_on.set()
+    assert has_read.wait(60)
+    assert token_ids(generate(second, OTHERS[0])) == expected
+    second.scheduler.check_integrity()
+    second.close()
+
+
+def test_disk_that_cannot_be_opened_again_leaves_the_error_of_the_step_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = computed_before(tmp_path)
+    second = engine_in(tmp_path)
+    (tmp_path / "kv").rename(tmp_path / "moved")
+    (tmp_path / "kv").touch()
+    fail_a_step(second)
+    assert "disk tier of KV pages is off" in caplog.text and second.scheduler.cache.host.disk is None
+    assert token_ids(generate(second, PROMPT)) == expected
+    second.close()
 
 
 def test_peer_finds_the_pages_of_the_disk_on_the_host_after_they_were_loaded(tmp_path: Path) -> None:
