@@ -86,8 +86,7 @@ def tier_rate(folder: Path, host: HostPages) -> float:
     with open_tier(folder, host) as tier:
         drop_cached(folder)
         began_s, num_loaded = perf_counter(), 0
-        for page in range(len(host)):
-            tier.load(key_of(page), page, 0)
+        tier.load(((key_of(page), page) for page in range(len(host))), 0)
         while num_loaded < len(host):
             loaded = [report for report in tier.take_reports() if isinstance(report, Loaded)]
             assert all(report.is_valid for report in loaded), "a page was damaged"

@@ -75,10 +75,10 @@ class DiskStore:
 
     A page has one part for each rank of a replica, so a page that is here is here for every rank.
     The index has a head and an entry for each slot. A page is written in three steps: the entry of its slot
-    is emptied, the page is written, the new entry is written. Entries have serials in the order of writing:
-    of two entries with one key, which a loss of power can leave, the later one counts. Every checksum covers
-    `identity` and the key, or the slot, so that no page of another model is accepted. Methods raise OSError
-    as the file system does.
+    is emptied, the page is written, the new entry is written. Entries have serials in the order of their
+    use: the page with the least serial is dropped first, and of two entries with one key, which a loss of
+    power can leave, the later one counts. Every checksum covers `identity` and the key, or the slot, so that
+    no page of another model is accepted. Methods raise OSError as the file system does.
     """
 
     def __init__(self, directory: Path, identity: bytes, page_bytes: int, max_bytes: int) -> None:
@@ -135,25 +135,31 @@ class DiskStore:
         slot, checksum = self._free.pop(), self._checksum(key, page)
         self._empty_entry(slot)
         _write(self._pages, [part.data for part in page], slot * self._stride)
-        entry = _ENTRY.pack(key, checksum, self._next_serial, bytes(16))[:-16]
-        _write(self._index, [entry + self._check(slot, entry)], _BLOCK + slot * _ENTRY.size)
-        self._next_serial += 1
+        self._write_entry(key, slot, checksum)
         self._slots[key] = slot, checksum
         return dropped
+
+    def touch(self, chain: Sequence[bytes]) -> list[bytes]:
+        """Let these pages be dropped after all others, the last one first, also by the next process.
+
+        Return the keys that are not here. chain: in its order, so that its start outlives its end.
+        """
+        for key in reversed(chain):
+            if key in self._slots:
+                self._slots.move_to_end(key)
+                self._write_entry(key, *self._slots[key])
+        return [key for key in chain if key not in self._slots]
 
     def read(self, pages: Mapping[bytes, PageParts]) -> Iterator[tuple[bytes, bool]]:
         """Read pages about in the order of the file; yield each key once its page was read, and True.
 
-        pages: of a chain in its order, or of several. False, with anything in the page, if the page on disk
-        is absent or damaged; a damaged page is forgotten.
+        False, with anything in the page, if the page on disk is absent or damaged; a damaged page is
+        forgotten.
         Several reads are under way at once, because a disk that waits for the next order is idle. None is
         under way once the iterator has ended, been closed or raised an error: the pages may be used again.
         """
         runs = self._runs(pages)
         yield from ((key, False) for key in pages if key not in self._slots)
-        for key in reversed([*pages]):  # the end of a chain is dropped before its start
-            if key in self._slots:
-                self._slots.move_to_end(key)
         waiting = deque(runs)
         results: SimpleQueue[dict[bytes, bool] | Exception] = SimpleQueue()
 
@@ -261,6 +267,11 @@ class DiskStore:
 
     def _check(self, slot: int, entry: bytes) -> bytes:
         return self._hash(b"entry", slot.to_bytes(8, "little") + entry)[:16]
+
+    def _write_entry(self, key: bytes, slot: int, checksum: bytes) -> None:
+        entry = _ENTRY.pack(key, checksum, self._next_serial, bytes(16))[:-16]
+        _write(self._index, [entry + self._check(slot, entry)], _BLOCK + slot * _ENTRY.size)
+        self._next_serial += 1
 
     def _empty_entry(self, slot: int) -> None:
         _write(self._index, [bytes(_ENTRY.size)], _BLOCK + slot * _ENTRY.size)
@@ -383,6 +394,7 @@ class DiskTier:
         self._has_passed, self._is_current = has_passed, is_current
         self._buffer = [np.empty(pages.shape[1], np.uint8) for pages in host_pages]
         self._loads: deque[tuple[bytes, int, int]] = deque()  # key, host page, mark
+        self._chains: deque[list[bytes]] = deque()  # ordered, and not touched yet
         self._batch: dict[bytes, PageParts] = {}  # the loads that are being read
         self._writes: deque[tuple[bytes, int, int, int]] = deque()  # key, host page, generation, mark
         self._reports: deque[Written | Loaded] = deque()
@@ -411,9 +423,14 @@ class DiskTier:
         self.page_s *= RECOVERY
         return False
 
-    def load(self, key: bytes, host_page: int, mark: int) -> None:
-        """Read a page into a host page, which is free once `mark` has passed. A Loaded report follows."""
-        self._loads.append((key, host_page, mark))
+    def load(self, chain: Iterable[tuple[bytes, int]], mark: int) -> None:
+        """Read the pages of a chain, in its order, into host pages, which are free once `mark` has passed.
+
+        A Loaded report follows for each page. chain: (key, host page).
+        """
+        loads = [(key, host_page, mark) for key, host_page in chain]
+        self._chains.append([key for key, _, _ in loads])
+        self._loads.extend(loads)
         self._wakes.set()
 
     def write(self, key: bytes, host_page: int, generation: int, mark: int) -> None:
@@ -450,6 +467,14 @@ class DiskTier:
                 self._store.put(key, self._parts(host_page))
         except OSError as error:
             self._fail(error)
+
+    def touch(self, chain: Sequence[bytes]) -> list[bytes]:
+        """As `DiskStore.touch`, in the calling thread, after `stop`; no key counts as absent after an error."""
+        try:
+            return [] if self.num_failed else self._store.touch(chain)
+        except OSError as error:
+            self._fail(error)
+            return []
 
     def stop(self) -> bool:
         """End the thread; the orders that it has not begun are lost.
@@ -506,6 +531,8 @@ class DiskTier:
             if not self._wait(self._loads[0][2]):
                 return
             began_s, batch = time.monotonic(), self._take_batch()
+            while self._chains:  # whole: a chain may take several batches
+                self._store.touch(self._chains.popleft())
             for key, is_valid in self._store.read(batch):
                 if self._closing.is_set():
                     return
@@ -552,6 +579,7 @@ class DiskTier:
     def _end_loads(self) -> None:
         ended = [*self._batch, *(self._loads.popleft()[0] for _ in range(len(self._loads)))]
         self._batch.clear()
+        self._chains.clear()
         self._reports.extend(Loaded(key, False) for key in ended)
 
     def _fail(self, error: Exception) -> None:

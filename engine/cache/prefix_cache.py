@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from itertools import count, takewhile
 from math import inf
 from typing import Final
 
@@ -201,24 +202,27 @@ class HostTier:
         return bool(self._loading) and any(key in self._loading for key in keys)
 
     def load(self, keys: Ordered[bytes], group: Group, mark: int) -> None:
-        """Order the pages on disk from the start of a chain, as far as there is room; `end_load` follows.
+        """Order the pages on disk from the start of a chain, as far as there is room beside those that are
+        here; `end_load` follows.
 
         mark: after which no launched step uses a host page that is free now.
         """
-        if self.disk is None or self.disk.is_stalled:
+        disk = self.disk
+        if disk is None or disk.is_stalled:
             return
-        for key in keys:
-            if key in self._cached:
-                group_there = self._cached[key][1]
-                self.cached.remove(key, group_there)
-                self.cached.add(key, group_there)  # the newest: room is not made of the chain itself
-            elif key not in self and key not in self._loading:
-                if key not in self.disk.places or not self.num_available:
-                    return
-                host_page = self._take_page()
-                self._to_host.pop(host_page, None)
-                self._loading[key] = host_page, group
-                self.disk.load(key, host_page, mark)
+        chain = [*takewhile(lambda key: key in self or key in self._loading or key in disk.places, keys)]
+        here = [key for key in chain if key in self._cached]
+        for key in here:  # no room is made of the chain itself
+            self.cached.remove(key, self._cached[key][1])
+        absent = [key for key in chain if key not in self and key not in self._loading]
+        ordered = {key: self._take_page() for key in absent[: self.num_available - len(here)]}
+        for key in reversed(here):  # as the newest, the end of the chain first
+            self.cached.add(key, self._cached[key][1])
+        for key, host_page in ordered.items():
+            self._to_host.pop(host_page, None)
+            self._loading[key] = host_page, group
+        if ordered:
+            disk.load(ordered.items(), mark)
 
     def end_load(self, key: bytes, *, is_wanted: bool) -> None:
         """Cache a page that was read. is_wanted: the contents are valid, and not on the device."""
@@ -405,20 +409,21 @@ class PrefixCache:
 
     def flush(self, disk: DiskTier, copy: Callable[[tuple[PageCopy, ...]], None], until_s: float) -> None:
         """Write the pages of the host tier to a disk that has stopped, then copy the device's pages over them
-        and write those.
+        and write those, as many as the disk has places for.
 
         copy: makes these copies to the host, and waits for them and for those of earlier steps. Ends at
-        until_s, by time.monotonic().
+        until_s, by time.monotonic(): the pages that were written then need no others.
         """
         copy(())
         disk.put(self.host.written_pages(), until_s)
-        known = [item for item in self._page_of.items() if item[0] not in disk.places]
-        for first in range(0, len(known), self.host.num_pages):
+        # Parents come before children, and none is dropped for another.
+        absent = disk.touch([*self._page_of][: disk.num_places])
+        for first in range(0, len(absent), self.host.num_pages):
             if time.monotonic() > until_s:
                 return
-            part = known[first : first + self.host.num_pages]
-            copy(tuple((page, host_page) for host_page, (_, page) in enumerate(part)))
-            disk.put(((key, host_page) for host_page, (key, _) in enumerate(part)), until_s)
+            part = absent[first : first + self.host.num_pages]
+            copy(tuple((self._page_of[key], host_page) for host_page, key in enumerate(part)))
+            disk.put(zip(part, count()), until_s)
 
     def known_pages(self) -> dict[bytes, int]:
         """The device page of each known key."""

@@ -94,6 +94,15 @@ def test_engine_that_starts_again_continues_from_the_disk_with_the_same_tokens(t
     second.close()
 
 
+def test_disk_that_is_smaller_than_the_pool_keeps_the_starts_of_prompts(tmp_path: Path) -> None:
+    num_bytes = 4096 + 8 * (4096 + 56)  # eight pages
+    expected = computed_before(tmp_path, kv_disk_bytes=num_bytes)
+    second = engine_in(tmp_path, kv_disk_bytes=num_bytes)
+    again = generate(second, PROMPT)
+    assert token_ids(again) == expected and num_cached(again) == 32
+    second.close()
+
+
 @pytest.mark.parametrize(
     "ranks",
     [

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.engine.cache.disk_tier import DiskStore, DiskTier, HostPages, Loaded, PageParts, open_store
+from baton.engine.cache.prefix_cache import HostTier
 from baton.errors import ConfigError
 
 PAGE_BYTES: Final = 5000
@@ -62,7 +63,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         super().__init__()
         self.root = TemporaryDirectory()
         self.store = store_in(Path(self.root.name))
-        self.pages: dict[bytes, bytes] = {}
+        self.pages: dict[bytes, bytes] = {}  # the least recently used first
         self.is_damaged = False
 
     def teardown(self) -> None:
@@ -74,6 +75,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         is_new = key not in self.store
         page = page_of(key, version)
         for dropped in self.store.put(key, parts_of(page)):
+            assert dropped == next(iter(self.pages))
             del self.pages[dropped]
         if is_new:
             self.pages[key] = page.tobytes()
@@ -84,6 +86,13 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         if found is None and self.is_damaged:
             self.pages.pop(key, None)
         assert found == self.pages.get(key)
+
+    @rule(chain=st.lists(st.sampled_from(KEYS), unique=True))
+    def touch(self, chain: list[bytes]) -> None:
+        assert self.store.touch(chain) == [key for key in chain if key not in self.pages]
+        for key in reversed(chain):
+            if key in self.pages:
+                self.pages[key] = self.pages.pop(key)
 
     @rule()
     def restart(self) -> None:
@@ -259,17 +268,6 @@ def test_store_of_another_size_has_the_pages_that_fit(tmp_path: Path, num_pages:
     store.close()
 
 
-def test_full_store_drops_the_end_of_the_chain_that_was_read_least_recently(tmp_path: Path) -> None:
-    store = store_in(tmp_path)
-    for key in KEYS[:12]:
-        store.put(key, parts_of(page_of(key)))
-    read_all(store, KEYS[:6])
-    read_all(store, KEYS[6:12])
-    dropped = [gone for key in KEYS[12:20] for gone in store.put(key, parts_of(page_of(key)))]
-    assert dropped == [*reversed(KEYS[:6]), KEYS[11], KEYS[10]]
-    store.close()
-
-
 def _write_without_end(root: Path) -> None:
     store = store_in(root, max_bytes=2**22)
     while True:
@@ -329,7 +327,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 def test_page_of_a_step_that_runs_is_not_written_at_the_end(host: Host, tmp_path: Path) -> None:
     host.tier.write(KEYS[1], 1, 0, host.passed + 1)
     host.tier.write(KEYS[2], 2, 0, 0)
-    host.tier.load(KEYS[3], 3, host.passed + 1)
+    host.tier.load([(KEYS[3], 3)], host.passed + 1)
     host.tier.close()
     store = store_in(tmp_path)
     assert not dict(store.places()).keys() & {KEYS[1]}
@@ -342,6 +340,33 @@ def test_page_that_was_taken_is_not_written(host: Host) -> None:
     host.tier.write(KEYS[2], 2, 0, 0)
     host.wait(writes=1)
     assert host.tier.places.keys() == {KEYS[2]}
+
+
+def test_full_store_drops_the_end_of_the_chain_that_was_read_least_recently(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.engine.cache.disk_tier._BATCH_BYTES", 2 * PAGE_BYTES)  # less than a chain
+    for key in KEYS[:12]:
+        host.store.put(key, parts_of(page_of(key)))
+    for chain in KEYS[:6], KEYS[6:12]:
+        host.tier.load(zip(chain, range(6), strict=True), 0)
+        assert all(report.is_valid for report in host.wait(loads=6))
+    host.tier.stop()
+    dropped = [gone for key in KEYS[12:20] for gone in host.store.put(key, parts_of(page_of(key)))]
+    assert dropped == [*reversed(KEYS[:6]), KEYS[11], KEYS[10]]
+
+
+def test_load_takes_no_room_from_the_start_of_its_own_chain(host: Host) -> None:
+    for key in KEYS[:6]:
+        host.store.put(key, parts_of(page_of(key)))
+    ledger = HostTier(len(host.pages))
+    host.tier.places.update(host.store.places())
+    ledger.disk, ledger.compute_page_s = host.tier, 1.0
+    for key in (*KEYS[:3], *KEYS[12:17]):  # the last five are nowhere else
+        ledger.store(key, 0)
+    ledger.load(KEYS[:6], b"", 0)
+    assert all(key in ledger for key in KEYS[:3]) and all(ledger.is_loading([key]) for key in KEYS[3:6])
+    ledger.check_integrity()
 
 
 def test_disk_that_reads_slower_than_pages_are_computed_is_passed_by_for_a_while(host: Host) -> None:
@@ -364,7 +389,7 @@ def test_error_of_the_file_system_turns_the_tier_off(host: Host, caplog: pytest.
     host.tier.write(KEYS[2], 2, 0, 0)
     while not host.tier.num_failed:
         threading.Event().wait(0.002)
-    host.tier.load(KEYS[1], 5, 0)
+    host.tier.load([(KEYS[1], 5)], 0)
     assert host.wait(loads=1) == [Loaded(KEYS[1], False)]
     while host.tier.places:
         host.tier.take_reports()
