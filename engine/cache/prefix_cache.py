@@ -425,10 +425,6 @@ class PrefixCache:
             copy(tuple((self._page_of[key], host_page) for host_page, key in enumerate(part)))
             disk.put(zip(part, count()), until_s)
 
-    def known_pages(self) -> dict[bytes, int]:
-        """The device page of each known key."""
-        return dict(self._page_of)
-
     def set_weight(self, group: Group, weight: float) -> None:
         """Set the eviction weight of the pages of this group."""
         for cached in (self.pool.cached, self.host.cached):

@@ -187,10 +187,9 @@ class Reader:
                     tier[key] = page, generation
 
     def check(self, cache: PrefixCache) -> None:
-        assert self.device == {
-            key: (page, cache.pool.generation(page)) for key, page in cache.known_pages().items()
-        }
-        assert self.host == {key: (cache.host.page_of(key), 0) for key in cache.host.known_keys()}
+        whole = Reader()
+        whole.read(cache.take_changes(is_snapshot=True))
+        assert (self.device, self.host) == (whole.device, whole.host)
 
 
 @pytest.mark.parametrize("seed", range(20))
