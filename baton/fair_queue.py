@@ -23,10 +23,11 @@ operation takes O(log keys) and moves at most eight bytes a key.
 """
 
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 MAX_CLOCK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
@@ -177,7 +178,12 @@ class Share:
     key: str
     weight: float = 1.0
     work: float = 0.0  # recent work, divided by the weight
-    num_users: int = 0  # joins without a leave
+    quotas: Counter[float] = field(default_factory=Counter)  # quota -> users that joined with it
+
+    @property
+    def quota(self) -> float:
+        """The largest quota of the users; inf if one of them has none."""
+        return max(self.quotas, default=inf)
 
 
 class _Away(NamedTuple):
@@ -189,7 +195,8 @@ class _Away(NamedTuple):
 class DecayedShares:
     """Recent work of each key, divided by its weight; the key with the least comes next.
 
-    1. `join` counts one more user of a key. The weight given last holds.
+    1. `join` counts one more user of a key. The weight given last holds, and the largest quota of the users.
+       Quotas change nothing here.
     2. `charge` adds the work of one step. Work counts half as much HALF_LIFE_S later, whether the key has
        users or not. A burst is therefore served at once while the key has had less recent work than keys that
        always want more, and no key pays for old work that no other key wanted.
@@ -223,20 +230,22 @@ class DecayedShares:
         """The number of keys without users that are remembered."""
         return len(self._away)
 
-    def join(self, key: str, weight: float) -> Share:
-        """Add a user of `key`."""
+    def join(self, key: str, weight: float, quota: float = inf) -> Share:
+        """Add a user of `key`. quota: of the user; inf for none."""
         share = self.active.get(key)
         if share is None:
             share = self.active[key] = Share(key, weight, self._remembered_work(key) / weight)
         share.work *= share.weight / weight  # the undivided work is the same
         share.weight = weight
-        share.num_users += 1
+        share.quotas[quota] += 1
         return share
 
-    def leave(self, share: Share) -> None:
-        """Remove a user."""
-        share.num_users -= 1
-        if not share.num_users:
+    def leave(self, share: Share, quota: float = inf) -> None:
+        """Remove a user that joined with this quota."""
+        share.quotas[quota] -= 1
+        if not share.quotas[quota]:
+            del share.quotas[quota]
+        if not share.quotas:
             del self.active[share.key]
             self._away[share.key] = _Away(share.weight, share.work * share.weight, self._charged_s)
             self._away_weight += share.weight

@@ -1,6 +1,7 @@
 """A scheduler's harness with sequences of several accounts: shares, classes and quotas, at every step."""
 
 from collections import defaultdict
+from math import inf
 
 from baton.engine.scheduler.sequence import Batch, Plan, Sequence, SequenceKey, SequenceStatus
 from baton.request import StepOutput
@@ -41,7 +42,7 @@ class AccountHarness(Harness):
         """The largest that any sequence of each account came with."""
         quotas: dict[str, int] = defaultdict(int)
         for each in self.live.values():
-            quota = each.max_kv_pages or self.pool.num_pages
+            quota = int(min(each.max_kv_pages, self.pool.num_pages))
             quotas[each.scheduling_key] = max(quotas[each.scheduling_key], quota)
         return quotas
 
@@ -67,7 +68,7 @@ class AccountHarness(Harness):
             if each.page_table and each.key not in plan.admitted and each.status is not SequenceStatus.ENDING
         ]
         for victim in victims:
-            if victim.max_kv_pages is not None:
+            if victim.max_kv_pages < inf:
                 continue  # it may have been for its own account
             assert all(each.rank[0] <= victim.rank[0] for each in holders), "a lower class kept its pages"
             assert any(self._may_take(each, victim) for each in others), f"{victim.key} was robbed"

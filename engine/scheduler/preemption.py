@@ -10,7 +10,6 @@ ordered by rank alone.
 
 from collections import Counter
 from collections.abc import Container, Iterable
-from math import inf
 from typing import TypeAlias
 
 from baton.engine.cache.page_pool import PagePool
@@ -41,11 +40,6 @@ class HeldPages:
         self._change: Counter[str] = Counter()  # scheduling key -> pages that the plan adds or takes
         self._claimed: set[tuple[str, int]] = set()  # (key, page) that the key uses because of the plan
         self._released: Counter[tuple[str, int]] = Counter()  # (key, page) -> users that the plan preempts
-        self._quotas: dict[str, float] = {}  # scheduling key -> the largest quota of its live sequences
-        if queues.have_quotas:
-            for sequence in queues.by_key.values():
-                key, quota = sequence.scheduling_key, sequence.max_kv_pages
-                self._quotas[key] = max(self._quotas.get(key, 0), inf if quota is None else quota)
 
     def preemption_order(self, sequence: Sequence) -> PreemptionOrder:
         """The sequence with the greatest value gives its pages first.
@@ -78,7 +72,7 @@ class HeldPages:
 
         Pages that the key uses outside the scheduler (incoming transfers, kept pages) count as well.
         """
-        return self._quotas.get(share.key, inf) - self.num_pages(share)
+        return share.quota - self.num_pages(share)
 
     def limit(self, share: Share, num_pages: int) -> int:
         """The part of `num_pages` that the key's quota leaves."""
@@ -240,13 +234,12 @@ def most_tokens(sequence: Sequence, pool: PagePool) -> int:
     if not sequence.num_prompt_tokens:
         raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
     quota = sequence.max_kv_pages
-    num_pages = pool.num_pages if quota is None else min(quota, pool.num_pages)
-    most = min(sequence.max_num_tokens, num_pages * pool.page_size)
+    most = min(sequence.max_num_tokens, int(min(quota, pool.num_pages)) * pool.page_size)
     if sequence.num_tokens < most:
         return most
     begun = sequence.num_generated_tokens
     holder = "the model and its KV pages hold"
-    if quota is not None and quota < pool.num_pages:
+    if quota < pool.num_pages:
         holder = f"the quota max_kv_pages of {quota} pages, and the model, hold"
     raise InvalidRequest(
         f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens"

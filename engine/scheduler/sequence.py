@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import chain, count, repeat
+from math import inf
 from typing import NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
 import msgspec
@@ -75,7 +76,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     scheduling_key: str = ""  # opaque; sequences of one key share its weight and its quota
     weight: float = 1.0  # of the scheduling key
-    max_kv_pages: int | None = None  # quota of the scheduling key
+    max_kv_pages: float = inf  # quota of the scheduling key
     max_queue_delay_s: float | None = None  # bounds the wait in the queue window
     cache_salt: bytes = b""
     adapter: Adapter | None = None
@@ -120,7 +121,7 @@ class Sequence:
         room = max_model_len - num_prompt_tokens
         most = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         eos_ids = () if sampling.ignore_eos else eos_token_ids
-        delay_ms = scheduling.max_queue_delay_ms
+        quota, delay_ms = scheduling.quotas.max_kv_pages, scheduling.max_queue_delay_ms
         return cls(
             key=(request.request_id, choice),
             sampling=sampling,
@@ -132,7 +133,7 @@ class Sequence:
             rank=(scheduling.rank, request.priority, due_s(request), request.arrival_s, 0),
             scheduling_key=request.tenant,
             weight=scheduling.weight,
-            max_kv_pages=scheduling.quotas.max_kv_pages,
+            max_kv_pages=inf if quota is None else quota,
             max_queue_delay_s=None if delay_ms is None else delay_ms / 1e3,
             cache_salt=request.page_salt,
             adapter=request.adapter,
@@ -477,8 +478,9 @@ class SequenceQueues:
     def wait(self, sequence: Sequence) -> None:
         """Add a new sequence."""
         self.by_key[sequence.key] = sequence
-        sequence.share = self.shares.join(sequence.scheduling_key, sequence.weight)
-        self._num_with_quota += sequence.max_kv_pages is not None
+        quota = sequence.max_kv_pages
+        sequence.share = self.shares.join(sequence.scheduling_key, sequence.weight, quota)
+        self._num_with_quota += quota < inf
         insort(self.waiting, sequence, key=rank_of)
 
     def run(self, sequence: Sequence) -> None:
@@ -502,8 +504,8 @@ class SequenceQueues:
         """Remove a sequence that has ended."""
         self._leave(sequence)
         del self.by_key[sequence.key]
-        self.shares.leave(sequence.share)
-        self._num_with_quota -= sequence.max_kv_pages is not None
+        self.shares.leave(sequence.share, sequence.max_kv_pages)
+        self._num_with_quota -= sequence.max_kv_pages < inf
 
     def launch(self, batch: Batch) -> None:
         """Keep the sequences that sample in a batch out of other batches until `land`."""
