@@ -105,7 +105,7 @@ class RankLink:
         if self._begun:
             self.fill(self._begun[-1], timeout_s)
         with self._as_worker_lost():
-            return self._next_message(timeout_s)
+            return b"".join(self._next_message(timeout_s)[1])
 
     def fill(self, arrival: "PendingReceive", timeout_s: float | None) -> None:
         """Fill in the tensor of the arrival, after those of arrivals that began before.
@@ -114,11 +114,7 @@ class RankLink:
         """
         with self._as_worker_lost():
             while not arrival.is_here:
-                message, content = self._next_message(timeout_s), _bytes_of(self._begun[0].tensor)
-                if len(message) != len(content):
-                    why = f"expected a tensor of {len(content)} bytes, got {len(message)}"
-                    raise self._ended(why, "length")
-                content[:] = message
+                self._fill_in(_bytes_of(self._begun[0].tensor), timeout_s)
                 self._begun.popleft().is_here = True
 
     def flush(self) -> None:
@@ -131,16 +127,29 @@ class RankLink:
         self._outbox.close()
         self._thread.join()
 
-    def _next_message(self, timeout_s: float | None) -> bytes:
-        part = self._next_part(timeout_s)
-        parts, num_missing = [part[HEAD_BYTES:]], int.from_bytes(part[:HEAD_BYTES], "little")
-        num_missing -= len(parts[0])
-        while num_missing > 0:
-            parts.append(self._next_part(timeout_s))
-            num_missing -= len(parts[-1])
-        if num_missing:
+    def _fill_in(self, content: memoryview, timeout_s: float | None) -> None:
+        num_bytes, parts = self._next_message(timeout_s)
+        if num_bytes != len(content):
+            raise self._ended(f"expected a tensor of {len(content)} bytes, got {num_bytes}", "length")
+        start = 0
+        for part in parts:
+            content[start : start + len(part)] = part
+            start += len(part)
+
+    def _next_message(self, timeout_s: float | None) -> tuple[int, Iterator[memoryview]]:
+        """The length of the next message, and its parts, which must all be taken."""
+        part = memoryview(self._next_part(timeout_s))
+        num_bytes = int.from_bytes(part[:HEAD_BYTES], "little")
+        return num_bytes, self._parts(part[HEAD_BYTES:], num_bytes, timeout_s)
+
+    def _parts(self, part: memoryview, num_missing: int, timeout_s: float | None) -> Iterator[memoryview]:
+        while len(part) < num_missing:
+            yield part
+            num_missing -= len(part)
+            part = memoryview(self._next_part(timeout_s))
+        if len(part) > num_missing:
             raise self._ended("a message is longer than its head says", "length")
-        return b"".join(parts)
+        yield part
 
     def _next_part(self, timeout_s: float | None) -> bytes:
         if self._error is not None:
