@@ -199,7 +199,7 @@ class PagePool:
         self._counts = [num_pages, 0, 0, 0, 0]
         self._users: list[frozenset[Owner]] = [frozenset()] * num_pages  # nonempty iff ACTIVE
         self._generation = [0] * num_pages
-        self._lessees: dict[int, set[Owner]] = {}  # page -> transfers that hold it, never an empty set
+        self._transfers: dict[int, set[Owner]] = {}  # page -> transfers that hold it, never an empty set
         self._writers: dict[int, set[Owner]] = {}  # page -> writers, never an empty set
 
     @property
@@ -236,7 +236,7 @@ class PagePool:
 
     def owners(self, page: int) -> frozenset[Owner]:
         """All holders that must release the page before its reuse: users, transfers and writers."""
-        return self._users[page].union(self._lessees.get(page, ()), self._writers.get(page, ()))
+        return self._users[page].union(self._transfers.get(page, ()), self._writers.get(page, ()))
 
     def generation(self, page: int) -> int:
         return self._generation[page]
@@ -250,12 +250,12 @@ class PagePool:
 
     def is_freed_by(self, page: int, num_releases: int) -> bool:
         """True when the page would be available if that many of its owners released it."""
-        held_outside = page in self._lessees or page in self._writers
+        held_outside = page in self._transfers or page in self._writers
         return len(self._users[page]) == num_releases and not held_outside
 
     def held_outside(self) -> set[int]:
         """Pages that a transfer or a writer holds, which no sequence can make available."""
-        return self._lessees.keys() | self._writers.keys()
+        return self._transfers.keys() | self._writers.keys()
 
     def is_only_held_by(self, page: int, owner: Owner) -> bool:
         """True when `owner` is the page's only holder."""
@@ -340,7 +340,7 @@ class PagePool:
         """Take free pages for incoming data. The caller has made room."""
         pages = self._take_free(num_pages, _LEASED)
         for page in pages:
-            self._lessees[page] = {transfer}
+            self._transfers[page] = {transfer}
         return pages
 
     def hold(self, pages: Sequence[int], transfer: Owner) -> None:
@@ -350,7 +350,7 @@ class PagePool:
             if is_unsettled or transfer in self.owners(page):
                 raise IntegrityError(f"page {page} ({self.state(page).name}) cannot be held for {transfer}")
         for page in pages:
-            self._lessees.setdefault(page, set()).add(transfer)
+            self._transfers.setdefault(page, set()).add(transfer)
             if self._state[page] == _CACHED:
                 self._move(page, _LEASED)
 
@@ -359,11 +359,11 @@ class PagePool:
         for page in pages:
             if page in self._writers:
                 raise IntegrityError(f"page {page} still has writers {self._writers[page]}")
-            if transfer not in self._lessees.get(page, ()):
+            if transfer not in self._transfers.get(page, ()):
                 raise IntegrityError(f"page {page} is not held for {transfer}")
         self.share(pages, owner)
         for page in pages:
-            _remove(self._lessees, page, transfer)
+            _remove(self._transfers, page, transfer)
 
     def add_writer(self, pages: Sequence[int], owner: Owner) -> None:
         """Record that a writer outside the process may write these held pages until it releases them."""
@@ -396,7 +396,7 @@ class PagePool:
     def _state_by_holders(self, page: int) -> int:
         if self._users[page]:
             return _ACTIVE
-        if page in self._lessees:
+        if page in self._transfers:
             return _LEASED
         if page in self._writers:
             return _QUARANTINED
@@ -431,8 +431,8 @@ class PagePool:
         return pages
 
     def _end_outside_hold(self, page: int, owner: Owner) -> None:
-        if owner in self._lessees.get(page, ()):
-            _remove(self._lessees, page, owner)
+        if owner in self._transfers.get(page, ()):
+            _remove(self._transfers, page, owner)
         elif owner in self._writers.get(page, ()):
             _remove(self._writers, page, owner)
         else:

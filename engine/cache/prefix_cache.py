@@ -10,8 +10,8 @@
 
 Invariant: the holder of a known page holds the known page before it. Two sequences that compute the same page
 at the same time would break this, so the second one releases its copy and shares the first. Known pages are
-therefore prefix-closed. A lease released front to back can cut a chain; `_forget` then forgets the pages
-after the cut too.
+therefore prefix-closed. A transfer that releases its pages front to back can cut a chain; `_forget` then
+forgets the pages after the cut too.
 
 `HostTier` keeps known pages that the device has evicted. A `DiskTier` below it, if there is one, has copies
 of them. Routers see both as one tier: a page on disk has a number beyond the host pages. `prefetch` brings

@@ -26,7 +26,7 @@ class ExternalPageHolds:
     one after another however long a transfer takes. A reservation also leaves the pages that admission keeps
     back: those that running prefills still need, the headroom of running sequences, and those of the first
     waiting sequence, so that small reservations do not starve that sequence. A later sequence may wait until
-    the reservation ends, at the latest at its deadline.
+    the holder releases the reservation: the engine sets no time limit.
     """
 
     def __init__(self, cache: PrefixCache, queues: SequenceQueues) -> None:

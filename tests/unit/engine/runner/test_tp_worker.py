@@ -150,28 +150,28 @@ def test_engine_closes_although_a_rank_hangs_with_a_command(
     assert children() == before and not list(temporary.iterdir())
 
 
-SWAPPED: Final = list(range(48))
+EVICTED: Final = list(range(48))
 
 
 @pytest.fixture
-def swapping(tiny_model: Path, forked: None) -> Iterator[Engine]:
-    """Two ranks that have computed SWAPPED, of which some pages have gone to the host."""
+def evicting(tiny_model: Path, forked: None) -> Iterator[Engine]:
+    """Two ranks that have computed EVICTED, of which some pages have gone to the host."""
     num_bytes = 24 * 4 * 256  # 24 pages of 4 tokens on each rank, and on its host
     cache = {"kv_cache_memory_bytes": num_bytes, "host_cache_memory_bytes": num_bytes}
     with closing(tiny_engine(tiny_model, tensor_parallel_size=2, cache=cache)) as engine:
-        generate(engine, SWAPPED)
+        generate(engine, EVICTED)
         generate(engine, [*range(20, 60), *range(40)])
         yield engine
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_error_of_another_rank_is_what_a_step_or_a_pin_raises(swapping: Engine, pins: bool) -> None:
-    swapping.runner.rank.send_command(b"no step")
+def test_error_of_another_rank_is_what_a_step_or_a_pin_raises(evicting: Engine, pins: bool) -> None:
+    evicting.runner.rank.send_command(b"no step")
     with pytest.raises(WorkerLost, match="rank 1: .*Error: "):
         if pins:
-            swapping.pin(swapping.page_keys(SWAPPED, b"", 4), "a borrower")
+            evicting.pin(evicting.page_keys(EVICTED, b"", 4), "a borrower")
         else:
-            generate(swapping, [1, 2, 3])
+            generate(evicting, [1, 2, 3])
 
 
 @pytest.mark.usefixtures("forked")
@@ -194,16 +194,16 @@ def test_interrupted_step_leaves_the_ranks_apart_and_the_next_request_fails(
 
 
 def test_copy_that_fails_leaves_the_ranks_apart_too(
-    swapping: Engine, monkeypatch: pytest.MonkeyPatch
+    evicting: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no copies today")
 
-    monkeypatch.setattr(swapping.runner, "execute", fail)
+    monkeypatch.setattr(evicting.runner, "execute", fail)
     with pytest.raises(RuntimeError, match="no copies today"):
-        swapping.pin(swapping.page_keys(SWAPPED, b"", 4), "a borrower")
+        evicting.pin(evicting.page_keys(EVICTED, b"", 4), "a borrower")
     with pytest.raises(WorkerLost, match="the ranks may differ, the engine must be loaded again"):
-        generate(swapping, [1, 2, 3])
+        generate(evicting, [1, 2, 3])
 
 
 @pytest.mark.parametrize(
