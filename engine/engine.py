@@ -93,10 +93,12 @@ def load_engine(
     """Load the model on all ranks; ranks other than 0 are processes that end when the engine is closed.
 
     Raises ModelError for an invalid model directory, ConfigError for a configuration that does not fit the
-    machine, and WorkerLost when another rank ends or hangs. On a CPU rank 0's KV pool lies in `zeros_on_cpu`.
-    Each of the other ranks has a `sidecar` of its own, which gives its pool's memory; all have started on
-    return. nodes: starts the ranks of other nodes (`nnodes`), with sidecars of their own. checkpoint: has the
-    weights of rank 0; None: the files have them.
+    machine, and WorkerLost when another rank ends or hangs.
+
+    zeros_on_cpu: makes the memory of rank 0's KV pool on a CPU. sidecar: runs in each process of another rank
+    of this node, has started on return, and makes the memory of that rank's pool. nodes: starts the ranks on
+    other nodes (`nnodes`), with sidecars of their own. checkpoint: the weights of rank 0; None: read them
+    from the model's files.
     """
     native.keep_builds_in(cache_directory())
     prepare_nccl()
@@ -126,7 +128,7 @@ def load_engine(
 def copy_weights(config: EngineConfig) -> Checkpoint | None:
     """Return a copy of the model's files in host memory, for `load_engine`; None where it would save nothing.
 
-    For a CPU the system's own cache has the files, and dummy weights have no files.
+    On a CPU the system's file cache already keeps the files; dummy weights have no files.
     """
     device = choose_device(config.device, 0)
     if device.type == "cpu" or config.load_format == "dummy":
@@ -135,7 +137,7 @@ def copy_weights(config: EngineConfig) -> Checkpoint | None:
 
 
 class Engine(Replica):
-    """A replica with a model. `runner` is rank 0 of its group, is loaded and has its pool."""
+    """A replica with a model. `runner` is rank 0 of the replica; it has its weights and its pool."""
 
     def __init__(
         self,
@@ -255,12 +257,12 @@ class Engine(Replica):
         """As `Replica.step`. With asynchronous scheduling, the tokens of a step come with the next call. In a
         pipeline of N stages they come with the call that launches the (N - 1)th step after it.
 
-        A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. A
-        sequence ends in an error, too, when its request bans every token or its form fails, and its pages
-        stay known. Any other failure, an interrupt included, loses all requests and all holds on pages: the
-        engine goes on with a new `pages`, and no contents are known, because pages may have been known before
-        their contents were written. With several ranks, the error is the one that a lost rank has reported,
-        if any, and `add` then raises WorkerLost.
+        A sequence with logits that are not numbers ends in an error, alone, and the prefix cache forgets its
+        pages. A sequence also ends in an error when its request bans every token or its form fails; its pages
+        stay known. Any other failure, an interrupt included, loses all requests and all holds on pages. The
+        engine then goes on with a new ledger and an empty prefix cache, because the old cache may know pages
+        that were never written. With several ranks, the error is the one that a lost rank has reported, if
+        any, and `add` raises WorkerLost from then on.
         """
         sequences = self.scheduler.sequences()
         try:
@@ -304,8 +306,9 @@ class Engine(Replica):
     def _step(self, watch: LayerWatch | None) -> list[StepOutput]:
         """Launch a step, take the tokens of the one in flight, then sample.
 
-        The scheduler plans with placeholders for those tokens, and the device reads them where they were
-        sampled, so it computes without a pause. Sampling waits for them: it reads the tokens of sequences.
+        The scheduler plans with placeholders for the tokens in flight. The device reads these tokens where
+        they were sampled, so it computes without a pause. Sampling needs the tokens of the sequences on the
+        host, and so waits for them.
 
         In a pipeline several steps are in flight, with different sequences. A step is sampled once the last
         stage has computed it.
@@ -392,7 +395,8 @@ class Engine(Replica):
     def _is_loaded(self, sequence: Sequence, since_s: float) -> bool:
         """Return True once no page of the sequence is to come from the disk.
 
-        After MAX_LOAD_S the disk hangs: it holds no request until it has read or written a page.
+        A disk that takes longer than MAX_LOAD_S is stalled: no request waits for it until it has read or
+        written a page.
         """
         host = self.scheduler.cache.host
         if host.disk is None or host.disk.is_stalled or not host.is_loading(sequence.page_keys):
@@ -503,8 +507,9 @@ class Engine(Replica):
         disk.close()
 
     def _copy_to_host(self, until_s: float, copies: tuple[PageCopy, ...]) -> None:
-        """Copy pages to the host after the steps in flight, and wait. Ranks that hang until then are killed:
-        WorkerLost.
+        """Copy pages to the host after the steps in flight, and wait.
+
+        Ranks that are not done at `until_s` are killed: WorkerLost.
         """
         with nullcontext() if self._tp_workers is None else self._tp_workers.deadline(until_s):
             for step in self._in_flight:
@@ -537,7 +542,7 @@ class Engine(Replica):
             raise
 
     def _note_loss(self, error: BaseException) -> None:
-        """With several ranks: they may differ after a step that one rank has not completed."""
+        """Record that the ranks, if there are several, may differ: one may not have completed the step."""
         if self.runner.rank.size > 1:
             interrupted = isinstance(error, KeyboardInterrupt)
             self._why_lost = "an interrupt ended a step" if interrupted else "a step failed"
@@ -601,7 +606,7 @@ class Engine(Replica):
 def _make_scheduler(
     runner: ModelRunner, clock: Clock, model_fingerprint: str, num_host_pages: int
 ) -> Scheduler:
-    """Return a scheduler with ledgers of which no page is used and no contents are known."""
+    """Return a scheduler with new ledgers: no page is in use, and no contents are known."""
     config, layout = runner.config, runner.layout
     keys = None
     if config.cache.enable_prefix_caching:
@@ -673,9 +678,11 @@ def _time_copy(pool: KvPool) -> float:
 
 
 def choose_async(config: EngineConfig, device: torch.device) -> bool:
-    """Return whether the next step is planned while one runs. Unset: on a GPU. A CPU plans and computes in
-    one thread, so tokens would only come later; drafts follow the tokens of the step before. A pipeline keeps
-    several steps in flight in any case."""
+    """Return whether the next step is planned while one runs; by default only on a GPU.
+
+    A CPU plans and computes in one thread, so it would only delay tokens. Speculation needs the tokens of the
+    step before to propose drafts. A pipeline has several steps in flight in any case.
+    """
     if config.speculative is not None or config.pipeline_parallel_size > 1:
         return False
     chosen = config.scheduler.async_scheduling

@@ -32,8 +32,8 @@ class LayerWatch(Protocol):
     """Learns, while a step runs, which layers are written, so that KV can be sent while later layers compute.
 
     Both methods are called from within `Replica.step`, in its thread, and delay it; an exception fails the
-    step. The pages of the step's chunks are allocated by then and stay in place until the step ends. Page
-    tables and counts are otherwise those of before the step. Neither method may call the replica.
+    step. The pages of the step's chunks are allocated by then and stay in place until the step ends. Apart
+    from these pages, page tables and counts are as before the step. Neither method may call the replica.
     """
 
     def begin(self, chunks: Ordered[ScheduledChunk]) -> int:
@@ -56,7 +56,7 @@ PHASES: Final = ("schedule", "build", "forward", "sample", "device", "output")
 class StepMeter:
     """The figures of a replica's steps since its start.
 
-    `load` has the phases of the next step timed: one step a second in a worker.
+    Each call of `load` lets the next step time its phases; a worker calls `load` once a second.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,8 @@ class Replica(ABC):
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._step_meter = StepMeter()
-        self._last_step: tuple[Batch, float] | None = None  # and its seconds per token of a sequence
+        # The latest batch that computed anything, and the seconds that each token of a sequence took.
+        self._last_step: tuple[Batch, float] | None = None
 
     # Requests.
 
@@ -127,12 +128,12 @@ class Replica(ABC):
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
     ) -> tuple[Sequence, ...]:
-        """Accept a request; return the sequence of each choice, which callers only read, between steps.
+        """Accept a request; return the sequence of each choice. Callers only read sequences, between steps.
 
         filled: KV that the request brings, for a request of one choice; the pages belong to the replica once
         the request is accepted. Raises InvalidRequest when the request cannot run, ValueError for pages that
-        the request cannot start with and IntegrityError when their owner does not use them all. Nothing is
-        kept or changed then.
+        the request cannot start with and IntegrityError when their owner does not use them all; an error
+        changes nothing.
         """
 
     @abstractmethod
@@ -167,7 +168,7 @@ class Replica(ABC):
 
     @property
     def pages(self) -> PagePool:
-        """The ledger of pages, one object until a step fails."""
+        """The ledger of pages; a step that fails replaces it."""
         return self.scheduler.pool
 
     def claim_prefix(
@@ -222,9 +223,9 @@ class Replica(ABC):
         return pages
 
     def load_pages(self, keys: Ordered[bytes]) -> Callable[[], bool] | None:
-        """Order the pages with these keys that are only on disk, so that `pin` finds them on the host.
+        """Have the pages with these keys that are only on disk read to the host, where `pin` finds them.
 
-        None when none is to come; else a function that says whether some are still to come.
+        Returns None when no page is to come; else a function that returns True while pages are to come.
         """
         return self.scheduler.cache.load(keys)
 
@@ -251,7 +252,7 @@ class Replica(ABC):
         return self._step_meter.load(load)
 
     def last_step(self) -> StepTimes | None:
-        """The latest step that computed anything. Computed on each call."""
+        """The latest step that computed anything; None before the first one."""
         if self._last_step is None:
             return None
         batch, step_s = self._last_step

@@ -2,18 +2,19 @@
 
 The life of a page on disk:
 
-1. A page that has come to the host tier is written behind, by the thread of the tier. A page that leaves
+1. A page that comes to the host tier is written later, by the thread of the disk tier. A page that leaves
    host memory before its turn is not written.
-2. Pages on disk that continue a request's prefix are read back to the host tier while it waits, in the
-   order of the file, with several reads at once; adjacent pages are one read. The step loop only gives orders
-   and takes reports: it never waits for a disk.
+2. Pages on disk that continue a request's prefix are read back to the host tier while the request waits.
+   They are read in the order of the file, with several reads at once; adjacent pages are one read. The step
+   loop only gives orders and takes reports: it never waits for a disk.
 3. A full store drops the page that was used least recently.
 4. A process that starts claims the first free directory of its model, reads the index there, and has the
    pages again.
 
 A file may be torn or damaged: a record with a wrong checksum is forgotten, and its page is computed again.
 The checksum of a page is XXH3-128, which keeps up with a disk on one core; a damaged page passes once in
-2^128. It proves no author: the files are their owner's alone. An error of the file system turns the tier off.
+2^128. A checksum does not prove who wrote a page: no other user can write the files. An error of the file
+system turns the tier off.
 docs/decisions/0040 says why one thread keeps the pages of all ranks of a replica.
 """
 
@@ -51,15 +52,15 @@ _VERSION: Final = b"baton-kv-3"
 _HEAD: Final = Struct("<10sxxxxxxQ32s")  # version, bytes of a page, checksum of both with the identity
 _ENTRY: Final = Struct("<16s16sQ16s")  # key, checksum of the page, serial, checksum of the entry
 _READ_BYTES: Final = 4 * 2**20  # of one read, at most
-_READS_AT_ONCE: Final = 2  # the disk reads while the other thread checks
-_BATCH_BYTES: Final = 64 * 2**20  # of pages that are put in the order of the files
+_READS_AT_ONCE: Final = 2  # the disk reads for one thread while the other thread checks
+_BATCH_BYTES: Final = 64 * 2**20  # of the pages that are read together, sorted by their places
 _POLL_S: Final = 0.001
-STOP_S: Final = 5.0  # for the order that the thread is at
+STOP_S: Final = 5.0  # for the read or write that the thread is at
 MAX_QUEUED_WRITES: Final = 4096  # later pages are not written
-FIRST_BYTES_PER_S: Final = 1e9  # that a disk is assumed to read before it has been measured
-RECOVERY: Final = 0.9  # factor of the measured time, each time that a request computes its pages instead
+FIRST_BYTES_PER_S: Final = 1e9  # assumed speed of a disk before its reads have been measured
+RECOVERY: Final = 0.9  # the measured time shrinks by it when a request computes pages instead of reading them
 NEWEST_SHARE: Final = 0.25  # weight of the latest batch in the measured time
-_MOST_BUFFERS: Final = 1024  # that Linux takes in one read
+_MOST_BUFFERS: Final = 1024  # Linux takes no more in one read
 
 
 class _Stored(NamedTuple):
@@ -73,7 +74,7 @@ class _Stored(NamedTuple):
 class DiskStore:
     """Pages of equal size in the slots of a file, at most `max_bytes` with its index. Not thread-safe.
 
-    A page has one part for each rank of a replica, so a page that is here is here for every rank.
+    A page has one part for each rank of a replica; a stored page has the parts of all ranks.
     The index has a head and an entry for each slot. A page is written in three steps: the entry of its slot
     is emptied, the page is written, the new entry is written. Entries have serials in the order of their
     use: the page with the least serial is dropped first, and of two entries with one key, which a loss of
@@ -88,7 +89,7 @@ class DiskStore:
         self._identity = blake2b(identity, digest_size=32).digest()
         self._seed = int.from_bytes(self._identity[:8], "little")
         self._stride = -(-page_bytes // _BLOCK) * _BLOCK
-        # Takes what lies between two pages; at an address that direct reads take.
+        # A read puts the bytes between two pages here; aligned, as direct reads need it.
         self._gap = np.frombuffer(mmap(-1, _BLOCK), np.uint8)[: self._stride - page_bytes]
         self._can_be_direct = True  # until the system refuses
         slot_bytes = self._stride + _ENTRY.size
@@ -291,8 +292,8 @@ class DiskStore:
         return self._files[-1]
 
     def _read_index(self) -> int:
-        """Learn the pages that are here, or begin anew where the head is not of such pages; return the next
-        serial.
+        """Learn the pages that are here, and return the next serial. The store is emptied if its head names
+        pages of another model, version or size.
         """
         about = _VERSION + self.page_bytes.to_bytes(8, "little")
         head = _HEAD.pack(_VERSION, self.page_bytes, self._hash(b"head", about))
@@ -440,7 +441,7 @@ class DiskTier:
             self._wakes.set()
 
     def take_reports(self) -> list[Written | Loaded]:
-        """Return the events since the last call; `places` is as after them."""
+        """Return the events since the last call, and bring `places` up to date."""
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
         self.is_stalled = self.is_stalled and not reports
         for report in reports:
@@ -469,7 +470,7 @@ class DiskTier:
             self._fail(error)
 
     def touch(self, chain: Sequence[bytes]) -> list[bytes]:
-        """As `DiskStore.touch`, in the calling thread, after `stop`; no key counts as absent after an error."""
+        """As `DiskStore.touch`, in the calling thread, after `stop`; returns no key after an error."""
         try:
             return [] if self.num_failed else self._store.touch(chain)
         except OSError as error:

@@ -92,7 +92,7 @@ class HostTier:
         self.disk: DiskTier | None = None
         self.compute_page_s = inf  # seconds to compute the tokens of a page; not known yet
         self._generation = [0] * num_pages  # of each page, grows when it gets other contents
-        # key -> (host page, group); None: the key was forgotten since the order
+        # key -> (host page, group); group None: the key was forgotten since the order
         self._loading: dict[bytes, tuple[int, Group | None]] = {}
         self._free = list(range(num_pages - 1, -1, -1))
         self._stored: list[bytes] = []  # keys of pages that the disk tier has not been offered
@@ -292,14 +292,17 @@ _NO_PAGE: Final = -1
 
 
 class PrefixCache:
-    """`page_keys` None turns the cache off: no page is hashed, matched or kept."""
+    """The known pages of a pool, on the device and in the tiers below it.
+
+    page_keys: None turns the cache off; no page is hashed, matched or kept then.
+    """
 
     def __init__(self, pool: PagePool, page_keys: PageKeys | None, host: HostTier | None = None) -> None:
         self.pool = pool
         self.host = host if host is not None else HostTier()
         self.enabled = page_keys is not None
         self.num_cut_pages = 0  # forgotten with an earlier page of their chain; 0 unless transfers cut chains
-        self.num_queried_tokens = 0  # of all sequences that looked for a prefix, here or by a claim
+        self.num_queried_tokens = 0  # tokens of all sequences that looked for a prefix, here or by a claim
         self.num_hit_tokens = 0  # found
         self.changed = self.host.changed
         self._page_keys = page_keys
@@ -382,7 +385,7 @@ class PrefixCache:
     def load(self, keys: Ordered[bytes]) -> Callable[[], bool] | None:
         """Order the pages of a chain that are only on disk, for a peer.
 
-        None when no page is to come; else a function that says whether some are still to come.
+        Returns None when no page is to come; else a function that returns True while pages are to come.
         """
         if self.host.disk is None:
             return None

@@ -61,7 +61,7 @@ class Scheduler:
         """attention_mlp_crossover: see `Model.attention_mlp_crossover`; inf: all tokens cost the same."""
         self.pressure_mode = PressureMode()
         self.drafter: Drafter | None = None  # proposes tokens to decodes; None: no speculative decoding
-        self.num_batches = 1  # running sequences are spread over
+        self.num_batches = 1  # over which the running sequences are spread
         self._config = config
         self.cache = cache
         self.pool = cache.pool  # the ledger; transfers hold pages in it too
@@ -79,7 +79,7 @@ class Scheduler:
         is_continuous = config.policy == "continuous"
         self._cost_cap = CostCap(self._queues.shares, attention_mlp_crossover if is_continuous else inf)
         self._to_preempt: dict[SequenceKey, None] = {}
-        self._advanced: Batch | None = None  # counts as computed, and is not committed
+        self._advanced: Batch | None = None  # its tokens count as computed, and it is not committed
         self._launched: deque[Batch] = deque()  # in flight, oldest first
         self._wait_s: float | None = None  # of the plan that was applied last
         self._serials = count()

@@ -101,8 +101,8 @@ class Sequence:
     enqueued_s: float = 0.0
     started_s: float | None = None  # its first admission
     own_s: float = 0.0  # the prompt's part of the step times, see `attribute_step_cost`
-    computed_s: float = 0.0  # of all steps that computed a part of it
-    used_s: float = 0.0  # its part of the time of these steps, by tokens
+    computed_s: float = 0.0  # the time of all steps that computed a part of the sequence
+    used_s: float = 0.0  # the sequence's part of the time of these steps, by tokens
     preempted_s: float = 0.0  # from each preemption until it ran again
     preempted_since_s: float | None = None
     num_draft_tokens: int = 0  # that were checked
@@ -383,12 +383,12 @@ class Decodes:
 
     @cached_property
     def num_tokens_left(self) -> int:
-        """With this many tokens more, the first sequence has its greatest length."""
+        """Tokens until one of the sequences has its greatest length."""
         return min((each.max_num_tokens - each.num_tokens for each in self.sequences), default=0)
 
     @cached_property
     def stop_ids(self) -> frozenset[int | None]:
-        """A sequence may end with one of these; None: it has no token."""
+        """Token ids that may end one of the sequences; None stands for a sequence without a token."""
         return frozenset([None]).union(*(each.stop_ids for each in self.sequences))
 
     @cached_property
@@ -449,7 +449,7 @@ class SequenceQueues:
         return self.are_decodes(batch) and self.decodes.num_tokens_left > 1
 
     def continue_decodes(self, token_ids: Ordered[int | None], batch: Batch) -> TypeGuard[Ordered[int]]:
-        """True when the chunks are the decodes, and each goes on after its token."""
+        """True when the chunks are the decodes, and no sequence ends with its token."""
         return self.are_decodes(batch) and self.decodes.stop_ids.isdisjoint(token_ids)
 
     def check_integrity(self) -> None:
@@ -520,7 +520,7 @@ class SequenceQueues:
                 self.in_flight[chunk.sequence.key] = chunk.sequence
 
     def land(self, batch: Batch) -> None:
-        """Let the sequences of a launched batch, unless they have ended, be in other batches again."""
+        """Let the sequences of a launched batch that have not ended be in other batches again."""
         if self._launched and self._launched[0].sequences is batch.sequences:
             decodes = self._launched.popleft()
             if not self.decoding:
