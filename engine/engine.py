@@ -332,9 +332,8 @@ class Engine(Replica):
         num_tokens = batch.num_tokens
         self.on_batch(num_tokens)
         launched_s = perf_counter()
-        if meter.is_sampled:
-            meter.begin(began_s)
-            meter.lap("schedule", launched_s)
+        meter.begin(began_s)
+        meter.lap("schedule", launched_s)
         sampling = self._sampler.parameters_of_draws(batch) if self.runner.pp.size > 1 else None
         answer = self._run(batch, watch, sampling)
         step = _Step(batch, num_tokens, answer, sampling is not None, began_s, launched_s)
@@ -353,16 +352,14 @@ class Engine(Replica):
                 self.scheduler.advance(batch)
             else:
                 outputs = self._collect()
-        if meter.is_sampled:
-            meter.end()
+        meter.end()
         return refused + outputs if refused else outputs
 
     def _sample(self, step: "_Step") -> Draws:
         answer = step.answer.wait()
         draws = self._sampler.drawn if step.is_drawn else self._sampler.sample
         step.draws = draws(step.batch, answer)
-        if self._step_meter.is_sampled:
-            self._step_meter.lap("sample")
+        self._step_meter.lap("sample")
         return step.draws
 
     def _release_held(self) -> list[StepOutput]:
@@ -431,15 +428,13 @@ class Engine(Replica):
         busy_s, meter = ended_s - since_s, self._step_meter
         outputs = self.scheduler.commit(step.batch, sampled.token_ids, busy_s, sampled.accepted, step_s)
         meter.observe(busy_s, step.num_tokens)
-        if step.batch.num_padded_tokens:
-            meter.num_padded_tokens += step.batch.num_padded_tokens
+        meter.num_padded_tokens += step.batch.num_padded_tokens
         self._finish_drafting(each for each in step.batch.sequences if each.finish_reason is not None)
         self._busy_since_s = ended_s if self.scheduler.has_work() else None
         if sampled.logprobs or sampled.prompt_logprobs:
             outputs = [sampled.with_logprobs(each) for each in outputs]
-        if meter.is_sampled:
-            meter.lap("device", ended_s)
-            meter.lap("output")
+        meter.lap("device", ended_s)
+        meter.lap("output")
         return outputs + failed if failed else outputs
 
     def _fail(self, sampled: Sampled) -> list[StepOutput]:
@@ -566,12 +561,9 @@ class Engine(Replica):
             arrays = self._adapters.with_adapters(arrays, batch)
         if sampling is not None:
             arrays = arrays._replace(sampling=sampling)
-        meter = self._step_meter
-        if meter.is_sampled:
-            meter.lap("build")
+        self._step_meter.lap("build")
         answer = self._launch(arrays, None if watch is None else watch.layers_written, tokens_R)
-        if meter.is_sampled:
-            meter.lap("forward")
+        self._step_meter.lap("forward")
         if batch.copies_to_host:
             self.pages.note_copies(device_page for device_page, _ in batch.copies_to_host)
         return answer

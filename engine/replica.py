@@ -60,25 +60,27 @@ class StepMeter:
     """
 
     def __init__(self) -> None:
-        self.is_sampled = False  # the present step calls `lap` after each phase
+        self._is_sampled = False  # the phases of the present step are timed
         self.num_padded_tokens = 0
         self._lap_s = 0.0
         self._times = {name: Times() for name in ("step", *(f"step_{phase}" for phase in PHASES))}
         self._step_tokens = Sizes()
 
     def begin(self, began_s: float) -> None:
-        """Time the phases of a step that began then, by perf_counter."""
+        """Note the beginning of a step, by perf_counter."""
         self._lap_s = began_s
 
     def lap(self, phase: str, now_s: float | None = None) -> None:
-        """Note the end of a phase of a sampled step. now_s: None for the present time, by perf_counter."""
+        """Note the end of a phase, if this step's phases are timed. now_s: by perf_counter; None: now."""
+        if not self._is_sampled:
+            return
         now_s = perf_counter() if now_s is None else now_s
         self._times[f"step_{phase}"].observe(now_s - self._lap_s)
         self._lap_s = now_s
 
     def end(self) -> None:
-        """End the sample."""
-        self.is_sampled = False
+        """Time no more phases until the next `load`."""
+        self._is_sampled = False
 
     def observe(self, step_s: float, num_tokens: int) -> None:
         """Count a step. step_s: since the step before, if that left work. num_tokens: without padding."""
@@ -87,7 +89,7 @@ class StepMeter:
 
     def load(self, load: Load) -> Load:
         """Return the load with these figures."""
-        self.is_sampled = True
+        self._is_sampled = True
         return msgspec.structs.replace(
             load,
             times=snapshot(self._times),
