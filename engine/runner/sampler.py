@@ -6,7 +6,7 @@ change no token.
 Shapes: R rows, V vocabulary, T tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from itertools import compress
 from typing import Final, NamedTuple, TypeAlias, TypeVar
@@ -107,27 +107,22 @@ class Draws:
 
     def __init__(
         self,
-        token_ids_R: Tensor,
+        batch: Batch,
         rows: list[Row],
-        is_sampled: list[bool] | None,
-        asked: tuple[list[AskingRow], LogprobCopies] | None,
-        prompts: dict[SequenceKey, list[PromptPart]],
-        *,
-        has_drafts: bool,
-        is_cuda: bool,
+        token_ids_R: Tensor,
+        asked: tuple[list[AskingRow], LogprobCopies] | None = None,
+        prompts: Mapping[SequenceKey, list[PromptPart]] = {},
     ) -> None:
-        """is_sampled: for each chunk of the batch, whether it has rows; None: every chunk has.
-
-        asked: the rows that want log probabilities, and theirs.
-        """
+        """rows: of the batch. asked: the rows that want log probabilities, and theirs."""
         self.token_ids_R = token_ids_R  # int64, on the device; negative for a row without a token
         self._rows = rows
-        self._is_sampled = is_sampled
-        self._has_drafts = has_drafts
+        # For each chunk, whether it has rows; None: every chunk has.
+        self._is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
+        self._has_drafts = bool(batch.drafts)
         self._asked = asked
         self._prompts = prompts
-        self._on_host_R = to_host(token_ids_R) if is_cuda else token_ids_R
-        self._copied = torch.cuda.Event() if is_cuda else None
+        self._on_host_R = to_host(token_ids_R) if token_ids_R.is_cuda else token_ids_R
+        self._copied = torch.cuda.Event() if token_ids_R.is_cuda else None
         if self._copied is not None:
             self._copied.record()
 
@@ -229,7 +224,6 @@ class Sampler:
 
         logits_RV has the rows that StepArrays asked for, and is changed.
         """
-        is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
         sequences = _sampling_sequences(batch)
         tensors = self._parameters(batch, sequences)
         if logits_RV.shape[0] != len(self._rows):
@@ -248,15 +242,7 @@ class Sampler:
             for each in self._asking_prompt
             if each.needs_prompt_logprobs
         }
-        return Draws(
-            drawn_R,
-            self._rows,
-            is_sampled,
-            asked,
-            prompts,
-            has_drafts=bool(batch.drafts),
-            is_cuda=self._device.type == "cuda",
-        )
+        return Draws(batch, self._rows, drawn_R, asked, prompts)
 
     def parameters_of_draws(self, batch: Batch) -> SamplingTensors | None:
         """Return the parameters with which `kernels.sample.sample` can draw the batch's tokens.
@@ -276,9 +262,7 @@ class Sampler:
     def drawn(self, batch: Batch, token_ids_R: Tensor) -> Draws:
         """Return the draws of a batch that was drawn with `parameters_of_draws`."""
         self._sequences = None  # their positions are no longer those of the kept tensors
-        is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
-        has_drafts = bool(batch.drafts)
-        return Draws(token_ids_R, _rows(batch), is_sampled, None, {}, has_drafts=has_drafts, is_cuda=False)
+        return Draws(batch, _rows(batch), token_ids_R)
 
     def _draw(self, logits_RV: Tensor, tensors: SamplingTensors) -> Tensor:
         if not self._masked or self._form_mask is None:
