@@ -214,29 +214,31 @@ class DirectSender(QueueSender, ABC):
             raise
 
     def _copy(self, part: Part) -> None:
-        assert self._generations is not None
-        piece = part.piece
-        side = piece.plan.destination
         try:
-            used = slice(part.first // side.units_per_page, side.num_pages(part.stop))
-            pages = np.asarray(piece.destination_pages[used], dtype=np.int64)
-            words = as_words(piece.destination_generations[used])
-            source_offset_N = piece.plan.source.offsets(part.first, part.stop, piece.source_pages)
-            destination_offset_N = side.offsets(part.first, part.stop, piece.destination_pages)
-            is_granted = self._generations.match(pages, words)
-            if is_granted:
-                self._move(piece.plan, source_offset_N, destination_offset_N)
-                is_granted = self._generations.match(pages, words)
+            reason = None if self._write(part) else "the destination has taken pages back"
         except (ValueError, IndexError) as error:  # granted pages are not in the destination's pool
-            is_granted, reason = False, str(error)
-        else:
-            reason = "the destination has taken pages back"
+            reason = str(error)
         finally:
             self._queue.leave(part)
-        if is_granted:
+        if reason is None:
             self._queue.finish(part)
         else:
             self._queue.fail(part, reason)
+
+    def _write(self, part: Part) -> bool:
+        """Write a part into its pages. Return True when the pages were granted before and after."""
+        assert self._generations is not None
+        piece = part.piece
+        side = piece.plan.destination
+        used = slice(part.first // side.units_per_page, side.num_pages(part.stop))
+        pages = np.asarray(piece.destination_pages[used], dtype=np.int64)
+        words = as_words(piece.destination_generations[used])
+        source_offset_N = piece.plan.source.offsets(part.first, part.stop, piece.source_pages)
+        destination_offset_N = side.offsets(part.first, part.stop, piece.destination_pages)
+        if not self._generations.match(pages, words):
+            return False
+        self._move(piece.plan, source_offset_N, destination_offset_N)
+        return self._generations.match(pages, words)
 
     def _move(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
         """Move runs into the destination's pages, and return when they are there."""
