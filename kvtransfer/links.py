@@ -92,6 +92,7 @@ class Link:
         self._stream.drop(error)
 
     def close(self) -> None:
+        """Close the connection, and wait for the link's threads."""
         self._stream.close()
 
 
@@ -169,6 +170,7 @@ class Peers:
             link.send(message)
 
     def close(self) -> None:
+        """Stop listening, and close every link."""
         self.stop()
         self._acceptor.close()
         for link in (*self._joining, *self._links):

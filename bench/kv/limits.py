@@ -72,9 +72,8 @@ class Memcpy:
 
     def run(self) -> float:
         """Run one round; return its seconds."""
-        size, source, destination = (
-            self._moves.page_bytes, self._source.data_ptr(), self._destination.data_ptr(),
-        )  # fmt: skip
+        size = self._moves.page_bytes
+        source, destination = self._source.data_ptr(), self._destination.data_ptr()
         started_s = perf_counter()
         for from_page, to_page in zip(self._moves.source_pages, self._moves.destination_pages, strict=True):
             ctypes.memmove(destination + to_page * size, source + from_page * size, size)

@@ -252,6 +252,7 @@ class RankAgents:
                 self._watch.add(process, rank.died)
 
     def close(self) -> None:
+        """Stop listening and watching, and drop the agents that have connected and are not set up."""
         self._stop_listening()
         self._watch.close()
         with self._has_connected:
@@ -404,6 +405,7 @@ class Ranks:
         return all([other.wait_until_stopped(deadline_s - self._clock.now_s()) for other in self._others])
 
     def close(self) -> None:
+        """Close every rank, and the agents' listeners."""
         if self._agents is not None:
             self._agents.close()
         for executor in self._executors:

@@ -94,7 +94,7 @@ class MemoryRuns:
 
 
 class PageSocket:
-    """Owns the socket. One thread sends or receives at a time; `close` may come from any other."""
+    """Owns the socket. One thread sends or receives at a time; any other thread may call `wake`."""
 
     def __init__(self, sock: socket.socket, clock: Clock, *, stall_s: float, limit_s: float) -> None:
         self._socket = sock
@@ -151,6 +151,7 @@ class PageSocket:
             return  # not connected any more
 
     def close(self) -> None:
+        """Close the socket. No other thread is in a call: `wake` has ended it."""
         self._socket.close()
 
     def _first_of(self, num_bytes: int) -> bytes | None:

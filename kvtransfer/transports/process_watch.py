@@ -68,6 +68,7 @@ class ProcessWatch:
             self._watched[process] = on_death
 
     def close(self) -> None:
+        """Watch no process any more. After the return no call is made. May be called twice."""
         with self._lock:
             if self._is_closed:
                 return
