@@ -332,7 +332,7 @@ class HandoffWorld:
         if len(replica.processes) > 1:
             replica.endpoint.lose_ranks(self.random.choice(replica.processes[1:]))
 
-    def step_bury_ranks(self) -> None:
+    def step_kill_lost_ranks(self) -> None:
         """The processes of all lost ranks die, and their replicas know it."""
         for replica in self.replicas:
             for rank in replica.endpoint.ranks:
@@ -350,7 +350,7 @@ class HandoffWorld:
             for replica in self.replicas:
                 replica.set_faults(flip_chance=0.0, break_chance=0.0, delay_s=0.0)
             self.step_join()
-            self.step_bury_ranks()
+            self.step_kill_lost_ranks()
             self.step_compute()
             self._wait(POLL_S)
             if self._is_quiet():

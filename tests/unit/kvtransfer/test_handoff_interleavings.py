@@ -23,7 +23,7 @@ WEIGHTS = {
     "join": 3,
     "crash": 1,
     "lose_rank": 1,
-    "bury_ranks": 2,
+    "kill_lost_ranks": 2,
 }
 NUM_STEPS = 100
 SEEDS = st.integers(0, 2**32 - 1)
