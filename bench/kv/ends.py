@@ -38,9 +38,15 @@ TRANSPORTS: Final = ("shm", "tcp")
 FoundT = TypeVar("FoundT")
 
 
-def settings_of(layout: PageLayout, transport: str) -> EndpointSettings:
+def settings_of(layout: PageLayout, transport: str, *, has_digests: bool = True) -> EndpointSettings:
     """Return the settings of an endpoint; both ends have the same key and fingerprint."""
-    return EndpointSettings(keys=KEYS, fingerprint=FINGERPRINT, layout=layout, transport=transport)
+    return EndpointSettings(
+        keys=KEYS,
+        fingerprint=FINGERPRINT,
+        layout=layout,
+        transport=transport,
+        has_digests=has_digests,
+    )
 
 
 def _pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
@@ -211,7 +217,7 @@ class Ends:
         self._sources: dict[str, SourceEnd] = {}
         pool: Tensor | None = None
         for transport in transports:
-            settings = msgspec.structs.replace(settings_of(layout, transport), has_digests=has_digests)
+            settings = settings_of(layout, transport, has_digests=has_digests)
             end = SourceEnd.random(settings, num_pages, pool, device)
             self._sources[transport], pool = end, end.pool
 
@@ -245,7 +251,7 @@ def serve(start: _Start) -> None:
     # Touches all memory, as a worker has after its first minutes.
     pool.view(-1).view(torch.uint8)[::4096].fill_(1)
     ledger = _scattered_ledger(layout, start.num_pages, seed=1)
-    settings = msgspec.structs.replace(settings_of(layout, start.transport), has_digests=start.has_digests)
+    settings = settings_of(layout, start.transport, has_digests=start.has_digests)
     endpoint = KvEndpoint(settings, pool, ledger, shared=shared)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
