@@ -24,8 +24,6 @@ from itertools import count
 from random import Random
 from typing import Final
 
-import numpy as np
-
 from baton.engine.cache.page_pool import PagePool
 from baton.errors import TransferFailed, WireError
 from baton.kvtransfer.endpoint import EndpointSettings, PageEndpoint
@@ -49,7 +47,6 @@ from baton.kvtransfer.transports.base import (
     RankSettings,
     TransportSet,
 )
-from baton.kvtransfer.transports.pages import as_words
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations, Writing
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.rpc.auth import KeyRing
@@ -283,11 +280,7 @@ class SimSender:
             self._end(moving, "" if self._is_granted(moving.piece) else TAKEN_BACK)
 
     def _is_granted(self, piece: Piece) -> bool:
-        side = piece.plan.destination
-        used = slice(piece.first // side.units_per_page, side.num_pages(piece.stop))
-        pages = np.asarray(piece.destination_pages[used], dtype=np.int64)
-        words = as_words(piece.destination_generations[used])
-        return self._target.memory.generations.match(pages, words)
+        return self._target.memory.generations.match(*piece.granted(piece.first, piece.stop))
 
     # Writes through the receiver.
 

@@ -34,14 +34,23 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, Protocol, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, sent_codes
-from baton.kvtransfer.transports.pages import PageGenerations, PageMemory, PagePacking, SharedPool, packing_of
+from baton.kvtransfer.transports.pages import (
+    PageGenerations,
+    PageMemory,
+    PagePacking,
+    SharedPool,
+    as_words,
+    packing_of,
+)
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.kvtransfer.transports.records import PartHeader, WriteOutcome
 from baton.messages.bounds import Kind, KvStreams
@@ -161,6 +170,13 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_bytes(self) -> int:
         return (self.stop - self.first) * self.plan.sent_unit_bytes
+
+    def granted(self, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Return the destination's pages of units [first, stop), and their words in its PageGenerations."""
+        side = self.plan.destination
+        used = slice(first // side.units_per_page, side.num_pages(stop))
+        pages = np.asarray(self.destination_pages[used], dtype=np.int64)
+        return pages, as_words(self.destination_generations[used])
 
 
 class PieceOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

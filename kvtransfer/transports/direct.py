@@ -31,7 +31,6 @@ from functools import partial
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
-import numpy as np
 import torch
 from msgspec import Meta
 from torch import Tensor
@@ -47,7 +46,6 @@ from baton.kvtransfer.transports.pages import (
     PageMemory,
     PagePacking,
     PeerGenerations,
-    as_words,
     on_stream,
 )
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
@@ -229,16 +227,13 @@ class DirectSender(QueueSender, ABC):
         """Write a part into its pages. Return True when the pages were granted before and after."""
         assert self._generations is not None
         piece = part.piece
-        side = piece.plan.destination
-        used = slice(part.first // side.units_per_page, side.num_pages(part.stop))
-        pages = np.asarray(piece.destination_pages[used], dtype=np.int64)
-        words = as_words(piece.destination_generations[used])
+        granted = piece.granted(part.first, part.stop)
         source_offset_N = piece.plan.source.offsets(part.first, part.stop, piece.source_pages)
-        destination_offset_N = side.offsets(part.first, part.stop, piece.destination_pages)
-        if not self._generations.match(pages, words):
+        destination_offset_N = piece.plan.destination.offsets(part.first, part.stop, piece.destination_pages)
+        if not self._generations.match(*granted):
             return False
         self._move(piece.plan, source_offset_N, destination_offset_N)
-        return self._generations.match(pages, words)
+        return self._generations.match(*granted)
 
     def _move(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
         """Move runs into the destination's pages, and return when they are there."""
