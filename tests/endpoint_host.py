@@ -40,7 +40,7 @@ GRANT_S: Final = 5.0
 
 
 class EndpointHost:
-    """Its loop is the only thread that touches endpoint and ledger; methods make calls there."""
+    """An endpoint, its ledger and a loop. Only the loop's thread touches both; methods make calls there."""
 
     def __init__(
         self,
@@ -104,8 +104,7 @@ class EndpointHost:
         return self.endpoint.address
 
     def fill(self, seed: int) -> None:
-        """Random contents; a host's pages are only told apart by them."""
-
+        """Fill the pool with random contents, by which its pages are told apart."""
         self._call(lambda: fill(self.pool, self.endpoint.settings.layout, 0, seed))
         for other in self.others:
             other.fill(seed)
@@ -117,7 +116,7 @@ class EndpointHost:
         self._call(lambda: setattr(self.endpoint, "num_flips", num_flips))
 
     def known_pages(self, num_pages: int) -> tuple[list[str], str]:
-        """The keys of pages that others may pull, as hexadecimal digits, and the digest of their tokens."""
+        """Return the keys of pages that others may pull, in hexadecimal digits, and their tokens' digest."""
 
         def know() -> tuple[list[str], str]:
             pages = self.ledger.allocate(num_pages, "prefix")
@@ -131,7 +130,7 @@ class EndpointHost:
         return known
 
     def pull(self, address: Sequence[Any], wanted: Sequence[str], num_units: int) -> str:
-        """The outcome here, of pages pulled from the host at `address`. wanted: see `known_pages`."""
+        """Pull pages from the host at `address`; return the outcome here. wanted: see `known_pages`."""
 
         def start() -> bytes:
             link = self._link((address[0], address[1]))
@@ -149,7 +148,7 @@ class EndpointHost:
         abort_at: str = "",
         delay_s: float = 0.0,
     ) -> str:
-        """Move pages of our own in two offers; the outcome here. Their contents' digest is `sent`."""
+        """Send pages in two offers; return the outcome here. `sent` is the digest of their contents."""
         self.abort_at(abort_at)
         transfer = ask(self, destination, num_units, num_layer_groups=self._num_layer_groups)
         return self.send_granted(transfer, num_units, abort_at, delay_s)
@@ -172,13 +171,13 @@ class EndpointHost:
         *,
         deadline_s: float = 10,
     ) -> str:
-        """Start a transfer of which so many units are offered, whole pages of them; its id."""
+        """Start a transfer and offer whole pages with so many units; return its id."""
         groups = {"num_layer_groups": self._num_layer_groups}
         transfer = ask(self, destination, num_units, deadline_s=deadline_s, **groups)
         return self.begin_granted(transfer, num_units, num_offered)
 
     def begin_granted(self, transfer: bytes, num_units: int, num_offered: int = 0) -> str:
-        """As `begin`, once the grant that was asked for has come."""
+        """Begin as `begin` does, once the grant that was asked for has come."""
         if not self._is_granted(transfer):
             raise TransferFailed("the destination grants nothing")
 
@@ -197,13 +196,13 @@ class EndpointHost:
         return bool(self._call(lambda: self.endpoint.is_streaming(bytes.fromhex(transfer))))
 
     def go_on(self, transfer: str) -> None:
-        """The rest of it is offered."""
+        """Offer the rest of the transfer."""
         key = bytes.fromhex(transfer)
         _, rest, num_units = self._prompts[key]
         self._call(lambda: self.endpoint.offer(key, rest, num_units))
 
     def forget_known(self) -> None:
-        """Nobody can pull the pages any more that were known."""
+        """Forget all known pages, so that no peer can pull them."""
 
         def forget() -> None:
             while (page := self.ledger.cached.next_out()) is not None:
@@ -258,20 +257,20 @@ class EndpointHost:
         return self._links[address]
 
     def outcome(self, transfer: str) -> str:
-        """Waits for the end of a transfer on this side."""
+        """Wait for the end of a transfer on this side; return its outcome."""
         key = bytes.fromhex(transfer)
         wait_for(lambda: key in self._ended, DEADLINE_S)
         return self._ended[key].outcome.value
 
     def ended(self) -> list[tuple[str, str, str]]:
-        """(outcome, reason, digest of what was adopted) of every transfer so far."""
+        """Return (outcome, reason, digest of the adopted pages) of every transfer so far."""
         return [
             (end.outcome.value, end.reason, self._digests.get(end.transfer, ""))
             for end in self._call(lambda: list(self._ended.values()))
         ]
 
     def counts(self) -> dict[str, int]:
-        """Pages by state, transfers that hold any, and peers that were dropped."""
+        """Return the numbers of pages by state, of open transfers, and of peers that were dropped."""
 
         def count() -> dict[str, int]:
             self.ledger.check_integrity()
@@ -318,7 +317,7 @@ class EndpointHost:
         self._ended[end.transfer] = end
 
     def _digest(self, pages: Sequence[int]) -> str:
-        """Of the tokens in their order and all heads, however they are cut into pages and ranks."""
+        """Return the digest of the tokens in their order and all heads, for any cut into pages and ranks."""
         heads = [self.pool[list(pages)].cpu(), *(other.pages(pages) for other in self.others)]
         chosen = torch.cat(heads, dim=3).permute(1, 2, 3, 0, 4, 5).contiguous().view(torch.uint8)
         return hashlib.blake2b(chosen.numpy().data, digest_size=16).hexdigest()

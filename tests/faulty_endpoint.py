@@ -21,7 +21,7 @@ def layout(page_size: int = 16, head_dim: int = 32, num_ranks: int = 1, num_kv_h
 class FaultyEndpoint(KvEndpoint):
     """Aborts a transfer when it comes to a point: "before Commit", "after Grant" and the like.
 
-    Of each of the next `num_flips` pieces of shard 0 one bit is flipped when it arrives.
+    One bit of each of the next `num_flips` pieces of shard 0 is flipped when the piece arrives.
     """
 
     abort_at = ""
@@ -56,7 +56,7 @@ class FaultyEndpoint(KvEndpoint):
         return isinstance(handoff, SourceHandoff) and handoff.state is SourceState.STREAMING
 
     def link_of(self, transfer: bytes) -> Link:
-        """The link that carries the messages of a transfer."""
+        """Return the link that carries the messages of a transfer."""
         return self._transfers[transfer].link
 
     def come_to(self, point: str, transfer: bytes) -> None:

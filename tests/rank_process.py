@@ -17,7 +17,7 @@ def shape_of(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
 
 
 def fill(pool: Tensor, layout: PageLayout, rank: int, seed: int) -> None:
-    """Random contents, the same whole for every number of ranks."""
+    """Fill a pool with random contents, the same whole for every number of ranks."""
     shape = list(pool.shape)
     shape[3] = layout.num_kv_heads
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -26,7 +26,7 @@ def fill(pool: Tensor, layout: PageLayout, rank: int, seed: int) -> None:
 
 
 class LateSteps:
-    """Of a device that writes when a test says so."""
+    """The steps of a device that writes when a test says so."""
 
     def __init__(self) -> None:
         self.launched = 0
@@ -49,7 +49,7 @@ class ListeningRank:
         fill(self._pool, self._layout, self._rank, seed)
 
     def pass_mark(self, mark: int) -> None:
-        """All that was launched before the mark is written now."""
+        """Write everything that was launched before the mark."""
         self._steps.passed = mark
 
     def pages(self, pages: Sequence[int]) -> bytes:

@@ -27,7 +27,10 @@ Replicas: TypeAlias = Callable[..., EndpointHost]
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[Replicas]:
-    """Made once for all tests, each with what it is asked for: nothing may be left of a test in them."""
+    """Yield a function that returns a replica of these settings, the same one for all tests of the module.
+
+    A test leaves nothing behind in a replica.
+    """
     made: dict[tuple[object, ...], EndpointHost] = {}
 
     def replica(side: str, num_ranks: int, page_size: int = 16, transport: str = "auto") -> EndpointHost:

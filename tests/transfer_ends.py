@@ -67,7 +67,7 @@ LAYOUT: Final = a_layout(num_kv_heads=4, head_dim=32, dtype="bfloat16")
 
 
 def is_installed(name: str) -> bool:
-    """Return True where the library of the transport is here; Baton's own need none."""
+    """Return True when the transport's library is installed; Baton's own transports need none."""
     return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
@@ -123,7 +123,7 @@ def local_rank(
     on_writer_death: Callable[[list[bytes]], None] = lambda registrations: None,
     clock: Clock | None = None,
 ) -> LocalRank:
-    """A rank of this process with these pages; its layout matters to gloo and NCCL alone."""
+    """Return a rank of this process with these pages; its layout matters to gloo and NCCL alone."""
     settings = RankSettings(
         keys=keys.generations,
         layout=layout,
@@ -151,7 +151,7 @@ def piece_of(
     transfer: bytes = b"a" * 16,
     is_bulk: bool = False,
 ) -> Piece:
-    """The last units of a transfer with a unit a page. pages: the destination's, if not the same."""
+    """Return the last units of a transfer with a unit a page. pages: the destination's, if not the same."""
     pages = source_pages if pages is None else pages
     return Piece(
         transfer=transfer,
@@ -167,7 +167,7 @@ def piece_of(
 
 
 def registration_of(piece: Piece) -> ReceiveRegistration:
-    """The piece's transfer as its destination grants it, with a unit a page."""
+    """Return the piece's transfer as its destination grants it, with a unit a page."""
     return ReceiveRegistration(
         id=piece.transfer,
         epoch=piece.epoch,
@@ -194,7 +194,7 @@ class Push:
 
 
 class ObservedGroup(PairGroup):
-    """A gloo group that tells of every message before it is sent."""
+    """A gloo group that reports every message before it is sent."""
 
     def __init__(self, group: PairGroup, on_send: Callable[[int], None]) -> None:
         self._group = group
@@ -262,7 +262,7 @@ class Destination:
                 self._listeners[name] = listener
 
     def renew(self, layout: PageLayout, num_pages: int, rank: int, device: str) -> None:
-        """Another pool, and nothing of the one before."""
+        """Close everything, and begin again with another pool."""
         self.close()
         self.__init__(layout, num_pages, rank, device=device)  # type: ignore[misc]
 
@@ -289,7 +289,7 @@ class Destination:
         )
 
     def end(self, grant: dict[str, Any]) -> None:
-        """As after an abort: the pages are taken back, and listed in `safe` when nothing writes them."""
+        """Take the pages back, as after an abort. `safe` lists the transfer once nothing writes them."""
         ended = msgspec.convert(grant, PlannedTransfer)
         assert self.rank.generations is not None
         self.rank.generations.revoke(ended.pages)
@@ -305,7 +305,7 @@ class Destination:
         return digest(self.pages.cpu())
 
     def num_streams(self) -> int:
-        """Streams and strangers that the tcp receiver serves now."""
+        """Return the number of streams and strangers that the tcp receiver serves now."""
         return sum(thread.name == "tcp-answer" for thread in threading.enumerate())
 
     def close(self) -> None:
@@ -330,7 +330,7 @@ class Source:
         self._pushes: list[Push] = []
 
     def open(self, name: str, addresses: dict[str, str], layout: PageLayout, rank: int = 0) -> None:
-        """layout, rank: the destination's."""
+        """Open the sender of a transport. layout, rank: the destination's."""
         peer = peer_rank(name, addresses[name], layout, rank)
         transport = TRANSPORTS[name]
         if name == "tcp":
@@ -346,7 +346,7 @@ class Source:
             raise
 
     def push(self, grant: dict[str, Any], first: int, stop: int) -> int:
-        """The number of the push, for `has_ended` and `outcome`."""
+        """Push units; return the number of the push, for `has_ended` and `outcome`."""
         piece = msgspec.convert(grant, PlannedTransfer).piece(first, stop)
         self._pushes.append(Push(self.sender, piece))
         return len(self._pushes) - 1
@@ -378,7 +378,7 @@ class Source:
 
 
 def peer_rank(name: str, address: str, layout: PageLayout, rank: int = 0) -> PeerRank:
-    """A destination on this host that listens with one transport."""
+    """Return a destination on this host that listens with one transport."""
     listeners = RankListenerAddresses(
         incarnation=b"d" * 16, host="here", device="cpu", addresses={name: address}
     )
@@ -386,7 +386,7 @@ def peer_rank(name: str, address: str, layout: PageLayout, rank: int = 0) -> Pee
 
 
 def source_pages(page_bytes: int, num_pages: int) -> Tensor:
-    """The same in every process; finite numbers in every dtype."""
+    """Return pages that are the same in every process, and finite numbers in every dtype."""
     generator = torch.Generator().manual_seed(num_pages)
     content = torch.randint(0, 256, (num_pages, page_bytes), dtype=torch.uint8, generator=generator)
     return content & 0xBF
@@ -395,7 +395,7 @@ def source_pages(page_bytes: int, num_pages: int) -> Tensor:
 def grant_of(
     source: PageLayout, destination: PageLayout, num_units: int, pool_pages: int, seed: int = 0, **rest: Any
 ) -> PlannedTransfer:
-    """A transfer between scattered pages of two pools."""
+    """Return a transfer between scattered pages of two pools."""
     plan = plan_transfer(source, destination, rest.get("source_rank", 0), rest.get("rank", 0))
     choose = random.Random(seed)
     return PlannedTransfer(
@@ -422,7 +422,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(plan: TransferPlan, first: int, stop: int, source_pages: Pages, destination_pages: Pages) -> Runs:
-    """The runs of units [first, stop) of a transfer between these pages."""
+    """Return the runs of units [first, stop) of a transfer between these pages."""
     return Runs(
         plan.source.offsets(first, stop, source_pages),
         plan.destination.offsets(first, stop, destination_pages),
@@ -431,7 +431,7 @@ def runs_of(plan: TransferPlan, first: int, stop: int, source_pages: Pages, dest
 
 
 def write(grant: PlannedTransfer, source: Tensor, destination: Tensor, first: int, stop: int) -> None:
-    """What a transfer of units [first, stop) must do, run by run."""
+    """Write what a transfer of units [first, stop) must write, run by run."""
     runs = runs_of(grant.plan, first, stop, grant.source_pages, grant.pages)
     flat, target = source.view(-1), destination.view(-1)
     for begin, end in zip(runs.source_offset_N.tolist(), runs.destination_offset_N.tolist(), strict=True):
@@ -439,7 +439,7 @@ def write(grant: PlannedTransfer, source: Tensor, destination: Tensor, first: in
 
 
 def as_received(plan: TransferPlan, rows: Tensor) -> Tensor:
-    """The bytes that arrive in the place of these bytes of whole rows."""
+    """Return the bytes that arrive in the place of these bytes of whole rows."""
     if plan.sent_codes is None:
         return rows
     head_dim, dtype, codes = plan.sent_codes
@@ -452,7 +452,7 @@ def digest(pages: Tensor) -> str:
 
 
 def open_files() -> list[str]:
-    """What this process's descriptors are, but for the one that looks."""
+    """Return the files behind this process's descriptors, except the descriptor that lists them."""
     found = []
     for descriptor in os.listdir("/proc/self/fd"):
         try:
