@@ -294,17 +294,13 @@ class CostModel:
 
     def learn_pull(self, source: str, worker: str, times: PrefillTimes) -> None:
         """Add a measured pull."""
-        own = self._pair(source, worker)
-        for pair in (own, self._between_all):
+        for pair in (self._pair(source, worker), self._between_all):
             pair.pull.learn(times.pulled_s, 1.0, times.pulled_bytes)
-        own.pull.settle()
 
     def learn_handoff(self, prefill: str, decode: str, times: PrefillTimes) -> None:
         """Add a measured hand-off."""
-        own = self._pair(prefill, decode)
-        for pair in (own, self._between_all):
+        for pair in (self._pair(prefill, decode), self._between_all):
             pair.handoff.learn(times.exposed_s, 1.0, times.moved_bytes)
-        own.handoff.settle()
 
     def learn_transfers(self, worker_id: str, times: PrefillTimes, source: str, decode: str) -> None:
         """Add the measured pull and hand-off of a prompt that this worker has computed.
