@@ -26,7 +26,7 @@ integer has a bound in its type, so it is refused while it is decoded. Times are
 """
 
 from enum import StrEnum
-from typing import Annotated, Final, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -37,7 +37,6 @@ from baton.messages.bounds import (
     MAX_WORKERS,
     Attempt,
     Count,
-    Generation,
     Id,
     Ids,
     Kind,
@@ -50,6 +49,7 @@ from baton.messages.bounds import (
 )
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, PrefillTimes, RunningStep, StepTimes, Tier, Worker
+from baton.pages import KEY_BYTES
 from baton.request import AttemptKey, Request, TokenEvent, TokenId
 from baton.tenants import Refusal
 
@@ -309,48 +309,30 @@ class Alive(Message, frozen=True):
     step: RunningStep
 
 
-ON_DISK: Final = 1  # the generation of a page on disk, in the host tier
-NOWHERE: Final = -1  # in place of a page
-
-
-class PageChange(NamedTuple):
-    """The page of a key in one tier. `page` NOWHERE: not in this tier.
-
-    Host pages have generation 0, pages on disk have generation ON_DISK.
-    """
-
-    key: bytes
-    page: int
-    generation: int
-
-
 class PageChanges(NamedTuple):
-    """Changes of a worker's pages, each key at most once a tier.
+    """The keys of a worker's pages that have changed, each once."""
 
-    A page that has moved is NOWHERE in the tier that it left.
-    """
-
-    is_snapshot: bool  # the lists are complete: a key that they lack is not known
-    device: list[PageChange]
-    host: list[PageChange]  # and on disk
+    is_snapshot: bool  # all pages: a key that is not here is in no tier
+    keys: dict[Tier | None, list[bytes]]  # by the tier of the page now; None: in no tier, and the first
 
 
 class KvEventBatch(Message, frozen=True):
-    """Worker to router: which pages others can find at it now, one change after another.
+    """Worker to router: pages that peers now find in one tier, or do not find any more.
 
-    Change i is about the page named `keys[16 * i : 16 * i + 16]` (see baton/pages.py): it is in page
-    `pages[i]` of that generation, or in no page any more where `pages[i]` is NOWHERE. Changes are numbered
-    from 0 in each life of a worker, `first` is this message's first number: a gap means that some were lost.
-    `is_snapshot`: before these there is nothing, in any tier. A page on disk counts as a page of the host
-    tier, with generation ON_DISK in place of 0.
+    `keys` has 16 bytes for each page (see baton/pages.py). Changes are numbered from 0 in each life of a
+    worker, and `first` is this message's first number: a gap means that some were lost. `is_snapshot`: before
+    these there is nothing, in any tier.
     """
 
     first: Count
-    keys: Annotated[bytes, Meta(max_length=16 * MAX_EVENTS)]
-    pages: Annotated[tuple[Annotated[int, Meta(ge=-1, le=2**31 - 1)], ...], Meta(max_length=MAX_EVENTS)]
-    generations: Annotated[tuple[Generation, ...], Meta(max_length=MAX_EVENTS)]
-    tier: Tier = Tier.DEVICE
+    keys: Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_EVENTS)]
+    tier: Tier | None = Tier.DEVICE  # of the pages now; None: the worker does not have them any more
     is_snapshot: bool = False
+
+    @property
+    def num_changes(self) -> int:
+        """The number of pages."""
+        return len(self.keys) // KEY_BYTES
 
 
 class KvEventsWanted(Message, frozen=True):

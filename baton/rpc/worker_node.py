@@ -31,20 +31,19 @@ from baton.messages.control import (
     KvEventsWanted,
     Measured,
     Members,
-    PageChange,
     PageChanges,
     Pressure,
 )
 from baton.messages.operations import Drain, Flip
 from baton.messages.orders import FollowedOrders, Sleep, Wake
 from baton.messages.status import OverloadLevel, Times, snapshot
-from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerRole, WorkerTimes
+from baton.messages.workers import Load, PrefillTimes, StepTimes, Worker, WorkerRole, WorkerTimes
 from baton.request import AttemptKey, Request, StepOutput
 from baton.rpc.liveness import BEAT_S
 from baton.rpc.peers import Peer, PeerRegistry
 
 EVENTS_S: Final = 0.05
-PAGES_PER_MESSAGE: Final = 8192  # a fifth of a frame
+PAGES_PER_MESSAGE: Final = 8192  # an eighth of a frame
 MEASURED_S: Final = 1.0
 SAMPLE_S: Final = 1 / 32
 MAX_KEPT: Final = 1024  # as many as one message may name
@@ -259,33 +258,18 @@ class WorkerReports:
         """Return whether there was anything to send."""
         changes = engine.take_page_changes(is_snapshot=self._must_tell_all)
         self._must_tell_all = False
-        if changes.is_snapshot or changes.device:
-            self._send(routers, Tier.DEVICE, changes.device, is_snapshot=changes.is_snapshot)
-        if changes.host:
-            self._send(routers, Tier.HOST, changes.host, is_snapshot=False)
-        return bool(changes.is_snapshot or changes.device or changes.host)
+        if changes.is_snapshot:
+            self._send(routers, KvEventBatch(first=self._next_event, keys=b"", is_snapshot=True))
+        for tier, keys in changes.keys.items():
+            for first in range(0, len(keys), PAGES_PER_MESSAGE):
+                joined = b"".join(keys[first : first + PAGES_PER_MESSAGE])
+                self._send(routers, KvEventBatch(first=self._next_event, keys=joined, tier=tier))
+        return changes.is_snapshot or any(changes.keys.values())
 
-    def _send(
-        self,
-        routers: Sequence[Peer],
-        tier: Tier,
-        changes: Sequence[PageChange],
-        *,
-        is_snapshot: bool,
-    ) -> None:
-        for first in range(0, max(1, len(changes)), PAGES_PER_MESSAGE):
-            part = changes[first : first + PAGES_PER_MESSAGE]
-            events = KvEventBatch(
-                first=self._next_event,
-                keys=b"".join([each.key for each in part]),
-                pages=tuple([each.page for each in part]),
-                generations=tuple([each.generation for each in part]),
-                tier=tier,
-                is_snapshot=is_snapshot and not first,
-            )
-            for router in routers:
-                router.send(events)
-            self._next_event += len(part)
+    def _send(self, routers: Sequence[Peer], events: KvEventBatch) -> None:
+        self._next_event += events.num_changes
+        for router in routers:
+            router.send(events)
 
 
 class EndedAttempts:

@@ -24,11 +24,11 @@ from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.cluster.redis_server import RedisServer
 from baton.gateway.streams.routers import SILENT_S
 from baton.messages.status import RouterStatus, RoutingTimes
+from baton.router.index.prefix_index import SHORT_KEY_BYTES
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Reply
 
 NUM_CLIENTS: Final = 6
 NUM_WORKERS: Final = 4
-PAGE_BYTES: Final = 16  # of a page in a snapshot: half of its key, page id and generation
 MAX_TOKENS: Final = (12,)
 DUMP: Final = "dump.rdb"
 LEAST_ANSWERED: Final = 100
@@ -92,7 +92,7 @@ class HurtRedis:
         """
         try:
             keys = await self._ask("KEYS", "baton:*:workers:*")
-            return sum([int(await self._ask("STRLEN", key)) // PAGE_BYTES for key in keys])
+            return sum([int(await self._ask("STRLEN", key)) // SHORT_KEY_BYTES for key in keys])
         except REDIS_FAILURES:
             return 0
 

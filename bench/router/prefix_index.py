@@ -68,8 +68,7 @@ class Stores:
         worker, num_pages = self.workers[number % len(self.workers)], len(keys) // KEY_BYTES
         first = self._next[worker.id]
         self._next[worker.id] = first + num_pages
-        pages = tuple(page % worker.num_pages for page in range(first, first + num_pages))
-        events = KvEventBatch(first=first, keys=keys, pages=pages, generations=(1,) * num_pages)
+        events = KvEventBatch(first=first, keys=keys)
         started_s = process_time()
         self.index.apply(worker.id, events)
         self._seconds += process_time() - started_s

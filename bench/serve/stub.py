@@ -126,7 +126,7 @@ class StubWorker:
             case Prefilled(event):
                 self._go_on(event)
             case KvEventsWanted():
-                peer.send(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_snapshot=True))
+                peer.send(KvEventBatch(first=0, keys=b"", is_snapshot=True))
             case Cancel():
                 self._asked.pop(message.request_id, None)
                 self._early.pop(message.request_id, None)

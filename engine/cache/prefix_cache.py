@@ -14,9 +14,8 @@ therefore prefix-closed. A transfer that releases its pages front to back can cu
 forgets the pages after the cut too.
 
 `HostTier` keeps known pages that the device has evicted. A `DiskTier` below it, if there is one, has copies
-of them. Routers see both as one tier: a page on disk has a number beyond the host pages. `prefetch` brings
-the pages of a waiting sequence from the disk to the host, where `match` finds them; `poll` takes the reports
-of the disk.
+of them. `prefetch` brings the pages of a waiting sequence from the disk to the host, where `match` finds
+them; `poll` takes the reports of the disk.
 """
 
 import time
@@ -32,7 +31,8 @@ from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.scheduler.sequence import PageCopy, Sequence
 from baton.errors import IntegrityError
 from baton.fair_queue import FairLru, Group
-from baton.messages.control import NOWHERE, ON_DISK, PageChange, PageChanges
+from baton.messages.control import PageChanges
+from baton.messages.workers import Tier
 from baton.pages import PageKeys
 
 NUM_COMPARED: Final = 16  # oldest host pages, of which the one that saves the fewest seconds is evicted
@@ -42,9 +42,9 @@ MAX_CHANGED_KEYS: Final = 1 << 16  # some eight megabytes
 class ChangedKeys:
     """The keys of pages that a prefix cache has learned, moved to another tier or forgotten since `take`.
 
-    A reader looks up the place of each page when it takes the keys, so a page that became known and unknown
-    in between is reported as NOWHERE. Before the first `take`, beyond `limit` keys, and after `note_all`,
-    everything counts as changed.
+    A reader looks up the tier of each page when it takes the keys, so a page that became known and unknown
+    in between is in none. Before the first `take`, beyond `limit` keys, and after `note_all`, everything
+    counts as changed.
     """
 
     def __init__(self, limit: int = MAX_CHANGED_KEYS) -> None:
@@ -182,15 +182,6 @@ class HostTier:
             self.disk.forget_all()
 
     # Pages on disk.
-
-    def place_of(self, key: bytes) -> int | None:
-        """The number of the host page with this key, or a number beyond all host pages if it is only on
-        disk.
-        """
-        page = self.page_of(key)
-        if page is None and self.disk is not None and key in self.disk.places:
-            page = self.num_pages + self.disk.places[key]
-        return page
 
     @property
     def num_places(self) -> int:
@@ -363,11 +354,11 @@ class PrefixCache:
         self.poll()
         changed = self.changed.take()
         if changed is None or is_snapshot:
-            device = [self._device_change(key) for key in self._page_of]
-            outside = [*self.host.known_keys(), *self._only_on_disk()]
-            return PageChanges(True, device, [self._host_change(key) for key in outside])
-        host = [self._host_change(key) for key in changed] if self.host.num_pages else []
-        return PageChanges(False, [self._device_change(key) for key in changed], host)
+            is_snapshot, changed = True, [*self._page_of, *self.host.known_keys(), *self._only_on_disk()]
+        keys: dict[Tier | None, list[bytes]] = {None: []}
+        for key in changed:
+            keys.setdefault(self._tier_of(key), []).append(key)
+        return PageChanges(is_snapshot, keys)
 
     def prefetch(self, sequence: Sequence) -> bool:
         """Order the pages on disk that continue the known prefix of a sequence; True while some are to
@@ -496,15 +487,13 @@ class PrefixCache:
             if self.pool.state(page) is PageState.CACHED and self._key[page] is None:
                 raise IntegrityError(f"page {page} is cached without a key")
 
-    def _device_change(self, key: bytes) -> PageChange:
-        page = self._page_of.get(key, NOWHERE)
-        return PageChange(key, page, 0 if page == NOWHERE else self.pool.generation(page))
-
-    def _host_change(self, key: bytes) -> PageChange:
-        page = None if key in self._page_of else self.host.place_of(key)
-        if page is None:
-            return PageChange(key, NOWHERE, 0)
-        return PageChange(key, page, 0 if page < self.host.num_pages else ON_DISK)
+    def _tier_of(self, key: bytes) -> Tier | None:
+        """The highest tier that has the page."""
+        if key in self._page_of:
+            return Tier.DEVICE
+        if key in self.host:
+            return Tier.HOST
+        return Tier.DISK if self.host.disk is not None and key in self.host.disk.places else None
 
     def _only_on_disk(self) -> list[bytes]:
         places = self.host.disk.places if self.host.disk is not None else ()

@@ -2,25 +2,26 @@
 
 1. A worker joins and is asked for all its pages (KvEventsWanted). Until it has reported them it is not known.
 2. Its KvEventBatches are applied in order; after a gap the worker is asked again.
-3. `holdings` says how many of a prompt's first pages each worker holds, `locate` where one worker keeps them.
+3. `holdings` says how many of a prompt's first pages each worker holds, `num_reported` how many one worker
+   has reported.
 4. A worker that a prompt was dispatched to is expected to hold the prompt (`expect`), so later prompts find
    it at once.
 5. A worker that has left is forgotten: none of its entries counts from then on.
 
-All entries are hints: a worker verifies page and generation before it reads. Hence keys are cut to their
-first 64 bits. Two of ten million keys are alike with odds of one in 400,000, which would cost a refused hint.
+All entries are hints: a worker looks the whole keys up before it reads. Hence keys are cut to their first
+64 bits. Two of ten million keys are alike with odds of one in 400,000, which would cost a refused hint.
 
 One array has, for each key, the number of the set of workers that hold the page (router/index/table.py). The
 set hardly ever changes from one page of a prompt to the next, because the pages of a worker are
 prefix-closed. So a few pages of a prompt are looked up by bisection, or one page in sixteen and the pages
-between two that differ, however many workers there are. The place of a page is kept per worker
+between two that differ, however many workers there are. The tier of a page is kept per worker
 (`Holder`), and only the chosen worker's table is read.
 
 Bounds: `max_pages` in all, an equal share of them for each worker, and never more than a worker has.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush
 from typing import Final, NamedTuple, TypeAlias
 
@@ -29,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.clock import Clock
-from baton.messages.control import ON_DISK, KvEventBatch
+from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
 from baton.pages import KEY_BYTES
 from baton.router.index.table import (
@@ -61,13 +62,11 @@ def with_zeros(halves: bytes) -> bytes:
     return whole.tobytes()
 
 
-# bit 63: in the host tier, or on disk; 32 to 62: page id; 0 to 31: generation
-Values: TypeAlias = NDArray[np.uint64]
+# Of a page at a worker: the number of its tier, or from EXPECTED on the number of an expectation.
+Values: TypeAlias = NDArray[np.uint32]
 
-HOST_BIT: Final = np.uint64(1 << 63)
-EXPECTED: Final = np.uint64((2**31 - 1) << 32)  # in place of the page id; the low bits number the expectation
-_PAGE_SHIFT: Final = np.uint64(32)
-_PAGE_MASK: Final = np.uint64((2**31 - 1) << 32)
+TIER_VALUES: Final = {tier: np.uint32(number) for number, tier in enumerate(Tier)}
+EXPECTED: Final = len(TIER_VALUES)
 MOST_ROOM: Final = 4  # a table grows up to so many times the limit where keys crowd
 _LEAST_KEYS: Final = 512  # of a new table
 
@@ -79,16 +78,6 @@ class Change(NamedTuple):
     left: Keys
 
 
-class Located(NamedTuple):
-    """The first pages of a prompt at a worker; both are as long as the run of pages that was found.
-
-    Pages of the host tier have generation 0, which no page of a device has.
-    """
-
-    pages: tuple[int, ...]
-    generations: tuple[int, ...]
-
-
 class Outside(NamedTuple):
     """The numbers of a prompt's pages that a worker holds outside its device."""
 
@@ -97,7 +86,7 @@ class Outside(NamedTuple):
 
 
 class Holder:
-    """The pages of one worker: their places by key, and when each page was last mentioned.
+    """The pages of one worker: their tiers by key, and when each page was last mentioned.
 
     The events of a worker change only its own table, which has a limit. Past the limit the pages that were
     mentioned longest ago are dropped, an eighth at a time: a flood of events costs the hints of its own
@@ -127,13 +116,12 @@ class Holder:
         """All pages, expected ones too."""
         return self._table.keys[self._table.taken()]
 
-    def entries(self) -> tuple[Keys, Values]:
-        """All pages that the worker has reported."""
+    def reported(self) -> dict[Tier, Keys]:
+        """All pages that the worker has reported, by tier, in order of their keys."""
         cells = self._table.taken()
-        cells = cells[~_is_expected(self._table.values[cells])]
+        keys, values = self._table.keys[cells], self._table.values[cells]
         # In the order of the cells they would fill another's table from one end.
-        cells = cells[np.argsort(self._table.keys[cells])]
-        return self._table.keys[cells], self._table.values[cells]
+        return {tier: np.sort(keys[values == value]) for tier, value in TIER_VALUES.items()}
 
     def clear(self) -> Change:
         """Drop all pages."""
@@ -141,17 +129,17 @@ class Holder:
         self._table = self._new_table(_LEAST_KEYS)
         return Change(keys[:0], keys)
 
-    def store(self, keys: Keys, values: Values, stamp: int) -> Change:
-        """Add pages, or move pages to another place."""
+    def store(self, keys: Keys, tier: Tier, stamp: int) -> Change:
+        """Add pages to a tier, or move pages there."""
         cells, new = self._cells_for(keys)
-        self._write(cells, values, stamp)
-        self.has_outside = self.has_outside or bool(values.max() >= HOST_BIT)
+        self._write(cells, np.full(cells.size, TIER_VALUES[tier]), stamp)
+        self.has_outside = self.has_outside or tier is not Tier.DEVICE
         return Change(keys[new[cells[new] >= 0]], self._shrink())
 
-    def remove(self, keys: Keys, *, on_host: bool) -> Change:
-        """Remove pages of one tier. Pages that are in the other tier stay."""
+    def remove(self, keys: Keys) -> Change:
+        """Remove pages, expected ones too."""
         cells = self._table.find(keys)
-        there = (cells >= 0) & ((self._table.values[cells] >= HOST_BIT) == on_host)
+        there = cells >= 0
         self._table.remove(cells[there])
         return Change(keys[:0], keys[there])
 
@@ -159,28 +147,24 @@ class Holder:
         """Expect pages. Pages that the worker has reported are only marked as mentioned."""
         cells, new = self._cells_for(keys)
         values = self._table.values[cells]
-        is_open = _is_expected(values)
+        is_open = values >= EXPECTED
         is_open[new] = True
-        values[is_open] = EXPECTED | np.uint64(number)
+        values[is_open] = number
         self._write(cells, values, stamp)
         return Change(keys[new[cells[new] >= 0]], self._shrink())
 
     def expire(self, keys: Keys, number: int) -> Change:
         """Drop the pages of an expectation that the worker has not reported."""
         cells = self._table.find(keys)
-        is_open = (cells >= 0) & (self._table.values[cells] == EXPECTED | np.uint64(number))
+        is_open = (cells >= 0) & (self._table.values[cells] == number)
         self._table.remove(cells[is_open])
         return Change(keys[:0], keys[is_open])
 
-    def locate(self, keys: Keys) -> Located:
-        """The longest run of first keys that the worker has reported."""
+    def num_reported(self, keys: Keys) -> int:
+        """The number of first keys that the worker has reported."""
         cells = self._table.find(keys)
-        values = self._table.values[cells]
-        missing = np.flatnonzero((cells < 0) | _is_expected(values))
-        values = values[: missing[0] if missing.size else keys.size]
-        pages = (values & _PAGE_MASK) >> _PAGE_SHIFT
-        generations = np.where(values >= HOST_BIT, 0, values.astype(np.uint32))
-        return Located(tuple(pages.tolist()), tuple(generations.tolist()))
+        missing = np.flatnonzero((cells < 0) | (self._table.values[cells] >= EXPECTED))
+        return int(missing[0]) if missing.size else keys.size
 
     def outside(self, keys: Keys) -> Outside:
         """Count the pages of a prompt that are in host memory or on disk.
@@ -194,9 +178,7 @@ class Holder:
     def _num_outside(self, keys: Keys) -> Outside:
         cells = self._table.find(keys)
         values = self._table.values[cells[cells >= 0]]
-        values = values[values >= HOST_BIT]
-        num_on_disk = int(np.count_nonzero(values.astype(np.uint32) == ON_DISK))
-        return Outside(values.size - num_on_disk, num_on_disk)
+        return Outside(*(int((values == TIER_VALUES[tier]).sum()) for tier in (Tier.HOST, Tier.DISK)))
 
     def _cells_for(self, keys: Keys) -> tuple[Cells, Cells]:
         """The cells of all keys, -1 for a rare key without room, and the rows of new keys."""
@@ -234,26 +216,12 @@ class Holder:
         return keys
 
     def _new_table(self, num_keys: int) -> KeyTable:
-        return KeyTable(num_keys, np.uint64, seed=self._seed, has_stamps=True)
-
-
-def values_of(pages: NDArray[np.int64], generations: NDArray[np.int64], *, on_host: bool) -> Values:
-    """The values of pages in a holder's table, packed as `Values` says."""
-    values = pages.astype(np.uint64) << _PAGE_SHIFT | generations.astype(np.uint64)
-    return values | HOST_BIT if on_host else values
-
-
-def _are_distinct(keys: Keys) -> bool:
-    return len(set(keys.tolist())) == keys.size
+        return KeyTable(num_keys, np.uint32, seed=self._seed, has_stamps=True)
 
 
 def _distinct(keys: Keys) -> Keys:
     """The keys without repeats, in any order. Keys of one prompt hardly ever repeat."""
-    return keys if _are_distinct(keys) else np.unique(keys)
-
-
-def _is_expected(values: Values) -> NDArray[np.bool_]:
-    return np.asarray(values & _PAGE_MASK == EXPECTED)
+    return keys if len(set(keys.tolist())) == keys.size else np.unique(keys)
 
 
 MAX_PAGES: Final = 2**22
@@ -339,12 +307,11 @@ class IndexEvents(_Change, frozen=True, kw_only=True):
 
 
 class IndexRestored(_Change, frozen=True, kw_only=True):
-    """All pages of another router's worker: keys and values of eight bytes each, little-endian."""
+    """All pages of another router's worker, as `PrefixIndex.export` returns them."""
 
     worker: str
     next_number: int
-    keys: bytes
-    values: bytes
+    pages: dict[Tier, bytes]
 
 
 IndexChange: TypeAlias = IndexJoined | IndexForgotten | IndexEvents | IndexRestored
@@ -377,7 +344,7 @@ class PrefixIndex:
         self._purges: deque[tuple[int, Keys]] = deque()  # slot, its entries that are left
         self._run_ends: dict[bytes, int] = {}  # key of a run's first page -> end of the run when last seen
         self._expectations: list[_Expectation] = []  # a heap
-        self._num_expectations = 0
+        self._expectation = EXPECTED  # the number of the last one
         self._stamp = 0
 
     @property
@@ -431,10 +398,8 @@ class PrefixIndex:
         False is returned once for each gap, then True until the worker has reported all its pages.
         """
         holder = self._holders.get(worker_id)
-        num_changes = len(events.pages)
-        if holder is None:
-            return True
-        if len(events.keys) != KEY_BYTES * num_changes or len(events.generations) != num_changes:
+        num_changes = events.num_changes
+        if holder is None or len(events.keys) % KEY_BYTES:
             return True
         self._stamp += 1
         is_in_order = True
@@ -467,10 +432,10 @@ class PrefixIndex:
                 holding = still
         return Holdings(levels[::-1])
 
-    def locate(self, worker_id: str, keys: bytes) -> Located:
-        """The places of the first of these pages that the worker has reported."""
+    def num_reported(self, worker_id: str, keys: bytes) -> int:
+        """The number of a prompt's first pages that the worker has reported, without expected pages."""
         holder = self._holders.get(worker_id)
-        return Located((), ()) if holder is None else holder.locate(keys_of(keys))
+        return 0 if holder is None else holder.num_reported(keys_of(keys))
 
     def outside(self, worker_id: str, keys: bytes, num_pages: int) -> Outside:
         """Count the first `num_pages` of these pages that the worker has in host memory or on disk."""
@@ -497,20 +462,24 @@ class PrefixIndex:
         holder = self._holders.get(worker_id)
         return None if holder is None else holder.next_number
 
-    def export(self, worker_id: str) -> tuple[Keys, Values]:
-        """All pages that a worker has reported. The worker must have joined."""
-        return self._holders[worker_id].entries()
+    def export(self, worker_id: str) -> dict[Tier, bytes]:
+        """The first halves of the keys of all pages that a worker has reported, by tier. The worker must have
+        joined.
+        """
+        reported = self._holders[worker_id].reported()
+        return {tier: keys.astype("<u8").tobytes() for tier, keys in reported.items()}
 
-    def restore(self, worker_id: str, next_number: int, keys: Keys, values: Values) -> None:
+    def restore(self, worker_id: str, next_number: int, pages: Mapping[Tier, bytes]) -> None:
         """Replace the pages of a worker by an export before its event `next_number`. The worker must have
         joined.
         """
         holder = self._holders[worker_id]
         self._stamp += 1
         self._change(holder.slot, holder.clear())
-        keys, rows = np.unique(without_zero(keys), return_index=True)
-        if keys.size:
-            self._change(holder.slot, holder.store(keys, values[rows], self._stamp))
+        for tier, halves in pages.items():
+            keys = np.unique(without_zero(np.frombuffer(halves, "<u8")))
+            if keys.size:
+                self._change(holder.slot, holder.store(keys, tier, self._stamp))
         holder.next_number, holder.is_asked = next_number, False
 
     def change(self, change: IndexChange) -> bool:
@@ -523,8 +492,7 @@ class PrefixIndex:
             case IndexEvents(worker=worker_id, events=events):
                 return self.apply(worker_id, events)
             case IndexRestored(worker=worker_id):
-                keys, values = (np.frombuffer(body, "<u8") for body in (change.keys, change.values))
-                self.restore(worker_id, change.next_number, keys, values)
+                self.restore(worker_id, change.next_number, change.pages)
         return True
 
     def check_integrity(self) -> None:
@@ -544,8 +512,8 @@ class PrefixIndex:
             if holder is None:
                 return
             self._stamp += 1
-            self._num_expectations = (self._num_expectations + 1) % 2**32  # it fits a generation's bits
-            distinct, number = _distinct(keys_of(keys[first : first + num_bytes])), self._num_expectations
+            self._expectation = number = max(EXPECTED, (self._expectation + 1) % 2**32)
+            distinct = _distinct(keys_of(keys[first : first + num_bytes]))
             self._change(holder.slot, holder.expect(distinct, number, self._stamp))
             now_s = self._clock.now_s()
             heappush(self._expectations, _Expectation(now_s + ttl_s, number, holder, distinct))
@@ -618,25 +586,11 @@ class PrefixIndex:
         self._run_ends[page_keys[start * KEY_BYTES : (start + 1) * KEY_BYTES]] = end
 
     def _follow(self, holder: Holder, events: KvEventBatch, num_stale: int) -> None:
-        keys = keys_of(events.keys)[num_stale:]
-        pages = np.array(events.pages, np.int64)[num_stale:]
-        generations = np.array(events.generations, np.int64)[num_stale:]
+        keys, tier = _distinct(keys_of(events.keys)[num_stale:]), events.tier
         if not keys.size:
             return
-        if not _are_distinct(keys):
-            # Of several changes of one page in a message, only the last counts.
-            _, from_the_end = np.unique(keys[::-1], return_index=True)
-            last = keys.size - 1 - from_the_end
-            keys, pages, generations = keys[last], pages[last], generations[last]
-        on_host = events.tier is Tier.HOST
-        removed = pages < 0
-        if removed.any():
-            self._change(holder.slot, holder.remove(keys[removed], on_host=on_host))
-            stored = ~removed
-            keys, pages, generations = keys[stored], pages[stored], generations[stored]
-        if keys.size:
-            values = values_of(pages, generations, on_host=on_host)
-            self._change(holder.slot, holder.store(keys, values, self._stamp))
+        change = holder.remove(keys) if tier is None else holder.store(keys, tier, self._stamp)
+        self._change(holder.slot, change)
 
     def _change(self, slot: int, change: Change) -> None:
         if change.joined.size:

@@ -147,8 +147,7 @@ class PromptScorer:
     def locate(self, view: WorkerView) -> PullSource | None:
         """The source that the worker's reports make; None when it has reported no page of the prompt yet."""
         if view.id not in self._located:
-            num_pages = len(self._context.index.locate(view.id, self.keys(view)).pages)
-            num_tokens = num_pages * view.page_size
+            num_tokens = self._context.index.num_reported(view.id, self.keys(view)) * view.page_size
             self._located[view.id] = PullSource(view.id, num_tokens) if num_tokens else None
         return self._located[view.id]
 

@@ -382,8 +382,8 @@ class Feed:
         if snapshot is None:
             return FROM_THE_START
         if worker_id in self._foreign and self._is_news(worker_id, snapshot):
-            bodies = {"keys": snapshot.keys, "values": snapshot.values}
-            self._change_index(IndexRestored(worker=worker_id, next_number=snapshot.next_number, **bodies))
+            number, pages = snapshot.next_number, snapshot.pages
+            self._change_index(IndexRestored(worker=worker_id, next_number=number, pages=pages))
             self._doubtful.discard(worker_id)
         return snapshot.stream_id
 

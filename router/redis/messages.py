@@ -14,7 +14,7 @@ from baton.errors import WireError
 from baton.messages.bounds import MAX_PULLED_PAGES, Attempt, Count, Id, Message
 from baton.messages.codec import decode_as
 from baton.messages.control import Ended, KvEventBatch, Started
-from baton.messages.workers import Worker
+from baton.messages.workers import Tier, Worker
 from baton.router.index.prefix_index import SHORT_KEY_BYTES
 
 
@@ -36,18 +36,15 @@ AnyShared: TypeAlias = SharedDispatch | Started | Ended
 
 
 class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All pages of a worker: keys and values of eight bytes each, little-endian, as in
-    router/index/prefix_index.py.
-    """
+    """All pages of a worker, as `PrefixIndex.export` returns them."""
 
     next_number: Count
     stream_id: Annotated[str, Meta(pattern=r"\A[0-9]{1,20}-[0-9]{1,20}\Z")]  # of an entry before that change
-    keys: bytes
-    values: bytes
+    pages: dict[Tier, bytes]
 
     def __post_init__(self) -> None:
-        if len(self.keys) != len(self.values) or len(self.keys) % 8:
-            raise ValueError(f"{len(self.keys)} bytes of keys, {len(self.values)} bytes of values")
+        if any(len(keys) % SHORT_KEY_BYTES for keys in self.pages.values()):
+            raise ValueError(f"the keys of a snapshot have {SHORT_KEY_BYTES} bytes each")
 
 
 SEAL_BYTES: Final = 16

@@ -186,7 +186,7 @@ class FastWorker:
     def send(self, message: AnyMessage) -> None:
         """Take a message of the router."""
         if isinstance(message, KvEventsWanted):
-            events = KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_snapshot=True)
+            events = KvEventBatch(first=0, keys=b"", is_snapshot=True)
             self.cluster.received(self, events)
         elif isinstance(message, Dispatch):
             request = message.request
@@ -457,16 +457,12 @@ class FastWorker:
         cluster = self.cluster
         if not self.is_keeping:
             return
-        changes = list(self.store.keep(cluster.keys_of(request), cluster.num_more_pages(request)))
-        if changes:
-            events = KvEventBatch(
-                first=self._num_changes,
-                keys=b"".join(key for key, _ in changes),
-                pages=tuple(page for _, page in changes),
-                generations=(0,) * len(changes),
-            )
-            self._num_changes += len(changes)
-            cluster.received(self, events)
+        changes = self.store.keep(cluster.keys_of(request), cluster.num_more_pages(request))
+        for tier, keys in changes.items():
+            if keys:
+                events = KvEventBatch(first=self._num_changes, keys=b"".join(keys), tier=tier)
+                self._num_changes += len(keys)
+                cluster.received(self, events)
 
     def _times(self, job: PromptJob) -> PrefillTimes:
         """Return what a computed prompt took, in the tokens that the router sees."""

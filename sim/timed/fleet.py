@@ -14,7 +14,7 @@ import msgspec
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Hello, Measured, Rejected
-from baton.messages.workers import Address, PrefillTimes, StepTimes, Worker, WorkerRole
+from baton.messages.workers import Address, PrefillTimes, StepTimes, Tier, Worker, WorkerRole
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.worker_node import MEASURED_S
 from baton.sim.timed.times import StepWork
@@ -93,7 +93,7 @@ class PageStore:
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        self._pages: OrderedDict[bytes, int] = OrderedDict()  # key -> page id; -n: n pages without keys
+        self._pages: OrderedDict[bytes, int] = OrderedDict()  # key -> 0; n: n pages without keys
         self._num_used = 0
         self._ids = count()
 
@@ -104,28 +104,28 @@ class PageStore:
                 return number
         return len(keys)
 
-    def keep(self, keys: tuple[bytes, ...], num_more: int = 0) -> Iterator[tuple[bytes, int]]:
+    def keep(self, keys: tuple[bytes, ...], num_more: int = 0) -> dict[Tier | None, list[bytes]]:
         """Keep these pages, and more that no prompt will ask for; the more are the first to leave.
 
-        Yields each change as a key and its page, or -1 for a page that left.
+        Returns the keys of the pages that left, and of those that came, as `PageChanges` has them.
         """
         keys, pages = keys[: self._num_pages], self._pages
         num_more = min(num_more, self._num_pages - len(keys))
         if num_more > 0:
-            pages[next(self._ids).to_bytes(9, "big")] = -num_more
-        new = [key for key in keys if key not in pages]
+            pages[next(self._ids).to_bytes(9, "big")] = num_more
+        new = [key for key in reversed(keys) if key not in pages]
         for key in reversed(keys):
             if key in pages:
                 pages.move_to_end(key)
         self._num_used += len(new) + max(0, num_more)
+        left: list[bytes] = []
         while self._num_used > self._num_pages:
-            key, page = pages.popitem(last=False)
-            self._num_used -= 1 if page >= 0 else -page
-            if page >= 0:
-                yield key, -1
-        for key in reversed(new):
-            pages[key] = next(self._ids)
-            yield key, pages[key]
+            key, num_without_keys = pages.popitem(last=False)
+            self._num_used -= num_without_keys or 1
+            if not num_without_keys:
+                left.append(key)
+        pages.update(dict.fromkeys(new, 0))
+        return {None: left, Tier.DEVICE: new}
 
 
 class Measurements:

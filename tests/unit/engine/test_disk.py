@@ -85,8 +85,8 @@ def fail_a_step(engine: Engine) -> None:
 def test_engine_that_starts_again_continues_from_the_disk_with_the_same_tokens(tmp_path: Path) -> None:
     expected = computed_before(tmp_path)
     second = engine_in(tmp_path)
-    told = {change.key for change in second.take_page_changes().host}
-    assert told.issuperset(second.page_keys(PROMPT[:48], b"", 4))
+    told = second.take_page_changes().keys[Tier.DISK]
+    assert set(told).issuperset(second.page_keys(PROMPT[:48], b"", 4))
     again = generate(second, PROMPT)
     assert token_ids(again) == expected
     assert num_cached(again) == 48 and read_of(second) == 12
@@ -422,9 +422,8 @@ def test_peer_finds_the_pages_of_the_disk_on_the_host_after_they_were_loaded(tmp
 def test_salts_do_not_share_pages_on_disk(tmp_path: Path) -> None:
     computed_before(tmp_path)
     second = engine_in(tmp_path)
-    assert set(second.page_keys(PROMPT, b"another tenant", 4)).isdisjoint(
-        change.key for change in second.take_page_changes().host
-    )
+    told = second.take_page_changes().keys[Tier.DISK]
+    assert set(second.page_keys(PROMPT, b"another tenant", 4)).isdisjoint(told)
     second.close()
 
 

@@ -36,11 +36,11 @@ def test_pages_are_told_as_they_become_known(make_pair: MakePair) -> None:
     for host in (pair.prefill, pair.decode):
         pair.tell(host, ROUTER, KvEventsWanted())
     pair.turns_until(lambda: len(events(pair)) == 2)
-    assert all(each.is_snapshot and not each.pages for each in events(pair))
+    assert all(each.is_snapshot and not each.keys for each in events(pair))
     pair.answer(a_request())
     # Forty of the prompt's tokens at one, all whole pages of prompt and answer at the other.
-    pair.turns_until(lambda: sorted({len(each.pages) for each in events(pair)})[1:] != [])
-    pair.turns_until(lambda: sum(len(each.pages) for each in events(pair)) == 10 + 12)
+    pair.turns_until(lambda: sorted({each.num_changes for each in events(pair)})[1:] != [])
+    pair.turns_until(lambda: sum(each.num_changes for each in events(pair)) == 10 + 12)
 
 
 def test_a_prompts_times_are_told_when_its_pages_are_gone(make_pair: MakePair) -> None:

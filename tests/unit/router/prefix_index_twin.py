@@ -6,12 +6,10 @@ from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
 
-Place = tuple[Tier, int, int]  # page and generation; page -1: expected
-
 
 @dataclass
 class TwinWorker:
-    held: dict[bytes, Place] = field(default_factory=dict)
+    held: dict[bytes, Tier] = field(default_factory=dict)
     expected: dict[bytes, tuple[int, float]] = field(default_factory=dict)  # by which expectation, until when
     next_number: int | None = None
     is_asked: bool = False
@@ -24,7 +22,7 @@ class Twin:
 
     def apply(self, worker_id: str, events: KvEventBatch) -> bool:
         worker = self.workers[worker_id]
-        changes = list(zip(split(events.keys), events.pages, events.generations, strict=True))
+        changes = split(events.keys)
         if events.is_snapshot:
             worker.held.clear()
             worker.expected.clear()
@@ -34,14 +32,11 @@ class Twin:
         else:
             is_in_order = events.first <= worker.next_number
             num_stale = min(len(changes), max(0, worker.next_number - events.first))
-        for key, page, generation in changes[num_stale:]:
-            if page >= 0:
-                worker.expected.pop(key, None)
-                worker.held[key] = (events.tier, page, generation)
-            elif key in worker.held and worker.held[key][0] is events.tier:
-                del worker.held[key]
-            elif events.tier is Tier.DEVICE:
-                worker.expected.pop(key, None)
+        for key in changes[num_stale:]:
+            worker.expected.pop(key, None)
+            worker.held.pop(key, None)
+            if events.tier is not None:
+                worker.held[key] = events.tier
         if not is_in_order:
             was_asked, worker.next_number, worker.is_asked = worker.is_asked, None, True
             return was_asked
@@ -78,15 +73,15 @@ class Twin:
             for worker_id, each in self.workers.items()
         )
 
-    def locate(self, worker_id: str, keys: bytes) -> list[tuple[int, int]]:
-        held = self.workers[worker_id].held
-        places: list[tuple[int, int]] = []
-        for key in split(keys):
-            if key not in held:
-                break
-            tier, page, generation = held[key]
-            places.append((page, generation if tier is Tier.DEVICE else 0))
-        return places
+    def num_reported(self, worker_id: str, keys: bytes) -> int:
+        """The number of first pages that a worker holds."""
+        held = [key in self.workers[worker_id].held for key in split(keys)]
+        return held.index(False) if False in held else len(held)
+
+    def outside(self, worker_id: str, keys: bytes) -> tuple[int, int]:
+        """The numbers of pages in host memory and on disk."""
+        tiers = [self.workers[worker_id].held.get(key) for key in split(keys)]
+        return tiers.count(Tier.HOST), tiers.count(Tier.DISK)
 
 
 def split(keys: bytes) -> list[bytes]:

@@ -50,23 +50,14 @@ class RouterStandIn:
         self,
         worker: Worker,
         keys: bytes,
+        tier: Tier | None = Tier.DEVICE,
         *,
-        is_stored: bool = True,
-        tier: Tier = Tier.DEVICE,
         is_snapshot: bool = False,
     ) -> None:
-        """Take the worker's report that it has stored these pages, or removed them."""
-        num_pages = len(keys) // KEY_BYTES
+        """Take the worker's report that these pages are in this tier now."""
         first = self._next.get(worker.id, 0)
-        self._next[worker.id] = first + num_pages
-        events = KvEventBatch(
-            first=first,
-            keys=keys,
-            pages=tuple(range(num_pages)) if is_stored else (-1,) * num_pages,
-            generations=(first + 1,) * num_pages,
-            tier=tier,
-            is_snapshot=is_snapshot,
-        )
+        events = KvEventBatch(first=first, keys=keys, tier=tier, is_snapshot=is_snapshot)
+        self._next[worker.id] = first + events.num_changes
         assert self.index.apply(worker.id, events)
         self.link.pages(worker.id, events)
 

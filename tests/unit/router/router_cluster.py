@@ -79,9 +79,7 @@ class Cluster:
 
 def stored(keys: bytes, first: int = 0, **changes: Any) -> KvEventBatch:
     """A worker's report that it has stored the pages with these keys."""
-    num_pages = len(keys) // KEY_BYTES
-    fields = {"pages": tuple(range(num_pages)), "generations": (7,) * num_pages, **changes}
-    return KvEventBatch(first=first, keys=keys, **fields)
+    return KvEventBatch(first=first, keys=keys, **changes)
 
 
 def a_member(worker: Worker) -> Member:

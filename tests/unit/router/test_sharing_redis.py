@@ -63,7 +63,7 @@ class Linked:
             peer.say(Reachable(workers=IDS))
         for peer in self.workers.values():
             peer.take(KvEventsWanted)
-            peer.say(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_snapshot=True))
+            peer.say(KvEventBatch(first=0, keys=b"", is_snapshot=True))
         running = tuple((id_of(f"running {number}"), 0) for number in range(64))
         self.workers["d0"].say(Heartbeat(load=Load(), attempts=running))  # so that it computes no prompt
 

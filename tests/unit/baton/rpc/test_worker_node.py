@@ -17,7 +17,6 @@ from baton.messages.control import (
     KvEventsWanted,
     Measured,
     Members,
-    PageChange,
     PageChanges,
     Pressure,
     Reachable,
@@ -69,8 +68,9 @@ class Engine:
     def take_page_changes(self, *, is_snapshot: bool = False) -> PageChanges:
         self.asked.append(is_snapshot)
         number, self.num_new = self.num_new, 0
-        device = [PageChange(bytes([each % 256]) * 16, each, 7) for each in range(number)]
-        return PageChanges(is_snapshot, device, [PageChange(b"h" * 16, 1, 0)] * self.num_host)
+        on_device = [bytes([each % 256]) * 16 for each in range(number)]
+        on_host = [b"h" * 16] * self.num_host
+        return PageChanges(is_snapshot, {None: [], Tier.DEVICE: on_device, Tier.HOST: on_host})
 
     def last_step(self) -> StepTimes | None:
         return self.step
@@ -258,14 +258,14 @@ def test_heartbeat_names_no_more_attempts_than_a_message_holds() -> None:
 
 def test_empty_cache_is_reported_too(reporter: Reporter) -> None:
     reporter.engine.num_new = 0
-    (events,) = reporter.told(KvEventBatch)
-    assert events.is_snapshot and not events.pages
+    assert reporter.told(KvEventBatch) == [KvEventBatch(first=0, keys=b"", is_snapshot=True)]
 
 
 def test_changes_follow_at_intervals_and_are_numbered(reporter: Reporter) -> None:
     reporter.engine.num_host = 1
     assert [(each.first, each.tier, each.is_snapshot) for each in reporter.told(KvEventBatch)] == [
         (0, Tier.DEVICE, True),
+        (0, Tier.DEVICE, False),
         (2, Tier.HOST, False),
     ]
     reporter.engine.num_new = 3
@@ -289,6 +289,7 @@ def test_many_changes_are_cut_into_messages_that_fit_a_frame(reporter: Reporter)
     told = reporter.told(KvEventBatch)  # each was encoded
     assert [(each.first, each.is_snapshot) for each in told] == [
         (0, True),
+        (0, False),
         (PAGES_PER_MESSAGE, False),
         (2 * PAGES_PER_MESSAGE, False),
     ]
@@ -298,8 +299,9 @@ def test_router_that_asks_again_gets_all_pages_at_once(reporter: Reporter) -> No
     reporter.told(KvEventBatch)
     reporter.engine.num_new = 2
     reporter.reports.want(reporter.routers[0])
-    (events,) = reporter.told(KvEventBatch)
-    assert events.is_snapshot and events.first == 2 and reporter.engine.asked == [True, True]
+    begin, events = reporter.told(KvEventBatch)
+    assert begin.is_snapshot and begin.first == events.first == 2
+    assert events.num_changes == 2 and reporter.engine.asked == [True, True]
 
 
 def test_new_router_gets_nothing_before_it_asks(reporter: Reporter) -> None:
@@ -310,17 +312,17 @@ def test_new_router_gets_nothing_before_it_asks(reporter: Reporter) -> None:
     reporter.clock.advance(1.0)
     assert not reporter.told(KvEventBatch)
     reporter.reports.want(router)
-    (events,) = reporter.told(KvEventBatch)
-    assert events.is_snapshot and events.first == 2
+    begin, events = reporter.told(KvEventBatch)
+    assert begin.is_snapshot and begin.first == events.first == 2
 
 
 def test_all_routers_that_asked_get_the_same_events(reporter: Reporter) -> None:
     other = reporter.join_router()
-    assert len(reporter.told(KvEventBatch)) == 1
+    assert len(reporter.told(KvEventBatch)) == 2
     reporter.engine.num_new = 2
     reporter.reports.want(other)
-    one, same = reporter.told(KvEventBatch)
-    assert one == same and one.is_snapshot and one.first == 2
+    told = reporter.told(KvEventBatch)
+    assert told[:2] == told[2:] and told[0].is_snapshot and told[0].first == 2
     reporter.engine.num_new = 1
     reporter.clock.advance(EVENTS_S)
     reporter.peer_registry.left(other)

@@ -7,7 +7,8 @@ from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.scheduler.sequence import Sequence
 from baton.errors import IntegrityError
-from baton.messages.control import NOWHERE, PageChanges
+from baton.messages.control import PageChanges
+from baton.messages.workers import Tier
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams, TokenIds
 from baton.tenants import with_public
@@ -170,26 +171,22 @@ def test_dropped_host_page_leaves_no_copy() -> None:
 
 
 class Reader:
-    """Applies changes to its own maps."""
+    """Applies changes to its own map."""
 
     def __init__(self) -> None:
-        self.device: dict[bytes, tuple[int, int]] = {}
-        self.host: dict[bytes, tuple[int, int]] = {}
+        self.tiers: dict[bytes, Tier | None] = {}
 
     def read(self, changes: PageChanges) -> None:
         if changes.is_snapshot:
-            self.device.clear()
-            self.host.clear()
-        for tier, told in ((self.device, changes.device), (self.host, changes.host)):
-            for key, page, generation in told:
-                tier.pop(key, None)
-                if page != NOWHERE:
-                    tier[key] = page, generation
+            self.tiers.clear()
+        for tier, keys in changes.keys.items():
+            self.tiers |= dict.fromkeys(keys, tier)
+        self.tiers = {key: tier for key, tier in self.tiers.items() if tier is not None}
 
     def check(self, cache: PrefixCache) -> None:
         whole = Reader()
         whole.read(cache.take_changes(is_snapshot=True))
-        assert (self.device, self.host) == (whole.device, whole.host)
+        assert self.tiers == whole.tiers
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple, replace
 
 from baton.clock import ManualClock
-from baton.messages.control import ON_DISK, Heartbeat, Measured, Routed, Started
+from baton.messages.control import Heartbeat, Measured, Routed, Started
 from baton.messages.workers import Load as WorkerLoad
 from baton.messages.workers import PrefillTimes, StepTimes, Tier, Worker, WorkerRole
 from baton.router.in_flight import InFlight, InFlightAttempt, LagOf, SchedulingClass
@@ -447,8 +447,8 @@ def test_worker_with_the_prompt_on_its_device_goes_before_one_that_reads_it_from
         world.index.join(worker)
     keys = world.keys.keys(family_of(worker), world.request)
     num_pages = len(keys) // 16
-    for name, generation, tier in (("p0", ON_DISK, Tier.HOST), ("p1", 1, Tier.DEVICE)):
-        world.index.apply(id_of(name), stored(keys, generations=(generation,) * num_pages, tier=tier))
+    for name, tier in (("p0", Tier.DISK), ("p1", Tier.DEVICE)):
+        world.index.apply(id_of(name), stored(keys, tier=tier))
     world.model.learn_tiers(id_of("p0"), {Tier.HOST: 1_000, Tier.DISK: 100_000})
     pools = world.pool(WorkerRole.DECODE), world.pool(WorkerRole.PREFILL)
     choice = CostPolicy(world.context(Random(0))).choose(world.request, view_of(*pools))

@@ -7,7 +7,6 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.cluster.redis_server import RedisServer
-from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
 from baton.router.index.prefix_index import PrefixIndex
@@ -46,8 +45,8 @@ async def test_router_learns_of_the_workers_of_another_router() -> None:
         first.join(W0)
         first.report(W0, CHAIN)
         await until(lambda: second.held(W0) == 40)
-        assert second.index.locate(W0.id, CHAIN) == first.index.locate(W0.id, CHAIN)
-        first.report(W0, CHAIN[-KEY_BYTES:], is_stored=False)
+        assert second.index.num_reported(W0.id, CHAIN) == 40
+        first.report(W0, CHAIN[-KEY_BYTES:], None)
         await until(lambda: second.held(W0) == 39)
         first.leave(W0)
         await until(lambda: second.index.slot(W0.id) is None)
@@ -78,8 +77,7 @@ async def test_redis_holds_pages_of_both_tiers_and_of_live_workers_only() -> Non
         for worker in (W0, W1):
             router.join(worker)
         router.report(W0, CHAIN[: 8 * KEY_BYTES])
-        router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], tier=Tier.HOST)
-        router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], is_stored=False)
+        router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], Tier.HOST)
         router.report(W1, CHAIN)
         await until_known(redis, {W0.id: 8, W1.id: 40})
         router.report(W0, CHAIN[: 3 * KEY_BYTES], is_snapshot=True)
@@ -97,8 +95,8 @@ async def test_events_that_two_routers_report_count_once_and_the_worker_stays_fo
             for router in (first, second):
                 router.report(W0, CHAIN[part])
         await until_known(redis, {W0.id: 40})
-        second.report(W0, CHAIN[:KEY_BYTES], is_stored=False)
-        first.report(W0, CHAIN[:KEY_BYTES], is_stored=False)
+        second.report(W0, CHAIN[:KEY_BYTES], None)
+        first.report(W0, CHAIN[:KEY_BYTES], None)
         await until_known(redis, {})
         await until(lambda: not first.link.num_unsent and not second.link.num_unsent)
         async with connected(redis.url) as connection:
@@ -161,13 +159,7 @@ async def test_events_after_the_snapshot_that_settles_a_doubt_are_read_again() -
         await connection.load()
         after = await feed.begin(connection)
         for first, last in ((0, 30), (30, 40)):
-            pages = range(first, last)
-            events = KvEventBatch(
-                first=first,
-                keys=CHAIN[first * KEY_BYTES : last * KEY_BYTES],
-                pages=tuple(pages),
-                generations=tuple(pages),
-            )
+            events = stored(CHAIN[first * KEY_BYTES : last * KEY_BYTES], first)
             index.apply(W0.id, events)
             if first == 0:
                 writer.mark_stale(W0.id)
@@ -199,9 +191,7 @@ async def test_events_between_two_connections_of_the_reader_are_not_missed() -> 
     async with RedisServer() as redis, connected(redis.url) as connection:
         await connection.load()
         for first, last in ((0, 30), (30, 40)):
-            pages = tuple(range(first, last))
-            keys = CHAIN[first * KEY_BYTES : last * KEY_BYTES]
-            events = KvEventBatch(first=first, keys=keys, pages=pages, generations=pages)
+            events = stored(CHAIN[first * KEY_BYTES : last * KEY_BYTES], first)
             index.apply(W0.id, events)
             writer.pages(W0.id, events)
             await connection.run_all([*writer.take_batch(), *writer.snapshot(W0.id, "0-0")])

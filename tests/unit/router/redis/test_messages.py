@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from baton.errors import WireError
 from baton.messages.control import Ended, KvEventBatch, Started
+from baton.messages.workers import Tier
 from baton.router.redis.messages import (
     MESSAGE,
     SEAL_BYTES,
@@ -32,9 +33,9 @@ MESSAGES: list[AnyShared] = [
     Started(attempts=ATTEMPTS),
     Ended(attempts=ATTEMPTS),
 ]
-SNAPSHOT = Snapshot(3, "1-0", bytes(8), bytes(8))
+SNAPSHOT = Snapshot(3, "1-0", {Tier.DEVICE: bytes(16), Tier.DISK: bytes(8)})
 PLACES: tuple[Place[Any], ...] = (MESSAGE, WORKER, snapshot_of(W0.id), pages_of(W0.id))
-PAGES = KvEventBatch(first=0, keys=bytes(16), pages=(1,), generations=(1,))
+PAGES = KvEventBatch(first=0, keys=bytes(16), tier=None)
 
 
 def test_written_values_are_read() -> None:
@@ -75,14 +76,14 @@ def test_value_of_another_cluster_or_place_is_refused() -> None:
 @pytest.mark.parametrize(
     ("snapshot", "complaint"),
     [
-        ({"next_number": -1, "stream_id": "1-0", "keys": b"", "values": b""}, "next_number"),
-        ({"next_number": 1, "stream_id": "here", "keys": b"", "values": b""}, "stream_id"),
-        ({"next_number": 1, "stream_id": "1-0", "keys": bytes(7), "values": bytes(8)}, "7 bytes of keys"),
+        ({"next_number": -1, "stream_id": "1-0", "pages": {}}, "next_number"),
+        ({"next_number": 1, "stream_id": "here", "pages": {}}, "stream_id"),
+        ({"next_number": 1, "stream_id": "1-0", "pages": {"tape": b""}}, "tape"),
+        ({"next_number": 1, "stream_id": "1-0", "pages": {"host": bytes(7)}}, "8 bytes each"),
+        ({"next_number": 1, "stream_id": "1-0", "keys": b"", "values": b""}, "unknown field `keys`"),
     ],
 )
-def test_sealed_but_invalid_snapshot_is_refused(
-    snapshot: dict[str, int | str | bytes], complaint: str
-) -> None:
+def test_sealed_but_invalid_snapshot_is_refused(snapshot: dict[str, object], complaint: str) -> None:
     """A router of another version may write such a snapshot."""
     place: Place[Any] = snapshot_of(W0.id)
     with pytest.raises(WireError, match=complaint):

@@ -22,7 +22,7 @@ from baton.router.redis.outbox import (
     stream_budget,
 )
 from tests.node_peers import a_worker, id_of
-from tests.unit.router.redis_routers import CODEC, NAMES, num_held
+from tests.unit.router.redis_routers import CODEC, NAMES
 from tests.unit.router.router_cluster import stored
 
 W0 = a_worker("w0", num_pages=9000)
@@ -43,7 +43,7 @@ class OutboxCase:
 
     def report(self, keys: bytes, tier: Tier = Tier.DEVICE) -> None:
         events = stored(keys, self._number, tier=tier)
-        self._number += len(events.pages)
+        self._number += events.num_changes
         self.index.apply(W0.id, events)
         self.outbox.pages(W0.id, events)
 
@@ -65,16 +65,11 @@ class OutboxCase:
             assert self.other.apply(W0.id, CODEC.decode(pages_of(W0.id), bodies[0])), "there is no gap"
         elif command.arguments[0] == "SET":
             snapshot = CODEC.decode(snapshot_of(W0.id), bodies[0])
-            keys, values = np.frombuffer(snapshot.keys, "<u8"), np.frombuffer(snapshot.values, "<u8")
-            self.other.restore(W0.id, snapshot.next_number, keys, values)
+            self.other.restore(W0.id, snapshot.next_number, snapshot.pages)
 
     def agree(self) -> bool:
         """True when the other router knows the same of the worker."""
-        held, located = (
-            [num_held(index, W0.id, KEYS) for index in (self.index, self.other)],
-            [index.locate(W0.id, KEYS) for index in (self.index, self.other)],
-        )
-        return held[0] == held[1] and located[0] == located[1] and self.other.is_known(W0.id)
+        return self.index.export(W0.id) == self.other.export(W0.id) and self.other.is_known(W0.id)
 
 
 def test_nothing_queues_while_the_link_is_down() -> None:

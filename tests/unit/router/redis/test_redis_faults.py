@@ -10,7 +10,7 @@ from functools import partial
 
 from baton.cluster.redis_server import RedisServer
 from baton.messages.control import Ended
-from baton.messages.workers import Worker
+from baton.messages.workers import Tier, Worker
 from baton.pages import KEY_BYTES
 from baton.router.redis.messages import MESSAGE, WORKER, Codec, Snapshot, pages_of, snapshot_of
 from tests.event_loop import on_loop
@@ -87,7 +87,7 @@ async def test_redis_set_back_to_an_old_state_is_brought_up_to_date() -> None:
                 await connection.call("SAVE")
             shutil.copy(f"{folder}/dump.rdb", f"{folder}/old.rdb")
             router.report(W0, CHAIN[10 * KEY_BYTES :])
-            router.report(W0, CHAIN[:KEY_BYTES], is_stored=False)
+            router.report(W0, CHAIN[:KEY_BYTES], None)
             await until_known(redis, {})
             os.kill(redis.pid, signal.SIGKILL)
             await until(lambda: not router.link.is_up)
@@ -154,7 +154,7 @@ async def test_values_that_no_router_of_the_cluster_has_written_are_ignored() ->
                 assert (second.held(W0), second.held(W2)) == (40, 0)
                 assert not any(isinstance(heard, Ended) for heard in second.heard)
                 snapshot = await connection.call("GET", NAMES.snapshot(W0.id))
-            forged_snapshot = forger.encode(snapshot_of(W2.id), Snapshot(40, "0-0", bytes(8), bytes(8)))
+            forged_snapshot = forger.encode(snapshot_of(W2.id), Snapshot(40, "0-0", {Tier.DEVICE: bytes(8)}))
             for each in (snapshot, forged_snapshot):
                 await connection.call("SET", NAMES.snapshot(W2.id), each)
                 third = RouterStandIn(redis.url, "third")
@@ -183,7 +183,7 @@ async def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
             first.join(W0)
             first.report(W0, CHAIN[: 10 * KEY_BYTES])
             await until(lambda: second.held(W0) == 10)
-            odd = CODEC.encode(snapshot_of(W0.id), Snapshot(2**40, "here", b"", b""))
+            odd = CODEC.encode(snapshot_of(W0.id), Snapshot(2**40, "here", {}))
             await connection.call("SET", NAMES.snapshot(W0.id), odd)
             for name in (NAMES.workers, NAMES.names, NAMES.numbers, NAMES.leases):
                 await connection.call("HSET", name, W0.id, b"\xfe junk", b"\xff\xfe", b"\xff")
