@@ -126,7 +126,7 @@ class GatewayConfig(GatewaySettings, frozen=True):
     # Whether prefill workers are configured: /health proves then that one works. None: once one was seen.
     expects_prefill: bool | None = None
     tenants_file: str | None = None  # tenants and their keys; None: no keys, and loopback only
-    drain_timeout_s: DrainTimeout = 30.0  # running requests may take after SIGTERM
+    drain_timeout_s: DrainTimeout = 30.0  # for running requests after SIGTERM
     # Seconds without a sign of life after which a connection to a router or a worker is dropped.
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
 

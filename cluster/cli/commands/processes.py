@@ -47,7 +47,9 @@ from baton.rpc.auth import KeyRing
 logger = logging.getLogger(__name__)
 
 ROUTER_KEYS: Final = ("host", "port", *ROUTER_OPTIONS)
-GATEWAY_KEYS: Final = ("served_model_name", "host", "port", *GATEWAY_OPTIONS, "tenants_file")
+GATEWAY_KEYS: Final = (
+    *("served_model_name", "host", "port", *GATEWAY_OPTIONS, "tenants_file", "drain_timeout_s"),
+)
 WORKER_KEYS: Final = (
     *("name", "model_name", "host", "port", "transport", "kv_digests", "kv_streams", "drain_timeout_s"),
 )

@@ -45,6 +45,7 @@ def test_router_serves_until_sigterm(key_file: Path, baton: Baton) -> None:
             ["gateway", "tiny", "--cluster-key-file", "k"],
             "--router HOST:PORT: expected where the router listens",
         ),
+        (["gateway", "tiny", "--drain-timeout", "9h"], "--drain-timeout: expected"),
         (
             ["worker", "decode", "tiny"],
             "no cluster of yours runs on this machine: start one with `baton serve`",
