@@ -116,13 +116,9 @@ class DiskStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots
 
-    def places(self) -> Iterator[tuple[bytes, int]]:
-        """Every key with its place: a number below `num_places` that no other key has now."""
-        return ((key, slot) for key, (slot, _) in self._slots.items())
-
-    def place_of(self, key: bytes) -> int:
-        """The place of a key that is here."""
-        return self._slots[key][0]
+    def __iter__(self) -> Iterator[bytes]:
+        """The keys of all pages that are here."""
+        return iter(self._slots)
 
     def put(self, key: bytes, page: PageParts) -> list[bytes]:
         """Write a page unless its key is here; return the keys that were dropped for it."""
@@ -350,10 +346,10 @@ def open_store(root: Path, identity: bytes, page_bytes: int, max_bytes: int) -> 
 
 
 class Written(NamedTuple):
-    """The place of a key on disk from now on; NOT_ON_DISK: its record is gone."""
+    """A key's page is on disk from now on, or is not there any more."""
 
     key: bytes
-    place: int
+    is_on_disk: bool
 
 
 class Loaded(NamedTuple):
@@ -363,13 +359,10 @@ class Loaded(NamedTuple):
     is_valid: bool
 
 
-NOT_ON_DISK: Final = -1
-
-
 class DiskTier:
     """The disk below a host tier: a ledger for the thread of the steps, and a thread that reads and writes.
 
-    `places` changes in `take_reports` alone, so the ledger is a little behind the files.
+    `keys` changes in `take_reports` alone, so the ledger is a little behind the files.
     """
 
     def __init__(
@@ -384,7 +377,7 @@ class DiskTier:
         is_current(page, generation): True when the host page still has the contents of that generation.
         """
         self.num_places = store.num_places
-        self.places: dict[bytes, int] = dict(store.places())
+        self.keys = set(store)
         self.num_read = 0
         self.num_written = 0
         self.num_failed = 0  # errors of the file system; the first one turns the tier off
@@ -436,27 +429,27 @@ class DiskTier:
 
     def write(self, key: bytes, host_page: int, generation: int, mark: int) -> None:
         """Write a host page that has its contents once `mark` has passed, unless it is taken before."""
-        if key not in self.places and not self.num_failed and len(self._writes) < MAX_QUEUED_WRITES:
+        if key not in self.keys and not self.num_failed and len(self._writes) < MAX_QUEUED_WRITES:
             self._writes.append((key, host_page, generation, mark))
             self._wakes.set()
 
     def take_reports(self) -> list[Written | Loaded]:
-        """Return the events since the last call, and bring `places` up to date."""
+        """Return the events since the last call, and bring `keys` up to date."""
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
         self.is_stalled = self.is_stalled and not reports
         for report in reports:
             if isinstance(report, Loaded) or self._must_forget:
                 continue
-            if report.place == NOT_ON_DISK:
-                self.places.pop(report.key, None)
+            if report.is_on_disk:
+                self.keys.add(report.key)
             else:
-                self.places[report.key] = report.place
+                self.keys.discard(report.key)
         return reports
 
     def forget_all(self) -> None:
-        """Forget every page: `places` is empty at once, and the files are before the next order."""
+        """Forget every page: `keys` is empty at once, and the files are before the next order."""
         self._must_forget = True
-        self.places.clear()
+        self.keys.clear()
         self._wakes.set()
 
     def put(self, pages: Iterable[tuple[bytes, int]], until_s: float) -> None:
@@ -522,7 +515,7 @@ class DiskTier:
 
     def _forget_all(self) -> None:
         try:
-            self._reports.extend(Written(key, NOT_ON_DISK) for key in self._store.forget_all())
+            self._reports.extend(Written(key, False) for key in self._store.forget_all())
         except OSError as error:
             self._fail(error)
         self._must_forget = False
@@ -540,7 +533,7 @@ class DiskTier:
                 del self._batch[key]
                 self.num_read += is_valid
                 if not is_valid:
-                    self._reports.append(Written(key, NOT_ON_DISK))
+                    self._reports.append(Written(key, False))
                 self._reports.append(Loaded(key, is_valid))
             self.page_s += NEWEST_SHARE * ((time.monotonic() - began_s) / len(batch) - self.page_s)
 
@@ -565,9 +558,9 @@ class DiskTier:
         if not self._is_current(host_page, generation):
             return  # the page was taken for other contents, perhaps during the copy
         for dropped in self._store.put(key, self._buffer):
-            self._reports.append(Written(dropped, NOT_ON_DISK))
+            self._reports.append(Written(dropped, False))
         self.num_written += 1
-        self._reports.append(Written(key, self._store.place_of(key)))
+        self._reports.append(Written(key, True))
 
     def _wait(self, mark: int) -> bool:
         """Wait until the mark has passed; return False when the tier is closing before."""
@@ -587,5 +580,4 @@ class DiskTier:
         """Turn the tier off: nothing is on disk from now on."""
         self.num_failed += 1
         logger.error("the disk tier of KV pages is off until the worker starts again: %s", error)
-        for key, _ in list(self._store.places()):
-            self._reports.append(Written(key, NOT_ON_DISK))
+        self._reports.extend(Written(key, False) for key in self._store)

@@ -201,7 +201,7 @@ class HostTier:
         disk = self.disk
         if disk is None or disk.is_stalled:
             return
-        chain = [*takewhile(lambda key: key in self or key in self._loading or key in disk.places, keys)]
+        chain = [*takewhile(lambda key: key in self or key in self._loading or key in disk.keys, keys)]
         here = [key for key in chain if key in self._cached]
         for key in here:  # no room is made of the chain itself
             self.cached.remove(key, self._cached[key][1])
@@ -268,7 +268,7 @@ class HostTier:
 
         A page with a copy on disk saves the faster of reading and computing; other pages save computing.
         """
-        if self.disk is not None and key in self.disk.places:
+        if self.disk is not None and key in self.disk.keys:
             return min(self.disk.page_s, self.compute_page_s)
         return self.compute_page_s
 
@@ -354,7 +354,9 @@ class PrefixCache:
         self.poll()
         changed = self.changed.take()
         if changed is None or is_snapshot:
-            is_snapshot, changed = True, [*self._page_of, *self.host.known_keys(), *self._only_on_disk()]
+            on_disk = () if self.host.disk is None else self.host.disk.keys
+            changed = list(dict.fromkeys((*self._page_of, *self.host.known_keys(), *on_disk)))
+            is_snapshot = True
         keys: dict[Tier | None, list[bytes]] = {None: []}
         for key in changed:
             keys.setdefault(self._tier_of(key), []).append(key)
@@ -368,7 +370,7 @@ class PrefixCache:
             return False
         keys = sequence.page_keys[: (sequence.num_tokens - 1) // self.pool.page_size]
         outside = keys[len(self._known_pages(keys)) :]
-        is_on_disk = next((key in self.host.disk.places for key in outside if key not in self.host), False)
+        is_on_disk = next((key in self.host.disk.keys for key in outside if key not in self.host), False)
         if not is_on_disk or self.host.disk.pays(self.host.compute_page_s):
             self.host.load(outside, sequence.cache_group, self.pool.launched)
         return self.host.is_loading(keys)
@@ -493,11 +495,7 @@ class PrefixCache:
             return Tier.DEVICE
         if key in self.host:
             return Tier.HOST
-        return Tier.DISK if self.host.disk is not None and key in self.host.disk.places else None
-
-    def _only_on_disk(self) -> list[bytes]:
-        places = self.host.disk.places if self.host.disk is not None else ()
-        return [key for key in places if key not in self.host and key not in self._page_of]
+        return Tier.DISK if self.host.disk is not None and key in self.host.disk.keys else None
 
     def _known_pages(self, keys: list[bytes]) -> list[int]:
         pages: list[int] = []

@@ -253,7 +253,7 @@ def test_pages_that_left_the_host_come_back_from_the_disk(ranks: Mapping[str, in
     engine.scheduler.cache.make_room(24)  # the next step copies all pages to the host
     for prompt in OTHERS:
         generate(engine, prompt)
-        while not disk.places.keys() >= set(keys):  # all are in the host tier until the disk has them
+        while not disk.keys >= set(keys):  # all are in the host tier until the disk has them
             engine.take_page_changes()
     assert not any(key in host for key in keys)
     again = generate(engine, PROMPT)
@@ -278,7 +278,7 @@ def test_host_keeps_pages_that_are_nowhere_else_before_pages_with_a_copy_on_disk
     engine.scheduler.cache.make_room(24)
     generate(engine, OTHERS[1][:40])
     keys = engine.page_keys(PROMPT[:48], b"", 4)
-    while not disk.places.keys() >= set(keys):
+    while not disk.keys >= set(keys):
         engine.take_page_changes()
     disk.page_s = 0.0
     engine.scheduler.cache.make_room(24)
@@ -316,11 +316,11 @@ def test_pages_with_kv_that_is_no_number_leave_the_host_and_the_disk(tmp_path: P
     host, disk = engine.scheduler.cache.host, engine.scheduler.cache.host.disk
     assert disk is not None
     generate(engine, OTHERS[0])
-    while is_idle and not disk.places.keys() >= set(keys):
+    while is_idle and not disk.keys >= set(keys):
         engine.take_page_changes()
     failed = generate(engine, PROMPT)
     assert (num_cached(failed), failed[-1].error) == (48, BAD_LOGITS)
-    assert not host.known_keys() and not disk.places
+    assert not host.known_keys() and not disk.keys
     engine.scheduler.check_integrity()
     again = generate(engine, PROMPT)
     assert token_ids(again) == expected and not num_cached(again)

@@ -115,10 +115,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
     @invariant()
     def holds_the_same_keys(self) -> None:
-        places = dict(self.store.places())
-        assert places.keys() == self.pages.keys()
-        assert len(set(places.values())) == len(places)
-        assert all(0 <= place < self.store.num_places for place in places.values())
+        assert set(self.store) == self.pages.keys()
         assert sum(path.stat().st_size for path in files(Path(self.root.name))) <= MAX_BYTES
 
 
@@ -286,7 +283,7 @@ def test_killed_writer_leaves_only_whole_pages(tmp_path: Path) -> None:
     os.kill(writer.pid or 0, signal.SIGKILL)
     writer.join()
     store = store_in(tmp_path, max_bytes=2**22)
-    keys = [key for key, _ in store.places()]
+    keys = list(store)
     assert keys and all(read(store, key) == page_of(key).tobytes() for key in keys)
     assert not store.num_damaged
     store.close()
@@ -311,7 +308,7 @@ class Host:
     def wait(self, *, loads: int = 0, writes: int = 0) -> list[Loaded]:
         loaded: list[Loaded] = []
         pause = threading.Event()
-        while len(loaded) < loads or len(self.tier.places) < writes:
+        while len(loaded) < loads or len(self.tier.keys) < writes:
             loaded += [report for report in self.tier.take_reports() if isinstance(report, Loaded)]
             pause.wait(0.002)
         return loaded
@@ -330,7 +327,7 @@ def test_page_of_a_step_that_runs_is_not_written_at_the_end(host: Host, tmp_path
     host.tier.load([(KEYS[3], 3)], host.passed + 1)
     host.tier.close()
     store = store_in(tmp_path)
-    assert not dict(store.places()).keys() & {KEYS[1]}
+    assert KEYS[1] not in store
     store.close()
 
 
@@ -339,7 +336,7 @@ def test_page_that_was_taken_is_not_written(host: Host) -> None:
     host.tier.write(KEYS[1], 1, 0, 0)
     host.tier.write(KEYS[2], 2, 0, 0)
     host.wait(writes=1)
-    assert host.tier.places.keys() == {KEYS[2]}
+    assert host.tier.keys == {KEYS[2]}
 
 
 def test_full_store_drops_the_end_of_the_chain_that_was_read_least_recently(
@@ -360,7 +357,7 @@ def test_load_takes_no_room_from_the_start_of_its_own_chain(host: Host) -> None:
     for key in KEYS[:6]:
         host.store.put(key, parts_of(page_of(key)))
     ledger = HostTier(len(host.pages))
-    host.tier.places.update(host.store.places())
+    host.tier.keys.update(host.store)
     ledger.disk, ledger.compute_page_s = host.tier, 1.0
     for key in (*KEYS[:3], *KEYS[12:17]):  # the last five are nowhere else
         ledger.store(key, 0)
@@ -391,6 +388,6 @@ def test_error_of_the_file_system_turns_the_tier_off(host: Host, caplog: pytest.
         threading.Event().wait(0.002)
     host.tier.load([(KEYS[1], 5)], 0)
     assert host.wait(loads=1) == [Loaded(KEYS[1], False)]
-    while host.tier.places:
+    while host.tier.keys:
         host.tier.take_reports()
     assert host.tier.num_failed == 1 and "disk tier of KV pages is off" in caplog.text
