@@ -62,8 +62,12 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     read_s: float  # the last byte of its body
     tokenised_s: float = 0.0  # seconds of tokenising, after read_s
     ended_s: float  # the last byte of the answer was handed to the connection
-    total_s: float  # from received_s to ended_s
     calendar_s: float = 0.0  # ended_s, in seconds since 1970
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from received_s to ended_s."""
+        return self.ended_s - self.received_s
 
     def timeline(self) -> RequestTimeline:
         """Assemble the timeline."""
@@ -266,7 +270,6 @@ class RequestHistory:
         if marks is None:
             return  # it was refused before it could begin
         call, now_s = answer.call, self._clock.now_s()
-        received_s = call.received_s or call.arrival_s
         ended = EndedRequest(
             request_id=answer.choices[0].request_id,
             answer_id=answer.name,
@@ -277,11 +280,10 @@ class RequestHistory:
             usage=answer.usage,
             is_streamed=call.is_streamed,
             marks=marks,
-            received_s=received_s,
+            received_s=call.received_s or call.arrival_s,
             read_s=call.arrival_s,
             tokenised_s=call.tokenised_s,
             ended_s=now_s,
-            total_s=now_s - received_s,
             calendar_s=self._calendar_s(),
         )
         self._latest.append(ended)

@@ -219,7 +219,6 @@ class FullCluster:
                 received_s=outcome.asked_s,
                 read_s=outcome.asked_s,
                 ended_s=outcome.ended_s,
-                total_s=outcome.ended_s - outcome.asked_s,
             )
             for part in ended.parts().added:
                 self.parts[part.name] = self.parts.get(part.name, 0.0) + part.seconds

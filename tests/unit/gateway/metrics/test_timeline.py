@@ -82,10 +82,7 @@ def timeline(
     *attempts: AttemptMarks, last_token_s: float = 18.5, call: dict[str, Any] = CALL
 ) -> RequestTimeline:
     marks = RequestMarks(OPENED_S, last_token_s, list(attempts))
-    total_s = call["ended_s"] - call["received_s"]
-    ended = EndedRequest(
-        request_id=id_of("r"), outcome="answered", gateway="gateway 1", marks=marks, total_s=total_s, **call
-    )
+    ended = EndedRequest(request_id=id_of("r"), outcome="answered", gateway="gateway 1", marks=marks, **call)
     return ended.timeline()
 
 
