@@ -43,12 +43,11 @@ class ChangedKeys:
     """The keys of pages that a prefix cache has learned, moved to another tier or forgotten since `take`.
 
     A reader looks up the tier of each page when it takes the keys, so a page that became known and unknown
-    in between is in none. Before the first `take`, beyond `limit` keys, and after `note_all`, everything
+    in between is in none. Before the first `take`, beyond MAX_CHANGED_KEYS, and after `note_all`, everything
     counts as changed.
     """
 
-    def __init__(self, limit: int = MAX_CHANGED_KEYS) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._keys: dict[bytes, None] | None = None  # in order; None: everything may have changed
 
     def note(self, key: bytes) -> None:
@@ -56,7 +55,7 @@ class ChangedKeys:
         if self._keys is None:
             return
         self._keys[key] = None
-        if len(self._keys) > self._limit:
+        if len(self._keys) > MAX_CHANGED_KEYS:
             self._keys = None
 
     def note_all(self) -> None:
@@ -349,7 +348,7 @@ class PrefixCache:
         """The device page with this key."""
         return self._page_of.get(key)
 
-    def take_changes(self, *, is_snapshot: bool = False) -> PageChanges:
+    def take_changes(self, *, is_snapshot: bool) -> PageChanges:
         """Return the changes since the last call; all pages with is_snapshot or after too many changes."""
         self.poll()
         changed = self.changed.take()

@@ -173,7 +173,7 @@ class RowParallelLinear:
     """A projection of inputs that are spread over the ranks; every rank gets the whole output."""
 
     def __init__(
-        self, parameters: Parameters, name: str, num_outputs: int, num_inputs: int, *, bias: bool = False
+        self, parameters: Parameters, name: str, num_outputs: int, num_inputs: int, *, bias: bool
     ) -> None:
         """num_inputs: of all ranks together."""
         self.tp = parameters.tp

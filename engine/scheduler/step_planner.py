@@ -59,7 +59,7 @@ class CostCap:
     of a step's budget as they cost, divided by MAX_STRETCH. Costs are counted in first tokens.
     """
 
-    def __init__(self, shares: DecayedShares, attention_mlp_crossover: float = inf) -> None:
+    def __init__(self, shares: DecayedShares, attention_mlp_crossover: float) -> None:
         """attention_mlp_crossover: see `Model.attention_mlp_crossover`; inf: all tokens cost the same."""
         self._shares = shares
         self._crossover = attention_mlp_crossover

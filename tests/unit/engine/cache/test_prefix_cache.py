@@ -3,6 +3,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from baton.engine.cache import prefix_cache
 from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.scheduler.sequence import Sequence
@@ -191,9 +192,11 @@ class Reader:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("num_host_pages", [0, 5])
-def test_reader_agrees_with_the_cache(seed: int, num_host_pages: int) -> None:
+def test_reader_agrees_with_the_cache(
+    seed: int, num_host_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, cache, reader = random.Random(seed), make(12, num_host_pages), Reader()
-    cache.changed._limit = 6  # so that it overflows now and then
+    monkeypatch.setattr(prefix_cache, "MAX_CHANGED_KEYS", 6)  # overflows now and then
     live: list[Sequence] = []
     for step in range(60):
         prompt = [source.randrange(3)] * 4 * source.randrange(1, 4) + [source.randrange(2)] * 3
