@@ -265,6 +265,10 @@ class PagePool:
         """The number of pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
+    def num_missing(self, num_tokens: int, num_held: int) -> int:
+        """The number of pages that `num_held` pages lack for so many tokens."""
+        return max(0, self.pages_for(num_tokens) - num_held)
+
     # Pages of sequences.
 
     def allocate(self, num_pages: int, owner: Owner) -> list[int]:

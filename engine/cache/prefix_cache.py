@@ -160,7 +160,7 @@ class HostTier:
         self._leaving.append(host_page)
 
     def drop(self, key: bytes) -> None:
-        """Forget a page that is on the device again, if it is here."""
+        """Forget a page, if it is here."""
         if key in self:
             host_page = self._uncache(key) if key in self._cached else self._pinned.pop(key)
             self._to_host.pop(host_page, None)
@@ -169,9 +169,7 @@ class HostTier:
     def forget_all(self) -> None:
         """Forget every cached page, here and on disk: some may be copies of contents that are not valid."""
         for key in list(self._cached):
-            host_page = self._uncache(key)
-            self._to_host.pop(host_page, None)
-            self._free.append(host_page)
+            self.drop(key)
         # Ordered writes to disk find that the contents are others, also those of pages that were fetched.
         for host_page in range(self.num_pages):
             self._generation[host_page] += 1
@@ -325,11 +323,9 @@ class PrefixCache:
 
     def find(self, token_ids: Ordered[int], salt: bytes) -> list[int]:
         """The device pages of the longest known prefix that leaves a token to compute. Pure."""
-        keys: list[bytes] = []
-        if self._page_keys is not None and token_ids:
-            num_pages = (len(token_ids) - 1) // self.pool.page_size
-            self._page_keys.extend(keys, token_ids, num_pages, salt)
-        return self._known_pages(keys)
+        page_size = self.pool.page_size
+        keys = self.keys_of(token_ids, salt, page_size)
+        return self._known_pages(keys[: (len(token_ids) - 1) // page_size])
 
     def keys_of(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
         """The keys of all full pages of that size; empty when the cache is off."""

@@ -137,7 +137,7 @@ class ExternalPageHolds:
         pool, queues = self._pool, self._queues
         num_pages = pool.num_available - queues.num_running * pool.pages_for(HEADROOM_TOKENS)
         for sequence in (*queues.prefilling.values(), *queues.waiting[:1]):
-            num_pages -= max(0, pool.pages_for(sequence.num_tokens) - len(sequence.page_table))
+            num_pages -= pool.num_missing(sequence.num_tokens, len(sequence.page_table))
         longest = max((s.max_num_tokens for s in queues.by_key.values()), default=0)
         num_spare = pool.num_available - pool.pages_for(longest)
         if num_spare < num_pages:  # else the live sequences' own pages need not be counted

@@ -409,7 +409,7 @@ class Scheduler:
         for key in missing.keys() & plan.admitted:
             sequence = by_key[key]
             num_tokens = sequence.num_computed_tokens + plan.scheduled[key]
-            missing[key] = max(0, self.pool.pages_for(num_tokens) - len(sequence.page_table))
+            missing[key] = self.pool.num_missing(num_tokens, len(sequence.page_table))
         self.cache.make_room(sum(missing.values()))
         for key, num_pages in missing.items():
             by_key[key].page_table += self.pool.allocate(num_pages, key)

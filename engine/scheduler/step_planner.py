@@ -269,7 +269,7 @@ class StepPlanner:
         start, shared = self._prospect(sequence)
         claimed = [page for page in shared if self._is_claimable(page)]
         num_held = len(shared) + len(sequence.page_table)
-        num_new = max(0, self._pool.pages_for(max(sequence.num_tokens, num_tokens)) - num_held)
+        num_new = self._pool.num_missing(max(sequence.num_tokens, num_tokens), num_held)
         num_wanted = len(claimed) + num_new
         if num_wanted + self._committed + self._headroom() > self.available:
             self._lacking = sequence, num_wanted
@@ -420,7 +420,7 @@ class StepPlanner:
 
     def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that the sequence lacks for `num_tokens` tokens after this plan."""
-        return max(0, self._pool.pages_for(num_tokens) - self._num_held(sequence))
+        return self._pool.num_missing(num_tokens, self._num_held(sequence))
 
     def _seated(self) -> list[Sequence]:
         """All sequences that run after this plan."""
@@ -460,7 +460,7 @@ class StepPlanner:
         self._admits = False  # no newcomer takes these pages
 
     def _num_missing_before(self, sequence: Sequence) -> int:
-        return max(0, self._pool.pages_for(sequence.num_tokens) - len(sequence.page_table))
+        return self._pool.num_missing(sequence.num_tokens, len(sequence.page_table))
 
     def _end(self, sequence: Sequence) -> int:
         """The first token that is not computed after this plan."""

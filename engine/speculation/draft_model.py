@@ -290,7 +290,7 @@ class ModelDrafter:
 
     def _take_pages(self, mirror: Sequence, num_tokens: int, wanted: Collection[Sequence]) -> bool:
         """Give the mirror pages for so many tokens, from sequences that are not drafted now if need be."""
-        num_missing = max(0, self._pool.pages_for(num_tokens) - len(mirror.page_table))
+        num_missing = self._pool.num_missing(num_tokens, len(mirror.page_table))
         if num_missing > self._pool.num_free:
             for sequence, drafted in self._drafted.items():
                 if sequence not in wanted:
