@@ -151,7 +151,7 @@ def test_stats_count_sequences_pages_and_hits(engine: Engine) -> None:
     add(engine, "runs", PROMPT, max_tokens=9)
     add(engine, "waits", PROMPT[::-1])
     engine.step()
-    engine.pages.reserve(3, "lease")
+    engine.pages.reserve(3, "transfer")
     load = engine.load()
     assert (load.num_running, load.num_waiting) == (2, 0)
     assert list(load.pages) == ["free", "active", "cached", "leased", "quarantined"]

@@ -169,7 +169,7 @@ def test_error_of_another_rank_is_what_a_step_or_a_pin_raises(evicting: Engine, 
     evicting.runner.rank.send_command(b"no step")
     with pytest.raises(WorkerLost, match="rank 1: .*Error: "):
         if pins:
-            evicting.pin(evicting.page_keys(EVICTED, b"", 4), "a borrower")
+            evicting.pin(evicting.page_keys(EVICTED, b"", 4), "a peer")
         else:
             generate(evicting, [1, 2, 3])
 
@@ -201,7 +201,7 @@ def test_copy_that_fails_leaves_the_ranks_apart_too(
 
     monkeypatch.setattr(evicting.runner, "execute", fail)
     with pytest.raises(RuntimeError, match="no copies today"):
-        evicting.pin(evicting.page_keys(EVICTED, b"", 4), "a borrower")
+        evicting.pin(evicting.page_keys(EVICTED, b"", 4), "a peer")
     with pytest.raises(WorkerLost, match="the ranks may differ, the engine must be loaded again"):
         generate(evicting, [1, 2, 3])
 
