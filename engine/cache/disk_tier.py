@@ -117,7 +117,7 @@ class DiskStore:
         return key in self._slots
 
     def __iter__(self) -> Iterator[bytes]:
-        """The keys of all pages that are here."""
+        """The keys of all pages that are here, the least recently used first."""
         return iter(self._slots)
 
     def put(self, key: bytes, page: PageParts) -> list[bytes]:

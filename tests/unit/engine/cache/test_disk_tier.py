@@ -114,8 +114,10 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         self.is_damaged = True
 
     @invariant()
-    def holds_the_same_keys(self) -> None:
-        assert set(self.store) == self.pages.keys()
+    def holds_the_same_pages(self) -> None:
+        assert list(self.store) == [*self.pages]
+        if not self.is_damaged:
+            assert read_all(self.store, [*self.pages]) == self.pages
         assert sum(path.stat().st_size for path in files(Path(self.root.name))) <= MAX_BYTES
 
 
