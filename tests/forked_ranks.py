@@ -17,7 +17,7 @@ from typing import Any, Final
 import pytest
 
 from baton.engine.runner import rank_process, tp_worker
-from tests.remote import CONTEXT
+from tests.remote import Forked
 
 FIRST_OWN: Final = 512  # of the descriptors of a forked rank; tests have fewer open
 
@@ -39,8 +39,8 @@ def forked_ranks() -> Iterator[None]:
         yield
 
 
-class ForkedRank:
-    """The part of subprocess.Popen that rank_process.py uses."""
+class ForkedRank(Forked):
+    """A rank that rank_process.py uses as a subprocess.Popen."""
 
     def __init__(self, channel: int, memory: Sequence[int], folder: os.PathLike[str]) -> None:
         """channel: the rank writes its answers to a duplicate of this descriptor.
@@ -53,26 +53,7 @@ class ForkedRank:
         with ExitStack() as stack:
             shared = {number: stack.enter_context(Connection(os.dup(number))) for number in memory}
             own = stack.enter_context(stdin), stack.enter_context(answers)
-            self._process = CONTEXT.Process(target=_run_rank, args=(*own, shared, folder))
-            self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Return the exit status. Raises subprocess.TimeoutExpired."""
-        self._process.join(timeout_s)
-        if self._process.exitcode is None:
-            assert timeout_s is not None
-            raise subprocess.TimeoutExpired("rank", timeout_s)
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        """Return the exit status; None: it runs."""
-        self._process.join(0)
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
+            super().__init__(_run_rank, *own, shared, folder)
 
 
 def _start_rank(command: Sequence[str], *, pass_fds: Sequence[int], **settings: Any) -> Any:

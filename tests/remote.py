@@ -4,7 +4,9 @@ The processes are forked from one that has imported what they need: importing to
 """
 
 import multiprocessing
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,9 +24,41 @@ CONTEXT.set_forkserver_preload(
         "tests.transfer_ends",
         "tests.tensor_parallel_peer",
         "tests.forked_ranks",
+        "tests.forked_serve",
     ]
 )
 END_S: Final = 20.0
+
+
+class Forked:
+    """The part of subprocess.Popen that tests and Baton use."""
+
+    def __init__(self, target: Callable[..., object], *arguments: object) -> None:
+        """target: runs in the process. The target and its arguments are pickled."""
+        self._process = CONTEXT.Process(target=target, args=arguments)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            assert timeout_s is not None
+            raise subprocess.TimeoutExpired(self._process.name, timeout_s)
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the exit status; None: it runs."""
+        self._process.join(0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 class Remote:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import httpx2
 import psutil
@@ -27,20 +27,25 @@ from baton.messages.operations import Status
 from baton.messages.status import RouterStatus
 from baton.messages.workers import WorkerStatus
 from tests.event_stream import stream
+from tests.forked_serve import ForkedServe
 from tests.http_calls import HttpCalls
 from tests.waiting import wait_for
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+BATON: Final = ("-m", "baton")  # as users run it
 START_TIMEOUT_S: Final = 120.0  # for a start on a machine with a core for each running process
 STOP_TIMEOUT_S: Final = 60.0
 # Arguments of a small cluster; of an option that comes again, the last one counts.
 SERVE: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 
 
+Process: TypeAlias = "ForkedServe | subprocess.Popen[str]"
+
+
 class Served(HttpCalls):
     """A cluster that has printed its banner."""
 
-    def __init__(self, process: "subprocess.Popen[str]", banner: str, said: list[str]) -> None:
+    def __init__(self, process: Process, banner: str, said: list[str]) -> None:
         self.process = process
         self.banner = banner
         self.said = said  # its stderr, line by line, as it comes
@@ -133,7 +138,7 @@ class Served(HttpCalls):
         raise AssertionError(f"no process of the cluster listens on port {port}")
 
 
-def kill_unless(has_ended: threading.Event, process: "subprocess.Popen[str]") -> None:
+def kill_unless(has_ended: threading.Event, process: Process) -> None:
     """Kill a process whose start takes longer than START_TIMEOUT_S, and longer still on a busy machine.
 
     The load average counts the processes that run, or wait for a core or a disk: with twice as many as cores,
@@ -148,20 +153,24 @@ def kill_unless(has_ended: threading.Event, process: "subprocess.Popen[str]") ->
 
 
 @contextmanager
-def served(*arguments: str, program: Sequence[str] = ("-m", "baton"), **environment: str) -> Iterator[Served]:
+def served(*arguments: str, program: Sequence[str] = (), **environment: str) -> Iterator[Served]:
     """Run `baton serve` with these arguments and variables, and stop it in the end.
 
-    program: what Python runs as `baton`.
+    program: what Python runs as `baton`; without one, the command is forked (tests/forked_serve.py).
     """
-    command = [sys.executable, *program, "serve", *arguments, "--port", "0"]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-    )
+    options, variables = (*arguments, "--port", "0"), os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    process: Process
+    if not program:
+        process = ForkedServe(options, variables)
+    else:
+        process = subprocess.Popen(
+            [sys.executable, *program, "serve", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=variables,
+        )
     said: list[str] = []
     assert process.stdout is not None and process.stderr is not None
     errors = process.stderr
@@ -187,7 +196,7 @@ def served(*arguments: str, program: Sequence[str] = ("-m", "baton"), **environm
         errors.close()
 
 
-def stop(process: "subprocess.Popen[str]") -> int:
+def stop(process: Process) -> int:
     """End the process with SIGTERM; return its exit status."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)

@@ -20,7 +20,7 @@ from baton.cluster.cluster_record import find_record
 from baton.cluster.runtimes.base import descendants
 from baton.messages.codec import CONTROL_SCHEMA
 from tests.event_stream import BODY, SteadyClients
-from tests.served import ROOT, SERVE, Served, are_gone, served, stop, until
+from tests.served import BATON, ROOT, SERVE, Served, are_gone, served, stop, until
 
 OPTIONS: Final = (*SERVE, "--drain-timeout", "60")
 SOON_S: Final = 120.0
@@ -99,7 +99,9 @@ def test_a_cluster_of_another_build_takes_over_under_load(
     clients = SteadyClients(cluster.port, BODY | {"max_tokens": 60})
     with contextlib.ExitStack() as ends, clients.asking():
         environment = {"PYTHONPATH": str(other_build), "PYTHONSAFEPATH": "1"}
-        new = ends.enter_context(served(*OPTIONS, "--cluster-key-file", str(key), **environment))
+        new = ends.enter_context(
+            served(*OPTIONS, "--cluster-key-file", str(key), program=BATON, **environment)
+        )
         with pytest.raises(subprocess.CalledProcessError):
             new.baton("status", "--port", str(new.port))  # by this build
         until(lambda: any("mixed builds" in line for line in new.said))

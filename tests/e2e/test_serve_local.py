@@ -17,7 +17,7 @@ from baton.cluster.cluster_record import find_record
 from baton.cluster.redis_server import find_program
 from baton.cluster.runtimes.base import descendants
 from baton.config.environment import cache_directory
-from tests.served import SERVE, Served, are_gone, served, until
+from tests.served import BATON, SERVE, Served, are_gone, served, until
 
 # An idle decode worker computes prompts itself by the default policy; by this one it never does.
 ALWAYS_APART = ("--router-policy", "prefix")
@@ -28,7 +28,7 @@ COPY = ("copy(sun moon star)=", "sun moon star")
 def cluster() -> Iterator[Served]:
     """A second signal ends the cluster at once, though a stream runs."""
     options = (*ALWAYS_APART, "--routers", "2", "--decode", "2", "--drain-timeout", "600")
-    with served(*SERVE, *options) as found:
+    with served(*SERVE, *options, program=BATON) as found:
         yield found
         pids, num_said = descendants(found.process.pid), len(found.said)
         stream = found.stream(COPY[0], max_tokens=4000, ignore_eos=True)
@@ -160,7 +160,9 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
         shutil.copy2(kernels, folder)
     options = ("--gateways", "2", "--routers", "2", "--decode-tp", "2", "--decode-block-size", "64")
     stages = ("--decode-pp", "2", "--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
-    with served(*SERVE, *options, *stages, "--transport", "tcp", BATON_CACHE_DIR=str(folder)) as found:
+    with served(
+        *SERVE, *options, *stages, "--transport", "tcp", program=BATON, BATON_CACHE_DIR=str(folder)
+    ) as found:
         yield found, str(folder)
         pids = descendants(found.process.pid)
         found.process.kill()

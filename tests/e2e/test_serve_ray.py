@@ -14,7 +14,7 @@ from baton.cluster.cluster_record import find_record
 from baton.cluster.redis_server import find_program
 from baton.cluster.runtimes.base import descendants
 from tests.event_stream import BODY, SteadyClients
-from tests.served import Served, are_gone, command_line, served, stop, until
+from tests.served import BATON, Served, are_gone, command_line, served, stop, until
 
 pytest.importorskip("ray")
 
@@ -24,7 +24,9 @@ OPTIONS = ("tiny", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Served]:
     """All that it has started ends with it, Ray too."""
-    with served(*OPTIONS, "--prefill", "2", "--router-policy", "prefix", "--routers", "2") as found:
+    with served(
+        *OPTIONS, "--prefill", "2", "--router-policy", "prefix", "--routers", "2", program=BATON
+    ) as found:
         yield found
         pids = descendants(found.process.pid)
         assert any("raylet" in command_line(pid) for pid in pids)

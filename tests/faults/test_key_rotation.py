@@ -14,7 +14,7 @@ import pytest
 from baton.cluster.cluster_key import Keys, new_key, read_keys, write_secret
 from baton.cluster.cluster_record import find_record
 from tests.event_stream import BODY, SteadyClients, joined, read_all, stream
-from tests.served import SERVE, Served, served, stop, until
+from tests.served import BATON, SERVE, Served, served, stop, until
 
 COMMON: Final = (*SERVE, "--router-policy", "prefix")  # which has prefill workers compute prompts
 OPTIONS: Final = (*COMMON, "--prefill", "2", "--decode", "2", "--gateways", "2", "--routers", "2")
@@ -112,7 +112,9 @@ def test_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_pa
 def test_running_workers_take_each_new_key(options: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "cluster.key"
     write_secret(path, new_key())
-    with served(*COMMON, "--prefill", "1", *options, "--cluster-key-file", str(path)) as cluster:
+    with served(
+        *COMMON, "--prefill", "1", *options, "--cluster-key-file", str(path), program=BATON
+    ) as cluster:
         for action, restarted in (("rotate", "decode-0"), ("retire", "prefill-0"), ("rotate", "decode-0")):
             change(cluster, action, path)
             restart(cluster, restarted)  # its successor has only the new key, or has it first

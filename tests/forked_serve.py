@@ -1,0 +1,137 @@
+"""`baton serve --runtime local` without its imports, which take five seconds of a core.
+
+1. The fork server of tests/remote.py, which has imported all code, forks the process of the command.
+2. While that process has one thread, it forks the template of its cluster.
+3. The cluster's runtime forks routers and gateways from the template, as it forks workers.
+
+test_serve_local.py starts the command and all processes of its cluster as users do.
+"""
+
+import asyncio
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Final, NoReturn
+
+from setproctitle import setproctitle
+
+import baton.cluster.serve
+import baton.cluster.worker_process
+import baton.gateway.process
+import baton.router.router  # noqa: F401
+from baton.cluster import template
+from baton.cluster.cli.main import main
+from baton.cluster.end_with_parent import SET_DEATH_SIGNAL
+from baton.cluster.runtimes import local
+from baton.cluster.runtimes.local import COMMAND, MAX_REPORT_BYTES, LocalRuntime
+from baton.cluster.template import READY, STDIN, STDOUT, WORKER_CODE, Template
+from baton.config.environment import environment_of_template, replace_environment
+from baton.rpc.auth import ClusterKeys
+from tests.remote import Forked
+
+STDERR: Final = 2
+
+
+class ForkedServe(Forked):
+    """The process of the command, with pipes from its stdout and its stderr."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """arguments: of `baton serve`."""
+        (out, stdout), (errors, stderr) = os.pipe(), os.pipe()
+        self.stdout, self.stderr = open(out), open(errors)  # noqa: SIM115  # closed by their user
+        with Connection(stdout, readable=False) as first, Connection(stderr, readable=False) as second:
+            super().__init__(_serve, first, second, tuple(arguments), dict(environment))
+
+
+class ForkedTemplate:
+    """A template that the present process has forked; used as an asyncio.subprocess.Process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> None:
+        await asyncio.to_thread(os.waitpid, self.pid, 0)
+
+
+class StartedTemplate(Template):
+    """A template that runs already. After its death another one starts as that of a user."""
+
+    def __init__(self) -> None:
+        """The present process has one thread."""
+        super().__init__(COMMAND[2:], limit=MAX_REPORT_BYTES)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            if not (pid := os.fork()):
+                _run_template(theirs)
+        self._first: tuple[Any, socket.socket] | None = (ForkedTemplate(pid), ours)
+
+    async def _start(self) -> socket.socket:
+        if self._first is None:
+            return await super()._start()
+        (self._process, connection), self._first = self._first, None
+        self._socket = connection
+        connection.setblocking(False)
+        assert await asyncio.get_running_loop().sock_recv(connection, len(READY)) == READY
+        return connection
+
+
+class ForkingRuntime(LocalRuntime):
+    """A LocalRuntime that forks every process from the template."""
+
+    def __init__(self, template: Template, keys: ClusterKeys) -> None:
+        super().__init__(keys)
+        self._template = template
+
+    async def _start(self, environment: dict[str, str]) -> Any:
+        return await self._template.fork(environment) or await super()._start(environment)
+
+
+def _serve(
+    stdout: Connection, stderr: Connection, arguments: Sequence[str], environment: dict[str, str]
+) -> NoReturn:
+    with open(os.devnull) as stdin:
+        for given, wanted in ((stdin, STDIN), (stdout, STDOUT), (stderr, STDERR)):
+            os.dup2(given.fileno(), wanted)
+    stdout.close()
+    stderr.close()
+    sys.stdout = open(STDOUT, "w", closefd=False)  # noqa: SIM115  # what the fork server had may be no pipe
+    sys.stderr = open(STDERR, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    setproctitle(" ".join(("baton", "serve", *arguments)))  # it finds no place in a replaced environment
+    replace_environment(environment)
+    gc.freeze()  # what the fork server has imported
+    local.LocalRuntime = partial(ForkingRuntime, StartedTemplate())  # type: ignore[assignment, misc]
+    _exit_with(lambda: main(("serve", *arguments)))
+
+
+def _run_template(theirs: socket.socket) -> NoReturn:
+    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    os.setpgid(0, 0)
+    os.dup2(theirs.detach(), STDIN)
+    replace_environment(environment_of_template(len(os.sched_getaffinity(0))))
+    sys.argv = [template.__name__, WORKER_CODE, *COMMAND[2:]]
+    _exit_with(template.main)
+
+
+def _exit_with(program: Callable[[], int]) -> NoReturn:
+    """Run the program, and end this process with its status; 1: the program raised an error."""
+    status = 1
+    try:
+        status = program()
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
