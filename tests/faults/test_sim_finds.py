@@ -27,11 +27,15 @@ def finding(
     name: str,
     broken: Callable[..., Any],
     trouble: Trouble = Trouble.ANY,
+    first_seed: int = 0,
 ) -> str:
-    """Return the message of the first seed that fails."""
+    """Return the message of the first seed that fails.
+
+    first_seed: seeds before it show nothing today, and take a sixth of a second each.
+    """
     monkeypatch.setattr(owner, name, broken)
     option = "" if trouble is Trouble.ANY else f" --trouble {trouble}"
-    for seed in range(MAX_SEEDS):
+    for seed in range(first_seed, first_seed + MAX_SEEDS):
         try:
             World(seed, trouble=trouble).run()
         except AssertionError as error:
@@ -41,7 +45,7 @@ def finding(
 
 
 def test_unverified_pages_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = finding(monkeypatch, executor, "differing_units", lambda expected, found: ())
+    found = finding(monkeypatch, executor, "differing_units", lambda expected, found: (), first_seed=45)
     assert "an undisturbed run says" in found
 
 
@@ -101,6 +105,11 @@ def test_replays_with_another_seed_are_found(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_node_that_ends_is_found_where_each_of_its_workers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = finding(
-        monkeypatch, WorkerConnections, "lost_nodes", lambda self, worker: frozenset(), Trouble.LOST_NODE
+        monkeypatch,
+        WorkerConnections,
+        "lost_nodes",
+        lambda self, worker: frozenset(),
+        Trouble.LOST_NODE,
+        first_seed=12,
     )
     assert "was given up after 1 deaths" in found

@@ -32,7 +32,7 @@ from tests.waiting import until
 @pytest.fixture(autouse=True)
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rehearse a few requests: the host of the planner is tested here, not the quality of its plans."""
-    monkeypatch.setitem(layouts.REHEARSED, "fast", 60)
+    monkeypatch.setattr(layouts, "REHEARSED", {"fast": 20, "full": 6})
 
 
 class FakeRouters:
