@@ -6,7 +6,6 @@ baton/errors.py. One line on stderr gives the reason for 1 and 2.
 
 import argparse
 import importlib
-import importlib.metadata
 import io
 import sys
 from collections.abc import Sequence
@@ -81,7 +80,7 @@ def _parse(argv: Sequence[str]) -> tuple[CliCommand, argparse.Namespace]:
     try:
         with output.stdout_errors():  # argparse of an early Python 3.11 raises an error of writing the help
             parser = Parser("", "Serves large language models.")
-            parser.add_argument("--version", action="version", version=f"baton {_version()}")
+            parser.add_argument("--version", action="version", version=f"baton {baton.__version__}")
             parser.add_argument(
                 "command", metavar="COMMAND", choices=COMMANDS, help="a command from the list below"
             )
@@ -104,13 +103,6 @@ def _parse(argv: Sequence[str]) -> tuple[CliCommand, argparse.Namespace]:
 def _fail(message: str, status: int) -> int:
     print(f"baton: error: {' '.join(message.splitlines())}", file=sys.stderr)
     return status
-
-
-def _version() -> str:
-    try:
-        return baton.__version__
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":
