@@ -336,13 +336,12 @@ class SimRehearser:
             return None
         attained = [run.figures["attainment"].value for run in runs]
         middle = runs[1]
-        tpot = middle.figures.get("tpot_p50_ms")
         return LayoutPrediction(
             attainment=float(np.dot(parts, attained)),
             attainment_low=min(attained),
             attainment_high=max(attained),
             ttft_s=middle.figures["ttft_p50_ms"].value / 1e3,
-            tpot_s=tpot.value / 1e3 if tpot is not None else 0.0,
+            tpot_s=middle.figures["tpot_p50_ms"].value / 1e3,
             prefill_use=middle.busy.get("prefill", 0.0),
             decode_use=middle.busy.get("decode", middle.busy.get("worker", 0.0)),
         )

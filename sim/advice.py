@@ -90,8 +90,7 @@ def layouts(times: TimeModel, max_ranks: int) -> list[Layout]:
         for prefill in range(1, max_ranks // ranks[prefill_tp] + 1)
         for decode in range(1, (max_ranks - prefill * ranks[prefill_tp]) // ranks[decode_tp] + 1)
     ]
-    base = [each.with_stages(times) for each in base]
-    base = _spread(base)
+    base = _spread([each.with_stages(times) for each in base])
     steps = [each for each in TRIED_STEP_TOKENS if each < usual][::-2][:2]
     found = [msgspec.structs.replace(each, step_tokens=usual) for each in base]
     found += [msgspec.structs.replace(each, step_tokens=tokens) for tokens in steps for each in base]
@@ -178,7 +177,7 @@ def _merit(option: Option, attainment: float) -> tuple[bool, bool, int, float, f
     reached = known.figures["attainment"].value
     is_able = meets(known, attainment)
     ranks = option.layout.num_ranks if is_able else 0
-    return not known.is_valid, not is_able, ranks, -option.headroom, -reached
+    return False, not is_able, ranks, -option.headroom, -reached
 
 
 def _workers(option: Option) -> tuple[int, ...]:

@@ -126,6 +126,7 @@ class RehearsalSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _DEFAULT: Final = RehearsalSettings()
+_NO_LATENCY: Final = {f"{name}_p{at}_ms": 0.0 for name in ("ttft", "tpot", "e2el") for at in PERCENTILES}
 
 
 class Figure(NamedTuple):
@@ -144,8 +145,8 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_refused: int = 0
     duration_s: float = 0.0  # virtual, from the first arrival to the last end
-    # ttft, tpot and e2el by PERCENTILES as "ttft_p50_ms"; output_tokens_per_s, requests_per_s;
-    # goodput_requests_per_s and attainment (0 to 1) for objectives.
+    # ttft, tpot (0 where all answers have one token) and e2el by PERCENTILES as "ttft_p50_ms";
+    # output_tokens_per_s, requests_per_s; goodput_requests_per_s and attainment (0 to 1) for objectives.
     figures: dict[str, Figure] = {}
     parts: dict[str, float] = {}  # mean seconds of a request, by the parts of its timeline
     busy: dict[str, float] = {}  # share of time that workers compute, by role
@@ -358,7 +359,7 @@ def _figures(course: Course, others: Sequence[Course], settings: RehearsalSettin
     others: three courses in the quickest mode, with predicted, shorter and longer work. The interval is the
     spread of their draws, relative to the first of them.
     """
-    whole = _values(course, np.arange(len(course.ttft_ms)), settings.sla)
+    whole = _NO_LATENCY | _values(course, np.arange(len(course.ttft_ms)), settings.sla)
     if not others:
         return {name: Figure(value, value, value) for name, value in whole.items()}
     base = _values(others[0], np.arange(len(others[0].ttft_ms)), settings.sla)

@@ -40,6 +40,14 @@ def test_one_worker_is_enough_for_a_small_load() -> None:
     assert advice.runner_up is not None and "takes 1 more device" in advice.reasons[-1]
 
 
+def test_answers_of_one_token_have_no_time_per_token() -> None:
+    usual = search(4.0, 500.0, 20.0)
+    trace = [msgspec.structs.replace(each, output_tokens=1) for each in usual.trace]
+    advice = advise(usual._replace(trace=trace), workers("1P1D", "1M"))
+    assert advice.chosen is not None and advice.chosen.best_known.figures["tpot_p90_ms"].value == 0.0
+    assert "TPOT p90 0.0 ms" in advice.reasons[0]
+
+
 def test_impossible_objectives_are_an_outcome() -> None:
     advice = advise(search(4.0, 500.0, 0.5), workers("1M", "1P1D"))
     assert advice.chosen is None
