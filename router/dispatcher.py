@@ -91,18 +91,19 @@ def pair_with_room(pairing: Pairing, capacity: Capacity, question: PairQuestion)
     question: its `full` workers are left out too. The others without room are computed lazily: only after a
     decode worker was found to be full.
     """
-    num_tokens, left_out = num_kv_tokens(question.submit.request), question.full
-    full = capacity.full(num_tokens) if capacity.is_any_full else frozenset()
-    capacity.is_any_full = bool(full)
-    if full:
-        question = question._replace(full=left_out | full)
+    full: frozenset[str] = frozenset()
+    num_tokens = num_kv_tokens(question.submit.request)
+    if capacity.is_any_full:
+        full = capacity.full(num_tokens)
+        capacity.is_any_full = bool(full)
+        question = question._replace(full=question.full | full)
     pair = pairing.pair(question)
     if full or not isinstance(pair, Pair) or pair.decode.id == question.submit.sticky_worker:
         return pair
     if capacity.can_decode(pair.decode, num_tokens):
         return pair
     capacity.is_any_full = True
-    return pairing.pair(question._replace(full=left_out | capacity.full(num_tokens)))
+    return pairing.pair(question._replace(full=question.full | capacity.full(num_tokens)))
 
 
 class GatewayPeer:

@@ -70,13 +70,13 @@ class PromptJob:
         self.worker, self.request, self.decode = worker, request, decode
         self.given_s = self.pulled_s = cluster.events.now_s  # pulled_s: the end of the pull
         self.begun_s = -1.0
-        self.num_tokens = self.request.num_tokens
+        self.num_tokens = request.num_tokens
         self.num_held = self.num_done = self.num_last = 0  # num_last: tokens of the latest chunk
         self.own_s = 0.0  # its part of the time of its steps
         self.granted_s = self.given_s  # when the grant of the decode worker comes
         self.pulled_bytes = self._num_pulled_tokens = 0
         if source is not None:
-            keys, page_size = cluster.keys_of(self.request), worker.worker.page_size
+            keys, page_size = cluster.keys_of(request), worker.worker.page_size
             there = cluster.workers[source.worker].store.num_held(keys)
             num_pulled = min(there, source.num_tokens // page_size)
             self._num_pulled_tokens = num_pulled * page_size
@@ -226,8 +226,8 @@ class FastWorker:
         worker = self.worker
         while self._waiting:
             request = self._waiting[0]
-            num_left = self.cluster.num_output_tokens(request) - 1
-            num_pages = -(-(request.num_tokens + num_left) // worker.page_size)
+            num_tokens, num_left = request.num_tokens, self.cluster.num_output_tokens(request) - 1
+            num_pages = -(-(num_tokens + num_left) // worker.page_size)
             is_full = (
                 self._used_pages + num_pages > worker.num_pages or len(self._ends) >= worker.max_num_seqs
             )
@@ -237,12 +237,12 @@ class FastWorker:
             self.cluster.joined(request)
             self._used_pages += num_pages
             heappush(self._ends, (self._num_steps + num_left, next(self._numbers), request))
-            self._num_context += request.num_tokens + 1
+            self._num_context += num_tokens + 1
 
     def take(self, request: Request, decode: str, source: PullSource | None) -> None:
         """Begin to pull what the router says, and queue the prompt."""
-        self.given_tokens += request.num_tokens
         job = PromptJob(self, request, decode, source)
+        self.given_tokens += job.num_tokens
         job.granted_s = self.cluster.workers[decode].next_turn_s
         if source is not None and job.pulled_bytes:
             seconds = partial(self.times.transfer_s, job.pulled_bytes)
