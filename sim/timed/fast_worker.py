@@ -111,7 +111,7 @@ class PromptJob:
 
 
 class Run:
-    """Steps of a worker that nothing changes: one with chunks of prompts, or several without."""
+    """Like steps of a worker: one step with chunks of prompts, or several without."""
 
     __slots__ = ("begin_s", "chunks", "num_steps", "step_s", "work")
 
@@ -211,7 +211,7 @@ class FastWorker:
     # Prompts and sequences.
 
     def join(self, request: Request) -> None:
-        """Decode a request that has its first token, from the next step on in which its pages have room."""
+        """Decode a request that has its first token, from the next step in which its pages have room."""
         self._keep(request)
         if self.cluster.num_output_tokens(request) <= 1:
             self.cluster.joined(request)
@@ -240,7 +240,7 @@ class FastWorker:
             self._num_context += num_tokens + 1
 
     def take(self, request: Request, decode: str, source: PullSource | None) -> None:
-        """Begin to pull what the router says, and queue the prompt."""
+        """Queue a prompt; first pull the prefix that the router names, if any."""
         job = PromptJob(self, request, decode, source)
         self.given_tokens += job.num_tokens
         job.granted_s = self.cluster.workers[decode].next_turn_s

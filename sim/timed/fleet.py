@@ -39,7 +39,7 @@ class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
     sla: Sla = Sla()
     scheduling_key: SchedulingKey = SchedulingKey()
     page_keys: bytes | None = None  # of the prompt, for workers of one page size; None: of its tokens
-    num_more_pages: int = 0  # of the prompt, that no other prompt has: they have no keys
+    num_more_pages: int = 0  # pages of the prompt that no other prompt has; they have no keys
 
     @property
     def num_tokens(self) -> int:

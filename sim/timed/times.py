@@ -1,13 +1,13 @@
 """The times of real workers, as `baton calibrate` has measured them: what a rehearsal predicts with.
 
 1. `fit_steps` fits the seconds of a step to its work (`StepWork`): least squares of relative errors with
-   coefficients of at least 0. Each quantity has a `Curve`, which gets a knot where one makes held-out shapes
-   better predicted.
-2. A model knows its errors: the quantiles of measured over predicted seconds, of shapes that were held out
-   of the fit.
-3. A model knows its ranges. `Validity` counts the time that a rehearsal spends outside of them.
+   coefficients of at least 0. Each quantity has a `Curve`, which gets a knot where a knot improves the
+   prediction of held-out shapes.
+2. A model has its errors: the quantiles of measured over predicted seconds, of shapes that were held out of
+   the fit.
+3. A model has its ranges. `Validity` counts the time that a rehearsal spends outside of them.
 
-`Machine` is the same for machines that were not measured, by roofline.
+`Machine` gives the times of machines that were not measured, by roofline.
 """
 
 import math
@@ -25,7 +25,7 @@ from baton.errors import ConfigError
 from baton.router.policies.cost_model import solve_nonnegative
 
 QUANTILES: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of errors
-OUTLIERS: Final = 0.02  # share of the longest steps that is left out: the machine did other things
+OUTLIERS: Final = 0.02  # share of the longest steps that is left out: other processes delayed them
 KNOT_PLACES: Final = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)  # candidates, as quantiles of the values
 MAX_KNOTS: Final = 2  # of one curve
 KNOT_GAIN: Final = 0.93  # a knot must make the error of held-out shapes this much smaller
