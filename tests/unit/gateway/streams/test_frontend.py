@@ -142,8 +142,18 @@ def test_too_many_streams_are_refused_and_leave_nothing() -> None:
         g.open(a_request("s"))
     assert caught.value.retry_after_s > 0
     assert g.frontend.num_open == 1
-    g.open(a_request("health", priority=HEALTH_PRIORITY))  # a busy gateway is healthy
-    g.frontend.cancel(id_of("health"))
+    g.frontend.cancel(id_of("r"))
+    g.open(a_request("s"))
+
+
+def test_health_check_takes_no_stream_of_clients() -> None:
+    g = gateway("d0", max_streams=1)
+    g.open(a_request("health 0", priority=HEALTH_PRIORITY))
+    g.open()
+    g.open(a_request("health 1", priority=HEALTH_PRIORITY))  # a busy gateway is healthy
+    g.frontend.cancel(id_of("health 0"))
+    with pytest.raises(Overloaded):
+        g.open(a_request("s"))
     g.frontend.cancel(id_of("r"))
     g.open(a_request("s"))
 
