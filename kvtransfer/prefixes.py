@@ -58,7 +58,7 @@ class PlannedPull(NamedTuple):
 def plan_pull(
     held: Sequence[bytes], page_sizes: tuple[int, int], first: int, stop: int
 ) -> PlannedPull | None:
-    """Plan a pull of the longest available part of token positions [first, stop).
+    """Plan a pull of the longest available part of token positions [first, stop) that one pull may have.
 
     Returns None when the holder has none of these positions. held: the keys of the holder's pages from
     position 0 on. page_sizes: the local and the holder's page size, in tokens. `first` is a page boundary on
@@ -66,7 +66,7 @@ def plan_pull(
     """
     ours, theirs = page_sizes
     unit = min(page_sizes)
-    stop = min(stop, len(held) * theirs) // unit * unit
+    stop = min(stop, len(held) * theirs, first + MAX_PULLED_PAGES * unit) // unit * unit
     if stop <= first:
         return None
     wanted = tuple(held[first // theirs : -(-stop // theirs)])
@@ -184,7 +184,7 @@ class PulledPrefixes(Generic[WaiterT]):
     def _pull(self, waiter: WaiterT, source: PullSource, prefix: Prefix, link: Link) -> bool:
         page_sizes = self._store.pages.page_size, link.hello.layout.page_size
         claim = prefix.claim(max(page_sizes))
-        held = prefix.keys(page_sizes[1])[: min(source.num_tokens // page_sizes[1], MAX_PULLED_PAGES)]
+        held = prefix.keys(page_sizes[1])[: source.num_tokens // page_sizes[1]]
         plan = plan_pull(held, page_sizes, claim.num_tokens, prefix.num_tokens)
         if plan is None or not self._store.make_room(plan.num_pages):
             self._store.release(claim)

@@ -20,6 +20,7 @@ from baton.kvtransfer.prefixes import (
     plan_pull,
 )
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, TransferEnded
+from baton.messages.bounds import MAX_PULLED_PAGES
 from baton.messages.control import PullSource
 from baton.request import FilledPages
 from tests.endpoint_host import EndpointHost
@@ -187,6 +188,14 @@ def test_a_plan_has_every_token_that_can_be_had(
     assert (plan.num_units, plan.num_tokens) == (len(units), len(units) * unit)
     assert plan.num_pages == len({at // ours for at in units})
     assert plan.wanted == tuple(keys[index] for index in sorted({at // theirs for at in units}))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(16, 16), (8, 16), (16, 8)])
+def test_a_plan_has_as_many_pages_as_one_pull_may_have(ours: int, theirs: int) -> None:
+    held = [b""] * (2 * MAX_PULLED_PAGES)
+    plan = plan_pull(held, (ours, theirs), 32, len(held) * theirs)
+    assert plan is not None
+    assert max(len(plan.wanted), plan.num_pages) == plan.num_units == MAX_PULLED_PAGES
 
 
 def test_deadline_grows_with_the_bytes_between_two_bounds(bench: Bench) -> None:
