@@ -51,7 +51,6 @@ def url(host: str, port: int) -> str:
 def recorded() -> Iterator[Callable[[ClusterRecord], None]]:
     """Yield a function that writes this process's record. Leaving the block removes the record."""
     path = _directory() / f"{os.getpid()}-{started_at(os.getpid())}.json"
-
     _remove_earlier_boots()
 
     def record(what: ClusterRecord) -> None:
@@ -88,7 +87,9 @@ def is_served(port: int) -> bool:
 
 def _records() -> list[ClusterRecord]:
     found = []
-    for path in sorted(_directory().glob("*.json")):
+    directory = _directory()
+    boot_and_container = directory.name.partition("-")[2]  # a machine may get another name while it runs
+    for path in sorted(directory.parent.glob(f"*-{boot_and_container}/*.json")):
         pid, _, started = path.stem.partition("-")
         if not pid.isdecimal() or started != str(started_at(int(pid))):  # its `serve` was killed
             path.unlink(missing_ok=True)

@@ -1,4 +1,5 @@
 import os
+import socket
 from pathlib import Path
 
 import msgspec
@@ -65,6 +66,13 @@ def test_record_of_another_machine_is_left_alone(directory: Path) -> None:
     with pytest.raises(ConfigError, match="no cluster"):
         find_record()
     assert elsewhere.exists()
+
+
+def test_cluster_is_found_after_its_machine_got_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded() as record:
+        record(RECORD)
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        assert find_record() == RECORD
 
 
 def test_folders_of_earlier_boots_of_the_machine_are_removed(directory: Path) -> None:
