@@ -5,7 +5,7 @@ all tokens before the page and the tokens in it. Equal keys therefore mean equal
 tenant's salt the key of a prompt cannot be computed. Python's `hash()` has none of these properties.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from hashlib import blake2b
 from itertools import pairwise
@@ -18,6 +18,17 @@ from baton.request import TOKEN_ID_BYTES, pack
 from baton.tenants import PUBLIC_SALT, split_salt
 
 KEY_BYTES = 16
+SHORT_KEY_BYTES: Final = KEY_BYTES // 2
+
+
+def short_keys(keys: Iterable[bytes]) -> bytes:
+    """Join the first halves of page keys, by which routers know pages: their knowledge is a hint."""
+    return b"".join([key[:SHORT_KEY_BYTES] for key in keys])
+
+
+def split_keys(joined: bytes) -> list[bytes]:
+    """The single keys that `short_keys` joined."""
+    return [joined[at : at + SHORT_KEY_BYTES] for at in range(0, len(joined), SHORT_KEY_BYTES)]
 
 
 class PageKeys:

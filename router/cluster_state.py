@@ -43,7 +43,7 @@ from baton.router.decisions import (
     weighed,
 )
 from baton.router.in_flight import OTHERS, InFlightAttempt
-from baton.router.index.prefix_index import EXPECTED_FOR_S, first_halves, with_zeros
+from baton.router.index.prefix_index import EXPECTED_FOR_S
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice, RoutingPolicy
 from baton.router.policies.candidates import PairCandidate
 from baton.router.redis.messages import AnyShared, SharedDispatch
@@ -242,7 +242,7 @@ class ClusterState:
         )
         self.in_flight.enter(key, entry)
         ttl_s = self.in_flight.wait_s(entry.computed_by) + EXPECTED_FOR_S
-        self.index.expect(entry.computed_by, with_zeros(shared.keys), ttl_s)
+        self.index.expect(entry.computed_by, shared.keys, ttl_s)
 
     def _share(self, request: Request, pair: Pair, entry: InFlightAttempt) -> None:
         worker = pair.computed_by.worker
@@ -287,7 +287,7 @@ def _shared_dispatch(key: AttemptKey, entry: InFlightAttempt, keys: bytes) -> Sh
         num_prompt_tokens=entry.num_prompt_tokens,
         num_tokens=entry.num_tokens,
         num_output_tokens=entry.num_output_tokens,
-        keys=first_halves(keys),
+        keys=keys,
     )
 
 

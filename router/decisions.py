@@ -27,10 +27,9 @@ from baton.messages.bounds import MAX_SECONDS, Attempt, Count, Id, Moment, Secon
 from baton.messages.control import Decision, Weighed
 from baton.messages.status import Times
 from baton.messages.workers import PrefillTimes
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES, split_keys
 from baton.request import AttemptKey
 from baton.router.checkpoint import attributes_of
-from baton.router.index.prefix_index import SHORT_KEY_BYTES, first_halves
 from baton.router.policies.candidates import PairCandidate
 
 MAX_DECISIONS: Final = 4096
@@ -235,16 +234,16 @@ def _is_cut(line: bytes, error: Exception) -> bool:
 
 def keys_as_text(keys: bytes) -> str:
     """A prompt's page keys as a line has them."""
-    return base64.b64encode(first_halves(keys)).decode()
+    return base64.b64encode(keys).decode()
 
 
 def keys_in(line: DispatchedLine) -> list[bytes]:
-    """The first halves of the prompt's page keys. Raises ConfigError when they cannot be decoded."""
+    """The keys of the prompt's pages. Raises ConfigError when they cannot be decoded."""
     try:
         joined = base64.b64decode(line.keys, validate=True)
     except ValueError as error:
         raise ConfigError(f"the keys of request {line.decision.request_id}: {error}") from error
-    return [joined[at : at + SHORT_KEY_BYTES] for at in range(0, len(joined), SHORT_KEY_BYTES)]
+    return split_keys(joined)
 
 
 MAX_PREFIXES: Final = 2**14  # that are remembered, about ten a prompt
@@ -281,8 +280,8 @@ class Hindsight:
         keys: of the prompt's pages, of `page_size` tokens each.
         """
         prefixes, num_repeated, num_pages = self._prefixes, 0, 1
-        while num_pages * KEY_BYTES <= len(keys):
-            key = keys[(num_pages - 1) * KEY_BYTES : num_pages * KEY_BYTES]
+        while num_pages * SHORT_KEY_BYTES <= len(keys):
+            key = keys[(num_pages - 1) * SHORT_KEY_BYTES : num_pages * SHORT_KEY_BYTES]
             if key in prefixes:
                 num_repeated = num_pages
                 prefixes.move_to_end(key)

@@ -53,7 +53,7 @@ from baton.messages.operations import (
 from baton.messages.orders import Sleep, Wake
 from baton.request import AttemptKey
 from baton.router.checkpoint import save, with_zero_tokens, without_tokens
-from baton.router.index.prefix_index import IndexChange, first_halves
+from baton.router.index.prefix_index import IndexChange
 from baton.router.policies.base import RoutingChoice
 from baton.router.policies.candidates import PairCandidate
 from baton.router.redis.messages import SharedDispatch
@@ -134,7 +134,7 @@ class Submitted(Submit, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PromptPages(Event, frozen=True, kw_only=True):
-    """The first halves of the keys of a prompt's pages, computed by the router."""
+    """The keys of a prompt's pages, computed by the router."""
 
     request_id: str
     attempt: int
@@ -402,7 +402,7 @@ class Recording:
 
 
 def _prompt_pages(key: AttemptKey, family: Family, keys: bytes) -> PromptPages:
-    return PromptPages(request_id=key[0], attempt=key[1], family=family, keys=first_halves(keys))
+    return PromptPages(request_id=key[0], attempt=key[1], family=family, keys=keys)
 
 
 def outcome_of(decision: Decision | Rejected, choice: RoutingChoice | None) -> Outcome:

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 from baton.messages.bounds import MAX_PULLED_PAGES
 from baton.messages.workers import Worker
-from baton.pages import KEY_BYTES, PageKeys
+from baton.pages import SHORT_KEY_BYTES, PageKeys, short_keys
 from baton.request import AttemptKey, Request
 from baton.router.checkpoint import attributes_of
 
@@ -105,7 +105,7 @@ class PromptKeys:
         return attributes_of(self) | {"on_keys": None, "known": None, "_families": {}}
 
     def keys(self, family: Family, request: Request) -> bytes:
-        """16 bytes for each full page of the prompt and of the tokens that earlier attempts generated."""
+        """The `short_keys` of the pages that the prompt and the tokens of earlier attempts fill."""
         kept = self._kept.get(request.key, {}).get(family)
         if kept is not None:
             return kept
@@ -152,12 +152,12 @@ class PromptKeys:
             if known is None:
                 page_keys.extend(keys, token_ids, until, request.page_salt)
             else:
-                pages = (known[KEY_BYTES * page : KEY_BYTES * (page + 1)] for page in range(len(keys), until))
-                keys += [page or bytes(KEY_BYTES) for page in pages]
+                starts = range(SHORT_KEY_BYTES * len(keys), SHORT_KEY_BYTES * until, SHORT_KEY_BYTES)
+                keys += [known[at : at + SHORT_KEY_BYTES] or bytes(SHORT_KEY_BYTES) for at in starts]
             yield
 
     def _computed(self, key: AttemptKey, family: Family, keys: list[bytes]) -> bytes:
-        joined = b"".join(keys)
+        joined = short_keys(keys)
         if self.on_keys is not None:
             self.on_keys(key, family, joined)
         return joined

@@ -31,7 +31,7 @@ import numpy as np
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.workers import WorkerRole
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.request import TOKEN_ID_BYTES, TokenIds
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
@@ -287,7 +287,7 @@ def _fast_calls(trace: Sequence[TraceRequest], page_size: int) -> Iterator[Clien
             num_answered=each.output_tokens,
             max_tokens=each.output_tokens,
             page_keys=keys,
-            num_more_pages=each.input_tokens // page_size - len(keys) // KEY_BYTES,
+            num_more_pages=each.input_tokens // page_size - len(keys) // SHORT_KEY_BYTES,
         )
 
 
@@ -296,7 +296,7 @@ def _shared_keys(trace: Sequence[TraceRequest], page_size: int) -> dict[int, byt
     begins = [each.block_ids[0] if each.block_ids else -1 - number for number, each in enumerate(trace)]
     num_alike = Counter(begins)
     keys = {
-        number: np.frombuffer(page_keys(each, page_size, number), np.uint64)[::2]
+        number: np.frombuffer(page_keys(each, page_size, number), np.uint64)
         for number, each in enumerate(trace)
         if num_alike[begins[number]] > 1
     }
@@ -310,7 +310,7 @@ def _shared_keys(trace: Sequence[TraceRequest], page_size: int) -> dict[int, byt
         begin, end = end, end + len(own)
         shared = np.flatnonzero(is_shared[begin:end])
         if len(shared):
-            found[number] = np.repeat(own[: int(shared[-1]) + 1], 2).tobytes()
+            found[number] = own[: int(shared[-1]) + 1].tobytes()
     return found
 
 

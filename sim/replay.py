@@ -34,7 +34,6 @@ from baton.router.index.prefix_index import (
     IndexJoined,
     IndexRestored,
     PrefixIndex,
-    with_zeros,
 )
 from baton.router.pairing import NoSlot, Pairing, PairQuestion, Unpaired
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice
@@ -304,7 +303,7 @@ class _Host:
         router.__setstate__(load(checkpoint.state, outside, module if colon else ""))
         router.cluster_state.on_outcome = self._decided
         router.cluster_state.keys.known = {
-            ((record.request_id, record.attempt), record.family): with_zeros(record.keys)
+            ((record.request_id, record.attempt), record.family): record.keys
             for _, _, record in records
             if isinstance(record, PromptPages)
         }

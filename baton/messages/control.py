@@ -49,7 +49,7 @@ from baton.messages.bounds import (
 )
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, PrefillTimes, RunningStep, StepTimes, Tier, Worker
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.request import AttemptKey, Request, TokenEvent, TokenId
 from baton.tenants import Refusal
 
@@ -319,20 +319,20 @@ class PageChanges(NamedTuple):
 class KvEventBatch(Message, frozen=True):
     """Worker to router: pages that peers now find in one tier, or do not find any more.
 
-    `keys` has 16 bytes for each page (see baton/pages.py). Changes are numbered from 0 in each life of a
-    worker, and `first` is this message's first number: a gap means that some were lost. `is_snapshot`: before
-    these there is nothing, in any tier.
+    `keys` are the pages' `short_keys` (baton/pages.py). Changes are numbered from 0 in each life of a worker,
+    and `first` is this message's first number: a gap means that some were lost. `is_snapshot`: before these
+    there is nothing, in any tier.
     """
 
     first: Count
-    keys: Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_EVENTS)]
+    keys: Annotated[bytes, Meta(max_length=SHORT_KEY_BYTES * MAX_EVENTS)]
     tier: Tier | None = Tier.DEVICE  # of the pages now; None: the worker does not have them any more
     is_snapshot: bool = False
 
     @property
     def num_changes(self) -> int:
         """The number of pages."""
-        return len(self.keys) // KEY_BYTES
+        return len(self.keys) // SHORT_KEY_BYTES
 
 
 class KvEventsWanted(Message, frozen=True):

@@ -38,12 +38,13 @@ from baton.messages.operations import Drain, Flip
 from baton.messages.orders import FollowedOrders, Sleep, Wake
 from baton.messages.status import OverloadLevel, Times, snapshot
 from baton.messages.workers import Load, PrefillTimes, StepTimes, Worker, WorkerRole, WorkerTimes
+from baton.pages import short_keys
 from baton.request import AttemptKey, Request, StepOutput
 from baton.rpc.liveness import BEAT_S
 from baton.rpc.peers import Peer, PeerRegistry
 
 EVENTS_S: Final = 0.05
-PAGES_PER_MESSAGE: Final = 8192  # an eighth of a frame
+PAGES_PER_MESSAGE: Final = 8192  # a sixteenth of a frame
 MEASURED_S: Final = 1.0
 SAMPLE_S: Final = 1 / 32
 MAX_KEPT: Final = 1024  # as many as one message may name
@@ -262,7 +263,7 @@ class WorkerReports:
             self._send(routers, KvEventBatch(first=self._next_event, keys=b"", is_snapshot=True))
         for tier, keys in changes.keys.items():
             for first in range(0, len(keys), PAGES_PER_MESSAGE):
-                joined = b"".join(keys[first : first + PAGES_PER_MESSAGE])
+                joined = short_keys(keys[first : first + PAGES_PER_MESSAGE])
                 self._send(routers, KvEventBatch(first=self._next_event, keys=joined, tier=tier))
         return changes.is_snapshot or any(changes.keys.values())
 

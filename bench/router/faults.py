@@ -24,7 +24,7 @@ from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.cluster.redis_server import RedisServer
 from baton.gateway.streams.routers import SILENT_S
 from baton.messages.status import RouterStatus, RoutingTimes
-from baton.router.index.prefix_index import SHORT_KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Reply
 
 NUM_CLIENTS: Final = 6

@@ -21,7 +21,7 @@ from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Hello, KvEventBatch
 from baton.messages.workers import WorkerRole
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.request import Request, SamplingParams, TokenIds
 from baton.router.in_flight import InFlight
 from baton.router.index.prefix_index import PrefixIndex
@@ -65,7 +65,7 @@ class Stores:
 
     def store(self, number: int, keys: bytes) -> KvEventBatch:
         """Have the index apply that a worker stores these pages; return the worker's message."""
-        worker, num_pages = self.workers[number % len(self.workers)], len(keys) // KEY_BYTES
+        worker, num_pages = self.workers[number % len(self.workers)], len(keys) // SHORT_KEY_BYTES
         first = self._next[worker.id]
         self._next[worker.id] = first + num_pages
         events = KvEventBatch(first=first, keys=keys)
@@ -92,17 +92,17 @@ def load(num_workers: int, num_pages: int, rng: np.random.Generator) -> Loaded:
     """Fill an index: all workers hold the shared pages, one the rest of a prompt, two some of every 40th."""
     before_bytes = _resident_bytes()
     stores = Stores(num_workers, 2 * num_pages // num_workers, num_pages * 5 // 4)
-    shared, prompts = rng.bytes(KEY_BYTES * SHARED_PAGES), []
+    shared, prompts = rng.bytes(SHORT_KEY_BYTES * SHARED_PAGES), []
     for number in range(num_workers):
         stores.store(number, shared)
     num_own = PROMPT_PAGES - SHARED_PAGES
     for number in range((num_pages - SHARED_PAGES) // num_own):
-        own = rng.bytes(KEY_BYTES * num_own)
+        own = rng.bytes(SHORT_KEY_BYTES * num_own)
         stores.store(number, own)
         if number % 20 == 0:
             prompts.append(shared + own)
         if number % 40 == 0:
-            stores.store(number * 7 + 1, own[: KEY_BYTES * (SIBLING_PAGES - SHARED_PAGES)])
+            stores.store(number * 7 + 1, own[: SHORT_KEY_BYTES * (SIBLING_PAGES - SHARED_PAGES)])
     return Loaded(stores, prompts, _resident_bytes() - before_bytes)
 
 

@@ -8,8 +8,9 @@
    it at once.
 5. A worker that has left is forgotten: none of its entries counts from then on.
 
-All entries are hints: a worker looks the whole keys up before it reads. Hence keys are cut to their first
-64 bits. Two of ten million keys are alike with odds of one in 400,000, which would cost a refused hint.
+All entries are hints: a worker looks the whole keys up before it reads. Hence routers know pages by the
+first 64 bits of their keys (`short_keys`). Two of ten million keys are alike with odds of one in 400,000,
+which would cost a refused hint.
 
 One array has, for each key, the number of the set of workers that hold the page (router/index/table.py). The
 set hardly ever changes from one page of a prompt to the next, because the pages of a worker are
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from baton.clock import Clock
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.router.index.table import (
     EMPTY,
     MAX_SLOTS,
@@ -42,25 +43,8 @@ from baton.router.index.table import (
     SetIds,
     SlotSets,
     keys_of,
-    without_zero,
 )
 from baton.router.sliced_work import PAGES_PER_SLICE, SlicedWork
-
-# The index and Redis know pages by the first halves of their keys.
-SHORT_KEY_BYTES: Final = KEY_BYTES // 2
-
-
-def first_halves(page_keys: bytes) -> bytes:
-    """The first half of each page key."""
-    return np.frombuffer(page_keys, "<u8").reshape(-1, KEY_BYTES // 8)[:, 0].tobytes()
-
-
-def with_zeros(halves: bytes) -> bytes:
-    """Page keys with zeros for their second halves, which the index does not read."""
-    whole = np.zeros((len(halves) // SHORT_KEY_BYTES, KEY_BYTES // 8), "<u8")
-    whole[:, 0] = np.frombuffer(halves, "<u8")
-    return whole.tobytes()
-
 
 # Of a page at a worker: the number of its tier, or from EXPECTED on the number of an expectation.
 Values: TypeAlias = NDArray[np.uint32]
@@ -399,7 +383,7 @@ class PrefixIndex:
         """
         holder = self._holders.get(worker_id)
         num_changes = events.num_changes
-        if holder is None or len(events.keys) % KEY_BYTES:
+        if holder is None or len(events.keys) % SHORT_KEY_BYTES:
             return True
         self._stamp += 1
         is_in_order = True
@@ -421,7 +405,7 @@ class PrefixIndex:
         return was_asked
 
     def holdings(self, keys: bytes) -> Holdings:
-        """The pages of a prompt that each worker holds. keys: 16 bytes for each full page, in order."""
+        """The pages of a prompt that each worker holds. keys: the `short_keys` of its full pages."""
         runs = (self._few_runs(keys) if keys else None) or self._runs(keys_of(keys))
         levels = []
         holding = self._present & runs[0][1]
@@ -442,7 +426,7 @@ class PrefixIndex:
         holder = self._holders.get(worker_id)
         if holder is None or not holder.has_outside:
             return Outside(0, 0)
-        return holder.outside(keys_of(keys[: num_pages * KEY_BYTES]))
+        return holder.outside(keys_of(keys[: num_pages * SHORT_KEY_BYTES]))
 
     def expect(self, worker_id: str, keys: bytes, ttl_s: float) -> None:
         """Expect the pages of a dispatched prompt at a worker for `ttl_s`, and keep its held ones longer.
@@ -463,9 +447,7 @@ class PrefixIndex:
         return None if holder is None else holder.next_number
 
     def export(self, worker_id: str) -> dict[Tier, bytes]:
-        """The first halves of the keys of all pages that a worker has reported, by tier. The worker must have
-        joined.
-        """
+        """The keys of all pages that a worker has reported, by tier. The worker must have joined."""
         reported = self._holders[worker_id].reported()
         return {tier: keys.astype("<u8").tobytes() for tier, keys in reported.items()}
 
@@ -476,8 +458,8 @@ class PrefixIndex:
         holder = self._holders[worker_id]
         self._stamp += 1
         self._change(holder.slot, holder.clear())
-        for tier, halves in pages.items():
-            keys = np.unique(without_zero(np.frombuffer(halves, "<u8")))
+        for tier, joined in pages.items():
+            keys = np.unique(keys_of(joined))
             if keys.size:
                 self._change(holder.slot, holder.store(keys, tier, self._stamp))
         holder.next_number, holder.is_asked = next_number, False
@@ -504,7 +486,7 @@ class PrefixIndex:
         assert not (self._table.values[self._table.taken()] == EMPTY).any()
 
     def _expect(self, worker_id: str, keys: bytes, ttl_s: float) -> Iterator[None]:
-        num_bytes = KEY_BYTES * self._pages_per_slice
+        num_bytes = SHORT_KEY_BYTES * self._pages_per_slice
         for first in range(0, len(keys), num_bytes):
             if first:
                 yield
@@ -555,12 +537,12 @@ class PrefixIndex:
         Fastest where few workers differ. The first guess is where a run that began with the same page ended
         when last seen, such as the end of an operator's instructions.
         """
-        num_pages, set_at, slots = len(page_keys) // KEY_BYTES, self._table.value_at, self._sets.slots
+        num_pages, set_at, slots = len(page_keys) // SHORT_KEY_BYTES, self._table.value_at, self._sets.slots
         page, set_id = 0, set_at(page_keys, 0) or EMPTY
         runs = [(0, slots(set_id))]
         # Looked-up pages, the nearest last.
         ahead = [(num_pages - 1, set_at(page_keys, num_pages - 1) or EMPTY)]
-        guess = self._run_ends.get(page_keys[:KEY_BYTES], 0)
+        guess = self._run_ends.get(page_keys[:SHORT_KEY_BYTES], 0)
         for _ in range(MAX_BISECTED):
             while ahead and ahead[-1][1] == set_id:
                 page = ahead.pop()[0]
@@ -577,13 +559,15 @@ class PrefixIndex:
                 self._learn_run_end(page_keys, runs[-1][0], nearest)
                 page, set_id = ahead.pop()
                 runs.append((page, slots(set_id)))
-                guess = self._run_ends.get(page_keys[page * KEY_BYTES : (page + 1) * KEY_BYTES], 0)
+                guess = self._run_ends.get(
+                    page_keys[page * SHORT_KEY_BYTES : (page + 1) * SHORT_KEY_BYTES], 0
+                )
         return None
 
     def _learn_run_end(self, page_keys: bytes, start: int, end: int) -> None:
         if len(self._run_ends) >= MAX_RUN_ENDS:
             self._run_ends.clear()
-        self._run_ends[page_keys[start * KEY_BYTES : (start + 1) * KEY_BYTES]] = end
+        self._run_ends[page_keys[start * SHORT_KEY_BYTES : (start + 1) * SHORT_KEY_BYTES]] = end
 
     def _follow(self, holder: Holder, events: KvEventBatch, num_stale: int) -> None:
         keys, tier = _distinct(keys_of(events.keys)[num_stale:]), events.tier

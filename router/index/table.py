@@ -6,7 +6,7 @@ group was crowded. There are no tombstones, so removals never slow the table dow
 the load that `LOAD` keeps, both groups of a key are full about once in a million keys; that key is refused,
 which costs a hint.
 
-Keys are first halves of page keys, which are uniform. They are multiplied by an odd number, so that a client
+Keys are short page keys, which are uniform. They are multiplied by an odd number, so that a client
 cannot choose the cells of its keys. 0 marks an empty cell; key 0 is stored as 1.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 
 Keys: TypeAlias = NDArray[np.uint64]
 Cells: TypeAlias = NDArray[np.int64]  # -1: no cell
@@ -27,19 +27,14 @@ _FEW: Final = 128
 _HALF: Final = np.uint64(32)
 _LOW_HALF: Final = np.uint64(0xFFFFFFFF)
 _MIXER: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
-_first_half = Struct("<Q").unpack_from  # of a page key
+_key = Struct("<Q").unpack_from
 _group = Struct(f"={WIDTH}Q").unpack_from
 
 
-def keys_of(page_keys: bytes) -> Keys:
-    """The first eight bytes of each 16-byte page key."""
-    keys: Keys = np.frombuffer(page_keys, dtype="<u8")[::2]
-    return without_zero(keys)
-
-
-def without_zero(keys: Keys) -> Keys:
-    """A contiguous copy with 1 in place of 0, which marks an empty cell."""
-    return np.maximum(keys, np.uint64(1))
+def keys_of(joined: bytes) -> Keys:
+    """A copy of joined keys, with 1 in place of 0, which marks an empty cell."""
+    keys: Keys = np.maximum(np.frombuffer(joined, "<u8"), np.uint64(1))
+    return keys
 
 
 class KeyTable:
@@ -96,7 +91,7 @@ class KeyTable:
 
     def value_at(self, page_keys: bytes, page: int) -> int | None:
         """The value of one of a prompt's pages, None when absent. Faster than `find` for a few pages."""
-        key = _first_half(page_keys, page * KEY_BYTES)[0] or 1
+        key = _key(page_keys, page * SHORT_KEY_BYTES)[0] or 1
         mixed = key * self._multiplier
         lines, values = self._views
         first = ((mixed >> 32 & 0xFFFFFFFF) * self._num_groups >> 32) * WIDTH

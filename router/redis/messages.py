@@ -15,7 +15,7 @@ from baton.messages.bounds import MAX_PULLED_PAGES, Attempt, Count, Id, Message
 from baton.messages.codec import decode_as
 from baton.messages.control import Ended, KvEventBatch, Started
 from baton.messages.workers import Tier, Worker
-from baton.router.index.prefix_index import SHORT_KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 
 
 class SharedDispatch(Message, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class SharedDispatch(Message, frozen=True, kw_only=True):
     num_prompt_tokens: Count  # expected to be computed
     num_tokens: Count  # expected in its KV
     num_output_tokens: Count  # expected in its answer
-    # First halves of the keys of the prompt's pages: 229 KB for the longest prompt.
+    # Of the prompt's pages: 229 KB for the longest prompt.
     keys: Annotated[bytes, Meta(max_length=SHORT_KEY_BYTES * MAX_PULLED_PAGES)] = b""
 
 

@@ -29,7 +29,7 @@ from baton.messages.control import (
     Submit,
 )
 from baton.messages.workers import WorkerRole
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES, split_keys
 from baton.request import AttemptKey, Request, SamplingParams, TokenIds
 from baton.router.router import Router
 from baton.router.sliced_work import Family, PromptKeys, family_of
@@ -144,8 +144,7 @@ class FastCluster:
             joined = self._open[request.request_id].call.page_keys
             if joined is None:
                 joined = self._prompt_keys.keys(self._family, request) if self._keeps_pages else b""
-            known = tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
-            self._keys[request.request_id] = known
+            known = self._keys[request.request_id] = tuple(split_keys(joined))
         return known
 
     def num_more_pages(self, request: Request) -> int:
@@ -214,7 +213,7 @@ class FastCluster:
             self.direct.submit(request)
             return
         if call.page_keys is not None:
-            others = self._other_keys.randbytes(KEY_BYTES * call.num_more_pages)
+            others = self._other_keys.randbytes(SHORT_KEY_BYTES * call.num_more_pages)
             self._known_keys[request.key, self._family] = call.page_keys + others
             self.router.cluster_state.keys.known = self._known_keys
         self.router.received(self._gateway, Submit(request=request))

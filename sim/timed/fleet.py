@@ -38,7 +38,8 @@ class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     sla: Sla = Sla()
     scheduling_key: SchedulingKey = SchedulingKey()
-    page_keys: bytes | None = None  # of the prompt, for workers of one page size; None: of its tokens
+    # Short keys of the prompt's pages, for workers of one page size; None: those of its tokens.
+    page_keys: bytes | None = None
     num_more_pages: int = 0  # pages of the prompt that no other prompt has; they have no keys
 
     @property

@@ -21,9 +21,9 @@ import numpy as np
 
 from baton.errors import ConfigError
 from baton.messages.control import Ended
+from baton.pages import split_keys
 from baton.request import AttemptKey
 from baton.router.decisions import DispatchedLine, decode_lines, keys_in
-from baton.router.index.prefix_index import SHORT_KEY_BYTES
 from baton.router.recording import PromptPages, Submitted
 from baton.sim.replay import Replay, read_bundle
 
@@ -144,7 +144,7 @@ def tokens_of(traced: TraceRequest, number: int) -> tuple[int, ...]:
 
 
 def page_keys(traced: TraceRequest, page_size: int, number: int) -> bytes:
-    """Return 16 bytes for each full page of the prompt, alike where the prompts are alike up to there.
+    """Return a short key for each full page of the prompt, alike where the prompts are alike up to there.
     number: as in `tokens_of`.
 
     A block's id at its depth stands for all tokens before: no token is made, and nothing is hashed in a
@@ -162,7 +162,8 @@ def page_keys(traced: TraceRequest, page_size: int, number: int) -> bytes:
     mixed = (owner * np.uint64(0x9E3779B97F4A7C15)) ^ (pages * np.uint64(0xD6E8FEB86659FD93))
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(29)
-    return np.stack((mixed, mixed), axis=1).tobytes()
+    joined: bytes = mixed.tobytes()
+    return joined
 
 
 def _log_rows(path: Path) -> Iterator[TraceRequest]:
@@ -237,14 +238,13 @@ def _recorded_rows(replays: Sequence[Replay]) -> Iterator[TraceRequest]:
     first_s = min((date_s for date_s, _ in submitted.values()), default=0.0)
     for request_id, (date_s, first) in submitted.items():
         pages = keys.get(request_id)
-        halves, size = (pages.keys, pages.family[2]) if pages is not None else (b"", BLOCK_TOKENS)
-        names = [halves[at : at + SHORT_KEY_BYTES] for at in range(0, len(halves), SHORT_KEY_BYTES)]
+        joined, size = (pages.keys, pages.family[2]) if pages is not None else (b"", BLOCK_TOKENS)
         num_output = num_answered.get(request_id, first.request.sampling.max_tokens or 1)
         yield TraceRequest(
             arrival_s=date_s - first_s,
             input_tokens=first.num_prompt_tokens,
             output_tokens=max(1, num_output),
-            block_ids=_block_ids(names, size, first.num_prompt_tokens, request_id, blocks),
+            block_ids=_block_ids(split_keys(joined), size, first.num_prompt_tokens, request_id, blocks),
             block_tokens=size,
         )
 

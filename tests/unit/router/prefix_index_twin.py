@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
-from baton.pages import KEY_BYTES
+from baton.pages import split_keys
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Twin:
 
     def apply(self, worker_id: str, events: KvEventBatch) -> bool:
         worker = self.workers[worker_id]
-        changes = split(events.keys)
+        changes = split_keys(events.keys)
         if events.is_snapshot:
             worker.held.clear()
             worker.expected.clear()
@@ -49,7 +49,7 @@ class Twin:
     def expect(self, worker_id: str, keys: bytes, until_s: float) -> None:
         worker = self.workers[worker_id]
         self.num_expectations += 1
-        for key in split(keys):
+        for key in split_keys(keys):
             if key not in worker.held:
                 worker.expected[key] = (self.num_expectations, until_s)
 
@@ -62,27 +62,23 @@ class Twin:
     def num_pages(self, worker_id: str, keys: bytes) -> int:
         """The number of first pages that a worker holds or is expected to hold."""
         worker = self.workers[worker_id]
-        held = [key in worker.expected or key in worker.held for key in split(keys)]
+        held = [key in worker.expected or key in worker.held for key in split_keys(keys)]
         return held.index(False) if False in held else len(held)
 
     def is_prefix_closed(self, keys: bytes) -> bool:
         """True when every worker holds a first part of these pages and none after it, as real workers do."""
         return all(
             self.num_pages(worker_id, keys)
-            == sum(key in each.expected or key in each.held for key in split(keys))
+            == sum(key in each.expected or key in each.held for key in split_keys(keys))
             for worker_id, each in self.workers.items()
         )
 
     def num_reported(self, worker_id: str, keys: bytes) -> int:
         """The number of first pages that a worker holds."""
-        held = [key in self.workers[worker_id].held for key in split(keys)]
+        held = [key in self.workers[worker_id].held for key in split_keys(keys)]
         return held.index(False) if False in held else len(held)
 
     def outside(self, worker_id: str, keys: bytes) -> tuple[int, int]:
         """The numbers of pages in host memory and on disk."""
-        tiers = [self.workers[worker_id].held.get(key) for key in split(keys)]
+        tiers = [self.workers[worker_id].held.get(key) for key in split_keys(keys)]
         return tiers.count(Tier.HOST), tiers.count(Tier.DISK)
-
-
-def split(keys: bytes) -> list[bytes]:
-    return [keys[first : first + KEY_BYTES] for first in range(0, len(keys), KEY_BYTES)]

@@ -11,7 +11,7 @@ from baton.clock import ManualClock, SystemClock
 from baton.cluster.redis_server import RedisServer
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
 from baton.router.redis.link import Feed, RedisLink, last_stream_id
@@ -23,7 +23,7 @@ from tests.waiting import until
 CODEC = Codec(b"k" * 32)
 NAMES = Names.of("f")
 RNG = np.random.default_rng(1)
-CHAIN = RNG.bytes(40 * KEY_BYTES)
+CHAIN = RNG.bytes(40 * SHORT_KEY_BYTES)
 DEADLINE_S = 20.0
 SEEN_S = 0.25  # a message reaches the other router in a few milliseconds, later where all cores are busy
 

@@ -8,7 +8,7 @@ from baton.config.router import RouterConfig
 from baton.messages.bounds import Kind
 from baton.messages.control import Heartbeat, KvEventBatch, Reachable, Rejected, Routed, Submit
 from baton.messages.workers import Load, Worker
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.request import Request
 from baton.router.membership import Member
 from baton.router.router import SETTLE_S, Router
@@ -56,7 +56,7 @@ class Cluster:
 
     def hold(self, name: str, request: Request, num_pages: int) -> None:
         """Report that a worker holds the first pages of a prompt, and nothing else."""
-        keys = PromptKeys().keys(family_of(a_worker(name)), request)[: KEY_BYTES * num_pages]
+        keys = PromptKeys().keys(family_of(a_worker(name)), request)[: SHORT_KEY_BYTES * num_pages]
         self[name].say(stored(keys, is_snapshot=True))
 
     def decode_others(self, name: str, num_attempts: int) -> None:

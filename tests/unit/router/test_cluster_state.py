@@ -112,7 +112,7 @@ def test_gap_in_the_events_of_a_worker_is_asked_about() -> None:
     c["d0"].take(KvEventsWanted)
     c.hold("d0", long_request("x"), 4)
     assert c["d0"].take(KvEventsWanted) == []
-    c["d0"].say(stored(b"k" * 16, first=9))
+    c["d0"].say(stored(b"k" * 8, first=9))
     assert c["d0"].only(KvEventsWanted)
 
 

@@ -470,7 +470,7 @@ def test_slices_change_no_choice_and_no_expected_page(sliced: Cluster, turns: Tu
     assert len(indexes[0].holdings(keys).levels) == len(indexes[1].holdings(keys).levels) > 0
     for name in ("p0", "d0"):
         held = [index.holdings(keys).num_pages(1 << (index.slot(id_of(name)) or 0)) for index in indexes]
-        assert held[0] == held[1] == len(keys) // 16
+        assert held[0] == held[1] == len(keys) // 8
 
 
 def test_gateway_is_told_of_a_queued_long_prompt_once_its_keys_are_computed(

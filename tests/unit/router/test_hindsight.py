@@ -16,7 +16,7 @@ TERMS = {"queue_s": 0.5, "pull_s": 0.25, "compute_s": 1.0, "handoff_s": 0.125, "
 
 
 def key_of(number: int) -> bytes:
-    return number.to_bytes(16, "big")
+    return number.to_bytes(8, "big")
 
 
 def keys(*numbers: int) -> bytes:

@@ -24,7 +24,7 @@ from baton.messages.control import (
     Submit,
 )
 from baton.messages.workers import Load
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.request import Request, TokenIds
 from baton.router.redis.link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
 from baton.router.router import Router
@@ -149,7 +149,9 @@ async def test_changes_share_round_trips_and_snapshots() -> None:
             before, begun_s = await counts(client), time.monotonic()
             for number in range(100):
                 one.report(
-                    WORKERS["p0"], CHAIN[number % 40 * KEY_BYTES :][:KEY_BYTES], is_snapshot=number == 0
+                    WORKERS["p0"],
+                    CHAIN[number % 40 * SHORT_KEY_BYTES :][:SHORT_KEY_BYTES],
+                    is_snapshot=number == 0,
                 )
                 await asyncio.sleep(0.003)
             await until(lambda: not one.link.num_unsent)

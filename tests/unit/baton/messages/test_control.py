@@ -105,8 +105,8 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         c.TakeOver(request_id=ID, attempt=1, token_ids=(5, 7)),
         c.Alive(step=RunningStep(age_s=6.0, num_tokens=2048, bound_s=30.0)),
         c.Heartbeat(load=load, is_draining=True, attempts=attempts),
-        c.KvEventBatch(first=7, keys=bytes(32), tier=Tier.HOST, is_snapshot=True),
-        c.KvEventBatch(first=9, keys=bytes(16), tier=None),
+        c.KvEventBatch(first=7, keys=bytes(16), tier=Tier.HOST, is_snapshot=True),
+        c.KvEventBatch(first=9, keys=bytes(8), tier=None),
         c.KvEventsWanted(),
         c.Measured(
             prefills=(PrefillTimes(ID, 0, 0.1, 0.2, 100, 120, 10, 0.01, 1000, 0.001),),

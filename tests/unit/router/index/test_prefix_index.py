@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from baton.clock import ManualClock
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.router.index import prefix_index
 from baton.router.index.prefix_index import MAX_BISECTED, NUM_SPARE_PAGES, PrefixIndex
 from baton.router.index.table import EMPTY, MAX_SLOTS, WIDTH, KeyTable, SlotSets, keys_of
@@ -19,7 +19,7 @@ from tests.unit.router.prefix_index_twin import Twin, TwinWorker
 from tests.unit.router.router_cluster import stored
 
 RNG = np.random.default_rng(0)
-CHAIN = RNG.bytes(20 * KEY_BYTES)
+CHAIN = RNG.bytes(20 * SHORT_KEY_BYTES)
 W0, W1 = a_worker("w0"), a_worker("w1")
 PROMPT_PAGES = 300
 
@@ -42,26 +42,29 @@ def holdings_match(index: PrefixIndex, keys: bytes, lengths: list[int], name: st
     workers = [a_worker(f"{name}{number}", num_pages=PROMPT_PAGES) for number in range(len(lengths))]
     for worker, num in zip(workers, lengths, strict=True):
         index.join(worker)
-        index.apply(worker.id, stored(keys[: num * KEY_BYTES]))
+        index.apply(worker.id, stored(keys[: num * SHORT_KEY_BYTES]))
     return [held(index, worker.id, keys) for worker in workers] == lengths
 
 
 @given(st.lists(st.integers(0, PROMPT_PAGES), min_size=1, max_size=6))
 def test_holdings_are_the_reported_pages(lengths: list[int]) -> None:
     index = PrefixIndex(ManualClock(), 2 * PROMPT_PAGES * len(lengths))
-    assert holdings_match(index, RNG.bytes(PROMPT_PAGES * KEY_BYTES), lengths)
+    assert holdings_match(index, RNG.bytes(PROMPT_PAGES * SHORT_KEY_BYTES), lengths)
 
 
 def test_holdings_are_exact_where_workers_differ_too_often_for_bisection() -> None:
     lengths = list(range(0, PROMPT_PAGES + 1, PROMPT_PAGES // (2 * MAX_BISECTED)))
-    assert holdings_match(an_index(), RNG.bytes(PROMPT_PAGES * KEY_BYTES), lengths)
+    assert holdings_match(an_index(), RNG.bytes(PROMPT_PAGES * SHORT_KEY_BYTES), lengths)
 
 
 @given(st.lists(st.lists(st.integers(0, PROMPT_PAGES), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_remembered_run_ends_of_another_prompt_mislead_nothing(prompts: list[list[int]]) -> None:
-    index, first = PrefixIndex(ManualClock(), 2 * PROMPT_PAGES * sum(map(len, prompts))), RNG.bytes(KEY_BYTES)
+    index, first = (
+        PrefixIndex(ManualClock(), 2 * PROMPT_PAGES * sum(map(len, prompts))),
+        RNG.bytes(SHORT_KEY_BYTES),
+    )
     for number, lengths in enumerate(prompts):
-        keys = first + RNG.bytes(KEY_BYTES * (PROMPT_PAGES - 1))
+        keys = first + RNG.bytes(SHORT_KEY_BYTES * (PROMPT_PAGES - 1))
         assert holdings_match(index, keys, lengths, f"w{number}-")
 
 
@@ -69,7 +72,7 @@ def test_remembered_run_ends_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(prefix_index, "MAX_RUN_ENDS", 4)
     index = an_index(W0)
     for _ in range(20):
-        assert holdings_match(index, RNG.bytes(PROMPT_PAGES * KEY_BYTES), [7], "w")
+        assert holdings_match(index, RNG.bytes(PROMPT_PAGES * SHORT_KEY_BYTES), [7], "w")
         index.forget(a_worker("w0").id)
 
 
@@ -84,7 +87,7 @@ def test_expectations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_index, "MAX_EXPECTATIONS", 4)
     index = an_index(W0)
     for number in range(20):
-        index.expect(W0.id, CHAIN[number * KEY_BYTES : (number + 1) * KEY_BYTES], 100.0)
+        index.expect(W0.id, CHAIN[number * SHORT_KEY_BYTES : (number + 1) * SHORT_KEY_BYTES], 100.0)
     assert index.num_pages == 4
 
 
@@ -92,7 +95,7 @@ def test_flood_of_events_costs_only_its_own_worker() -> None:
     index = an_index(W0, W1)
     index.apply(W1.id, stored(CHAIN))
     for number in range(100):
-        index.apply(W0.id, stored(RNG.bytes(1000 * KEY_BYTES), number * 1000))
+        index.apply(W0.id, stored(RNG.bytes(1000 * SHORT_KEY_BYTES), number * 1000))
     assert held(index, W1.id) == 20
     assert index.num_pages <= 20 + W0.num_pages + NUM_SPARE_PAGES
     index.check_integrity()
@@ -105,7 +108,7 @@ def test_ten_million_pages_of_one_worker_cost_no_memory() -> None:
     for number in range(1000):
         if number == 100:
             before = psutil.Process().memory_info().rss
-        index.apply(W0.id, stored(RNG.bytes(message * KEY_BYTES), number * message))
+        index.apply(W0.id, stored(RNG.bytes(message * SHORT_KEY_BYTES), number * message))
     assert psutil.Process().memory_info().rss - before < 16 << 20
     assert index.num_pages <= 20 + W0.num_pages + NUM_SPARE_PAGES
     assert held(index, W1.id) == 20
@@ -115,7 +118,7 @@ def test_worker_past_its_share_keeps_the_pages_of_recent_dispatches() -> None:
     index = an_index(W0, max_pages=1000)
     index.apply(W0.id, stored(CHAIN))
     for number in range(10):
-        index.apply(W0.id, stored(RNG.bytes(300 * KEY_BYTES), 20 + number * 300))
+        index.apply(W0.id, stored(RNG.bytes(300 * SHORT_KEY_BYTES), 20 + number * 300))
         index.expect(W0.id, CHAIN, 1.0)
     assert held(index, W0.id) == 20
     assert index.num_pages <= 1000
@@ -124,7 +127,7 @@ def test_worker_past_its_share_keeps_the_pages_of_recent_dispatches() -> None:
 def test_shares_grow_when_workers_leave() -> None:
     index = an_index(W0, W1, max_pages=1000)
     index.forget(W1.id)
-    index.apply(W0.id, stored(RNG.bytes(900 * KEY_BYTES)))
+    index.apply(W0.id, stored(RNG.bytes(900 * SHORT_KEY_BYTES)))
     assert index.num_pages == 900
 
 
@@ -140,8 +143,8 @@ def test_worker_without_a_slot_is_not_known() -> None:
 
 def test_exported_pages_are_the_same_after_restore() -> None:
     index, other = an_index(W0), an_index(W0)
-    index.apply(W0.id, stored(CHAIN[: 5 * KEY_BYTES]))
-    index.apply(W0.id, stored(CHAIN[5 * KEY_BYTES : 9 * KEY_BYTES], 5, tier=Tier.HOST))
+    index.apply(W0.id, stored(CHAIN[: 5 * SHORT_KEY_BYTES]))
+    index.apply(W0.id, stored(CHAIN[5 * SHORT_KEY_BYTES : 9 * SHORT_KEY_BYTES], 5, tier=Tier.HOST))
     index.expect(W0.id, CHAIN, 1.0)
     other.apply(W0.id, stored(CHAIN))
     next_number = index.next_number(W0.id)
@@ -150,7 +153,7 @@ def test_exported_pages_are_the_same_after_restore() -> None:
     assert held(other, W0.id) == other.num_reported(W0.id, CHAIN) == 9
     assert other.export(W0.id) == index.export(W0.id)
     assert other.outside(W0.id, CHAIN, 9) == (4, 0)
-    assert other.apply(W0.id, stored(CHAIN[9 * KEY_BYTES :], 9))
+    assert other.apply(W0.id, stored(CHAIN[9 * SHORT_KEY_BYTES :], 9))
     assert held(other, W0.id) == 20
     other.check_integrity()
 
@@ -184,7 +187,7 @@ def test_page_without_a_set_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_full_table_refuses_keys_and_finds_the_others() -> None:
     table = KeyTable(8, np.int32)
-    keys = keys_of(RNG.bytes(200 * KEY_BYTES))
+    keys = keys_of(RNG.bytes(200 * SHORT_KEY_BYTES))
     cells, new = table.place(keys)
     num_cells = table.keys.size
     assert new.size == 200
@@ -197,7 +200,7 @@ def test_full_table_refuses_keys_and_finds_the_others() -> None:
 
 def test_table_at_its_load_refuses_next_to_nothing() -> None:
     table = KeyTable(100_000, np.int32)
-    keys = keys_of(RNG.bytes(100_000 * KEY_BYTES))
+    keys = keys_of(RNG.bytes(100_000 * SHORT_KEY_BYTES))
     num_placed = sum(int((table.place(part)[0] >= 0).sum()) for part in np.split(keys, 100))
     assert num_placed >= 99_990
     assert table.keys.size * WIDTH <= 100_000 * 16
@@ -206,8 +209,8 @@ def test_table_at_its_load_refuses_next_to_nothing() -> None:
 def test_crowded_keys_get_a_larger_table_within_bounds() -> None:
     index = an_index(W0)
     inverse = pow(0x9E3779B97F4A7C15, -1, 2**64)  # of the table's multiplier
-    crowd = np.zeros((1000, 2), "<u8")
-    crowd[:, 0] = [number * inverse % 2**64 for number in range(1, 1001)]  # all in the first group
+    # All in the first group.
+    crowd = np.array([number * inverse % 2**64 for number in range(1, 1001)], "<u8")
     before = psutil.Process().memory_info().rss
     index.apply(W0.id, stored(crowd.tobytes()))
     assert psutil.Process().memory_info().rss - before < 16 << 20
@@ -219,7 +222,7 @@ def test_crowded_keys_get_a_larger_table_within_bounds() -> None:
 
 NAMES = ("w0", "w1", "w2")
 LIVES = st.sampled_from([a_worker(name) for name in NAMES])
-KEYS = [bytes([number]) * 16 for number in range(12)]  # key 0 is all zeros: the mark of an empty cell
+KEYS = [bytes([number]) * 8 for number in range(12)]  # key 0 is all zeros: the mark of an empty cell
 CHAINS = st.lists(st.sampled_from(KEYS), max_size=8, unique=True).map(b"".join)
 CHANGES = st.lists(st.sampled_from(KEYS), max_size=8).map(b"".join)
 TIERS = st.sampled_from([None, *Tier])
@@ -294,10 +297,10 @@ TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline
 
 def test_pages_below_the_device_are_told_by_tier() -> None:
     index = an_index(W0, W1)
-    index.apply(W0.id, stored(CHAIN[: 6 * KEY_BYTES]))
+    index.apply(W0.id, stored(CHAIN[: 6 * SHORT_KEY_BYTES]))
     assert index.outside(W0.id, CHAIN, 6) == index.outside(W1.id, CHAIN, 0) == (0, 0)
-    index.apply(W0.id, stored(CHAIN[6 * KEY_BYTES : 11 * KEY_BYTES], 6, tier=Tier.HOST))
-    index.apply(W0.id, stored(CHAIN[11 * KEY_BYTES :], 11, tier=Tier.DISK))
+    index.apply(W0.id, stored(CHAIN[6 * SHORT_KEY_BYTES : 11 * SHORT_KEY_BYTES], 6, tier=Tier.HOST))
+    index.apply(W0.id, stored(CHAIN[11 * SHORT_KEY_BYTES :], 11, tier=Tier.DISK))
     assert index.outside(W0.id, CHAIN, 20) == (5, 9)
     assert index.outside(W0.id, CHAIN, 12) == (5, 1)
     assert index.outside(W0.id, CHAIN, 6) == (0, 0)

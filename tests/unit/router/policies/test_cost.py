@@ -181,7 +181,7 @@ def test_least_busy_workers_of_a_random_draw_are_compared() -> None:
     keys = b""
     for name in ("d0", *(f"p{number}" for number in range(num))):
         worker = world.join(name, num_pages=64, max_num_seqs=8)
-        keys = world.keys.keys(family_of(worker), world.request)[:32]
+        keys = world.keys.keys(family_of(worker), world.request)[:16]
         world.index.join(worker)
     for number, work_s in {0: 9.0, 1: 9.0, 2: 9.0, 3: 9.0, 5: 2.0, 6: 1.0}.items():
         if number < 4:
@@ -446,7 +446,7 @@ def test_worker_with_the_prompt_on_its_device_goes_before_one_that_reads_it_from
         worker = world.join(name)
         world.index.join(worker)
     keys = world.keys.keys(family_of(worker), world.request)
-    num_pages = len(keys) // 16
+    num_pages = len(keys) // 8
     for name, tier in (("p0", Tier.DISK), ("p1", Tier.DEVICE)):
         world.index.apply(id_of(name), stored(keys, tier=tier))
     world.model.learn_tiers(id_of("p0"), {Tier.HOST: 1_000, Tier.DISK: 100_000})

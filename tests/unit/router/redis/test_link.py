@@ -8,7 +8,7 @@ import pytest
 from baton.clock import SystemClock
 from baton.cluster.redis_server import RedisServer
 from baton.messages.workers import Tier
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.redis import link, outbox
 from baton.router.redis.outbox import RedisOutbox
@@ -46,7 +46,7 @@ async def test_router_learns_of_the_workers_of_another_router() -> None:
         first.report(W0, CHAIN)
         await until(lambda: second.held(W0) == 40)
         assert second.index.num_reported(W0.id, CHAIN) == 40
-        first.report(W0, CHAIN[-KEY_BYTES:], None)
+        first.report(W0, CHAIN[-SHORT_KEY_BYTES:], None)
         await until(lambda: second.held(W0) == 39)
         first.leave(W0)
         await until(lambda: second.index.slot(W0.id) is None)
@@ -56,10 +56,10 @@ async def test_router_learns_of_the_workers_of_another_router() -> None:
 async def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> None:
     async with linked(1) as (redis, (first,)):
         first.join(W0)
-        first.report(W0, RNG.bytes(5000 * KEY_BYTES))
-        first.report(W0, CHAIN[: 20 * KEY_BYTES])
+        first.report(W0, RNG.bytes(5000 * SHORT_KEY_BYTES))
+        first.report(W0, CHAIN[: 20 * SHORT_KEY_BYTES])
         await until(lambda: first.link.num_unsent == 0)
-        first.report(W0, CHAIN[20 * KEY_BYTES :])  # after the snapshot
+        first.report(W0, CHAIN[20 * SHORT_KEY_BYTES :])  # after the snapshot
         await until_known(redis, {W0.id: 40})
         second = RouterStandIn(redis.url, "second")
         async with running(second):
@@ -68,7 +68,7 @@ async def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> N
             second.join(W0)
             first_number = first.index.next_number(W0.id)
             assert first_number is not None
-            assert second.index.apply(W0.id, stored(RNG.bytes(16), first_number)), "there is no gap"
+            assert second.index.apply(W0.id, stored(RNG.bytes(8), first_number)), "there is no gap"
 
 
 @on_loop
@@ -76,11 +76,11 @@ async def test_redis_holds_pages_of_both_tiers_and_of_live_workers_only() -> Non
     async with linked(1) as (redis, (router,)):
         for worker in (W0, W1):
             router.join(worker)
-        router.report(W0, CHAIN[: 8 * KEY_BYTES])
-        router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], Tier.HOST)
+        router.report(W0, CHAIN[: 8 * SHORT_KEY_BYTES])
+        router.report(W0, CHAIN[6 * SHORT_KEY_BYTES : 8 * SHORT_KEY_BYTES], Tier.HOST)
         router.report(W1, CHAIN)
         await until_known(redis, {W0.id: 8, W1.id: 40})
-        router.report(W0, CHAIN[: 3 * KEY_BYTES], is_snapshot=True)
+        router.report(W0, CHAIN[: 3 * SHORT_KEY_BYTES], is_snapshot=True)
         await until_known(redis, {W0.id: 3, W1.id: 40})
         router.leave(W1)
         await until_known(redis, {W0.id: 3})
@@ -91,22 +91,22 @@ async def test_events_that_two_routers_report_count_once_and_the_worker_stays_fo
     async with linked(2) as (redis, (first, second)):
         for router in (first, second):
             router.join(W0)
-        for part in (slice(0, 320), slice(320, 640)):
+        for part in (slice(0, 160), slice(160, 320)):
             for router in (first, second):
                 router.report(W0, CHAIN[part])
         await until_known(redis, {W0.id: 40})
-        second.report(W0, CHAIN[:KEY_BYTES], None)
-        first.report(W0, CHAIN[:KEY_BYTES], None)
+        second.report(W0, CHAIN[:SHORT_KEY_BYTES], None)
+        first.report(W0, CHAIN[:SHORT_KEY_BYTES], None)
         await until_known(redis, {})
         await until(lambda: not first.link.num_unsent and not second.link.num_unsent)
         async with connected(redis.url) as connection:
             entries = await connection.call("XRANGE", NAMES.events, "-", "+")
         assert sum(b"p" in fields for _, fields in entries) == 3
         for router in (first, second):
-            router.report(W0, CHAIN[:KEY_BYTES])
+            router.report(W0, CHAIN[:SHORT_KEY_BYTES])
         await until_known(redis, {W0.id: 40})
         first.leave(W0)
-        second.report(W0, CHAIN[:KEY_BYTES])
+        second.report(W0, CHAIN[:SHORT_KEY_BYTES])
         await until_known(redis, {W0.id: 40})
         assert second.held(W0) == 40
         second.leave(W0)
@@ -159,7 +159,7 @@ async def test_events_after_the_snapshot_that_settles_a_doubt_are_read_again() -
         await connection.load()
         after = await feed.begin(connection)
         for first, last in ((0, 30), (30, 40)):
-            events = stored(CHAIN[first * KEY_BYTES : last * KEY_BYTES], first)
+            events = stored(CHAIN[first * SHORT_KEY_BYTES : last * SHORT_KEY_BYTES], first)
             index.apply(W0.id, events)
             if first == 0:
                 writer.mark_stale(W0.id)
@@ -191,7 +191,7 @@ async def test_events_between_two_connections_of_the_reader_are_not_missed() -> 
     async with RedisServer() as redis, connected(redis.url) as connection:
         await connection.load()
         for first, last in ((0, 30), (30, 40)):
-            events = stored(CHAIN[first * KEY_BYTES : last * KEY_BYTES], first)
+            events = stored(CHAIN[first * SHORT_KEY_BYTES : last * SHORT_KEY_BYTES], first)
             index.apply(W0.id, events)
             writer.pages(W0.id, events)
             await connection.run_all([*writer.take_batch(), *writer.snapshot(W0.id, "0-0")])
@@ -219,7 +219,7 @@ async def test_later_incarnation_fences_the_earlier_one() -> None:
         first.report(W0, CHAIN)
         await until_known(redis, {W0.id: 40})
         second.join(later)
-        second.report(later, CHAIN[: 2 * KEY_BYTES])
+        second.report(later, CHAIN[: 2 * SHORT_KEY_BYTES])
         await until_known(redis, {later.id: 2})
         first.report(W0, CHAIN)
         await until(lambda: first.link.counters["redis_fenced"] == 1)

@@ -35,7 +35,7 @@ MESSAGES: list[AnyShared] = [
 ]
 SNAPSHOT = Snapshot(3, "1-0", {Tier.DEVICE: bytes(16), Tier.DISK: bytes(8)})
 PLACES: tuple[Place[Any], ...] = (MESSAGE, WORKER, snapshot_of(W0.id), pages_of(W0.id))
-PAGES = KvEventBatch(first=0, keys=bytes(16), tier=None)
+PAGES = KvEventBatch(first=0, keys=bytes(8), tier=None)
 
 
 def test_written_values_are_read() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.messages.workers import Tier
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex
 from baton.router.redis import outbox
 from baton.router.redis.client import Command
@@ -27,7 +27,7 @@ from tests.unit.router.router_cluster import stored
 
 W0 = a_worker("w0", num_pages=9000)
 RNG = np.random.default_rng(5)
-KEYS = RNG.bytes(5000 * KEY_BYTES)
+KEYS = RNG.bytes(5000 * SHORT_KEY_BYTES)
 
 
 class OutboxCase:
@@ -83,13 +83,13 @@ def test_stale_worker_joins_and_gets_a_snapshot_before_later_events() -> None:
     case = OutboxCase()
     case.outbox.joined(W0)
     case.outbox.close()
-    case.report(KEYS[: 3000 * KEY_BYTES])
-    case.report(KEYS[3000 * KEY_BYTES : 4000 * KEY_BYTES], Tier.HOST)
+    case.report(KEYS[: 3000 * SHORT_KEY_BYTES])
+    case.report(KEYS[3000 * SHORT_KEY_BYTES : 4000 * SHORT_KEY_BYTES], Tier.HOST)
     case.outbox.open()
-    case.report(KEYS[4000 * KEY_BYTES :])
+    case.report(KEYS[4000 * SHORT_KEY_BYTES :])
     assert case.send() == ["join", "SET", "publish"]
     assert case.agree()
-    case.report(RNG.bytes(KEY_BYTES))
+    case.report(RNG.bytes(SHORT_KEY_BYTES))
     assert case.send() == ["publish"]
     assert case.agree()
 
@@ -111,7 +111,7 @@ def test_too_many_events_are_replaced_by_a_snapshot(monkeypatch: pytest.MonkeyPa
     case.outbox.open()
     case.outbox.joined(W0)
     for number in range(200):
-        case.report(KEYS[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+        case.report(KEYS[number * SHORT_KEY_BYTES : (number + 1) * SHORT_KEY_BYTES])
         assert len(case.outbox) <= 51
     assert case.counters["redis_overflows"] == 1
     case.send()
@@ -122,10 +122,10 @@ def test_gap_that_redis_finds_is_closed_by_a_snapshot() -> None:
     case = OutboxCase()
     case.outbox.open()
     case.outbox.joined(W0)
-    case.report(KEYS[: 10 * KEY_BYTES])
+    case.report(KEYS[: 10 * SHORT_KEY_BYTES])
     join, publish = case.outbox.take_batch()
     assert (join.script, publish.script) == ("join", "publish")
-    case.report(KEYS[10 * KEY_BYTES : 20 * KEY_BYTES])  # is in the snapshot, too
+    case.report(KEYS[10 * SHORT_KEY_BYTES : 20 * SHORT_KEY_BYTES])  # is in the snapshot, too
     case.outbox.answered(publish, -2)
     assert case.send() == ["join", "SET", "publish"]
     assert case.agree() and case.counters["redis_gaps"] == 1
@@ -135,11 +135,11 @@ def test_nothing_more_is_sent_of_a_fenced_worker() -> None:
     case = OutboxCase()
     case.outbox.open()
     case.outbox.joined(W0)
-    case.report(KEYS[: 10 * KEY_BYTES])
+    case.report(KEYS[: 10 * SHORT_KEY_BYTES])
     join, publish = case.outbox.take_batch()
     case.outbox.answered(join, -2)
     case.outbox.answered(publish, -1)
-    case.report(KEYS[10 * KEY_BYTES :])
+    case.report(KEYS[10 * SHORT_KEY_BYTES :])
     assert case.send() == [] and case.outbox.next_to_snapshot() is None
     assert case.counters["redis_fenced"] == 1
 
@@ -155,7 +155,7 @@ def test_changed_workers_get_snapshots_in_turn_the_oldest_snapshot_first() -> No
     due = []
     for number in range(6):
         for worker in workers[: 3 if number < 4 else 1]:  # later the first alone
-            assert index.apply(worker.id, stored(KEYS[number * KEY_BYTES :][:KEY_BYTES], number))
+            assert index.apply(worker.id, stored(KEYS[number * SHORT_KEY_BYTES :][:SHORT_KEY_BYTES], number))
         worker_id = outbox.next_to_snapshot()
         assert worker_id is not None and len(outbox.snapshot(worker_id, "1-0")) == 1
         due.append(worker_id)

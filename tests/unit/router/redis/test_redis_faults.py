@@ -11,7 +11,7 @@ from functools import partial
 from baton.cluster.redis_server import RedisServer
 from baton.messages.control import Ended
 from baton.messages.workers import Tier, Worker
-from baton.pages import KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.router.redis.messages import MESSAGE, WORKER, Codec, Snapshot, pages_of, snapshot_of
 from tests.event_loop import on_loop
 from tests.needs import needs_redis
@@ -40,15 +40,15 @@ W0, W1, W2 = (a_worker(name, num_pages=5000) for name in ("w0", "w1", "w2"))
 async def test_killed_redis_that_comes_back_empty_gets_all_pages_again() -> None:
     async with linked(2) as (redis, (first, second)):
         first.join(W0)
-        first.report(W0, CHAIN[: 10 * KEY_BYTES])
+        first.report(W0, CHAIN[: 10 * SHORT_KEY_BYTES])
         await until(lambda: second.held(W0) == 10)
         os.kill(redis.pid, signal.SIGKILL)
         await until(lambda: not first.link.is_up and not second.link.is_up)
-        first.report(W0, CHAIN[10 * KEY_BYTES : 30 * KEY_BYTES])
+        first.report(W0, CHAIN[10 * SHORT_KEY_BYTES : 30 * SHORT_KEY_BYTES])
         assert first.held(W0) == 30, "routing reads the index in memory"
         await redis.start()
         await until(lambda: first.link.is_up and second.link.is_up)
-        first.report(W0, CHAIN[30 * KEY_BYTES :])
+        first.report(W0, CHAIN[30 * SHORT_KEY_BYTES :])
         await until_known(redis, {W0.id: 40})
         await until(lambda: second.held(W0) == 40)
 
@@ -63,7 +63,7 @@ async def test_stopped_redis_delays_no_decision() -> None:
             router.report(W0, CHAIN)
             while router.link.is_up:
                 started_s = time.monotonic()
-                router.report(W0, CHAIN[:KEY_BYTES])
+                router.report(W0, CHAIN[:SHORT_KEY_BYTES])
                 assert router.held(W0) == 40
                 longest_s = max(longest_s, time.monotonic() - started_s)
                 await asyncio.sleep(0)
@@ -81,13 +81,13 @@ async def test_redis_set_back_to_an_old_state_is_brought_up_to_date() -> None:
         async with running(router):
             await until(lambda: router.link.is_up)
             router.join(W0)
-            router.report(W0, CHAIN[: 10 * KEY_BYTES])
+            router.report(W0, CHAIN[: 10 * SHORT_KEY_BYTES])
             await until_known(redis, {W0.id: 10})
             async with connected(redis.url) as connection:
                 await connection.call("SAVE")
             shutil.copy(f"{folder}/dump.rdb", f"{folder}/old.rdb")
-            router.report(W0, CHAIN[10 * KEY_BYTES :])
-            router.report(W0, CHAIN[:KEY_BYTES], None)
+            router.report(W0, CHAIN[10 * SHORT_KEY_BYTES :])
+            router.report(W0, CHAIN[:SHORT_KEY_BYTES], None)
             await until_known(redis, {})
             os.kill(redis.pid, signal.SIGKILL)
             await until(lambda: not router.link.is_up)
@@ -95,7 +95,7 @@ async def test_redis_set_back_to_an_old_state_is_brought_up_to_date() -> None:
             await redis.start()
             assert (await known_from(redis.url)) in ({W0.id: 10}, {}), "the old state, or already the new one"
             await until_known(redis, {})
-            router.report(W0, CHAIN[:KEY_BYTES])
+            router.report(W0, CHAIN[:SHORT_KEY_BYTES])
             await until_known(redis, {W0.id: 40})
 
 
@@ -181,7 +181,7 @@ async def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
         async with connected(redis.url) as connection, running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
             first.join(W0)
-            first.report(W0, CHAIN[: 10 * KEY_BYTES])
+            first.report(W0, CHAIN[: 10 * SHORT_KEY_BYTES])
             await until(lambda: second.held(W0) == 10)
             odd = CODEC.encode(snapshot_of(W0.id), Snapshot(2**40, "here", {}))
             await connection.call("SET", NAMES.snapshot(W0.id), odd)
@@ -191,7 +191,7 @@ async def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
             await connection.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             failed = first.link.counters["redis_failures"]
             await until(lambda: first.link.counters["redis_failures"] > failed)
-            first.report(W0, CHAIN[10 * KEY_BYTES :])
+            first.report(W0, CHAIN[10 * SHORT_KEY_BYTES :])
             await until(lambda: first.link.is_up and second.link.is_up and second.held(W0) == 40)
             await connection.call("DEL", NAMES.numbers)
             await connection.call("HSET", NAMES.numbers, W0.id, "9" * 400)
@@ -256,7 +256,7 @@ async def test_routing_stays_quick_while_redis_dies_and_gets_all_pages_again() -
                 while not condition():
                     started_s = time.thread_time()
                     if not router.link.is_up:
-                        router.report(workers[0], CHAIN[:KEY_BYTES])
+                        router.report(workers[0], CHAIN[:SHORT_KEY_BYTES])
                     assert router.held(workers[3]) == 40
                     await asyncio.sleep(0)  # the other work of this process
                     turns_s.append(time.thread_time() - started_s)
@@ -266,7 +266,7 @@ async def test_routing_stays_quick_while_redis_dies_and_gets_all_pages_again() -
             for worker in workers:
                 router.join(worker)
                 router.report(worker, CHAIN)
-                router.report(worker, RNG.bytes(5000 * KEY_BYTES))
+                router.report(worker, RNG.bytes(5000 * SHORT_KEY_BYTES))
             await until(lambda: router.link.num_unsent == 0)
             os.kill(redis.pid, signal.SIGKILL)
             await route_until(lambda: not router.link.is_up)

@@ -9,7 +9,7 @@ from redis.exceptions import ResponseError
 
 from baton.cluster.redis_server import RedisServer
 from baton.messages.bounds import MAX_PULLED_PAGES
-from baton.router.index.prefix_index import SHORT_KEY_BYTES
+from baton.pages import SHORT_KEY_BYTES
 from baton.router.redis.client import Command, RedisConnection, is_full
 from baton.router.redis.messages import MESSAGE, SharedDispatch
 from tests.event_loop import on_loop

@@ -10,7 +10,7 @@ from baton.sim.timed.times import Machine
 
 
 def keys(*names: str) -> tuple[bytes, ...]:
-    return tuple(name.encode().ljust(16) for name in names)
+    return tuple(name.encode().ljust(8) for name in names)
 
 
 def test_store_keeps_what_was_used_last_and_parents_longer_than_children() -> None:

@@ -120,7 +120,7 @@ def test_keys_of_pages_are_alike_where_prompts_are() -> None:
             arrival_s=0, input_tokens=100, output_tokens=1, block_ids=blocks, block_tokens=32
         )
         joined = page_keys(traced, 16, 0)
-        return [joined[at : at + 16] for at in range(0, len(joined), 16)]
+        return [joined[at : at + 8] for at in range(0, len(joined), 8)]
 
     one, other = keys(1, 2, 3, 4), keys(1, 2, 9, 4)
     assert len(one) == 6 == len(set(one))
@@ -131,7 +131,7 @@ def test_keys_of_pages_are_alike_where_prompts_are() -> None:
 def test_prompts_without_ids_share_nothing_even_at_one_moment() -> None:
     alone = TraceRequest(arrival_s=0.0, input_tokens=64, output_tokens=1)
     keys = [page_keys(alone, 16, number) for number in range(3)]
-    assert len({key[at : at + 16] for key in keys for at in range(0, 64, 16)}) == 12
+    assert len({key[at : at + 8] for key in keys for at in range(0, 32, 8)}) == 12
     tokens = [tokens_of(alone, number)[:16] for number in range(3)]
     assert len(set(tokens)) == 3
 
@@ -186,7 +186,7 @@ def test_bundle_of_a_router_is_a_trace(tmp_path: Path) -> None:
     assert [each.arrival_s for each in trace] == pytest.approx([0.0, 1.0, 2.0, 3.0])
     assert [(each.input_tokens, each.output_tokens) for each in trace] == [(104, 3 + at) for at in range(4)]
     shared = [
-        set(page_keys(each, 16, number)[at : at + 16] for at in range(0, 96, 16))
+        set(page_keys(each, 16, number)[at : at + 8] for at in range(0, 48, 8))
         for number, each in enumerate(trace[:2])
     ]
     assert len(shared[0] & shared[1]) == 4
