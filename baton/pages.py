@@ -14,11 +14,9 @@ from typing import Final
 import msgspec
 
 from baton.errors import ConfigError
+from baton.messages.bounds import KEY_BYTES, SHORT_KEY_BYTES
 from baton.request import TOKEN_ID_BYTES, pack
 from baton.tenants import PUBLIC_SALT, split_salt
-
-KEY_BYTES = 16
-SHORT_KEY_BYTES: Final = KEY_BYTES // 2
 
 
 def short_keys(keys: Iterable[bytes]) -> bytes:

@@ -23,11 +23,11 @@ from msgspec.structs import asdict, replace
 
 from baton.clock import Clock
 from baton.errors import ConfigError
-from baton.messages.bounds import MAX_SECONDS, Attempt, Count, Id, Moment, Seconds
+from baton.messages.bounds import MAX_SECONDS, SHORT_KEY_BYTES, Attempt, Count, Id, Moment, Seconds
 from baton.messages.control import Decision, Weighed
 from baton.messages.status import Times
 from baton.messages.workers import PrefillTimes
-from baton.pages import SHORT_KEY_BYTES, split_keys
+from baton.pages import split_keys
 from baton.request import AttemptKey
 from baton.router.checkpoint import attributes_of
 from baton.router.policies.candidates import PairCandidate

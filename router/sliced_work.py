@@ -8,9 +8,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from typing import Final, TypeAlias
 
-from baton.messages.bounds import MAX_PULLED_PAGES
+from baton.messages.bounds import MAX_PULLED_PAGES, SHORT_KEY_BYTES
 from baton.messages.workers import Worker
-from baton.pages import SHORT_KEY_BYTES, PageKeys, short_keys
+from baton.pages import PageKeys, short_keys
 from baton.request import AttemptKey, Request
 from baton.router.checkpoint import attributes_of
 

@@ -30,8 +30,8 @@ import numpy as np
 
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
+from baton.messages.bounds import SHORT_KEY_BYTES
 from baton.messages.workers import WorkerRole
-from baton.pages import SHORT_KEY_BYTES
 from baton.request import TOKEN_ID_BYTES, TokenIds
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet

@@ -9,7 +9,7 @@ from baton.kvtransfer.protocol.handoff import HandoffContext, Owner, Timing
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks.messages import Route
-from baton.pages import KEY_BYTES
+from baton.messages.bounds import KEY_BYTES
 from tests.layouts import a_layout
 
 TIMING: Final = Timing(lease_s=30.0, heartbeat_s=5.0)

@@ -18,6 +18,8 @@ MAX_WORKERS: Final = 1024
 MAX_NODES: Final = 64  # over which the ranks of one worker are spread
 MAX_ROUTERS: Final = 8  # of one cluster
 MAX_EVENTS: Final = 16_384  # in one message
+KEY_BYTES: Final = 16  # of a page key: see baton/pages.py
+SHORT_KEY_BYTES: Final = KEY_BYTES // 2  # by which routers know pages
 # Pages of one pull, on each side: one frame holds two lists of this length and the keys.
 MAX_PULLED_PAGES: Final = 28_672
 MAX_FRAME_BYTES: Final = 1 << 20  # the largest length that a frame's header may announce

@@ -35,6 +35,7 @@ from baton.messages.bounds import (
     MAX_EVENTS,
     MAX_SECONDS,
     MAX_WORKERS,
+    SHORT_KEY_BYTES,
     Attempt,
     Count,
     Id,
@@ -49,7 +50,6 @@ from baton.messages.bounds import (
 )
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, PrefillTimes, RunningStep, StepTimes, Tier, Worker
-from baton.pages import SHORT_KEY_BYTES
 from baton.request import AttemptKey, Request, TokenEvent, TokenId
 from baton.tenants import Refusal
 

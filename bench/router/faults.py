@@ -23,8 +23,8 @@ from baton.bench.processes import stopped
 from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.cluster.redis_server import RedisServer
 from baton.gateway.streams.routers import SILENT_S
+from baton.messages.bounds import SHORT_KEY_BYTES
 from baton.messages.status import RouterStatus, RoutingTimes
-from baton.pages import SHORT_KEY_BYTES
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Reply
 
 NUM_CLIENTS: Final = 6

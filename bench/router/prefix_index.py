@@ -17,11 +17,10 @@ import psutil
 
 from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.clock import ManualClock
-from baton.messages.bounds import Kind
+from baton.messages.bounds import SHORT_KEY_BYTES, Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Hello, KvEventBatch
 from baton.messages.workers import WorkerRole
-from baton.pages import SHORT_KEY_BYTES
 from baton.request import Request, SamplingParams, TokenIds
 from baton.router.in_flight import InFlight
 from baton.router.index.prefix_index import PrefixIndex

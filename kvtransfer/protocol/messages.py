@@ -17,9 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import WireError
-from baton.messages.bounds import MAX_PULLED_PAGES, Generation, Message, PageId, TransferId
+from baton.messages.bounds import KEY_BYTES, MAX_PULLED_PAGES, Generation, Message, PageId, TransferId
 from baton.messages.codec import decode_as
-from baton.pages import KEY_BYTES, PageLayout
+from baton.pages import PageLayout
 
 PROTOCOL: Final = 11
 MAX_PAGES: Final = 65_536  # pages of one transfer; also the limit of its units

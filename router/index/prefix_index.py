@@ -31,9 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.clock import Clock
+from baton.messages.bounds import SHORT_KEY_BYTES
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
-from baton.pages import SHORT_KEY_BYTES
 from baton.router.index.table import (
     EMPTY,
     MAX_SLOTS,

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.pages import SHORT_KEY_BYTES
+from baton.messages.bounds import SHORT_KEY_BYTES
 
 Keys: TypeAlias = NDArray[np.uint64]
 Cells: TypeAlias = NDArray[np.int64]  # -1: no cell

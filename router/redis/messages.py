@@ -11,11 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import WireError
-from baton.messages.bounds import MAX_PULLED_PAGES, Attempt, Count, Id, Message
+from baton.messages.bounds import MAX_PULLED_PAGES, SHORT_KEY_BYTES, Attempt, Count, Id, Message
 from baton.messages.codec import decode_as
 from baton.messages.control import Ended, KvEventBatch, Started
 from baton.messages.workers import Tier, Worker
-from baton.pages import SHORT_KEY_BYTES
 
 
 class SharedDispatch(Message, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from random import Random
 from typing import Final
 
 from baton.config.router import RouterConfig
-from baton.messages.bounds import Kind
+from baton.messages.bounds import SHORT_KEY_BYTES, Kind
 from baton.messages.control import (
     Ended,
     Hello,
@@ -29,7 +29,7 @@ from baton.messages.control import (
     Submit,
 )
 from baton.messages.workers import WorkerRole
-from baton.pages import SHORT_KEY_BYTES, split_keys
+from baton.pages import split_keys
 from baton.request import AttemptKey, Request, SamplingParams, TokenIds
 from baton.router.router import Router
 from baton.router.sliced_work import Family, PromptKeys, family_of

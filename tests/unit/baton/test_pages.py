@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.kernels import store_kv
-from baton.pages import KEY_BYTES, SCALE_BYTES, PageKeys, PageLayout
+from baton.messages.bounds import KEY_BYTES
+from baton.pages import SCALE_BYTES, PageKeys, PageLayout
 from baton.tenants import with_public, without_public
 
 TOKENS = list(range(100, 120))

@@ -9,9 +9,9 @@ import numpy as np
 
 from baton.clock import ManualClock, SystemClock
 from baton.cluster.redis_server import RedisServer
+from baton.messages.bounds import SHORT_KEY_BYTES
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
-from baton.pages import SHORT_KEY_BYTES
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
 from baton.router.redis.link import Feed, RedisLink, last_stream_id

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.config.router import RouterConfig
-from baton.messages.bounds import Kind
+from baton.messages.bounds import SHORT_KEY_BYTES, Kind
 from baton.messages.control import Heartbeat, KvEventBatch, Reachable, Rejected, Routed, Submit
 from baton.messages.workers import Load, Worker
-from baton.pages import SHORT_KEY_BYTES
 from baton.request import Request
 from baton.router.membership import Member
 from baton.router.router import SETTLE_S, Router

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from baton.clock import SystemClock
 from baton.cluster.redis_server import RedisServer
 from baton.config.router import RouterConfig
+from baton.messages.bounds import SHORT_KEY_BYTES
 from baton.messages.control import (
     Ended,
     Heartbeat,
@@ -24,7 +25,6 @@ from baton.messages.control import (
     Submit,
 )
 from baton.messages.workers import Load
-from baton.pages import SHORT_KEY_BYTES
 from baton.request import Request, TokenIds
 from baton.router.redis.link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
 from baton.router.router import Router

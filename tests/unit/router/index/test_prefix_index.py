@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.clock import ManualClock
+from baton.messages.bounds import SHORT_KEY_BYTES
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
-from baton.pages import SHORT_KEY_BYTES
 from baton.router.index import prefix_index
 from baton.router.index.prefix_index import MAX_BISECTED, NUM_SPARE_PAGES, PrefixIndex
 from baton.router.index.table import EMPTY, MAX_SLOTS, WIDTH, KeyTable, SlotSets, keys_of

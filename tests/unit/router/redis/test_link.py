@@ -7,8 +7,8 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.cluster.redis_server import RedisServer
+from baton.messages.bounds import SHORT_KEY_BYTES
 from baton.messages.workers import Tier
-from baton.pages import SHORT_KEY_BYTES
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.redis import link, outbox
 from baton.router.redis.outbox import RedisOutbox

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from baton.clock import ManualClock
+from baton.messages.bounds import SHORT_KEY_BYTES
 from baton.messages.workers import Tier
-from baton.pages import SHORT_KEY_BYTES
 from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex
 from baton.router.redis import outbox
 from baton.router.redis.client import Command

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 from baton.cluster.redis_server import RedisServer
+from baton.messages.bounds import SHORT_KEY_BYTES
 from baton.messages.control import Ended
 from baton.messages.workers import Tier, Worker
-from baton.pages import SHORT_KEY_BYTES
 from baton.router.redis.messages import MESSAGE, WORKER, Codec, Snapshot, pages_of, snapshot_of
 from tests.event_loop import on_loop
 from tests.needs import needs_redis

@@ -8,8 +8,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from baton.cluster.redis_server import RedisServer
-from baton.messages.bounds import MAX_PULLED_PAGES
-from baton.pages import SHORT_KEY_BYTES
+from baton.messages.bounds import MAX_PULLED_PAGES, SHORT_KEY_BYTES
 from baton.router.redis.client import Command, RedisConnection, is_full
 from baton.router.redis.messages import MESSAGE, SharedDispatch
 from tests.event_loop import on_loop
