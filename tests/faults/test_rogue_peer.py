@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -60,20 +61,18 @@ def grant_to(peer: RoguePeer, host: EndpointHost, num_units: int) -> Grant:
     return peer.hear(Grant)
 
 
-def ask_for_pages_of(host: EndpointHost, peer: RoguePeer, num_pages: int = NUM_UNITS) -> bytes:
-    """A pull that the host agrees to: it opens a transport to the peer."""
-    wanted, _ = host.known_pages(num_pages)
-    pull = PullRequest(
+def a_pull_of(host: EndpointHost) -> PullRequest:
+    """Return a pull that the host agrees to: it opens a transport to the peer."""
+    wanted, _ = host.known_pages(NUM_UNITS)
+    return PullRequest(
         transfer=secrets.token_bytes(16),
         epoch=1,
         deadline_ms=10_000,
-        num_units=num_pages,
+        num_units=NUM_UNITS,
         wanted_keys=bytes.fromhex("".join(wanted)),
-        pages=tuple(range(num_pages)),
-        generations=(1,) * num_pages,
+        pages=tuple(range(NUM_UNITS)),
+        generations=(1,) * NUM_UNITS,
     )
-    peer.say(pull)
-    return pull.transfer
 
 
 def test_transfer_that_goes_on_cannot_be_granted_again(host: EndpointHost) -> None:
@@ -87,9 +86,29 @@ def test_transfer_that_goes_on_cannot_be_granted_again(host: EndpointHost) -> No
     assert host.counts()["protocol"] == 1
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"wanted_keys": bytes(16 * (NUM_UNITS - 1))}, id="of the host"),
+        pytest.param({"pages": (0,), "generations": (1,)}, id="of the peer"),
+    ],
+)
+def test_pull_with_another_number_of_pages_drops_the_peer(
+    host: EndpointHost, changes: dict[str, Any]
+) -> None:
+    with RoguePeer(host.address()) as peer:
+        peer.say(msgspec.structs.replace(a_pull_of(host), **changes))
+        with pytest.raises(PeerGone):
+            while is_ping(peer.connection.recv(5.0)):
+                continue
+    counts = host.counts()
+    assert counts["protocol"] == 1 and counts["open"] == 0
+    assert counts["CACHED"] == NUM_UNITS
+
+
 def test_transport_that_never_opens_delays_no_other_transfer(host: EndpointHost, silent_port: int) -> None:
     with RoguePeer(host.address(), addresses={"tcp": str(silent_port)}) as peer:
-        ask_for_pages_of(host, peer)
+        peer.say(a_pull_of(host))
         wait_for(lambda: host.counts()["open"] == 1)
         time.sleep(0.05)
     slowest_s = 0.0
@@ -104,7 +123,7 @@ def test_an_endpoint_closes_at_once_while_a_way_opens(silent_port: int) -> None:
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     host = EndpointHost(is_shared=False)
     with RoguePeer(host.address(), addresses={"tcp": str(silent_port)}) as peer:
-        ask_for_pages_of(host, peer)
+        peer.say(a_pull_of(host))
         wait_for(lambda: host.counts()["open"] == 1)
         time.sleep(0.05)
         started_s = time.monotonic()
