@@ -450,4 +450,4 @@ def _check_drain(worker: str, entries: Sequence[WorkerStatus], may_be_last: bool
     alike = [entry for entry in entries if (entry.worker.role, entry.worker.model) == (role, model)]
     others = [entry for entry in alike if entry not in found]
     if not may_be_last and all(entry.is_draining for entry in others):
-        raise ConfigError(f"{worker} is the last {role} worker: without it {ALONE[role]}; --force has it go")
+        raise ConfigError(f"{worker} is the last {role} worker: without it {ALONE[role]}; --force goes ahead")

@@ -313,7 +313,7 @@ class PageChanges(NamedTuple):
     """The keys of a worker's pages that have changed, each once."""
 
     is_snapshot: bool  # all pages: a key that is not here is in no tier
-    keys: dict[Tier | None, list[bytes]]  # by the tier of the page now; None: in no tier, and the first
+    keys: dict[Tier | None, list[bytes]]  # by the tier of the pages now; None, which is first: in no tier
 
 
 class KvEventBatch(Message, frozen=True):

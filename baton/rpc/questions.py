@@ -38,7 +38,8 @@ class Questions:
     ) -> list[AnswerT]:
         """Return the answers that come in time; none without a peer, or with MAX_ASKED questions open.
 
-        Returns once each peer has given its last answer or is lost; for one request, once an answer has it.
+        Returns once each peer has given its last answer or is lost. FindRequests for one request returns with
+        the first answer that has it.
         """
         if not peers or len(self._open) >= MAX_ASKED:
             return []

@@ -550,7 +550,7 @@ class RequestStream:
         return limits.max_begun_wait_s if self.has_answer else limits.max_wait_s
 
     def _doubt_ends_s(self) -> float:
-        """Return when died processes are told from broken connections; -inf when nothing depends on that."""
+        """Return when it is known which lost processes have died; -inf when nothing depends on that."""
         if len(self.lost) + self.num_errors < MAX_STRIKES or not self.lost:
             return -math.inf
         return max(self.lost.values()) + DOUBT_S

@@ -100,8 +100,9 @@ class PeerTransports:
             self._send(self._sender, number)
 
     def abort(self, transfer: bytes) -> None:
-        """Drop the transfer's pieces: on return this process neither reads nor writes for the transfer, and
-        calls no `on_end` of its pieces.
+        """Drop the transfer's pieces, without calling their `on_end`.
+
+        On return this process neither reads nor writes for the transfer.
         """
         aborted = [number for number, (piece, _) in self._pieces.items() if piece.transfer == transfer]
         for number in aborted:
