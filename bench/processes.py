@@ -45,7 +45,7 @@ class Child(subprocess.Popen[str]):
         self.close()
 
     def read(self, timeout_s: float = READ_S) -> str:
-        """Return the next line. ProcessEnded: there is none; a child that is silent for longer is killed."""
+        """Return the next line. A child that is silent for `timeout_s` is killed. ProcessEnded: it has ended."""
         assert self.stdout is not None
         killing = Timer(timeout_s, self.kill)
         killing.start()
