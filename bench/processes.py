@@ -45,7 +45,10 @@ class Child(subprocess.Popen[str]):
         self.close()
 
     def read(self, timeout_s: float = READ_S) -> str:
-        """Return the next line. A child that is silent for `timeout_s` is killed. ProcessEnded: it has ended."""
+        """Return the next line.
+
+        ProcessEnded: the child has ended by itself, or was killed because it was silent for `timeout_s`.
+        """
         assert self.stdout is not None
         killing = Timer(timeout_s, self.kill)
         killing.start()
