@@ -525,8 +525,6 @@ class DiskTier:
             if not self._wait(self._loads[0][2]):
                 return
             began_s, batch = time.monotonic(), self._take_batch()
-            while self._chains:  # whole: a chain may take several batches
-                self._store.touch(self._chains.popleft())
             for key, is_valid in self._store.read(batch):
                 if self._closing.is_set():
                     return
@@ -536,6 +534,9 @@ class DiskTier:
                     self._reports.append(Written(key, False))
                 self._reports.append(Loaded(key, is_valid))
             self.page_s += NEWEST_SHARE * ((time.monotonic() - began_s) / len(batch) - self.page_s)
+            # Requests wait for the pages, not for this. Whole chains: a chain may take several batches.
+            while self._chains:
+                self._store.touch(self._chains.popleft())
 
     def _parts(self, host_page: int) -> PageParts:
         return [pages[host_page] for pages in self._host_pages]

@@ -7,7 +7,7 @@ import random
 import signal
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -353,6 +353,26 @@ def test_full_store_drops_the_end_of_the_chain_that_was_read_least_recently(
     host.tier.stop()
     dropped = [gone for key in KEYS[12:20] for gone in host.store.put(key, parts_of(page_of(key)))]
     assert dropped == [*reversed(KEYS[:6]), KEYS[11], KEYS[10]]
+
+
+def test_loaded_pages_are_reported_before_their_order_of_use_is_written(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touches, goes_on, touch = threading.Event(), threading.Event(), host.store.touch
+
+    def touch_late(chain: Sequence[bytes]) -> list[bytes]:
+        touches.set()
+        goes_on.wait(60)
+        return touch(chain)
+
+    monkeypatch.setattr(host.store, "touch", touch_late)
+    for key in KEYS[:3]:
+        host.store.put(key, parts_of(page_of(key)))
+    host.tier.load(zip(KEYS[:3], range(3), strict=True), 0)
+    assert touches.wait(60)
+    reports = host.tier.take_reports()
+    goes_on.set()
+    assert sorted(report.key for report in reports) == sorted(KEYS[:3])
 
 
 def test_load_takes_no_room_from_the_start_of_its_own_chain(host: Host) -> None:
