@@ -45,7 +45,7 @@ class AdapterSlots:
         self._contents: dict[bytes, Future[tuple[AdapterFiles, AdapterTensors]]] = {}
         self._slots: dict[bytes, int] = {}  # digest -> slot, the least recently asked for first
         self._changed: list[tuple[int, AdapterFiles | None]] = []  # since the last step
-        self._errors: dict[Adapter, InvalidRequest] = {}  # of the last `place`
+        self._errors: dict[Adapter, str] = {}  # of the last `place`; exceptions would keep tensors
 
     def check(self, adapter: Adapter) -> None:
         """Have the files read, if there is room to keep them.
@@ -72,7 +72,7 @@ class AdapterSlots:
             try:
                 self._place(adapter, live, digests)
             except InvalidRequest as error:
-                self._errors[adapter] = error
+                self._errors[adapter] = str(error)
 
     def is_placed(self, adapter: Adapter) -> bool:
         """Return whether an adapter of the last `place` is in a slot.
@@ -80,7 +80,7 @@ class AdapterSlots:
         Raises InvalidRequest for files that cannot be used.
         """
         if adapter in self._errors:
-            raise self._errors[adapter]
+            raise InvalidRequest(self._errors[adapter])
         return adapter.digest in self._slots
 
     def with_adapters(self, arrays: StepArrays, batch: Batch) -> StepArrays:

@@ -3,6 +3,7 @@
 import secrets
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -119,6 +120,24 @@ def test_adapter_is_refused_when_its_files_have_changed(model_directory: Directo
         made.scheduler.check_integrity()
     with engine(model) as bare, pytest.raises(InvalidRequest, match="--enable-lora"):
         bare.check(asked(adapter, [1, 2]))
+
+
+def test_adapter_that_does_not_fit_leaves_nothing_in_memory(
+    model_directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, begun = model_directory("llama2"), list[weakref.ref[torch.Tensor]]()
+
+    def run_out_of_memory(slot: int, tensors: object) -> None:
+        part = torch.zeros(1)
+        begun.append(weakref.ref(part))
+        raise RuntimeError("out of memory")
+
+    with engine(model, **LORA) as made:
+        monkeypatch.setattr(made.runner, "put_adapter", run_out_of_memory)
+        made.add(asked(save_adapter(model, tmp_path / "adapter"), [1, 2]))
+        (output,) = run_to_end(made)
+        assert output.is_invalid and "out of memory" in (output.error or "")
+        assert [each() for each in begun] == [None]
 
 
 def test_other_ranks_need_no_files_of_an_adapter_that_was_accepted(
