@@ -9,8 +9,9 @@ import hashlib
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -102,12 +103,17 @@ def _records() -> list[ClusterRecord]:
 
 
 def _remove_earlier_boots() -> None:
-    """Remove the folders of this machine's earlier boots, of which no process runs."""
+    """Remove the folders of this machine's earlier boots, of which no process runs.
+
+    A folder that has changed during this boot belongs to another machine of the same name.
+    """
     directory = _directory()
     machine, boot, _ = directory.name.split("-")
+    began_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     for other in directory.parent.glob(f"{machine}-*-*"):
-        if other.name.split("-")[1] != boot:
-            shutil.rmtree(other, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process removes the folder too
+            if other.name.split("-")[1] != boot and other.stat().st_mtime < began_s:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _directory() -> Path:

@@ -77,15 +77,18 @@ def test_cluster_is_found_after_its_machine_got_another_name(monkeypatch: pytest
 
 def test_folders_of_earlier_boots_of_the_machine_are_removed(directory: Path) -> None:
     machine, boot, container = directory.name.split("-")
-    earlier, other_container, other_machine = (
+    earlier, other_container, other_machine = others = [
         directory.with_name("-".join(parts))
         for parts in ((machine, "0", container), (machine, boot, "0"), ("0", "0", container))
-    )
-    for folder in (earlier, other_container, other_machine):
+    ]
+    namesake = directory.with_name(f"{machine}-1-{container}")  # another machine: its folder is of this boot
+    for folder in (namesake, *others):
         write_secret(folder / "1-7.json", msgspec.json.encode(RECORD))
+    for folder in others:
+        os.utime(folder, (0, 0))
     with recorded():
         assert not earlier.exists()
-        assert other_container.exists() and other_machine.exists()
+        assert other_container.exists() and other_machine.exists() and namesake.exists()
 
 
 @pytest.mark.parametrize(
