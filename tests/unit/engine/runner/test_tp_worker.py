@@ -129,6 +129,7 @@ def test_tp_worker_killed_while_serving_is_reported_and_the_engine_still_closes(
     assert children() == before and not list(temporary.iterdir())
 
 
+@pytest.mark.usefixtures("forked")
 def test_engine_closes_although_a_rank_hangs_with_a_command(
     tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
