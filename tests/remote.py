@@ -24,7 +24,7 @@ CONTEXT.set_forkserver_preload(
         "tests.transfer_ends",
         "tests.tensor_parallel_peer",
         "tests.forked_ranks",
-        "tests.forked_serve",
+        "tests.forked_baton",
     ]
 )
 END_S: Final = 20.0

@@ -27,7 +27,7 @@ from baton.messages.operations import Status
 from baton.messages.status import RouterStatus
 from baton.messages.workers import WorkerStatus
 from tests.event_stream import stream
-from tests.forked_serve import ForkedServe
+from tests.forked_baton import ForkedBaton
 from tests.http_calls import HttpCalls
 from tests.waiting import wait_for
 
@@ -39,7 +39,7 @@ STOP_TIMEOUT_S: Final = 60.0
 SERVE: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 
 
-Process: TypeAlias = "ForkedServe | subprocess.Popen[str]"
+Process: TypeAlias = "ForkedBaton | subprocess.Popen[str]"
 
 
 class Served(HttpCalls):
@@ -156,12 +156,12 @@ def kill_unless(has_ended: threading.Event, process: Process) -> None:
 def served(*arguments: str, program: Sequence[str] = (), **environment: str) -> Iterator[Served]:
     """Run `baton serve` with these arguments and variables, and stop it in the end.
 
-    program: what Python runs as `baton`; without one, the command is forked (tests/forked_serve.py).
+    program: what Python runs as `baton`; without one, the command is forked (tests/forked_baton.py).
     """
     options, variables = (*arguments, "--port", "0"), os.environ | {"PYTHONPATH": str(ROOT)} | environment
     process: Process
     if not program:
-        process = ForkedServe(options, variables)
+        process = ForkedBaton(("serve", *options), variables)
     else:
         process = subprocess.Popen(
             [sys.executable, *program, "serve", *options],

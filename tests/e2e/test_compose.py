@@ -4,8 +4,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +13,7 @@ import pytest
 import yaml
 
 from baton.bench.processes import free_ports
+from tests.forked_baton import ForkedBaton
 from tests.served import ROOT, stop, until
 
 KEY: Final = "sk-of-a-test"
@@ -33,7 +32,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for name in SERVICES:
             command = here(services[name]["command"], places)
             command += ["--port", str(port)] if name == "gateway" else []
-            process = subprocess.Popen([sys.executable, "-m", "baton", *command], env=environment, text=True)
+            process = ForkedBaton(command, environment)
             ends.callback(end, process)
         yield f"http://127.0.0.1:{port}"
 
@@ -56,8 +55,9 @@ def here(command: list[str], places: dict[str, str]) -> list[str]:
     return words
 
 
-def end(process: "subprocess.Popen[str]") -> None:
+def end(process: ForkedBaton) -> None:
     assert stop(process) == 0
+    process.close()
 
 
 def is_well(url: str) -> bool:

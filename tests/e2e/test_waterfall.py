@@ -6,9 +6,11 @@ import time
 
 import pytest
 
-from baton.bench.clusters import served_cluster
+from baton.bench.clusters import WatchedCluster
 from baton.bench.report import percentile
 from baton.bench.serve.waterfall import OPTIONS, UNACCOUNTED_BAR, Checked
+from baton.cluster.cluster_record import find_record
+from baton.cluster.operator_node import connected
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
@@ -17,11 +19,13 @@ from baton.rpc.peers import Peer
 from tests.cluster_threads import wait_for
 from tests.node_peers import a_request
 from tests.process_cluster import ProcessCluster
+from tests.served import served
 
 LOAD_S = 3.0  # half a dozen pings each way
 LONGEST_LOAD_S = 30.0  # other processes of the machine may delay every ping of some seconds
 BAR_S = 100e-6
 KILLS_A_DECODE_WORKER = 3  # a seed
+NUM_PROCESSES = 5  # a gateway, a router and three workers
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +33,15 @@ def checked() -> Checked:
     """Some hundred requests at one prefill and two decode workers, one of which is killed meanwhile."""
 
     async def run() -> Checked:
-        async with served_cluster(OPTIONS, prefill=1, decode=2) as cluster:
-            checked = Checked(cluster, 200, seed=KILLS_A_DECODE_WORKER)
+        record = find_record(cluster.port)
+        async with connected(record.routers, record.keys) as operator:
+            watched = WatchedCluster(cluster.url, operator, NUM_PROCESSES, cluster.process.pid)
+            checked = Checked(await watched.come_together(), 200, seed=KILLS_A_DECODE_WORKER)
             await checked.run(num_clients=8, num_kills=1)
             return checked
 
-    return asyncio.run(run())
+    with served("tiny", *OPTIONS, "--prefill", "1", "--decode", "2", OMP_NUM_THREADS="1") as cluster:
+        return asyncio.run(run())
 
 
 def test_every_answered_request_has_a_timeline_that_sums_to_its_time(checked: Checked) -> None:

@@ -1,7 +1,7 @@
 """The cluster key of a live cluster is rotated: no request fails, and the retired key opens nothing."""
 
+import os
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -14,6 +14,7 @@ import pytest
 from baton.cluster.cluster_key import Keys, new_key, read_keys, write_secret
 from baton.cluster.cluster_record import find_record
 from tests.event_stream import BODY, SteadyClients, joined, read_all, stream
+from tests.forked_baton import ForkedBaton
 from tests.served import BATON, SERVE, Served, served, stop, until
 
 COMMON: Final = (*SERVE, "--router-policy", "prefix")  # which has prefill workers compute prompts
@@ -41,9 +42,7 @@ def restart(cluster: Served, name: str) -> None:
 
 def complaints_of(worker: list[str]) -> list[str]:
     """Return the lines about keys of a worker that no router admits."""
-    process = subprocess.Popen(worker, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    said: list[str] = []
-    assert process.stderr is not None
+    process, said = ForkedBaton(worker, os.environ), list[str]()
     errors = process.stderr
     listening = threading.Thread(target=lambda: said.extend(errors), daemon=True)
     listening.start()
@@ -54,7 +53,7 @@ def complaints_of(worker: list[str]) -> list[str]:
     finally:
         stop(process)
         listening.join(10.0)
-        errors.close()
+        process.close()
     return [line for line in said if "key" in line]
 
 
@@ -93,7 +92,7 @@ def test_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_pa
             restart(cluster, "decode-0")
             clients.until_more()
         (router, *_) = find_record(cluster.port).routers
-        command = [sys.executable, "-m", "baton", "worker", "decode", "tiny"]
+        command = ["worker", "decode", "tiny"]
         where = ["--router", f"{router.host}:{router.port}", "--name", "stranger"]
         (complaint,) = complaints_of([*command, *where, "--cluster-key-file", str(retired)])
         assert "does not hold this cluster's key of a router" in complaint

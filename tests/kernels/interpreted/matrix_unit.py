@@ -1,6 +1,6 @@
 """Triton's interpreter with the products of a matrix unit, in the test's process and in those of other ranks.
 
-It also does less work again that it has done, which saves a fifth of the tests' time.
+It also does less work twice, which saves a fifth of the tests' time.
 
 `tl.dot` then treats all rows of a tile alike. The interpreter sums a row by its place in the tile, and
 multiplies the raw uint16 in which it keeps bf16.
@@ -42,7 +42,7 @@ def use(patch: pytest.MonkeyPatch) -> None:
 
 
 def _patch_language_once(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
-    """Spare the search for what is to patch in each function that a kernel calls: the launch has patched it."""
+    """Search for what is to patch at launches alone, and not again in each function that a kernel calls."""
     patch_language, language = interpreter._patch_lang, interpreter.tl
 
     def patch_once(function: Any) -> Any:
@@ -55,7 +55,7 @@ def _patch_language_once(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
 
 
 def _remember_types(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
-    """Look NumPy's type of a tensor up by that of its elements, in place of a table that each look-up makes."""
+    """Look NumPy's type of a tensor up by that of its elements; each look-up has made a table."""
     find, find_once = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
 
     def find_by_elements(kind: Any) -> Any:

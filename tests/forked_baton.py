@@ -1,4 +1,4 @@
-"""`baton serve --runtime local` without its imports, which take five seconds of a core.
+"""Commands of baton without their imports, which take a cluster five seconds of a core.
 
 1. The fork server of tests/remote.py, which has imported all code, forks the process of the command.
 2. While that process has one thread, it forks the template of its cluster.
@@ -39,15 +39,20 @@ from tests.remote import Forked
 STDERR: Final = 2
 
 
-class ForkedServe(Forked):
+class ForkedBaton(Forked):
     """The process of the command, with pipes from its stdout and its stderr."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """arguments: of `baton serve`."""
+        """arguments: a command and its options. `serve` has the runtime `local`."""
         (out, stdout), (errors, stderr) = os.pipe(), os.pipe()
         self.stdout, self.stderr = open(out), open(errors)  # noqa: SIM115  # closed by their user
         with Connection(stdout, readable=False) as first, Connection(stderr, readable=False) as second:
-            super().__init__(_serve, first, second, tuple(arguments), dict(environment))
+            super().__init__(_run, first, second, tuple(arguments), dict(environment))
+
+    def close(self) -> None:
+        """Close the pipes."""
+        self.stdout.close()
+        self.stderr.close()
 
 
 class ForkedTemplate:
@@ -96,7 +101,7 @@ class ForkingRuntime(LocalRuntime):
         return await self._template.fork(environment) or await super()._start(environment)
 
 
-def _serve(
+def _run(
     stdout: Connection, stderr: Connection, arguments: Sequence[str], environment: dict[str, str]
 ) -> NoReturn:
     with open(os.devnull) as stdin:
@@ -106,11 +111,12 @@ def _serve(
     stderr.close()
     sys.stdout = open(STDOUT, "w", closefd=False)  # noqa: SIM115  # what the fork server had may be no pipe
     sys.stderr = open(STDERR, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    setproctitle(" ".join(("baton", "serve", *arguments)))  # it finds no place in a replaced environment
+    setproctitle(" ".join(("baton", *arguments)))  # it finds no place in a replaced environment
     replace_environment(environment)
     gc.freeze()  # what the fork server has imported
-    local.LocalRuntime = partial(ForkingRuntime, StartedTemplate())  # type: ignore[assignment, misc]
-    _exit_with(lambda: main(("serve", *arguments)))
+    if arguments[0] == "serve":
+        local.LocalRuntime = partial(ForkingRuntime, StartedTemplate())  # type: ignore[assignment, misc]
+    _exit_with(lambda: main(arguments))
 
 
 def _run_template(theirs: socket.socket) -> NoReturn:
