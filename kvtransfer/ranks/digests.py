@@ -10,8 +10,8 @@ From the secret come the seed of the hash, and a mask as long as all digests tha
 they are sent over the link, which is sealed. A forger knows neither the seed nor any hash under it, which the
 mask hides, and so cannot find other bytes with the same hash. A guess is right once in 2^64, and the second
 wrong guess ends the transfer. This is the construction of Wegman and Carter with XXH3 in the place of a
-universal hash, which XXH3 is not proved to be. Keyed BLAKE2b needs no such proof, but is thirty times as
-slow, slower than a link of 1 GB/s. A peer that holds the cluster key is trusted.
+universal hash, which XXH3 is not proved to be. Keyed BLAKE2b needs no such proof, but takes thirty times as
+long, and would be slower than a link of 1 GB/s. A peer that holds the cluster key is trusted.
 
 Where a transfer sends codes, both ends hash the rows that the codes stand for: the source turns its rows into
 codes and back, the destination reads its pages. The digests therefore cover the codes and their decoding.
