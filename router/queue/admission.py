@@ -435,9 +435,9 @@ class AdmissionQueue:
             if attempt.submit.is_begun:  # its tenant has paid for the prompt before
                 used = min(expected.prompt, used)
             attempt.charged = RequestWork(used, expected.answer)
-            self._estimator.learn_prompt(
-                attempt.tenant, times.num_new_tokens, attempt.submit.request.num_tokens
-            )
+            if not attempt.request.is_health_check:
+                num_tokens = attempt.request.num_tokens
+                self._estimator.learn_prompt(attempt.tenant, times.num_new_tokens, num_tokens)
             self._correct(attempt, used - expected.prompt)
 
     def ended(self, key: AttemptKey, num_answered: int | None) -> None:
@@ -524,7 +524,7 @@ class AdmissionQueue:
             if num_answered is not None:
                 self._correct(attempt, num_answered - charged.answer)
                 charged = RequestWork(charged.prompt, num_answered)
-            if num_answered:
+            if num_answered and not attempt.request.is_health_check:
                 self._estimator.learn_answer(tenant, num_answered)
             self.tallies.of(tenant).work_tokens += max(0, round(charged.total))
         self.quotas.leave(tenant, was_active=attempt.is_dispatched)

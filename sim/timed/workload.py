@@ -225,7 +225,7 @@ def _recorded_rows(replays: Sequence[Replay]) -> Iterator[TraceRequest]:
         for at_s, _, record in replay.records:
             if isinstance(record, Submitted):
                 request = record.request
-                if not request.attempt and not request.is_probe:
+                if not request.attempt and not request.is_health_check:
                     submitted.setdefault(request.request_id, (begun_s + at_s, record))
             elif isinstance(record, PromptPages) and not record.attempt:
                 keys[record.request_id] = record

@@ -80,6 +80,22 @@ def test_health_check_is_dispatched_at_once_to_a_full_cluster(is_probe: bool) ->
     c.router.in_flight.check_integrity()
 
 
+def charge_after(num_health_checks: int) -> float:
+    """Return the expected work of a request after health checks of two tokens each."""
+    c = cluster()
+    c.add("d0", num_pages=10_000)
+    for number in range(num_health_checks):
+        submit(c, Submit(request=a_request(f"health {number}", priority=HEALTH_PRIORITY)))
+        end(c, f"health {number}", num_tokens=2)
+    submit(c, Submit(request=a_request("r")))
+    ((_, entry),) = c.router.in_flight.decoded_at(id_of("d0"))
+    return entry.charged
+
+
+def test_health_checks_do_not_change_the_expected_answers_of_clients() -> None:
+    assert charge_after(num_health_checks=20) == charge_after(num_health_checks=0)
+
+
 def decode_of(c: Cluster, submission: Submit) -> str:
     """Submit, report the first token, and return the decode worker."""
     (routed,) = submit(c, submission)
