@@ -13,7 +13,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Ended, Started
 from baton.messages.workers import WorkerRole
-from baton.request import TokenIds
+from baton.request import HEALTH_PRIORITY, TokenIds
 from baton.router.recording import Recording
 from baton.sim.replay import frame_chunks
 from baton.sim.timed.fast import FastCluster
@@ -172,6 +172,14 @@ def test_answer_of_several_attempts_has_the_tokens_of_all(tmp_path: Path) -> Non
     (traced,) = bundled(tmp_path / "incident.zip", recording)
     assert (traced.input_tokens, traced.output_tokens) == (40, 7)
     assert len(tokens_of(traced, 0)) == 40
+
+
+def test_health_checks_of_a_bundle_are_no_requests(tmp_path: Path) -> None:
+    c, recording = recorded(1.8e9)
+    c.submit(a_request("health", 2, priority=HEALTH_PRIORITY))
+    c.submit(a_request("a", 40))
+    (traced,) = bundled(tmp_path / "incident.zip", recording)
+    assert traced.input_tokens == 40
 
 
 def test_bundle_of_a_router_is_a_trace(tmp_path: Path) -> None:
