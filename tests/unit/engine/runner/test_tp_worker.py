@@ -1,7 +1,5 @@
 """Ranks other than 0: they come up, follow, and never outlive or outwait rank 0."""
 
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +27,8 @@ from baton.errors import ORPHANED, ConfigError, ModelError, WorkerLost
 from baton.messages.workers import RankZero
 from baton.rpc.connection import RankNetwork
 from tests.forked_ranks import forked_ranks
+from tests.remote import Remote
+from tests.served import is_alive
 from tests.tensor_parallel_peer import join_pair
 from tests.tiny_models import add, generate, run_to_end, tiny_config, tiny_engine, write_config
 from tests.transfer_ends import RING
@@ -294,31 +294,27 @@ def test_killed_tp_worker_without_an_error_is_worker_lost(
     assert children() == before
 
 
-RANK_0 = """
-import sys
-from pathlib import Path
-from tests.tiny_models import tiny_engine
-if __name__ == "__main__":
-    engine = tiny_engine(Path(sys.argv[1]), tensor_parallel_size=2)
-    print("loaded", flush=True)
-    sys.stdin.read()
-"""
+class RankZeroHost:
+    """The engine of two ranks in a process of its own."""
+
+    def __init__(self, model: Path, temporary: Path) -> None:
+        tempfile.tempdir = str(temporary)
+        self._engine = tiny_engine(model, tensor_parallel_size=2)
+
+    def rank(self) -> int:
+        """Return the pid of the other rank."""
+        (rank,) = children()
+        return rank.pid
+
+    def close(self) -> None:
+        self._engine.close()
 
 
 def test_tp_worker_ends_when_rank_0_is_killed(tiny_model: Path, temporary: Path) -> None:
-    rank_0 = subprocess.Popen(
-        [sys.executable, "-c", RANK_0, str(tiny_model)],
-        cwd=Path(__file__).parents[4],
-        env={**os.environ, "TMPDIR": str(temporary)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with rank_0:
-        assert rank_0.stdout is not None and rank_0.stdout.readline() == b"loaded\n"
-        assert len(psutil.Process(rank_0.pid).children()) == 1
-        rank_0.send_signal(signal.SIGKILL)
-        rank_0.communicate(timeout=20)  # the TP worker has the same error output: it is at its end now
+    with Remote(RankZeroHost, tiny_model, temporary) as rank_0:
+        rank = rank_0.rank()
+        rank_0.kill()
+        wait_for(lambda: not is_alive(rank), 20.0)
 
 
 # Sidecars of the other ranks: made before their pools, started with them, closed after them.
