@@ -188,6 +188,9 @@ class Reader:
         whole = Reader()
         whole.read(cache.take_changes(is_snapshot=True))
         assert self.tiers == whole.tiers
+        for key, tier in self.tiers.items():
+            assert (tier is Tier.DEVICE) == (cache.page_of(key) is not None)
+            assert (tier is Tier.HOST) == (key in cache.host)
 
 
 @pytest.mark.parametrize("seed", range(20))

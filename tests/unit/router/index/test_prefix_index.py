@@ -288,6 +288,7 @@ class IndexMachine(RuleBasedStateMachine):
             for key in KEYS:
                 is_held = key in worker.held or key in worker.expected
                 assert self.index.holdings(key).num_pages(1 << (self.index.slot(worker_id) or 0)) == is_held
+                assert self.index.outside(worker_id, key, 1) == self.twin.outside(worker_id, key)
             assert self.index.is_known(worker_id) == (worker.next_number is not None)
 
 
