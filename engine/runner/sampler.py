@@ -121,8 +121,9 @@ class Draws:
         self._has_drafts = bool(batch.drafts)
         self._asked = asked
         self._prompts = prompts
-        self._on_host_R = to_host(token_ids_R) if token_ids_R.is_cuda else token_ids_R
-        self._copied = torch.cuda.Event() if token_ids_R.is_cuda else None
+        is_cuda = token_ids_R.device.type == "cuda"
+        self._on_host_R = to_host(token_ids_R) if is_cuda else token_ids_R
+        self._copied = torch.cuda.Event() if is_cuda else None
         if self._copied is not None:
             self._copied.record()
 
