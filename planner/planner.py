@@ -47,7 +47,7 @@ EASINGS: Final = (
 STARTUP_QUANTILE: Final = 0.9
 FLIP_S: Final = 2.0
 CONFIRMATIONS: Final = 3  # rehearsals of one plan
-SPLITS: Final = 3  # numbers of decode workers that are tried, from the least that can meet the goal on
+SPLITS: Final = 3  # numbers of decode workers that are tried: the least that can meet the goal, and larger ones
 WINDOW: Final = 2  # intervals; a forecast is their mean
 KEPT_PLANS: Final = 512
 
@@ -305,7 +305,8 @@ class Planner:
         needed, is_met = self._cheapest((now, later), goal)
         roomy, _ = self._cheapest((now, later), safe)
         self._needs.append((now_s, roomy.num_prefill, roomy.num_decode))
-        if now.backlog and not now.demand.total_rate:  # no rehearsal knows the requests that wait
+        # Rehearsals measure the requests that arrive: they say little when more requests wait.
+        if now.backlog > now.demand.total_rate * WINDOW * self._config.interval_s:
             self._needs.append((now_s, ordered.num_prefill, ordered.num_decode))
         unneeded_s = max(self.startup_s, LEAST_RELEASE * self._config.interval_s)
         while self._needs[0][0] < now_s - unneeded_s:

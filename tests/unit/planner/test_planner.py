@@ -355,6 +355,16 @@ def test_requests_that_wait_keep_their_workers_when_no_more_arrive(
     assert ordered == left
 
 
+def test_requests_that_wait_keep_their_workers_when_hardly_any_arrive() -> None:
+    one, targets = planner(), []
+    ordered = warm(one, ticks=40)
+    for tick in range(41, 80):  # the forecast is 0 at first, and a little more than that later
+        target = one.plan(30.0 * tick, figures(40, ordered, num_queued=50)).target
+        ordered = target.num_prefill, target.num_decode
+        targets.append(ordered)
+    assert set(targets) == {targets[0]}
+
+
 def test_plan_is_scored_when_its_window_has_passed() -> None:
     one = planner()
     ordered = warm(one)
