@@ -47,7 +47,7 @@ EASINGS: Final = (
 STARTUP_QUANTILE: Final = 0.9
 FLIP_S: Final = 2.0
 CONFIRMATIONS: Final = 3  # rehearsals of one plan
-SPLITS: Final = 3  # numbers of decode workers that are tried: the least that can meet the goal, and larger ones
+SPLITS: Final = 3  # numbers of decode workers that are tried: the least that can meet the goal, and more
 WINDOW: Final = 2  # intervals; a forecast is their mean
 KEPT_PLANS: Final = 512
 

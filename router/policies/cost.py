@@ -145,7 +145,7 @@ class PromptScorer:
         ]
 
     def locate(self, view: WorkerView) -> PullSource | None:
-        """The source that the worker's reports make; None when it has reported no page of the prompt yet."""
+        """The worker as a source of the pages that it has reported; None when no page of the prompt is."""
         if view.id not in self._located:
             num_tokens = self._context.index.num_reported(view.id, self.keys(view)) * view.page_size
             self._located[view.id] = PullSource(view.id, num_tokens) if num_tokens else None

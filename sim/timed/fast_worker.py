@@ -111,7 +111,7 @@ class PromptJob:
 
 
 class Run:
-    """Like steps of a worker: one step with chunks of prompts, or several without."""
+    """Equal steps of a worker: one step with chunks of prompts, or several without."""
 
     __slots__ = ("begin_s", "chunks", "num_steps", "step_s", "work")
 

@@ -94,7 +94,7 @@ class PageStore:
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        self._pages: OrderedDict[bytes, int] = OrderedDict()  # key -> 0; n: n pages without keys
+        self._pages: OrderedDict[bytes, int] = OrderedDict()  # key -> 0, or the number of pages without keys
         self._num_used = 0
         self._ids = count()
 
