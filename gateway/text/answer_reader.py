@@ -285,11 +285,18 @@ class AnswerReader:
                 return
 
     def _take_after_space(self, literal: str) -> Steps[bool]:
-        """Take white space and the literal; neither if other text comes. Nothing may be kept."""
+        """Take white space and the literal, or what there is of both at the end of the text; else neither.
+
+        False: the literal is not whole. Nothing may be kept.
+        """
         self._keep()
         yield from self._take_space()
         found = yield from self._take(literal)
-        if found or not (yield from self._next_character()):
+        rest = self._text[self._at :]
+        if found:
+            self._go_on()
+        elif literal.startswith(rest):  # the text ends here
+            self._at += len(rest)
             self._go_on()
         else:
             self._go_back()

@@ -79,6 +79,7 @@ def read(
         ("hermes", f"{WEATHER}\n{TIME}", ("", FOUND)),
         ("hermes", f"{WEATHER}{TIME} Done.\n", (" Done.\n", FOUND)),
         ("hermes", WEATHER.removesuffix("</tool_call>"), ("", FOUND[:1])),  # cut off after the whole call
+        ("hermes", WEATHER.removesuffix("_call>"), ("", FOUND[:1])),  # cut off within the tag after it
         ("hermes", f"<tool_call>{WEATHER}", ("<tool_call>", FOUND[:1])),
         (
             "hermes",  # a tag in a string ends nothing
@@ -101,6 +102,7 @@ def read(
         ("llama3_json", f"{LLAMA_WEATHER} and more", (" and more", LLAMA_FOUND[:1])),
         ("llama3_json", f"{LLAMA_WEATHER}; nothing", ("; nothing", LLAMA_FOUND[:1])),
         ("qwen3_coder", f"I look.\n{CODER_WEATHER}\n{CODER_TIME}", ("I look.", FOUND)),
+        ("qwen3_coder", CODER_WEATHER.removesuffix("_call>"), ("", FOUND[:1])),
         ("qwen3_coder", CODER_WEATHER.partition("s\n")[0], ("", [("weather", '{"city":"Pari"')])),
         ("pythonic", '[weather(city="Paris"), time()]', ("", FOUND)),
         ("pythonic", "[weather(city=Paris)]\n", ("", FOUND[:1])),
@@ -121,6 +123,7 @@ def read(
         ("deepseek_v3", f"I look.{V3}", ("I look.", FOUND)),
         ("deepseek_v3", V31, ("", FOUND)),
         ("deepseek_v31", V31 + "!", ("!", FOUND)),
+        ("deepseek_v31", V31[:-3], ("", FOUND)),
         ("openai", "<|channel|>final<|message|>In Paris.<|return|>", ("In Paris.", [])),
         ("openai", HARMONY_CALL, ("", FOUND[:1])),
         ("openai", "no header", ("no header", [])),
