@@ -32,6 +32,7 @@ OTHER_TASKS: Final = (
     *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
     *("/pooling", "/classify", "/v1/audio/transcriptions", "/v1/audio/translations"),
 )
+NO_PATH: Final = "there is no such path; GET /docs lists the paths"
 STATUSES: Final = {
     "200": "The answer",
     "400": "The request must change",
@@ -138,7 +139,7 @@ async def _refuse_task(request: Request) -> Response:
 
 
 async def _never(request: Request) -> Response:
-    raise ApiError(404, "there is no such path", code="not_found")
+    raise ApiError(404, NO_PATH, code="not_found")
 
 
 def _add_api_page(app: FastAPI) -> None:
@@ -199,7 +200,8 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
-        message = {404: "there is no such path", 405: "this path takes another method"}.get(
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = {404: NO_PATH, 405: f"this path takes {allowed}"}.get(
             error.status_code, "the request cannot be served"
         )
         code = "not_found" if error.status_code == 404 else "method_not_allowed"

@@ -103,7 +103,8 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
         name = self.model if asked_for is None else asked_for
         may_use = self.may_use if name == self.model else self.adapters.get(name)
         if may_use is None:
-            message = f"The model `{name[:80]}` does not exist."  # no other name: the tenant may not know it
+            # No other name: the tenant may not know it.
+            message = f"The model `{name[:80]}` does not exist. GET /v1/models lists the models."
             raise ApiError(404, message, code="model_not_found", param="model")
         if not may_use:
             named = "first model, and the request names none" if asked_for is None else f"model {name!r}"
@@ -238,7 +239,10 @@ class PromptReader:
         if template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
         if tools and self._parsers.tool_call_parser is None:
-            message = "tools: this model's chat template has none; leave them out"
+            message = (
+                "tools: this model's chat template has none that can be read: "
+                "leave them out, or give the model a chat template that has them"
+            )
             raise ApiError(400, message, code="unsupported", param="tools")
         read = read_messages(body.messages or ())
         _check_length(sum(len(str(message.get("content"))) for message in read), max_tokens)

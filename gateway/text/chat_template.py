@@ -270,7 +270,7 @@ def read_messages(messages: object) -> list[Message]:
         raise InvalidRequest(f"messages: expected a list of messages such as [{EXAMPLE}], got one message")
     if isinstance(messages, str | bytes) or not isinstance(messages, Iterable):
         raise InvalidRequest(f"messages: expected a list such as [{EXAMPLE}], got {shown(messages)}")
-    read = [_read_message(message, f"message {index}") for index, message in enumerate(messages)]
+    read = [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if not read:
         raise InvalidRequest("messages: expected at least one message, got none")
     return read
@@ -339,7 +339,10 @@ def _text(part: object, name: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InvalidRequest(f'{name}: expected {{"type": "text", "text": "..."}}, got {shown(part)}')
+        got, kind = shown(part), part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind != "text":
+            got = f"a part of the type {kind[:80]!r}: models read text alone"
+        raise InvalidRequest(f'{name}: expected {{"type": "text", "text": "..."}}, got {got}')
     return str(part["text"])
 
 

@@ -192,7 +192,7 @@ def test_names_of_models_that_a_tenant_may_not_use_are_not_told(tenants: str) ->
         assert [answer.status_code for answer in answers] == [404, *[404, 403] * 3]
         assert not any("tiny" in answer.text for answer in answers)
         messages = {answer.json()["error"]["message"] for answer in answers if answer.status_code == 404}
-        assert messages == {"The model `nope` does not exist."}
+        assert messages == {"The model `nope` does not exist. GET /v1/models lists the models."}
 
 
 def test_salts_differ_by_tenant_and_a_client_only_divides_its_own(tenants: str) -> None:

@@ -175,7 +175,7 @@ def test_last_connections_are_reserved_for_health_checks() -> None:
 def test_wrong_methods_and_paths_are_refused(served: Served) -> None:
     get = b"GET /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     answer = exchange(served.connect(), get)
-    assert status(answer) == 405 and b"allow: POST" in answer
+    assert status(answer) == 405 and b"allow: POST" in answer and b"this path takes POST" in answer
     assert (
         status(exchange(served.connect(), post(BODY, b"connection: close", path=b"/v1/completions/"))) == 404
     )

@@ -252,7 +252,9 @@ def test_chat_takes_several_conversations(llm: LLM) -> None:
 
 
 def test_bad_messages_are_named(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="^prompt 1: message 0: content: expected text .*, got nothing"):
+    with pytest.raises(
+        InvalidRequest, match=r"^prompt 1: messages\[0\]: content: expected text .*, got nothing"
+    ):
         llm.chat([QUESTION, [{"role": "user"}]], GREEDY)
 
 

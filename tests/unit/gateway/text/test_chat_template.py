@@ -346,7 +346,9 @@ def test_arguments_of_a_tool_call_are_decoded_for_the_template(arguments: object
 
 @pytest.mark.parametrize("arguments", ["{", "[]", "x", '{"x": 1} {}', "[" * 5000])
 def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"^message 0: tool_calls\[0\]: arguments: expected the JSON of"):
+    with pytest.raises(
+        InvalidRequest, match=r"^messages\[0\]: tool_calls\[0\]: arguments: expected the JSON of"
+    ):
         read_messages([calling(arguments)])
 
 
@@ -357,16 +359,16 @@ def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
         (None, r"messages: expected a list .*, got None"),
         (HI, "messages: expected a list of messages .*, got one message"),
         ([], "messages: expected at least one message, got none"),
-        (["Hi"], r"message 0: expected a dict such as .*, got 'Hi' \(str\)"),
-        ([HI, {"content": "Hi"}], "message 1: role: expected text such as 'user', got nothing"),
-        ([{"role": 5, "content": "Hi"}], r"message 0: role: .*, got 5 \(int\)"),
-        ([{"role": "user"}], "message 0: content: expected text or a list of text parts, got nothing"),
-        ([{"role": "user", "content": None}], "message 0: content: .*, got None"),
+        (["Hi"], r"messages\[0\]: expected a dict such as .*, got 'Hi' \(str\)"),
+        ([HI, {"content": "Hi"}], r"messages\[1\]: role: expected text such as 'user', got nothing"),
+        ([{"role": 5, "content": "Hi"}], r"messages\[0\]: role: .*, got 5 \(int\)"),
+        ([{"role": "user"}], r"messages\[0\]: content: expected text or a list of text parts, got nothing"),
+        ([{"role": "user", "content": None}], r"messages\[0\]: content: .*, got None"),
         (
             [{"role": "user", "content": ["a", {"type": "image_url", "image_url": {}}]}],
-            r'message 0: content\[1\]: expected {"type": "text", .*, got .*image_url',
+            r'messages\[0\]: content\[1\]: expected {"type": "text", .*, got a part of the type .image_url',
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"message 0: content\[0\]: expected"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]: content\[0\]: expected"),
     ],
 )
 def test_wrong_message_is_named_with_its_key(messages: Any, message: str) -> None:
