@@ -45,10 +45,11 @@ def resolve_model(model: str | PathLike[str]) -> Path:
         return directory
     repository = _REPOSITORY.fullmatch(str(model))
     if repository is None or directory.exists():
+        got = "a file" if directory.exists() else "another name, and no directory has it"
         raise ModelError(
             f'model {str(model)!r}: expected "{TINY}", the model that comes with Baton, a directory in '
             f"Hugging Face layout (config.json, *.safetensors, tokenizer.json), or a repository "
-            f"(ORGANIZATION/NAME), got {'a file' if directory.exists() else 'another name'}"
+            f"(ORGANIZATION/NAME), got {got}"
         )
     return _snapshot(repository["name"], repository["revision"])
 

@@ -60,13 +60,13 @@ def _show(arguments: argparse.Namespace) -> None:
 
 def _validate(file: Path) -> None:
     if is_tenants_file(file):
-        output.write(f"{file}: {len(read_tenants(file).tenants)} tenants, all well\n")
+        output.write(f"{file}: all well, tenants: {len(read_tenants(file).tenants)}\n")
         return
     checked = Settings(ServeConfig, flags={}, file=file, environment={})
     if "model" not in checked.given:
         raise ConfigError(f"{file}: model: expected a value, got none")
     checked.build()
-    output.write(f"{file}: {len(checked.given)} settings, all well\n")
+    output.write(f"{file}: all well, settings: {len(checked.given)}\n")
 
 
 config = CliCommand(__doc__, _add_options, _run)

@@ -40,13 +40,13 @@ def test_validate_names_the_error(tmp_path: Path, baton: Baton) -> None:
         f"baton: error: {file}: port: expected int, at least 0, at most 65535, got 80000 (int)\n",
     )
     file.write_text("model: tiny\nport: 8001\ntenants: tenants.yaml\n")
-    assert baton("config", "validate", str(file))[:2] == (0, f"{file}: 3 settings, all well\n")
+    assert baton("config", "validate", str(file))[:2] == (0, f"{file}: all well, settings: 3\n")
 
 
 def test_validate_knows_a_file_of_tenants(tmp_path: Path, baton: Baton) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text("tenants: {acme: {keys: [], weight: 2}, zeta: {keys: []}}")
-    assert baton("config", "validate", str(file))[:2] == (0, f"{file}: 2 tenants, all well\n")
+    assert baton("config", "validate", str(file))[:2] == (0, f"{file}: all well, tenants: 2\n")
     file.write_text("tenants: {acme: {keys: [], wieght: 2}}")
     status, _, complaint = baton("config", "validate", str(file))
     assert status == 2 and "weight" in complaint
