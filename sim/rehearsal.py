@@ -35,7 +35,6 @@ from baton.messages.workers import WorkerRole
 from baton.request import TOKEN_ID_BYTES, TokenIds
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
-from baton.sim.timed.full import FullCluster
 from baton.sim.timed.times import Contention, FittedTimes, TimeModel, Validity
 from baton.sim.timed.workload import TraceRequest, page_keys, tokens_of
 from baton.tenants import Sla
@@ -245,6 +244,8 @@ def _run(
         outcomes = cluster.run(_fast_calls(trace, page_size))[settings.num_warmup :]
         busy_s = {worker.worker.name: worker.busy_s for worker in cluster.workers.values()}
         return _course(outcomes, layout, busy_s, cluster.parts, NUM_HOPS * BODY_S)
+    from baton.sim.timed.full import FullCluster  # torch, which the fast mode and --help do not wait for
+
     full = FullCluster(*arguments, seed=settings.seed, contention=contention)
     outcomes = full.run(
         ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each, number), num_answered=each.output_tokens)

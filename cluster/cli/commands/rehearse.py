@@ -37,6 +37,8 @@ from baton.tenants import Sla
 if TYPE_CHECKING:
     from baton.bench.report import Row
 
+MAX_DRIFT: Final = 0.2  # of a machine that does nothing else
+
 
 def _add_calibrate(parser: Parser) -> None:
     add_serve_options(parser)
@@ -78,7 +80,12 @@ def _model_lines(model: TimeModel) -> list[str]:
     lines += [f"beside 1, 2, ... busy workers steps take {slower} times as long"] if slower else []
     if len(model.neighbours) == 1:
         lines.append("workers beside others were not measured: for devices of their own, give --neighbours 0")
-    return [*lines, f"the machine drifted by {100 * model.drift:.1f} %"]
+    lines.append(f"the machine drifted by {100 * model.drift:.1f} %")
+    if model.drift > MAX_DRIFT:
+        lines.append(
+            "something else ran meanwhile: calibrate again on an idle machine, or expect wide intervals"
+        )
+    return lines
 
 
 def _add_load(parser: Parser) -> None:

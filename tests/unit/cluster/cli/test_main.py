@@ -110,11 +110,20 @@ def test_character_that_the_terminal_lacks_is_replaced(monkeypatch: pytest.Monke
     assert b"?" in terminal.getvalue()
 
 
+WITHOUT_TORCH: Final = (
+    "import sys; sys.modules['torch'] = None; from baton.cluster.cli.main import main; sys.exit(main())"
+)
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "calibrate", "rehearse", "advise"])
+def test_help_does_not_wait_for_torch(command: str) -> None:
+    process = start(command, "--help", python=("-c", WITHOUT_TORCH))
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "") and f"usage: baton {command}" in out
+
+
 def test_missing_torch_is_answered_with_the_install_command() -> None:
-    program = (
-        "import sys; sys.modules['torch'] = None; from baton.cluster.cli.main import main; sys.exit(main())"
-    )
-    process = start(*GENERATE, python=("-c", program))
+    process = start(*GENERATE, python=("-c", WITHOUT_TORCH))
     out, err = process.communicate()
     assert (process.returncode, out) == (2, "")
     assert err == "baton: error: torch is not installed: pip install '.[worker]', in Baton's checkout\n"
