@@ -225,8 +225,7 @@ def test_documented_file_has_every_field() -> None:
     acme = parse(text).tenants["acme"]
     for struct in (acme.sla, acme.quotas, acme.degradation):
         assert None not in msgspec.structs.astuple(struct)
-    fields = set(TenantEntry.__struct_fields__) - {"admin"}
-    assert all(field in text for field in fields) and "admin: true" in page
+    assert all(field in text for field in TenantEntry.__struct_fields__)
     for refusal in ("rate_limit_exceeded", "slo_infeasible", "shed", "deadline_passed"):
         assert f"`{refusal}`" in page
 
