@@ -160,9 +160,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
         shutil.copy2(kernels, folder)
     options = ("--gateways", "2", "--routers", "2", "--decode-tp", "2", "--decode-block-size", "64")
     stages = ("--decode-pp", "2", "--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
-    with served(
-        *SERVE, *options, *stages, "--transport", "tcp", program=BATON, BATON_CACHE_DIR=str(folder)
-    ) as found:
+    with served(*SERVE, *options, *stages, "--transport", "tcp", BATON_CACHE_DIR=str(folder)) as found:
         yield found, str(folder)
         pids = descendants(found.process.pid)
         found.process.kill()
