@@ -9,7 +9,8 @@ Each call of `Planner.plan` is one tick:
    the target. Where no layout could meet them, however small the load, the outcome is "infeasible", and
    nothing changes.
 4. Workers are added at once. They are removed when no tick within the last start-up time needed them: each
-   tick counts the workers that would meet stricter objectives. This is the switching cost.
+   tick counts the workers that would meet stricter objectives, or all workers while more requests wait than
+   arrive in a forecast's window. This is the switching cost.
 5. The plan has the actions, the fastest first, and two predictions: with the actions and without them. A
    later plan has the score of this one.
 
