@@ -155,7 +155,8 @@ def _model(config: ServeConfig) -> Iterator[Finding]:
         speech = speech_of(directory, config.gateway)
     except BatonError as error:
         yield _error(
-            str(error), "give the directory of a whole model of this machine, and settings that fit it"
+            str(error),
+            "give a directory with a whole model or a repository within reach, and settings that fit it",
         )
         return
     yield _ok(f"model: {directory}")

@@ -147,7 +147,7 @@ def test_missing_libraries_are_reported_with_their_install_command(monkeypatch: 
 
 def test_missing_model_is_an_error(baton: Baton) -> None:
     status, out, _ = baton("doctor", "/nowhere", "--port", "0")
-    assert status == 1 and re.search("^ERROR   model '/nowhere'.*\n        -> give the directory", out, re.M)
+    assert status == 1 and re.search("^ERROR   model '/nowhere'.*\n        -> give a directory", out, re.M)
 
 
 def test_a_model_that_knows_no_text_is_a_warning(tmp_path: Path) -> None:
