@@ -24,7 +24,7 @@
 # make help    print this
 #
 # SERVE_OPTIONS='--decode 2'   options of baton serve for make serve
-# TEST_PROCESSES=5             pytest processes of make test, plus one for interpreted kernels: many tests wait
+# TEST_PROCESSES=4             pytest processes of make test, plus one for interpreted kernels: many tests wait
 # SOAK_MINUTES=30 SOAK_SEED=1  length and seed of make soak
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python,$(shell command -v $(name))))
@@ -34,7 +34,7 @@ HAS_NVIDIA := $(shell { command -v nvidia-smi || ls -d /proc/driver/nvidia; } 2>
 # With an NVIDIA driver, the machine's torch is used, because it fits the driver. Without one, a CPU build is pinned.
 CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
-TEST_PROCESSES ?= 5
+TEST_PROCESSES ?= 4
 SOAK_MINUTES ?= 30
 SOAK_SEED ?= 1
 # A second Triton in a folder of its own; PYTHONPATH puts it before the one of the virtual environment.
