@@ -123,7 +123,9 @@ def _add_rehearse(parser: Parser) -> None:
     parser.add_argument("--prefill-tp", type=int, default=1, metavar="N", help="ranks of each (1)")
     parser.add_argument("--decode-tp", type=int, default=1, metavar="N", help="ranks of each (1)")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of a step")
-    parser.add_argument("--page-size", type=int, metavar="N", help="tokens of a page")
+    parser.add_argument(
+        "--block-size", "--page-size", dest="page_size", type=int, metavar="N", help="tokens of a page"
+    )
     parser.add_argument(
         "--policy", default=RehearsalSettings().policy, metavar="NAME", help="of routing (cost)"
     )
