@@ -51,7 +51,8 @@ def test_answer_that_is_longer_than_the_bound_goes_on_after_the_wake(cluster: Se
 
 
 def test_health_checks_pass_while_the_model_falls_asleep_and_do_not_wake_it(cluster: Served) -> None:
-    running = cluster.stream(PROMPT, max_tokens=40, ignore_eos=True)  # ends within the bound of a drain
+    # A request that outlasts the drain is replayed, and wakes the model.
+    running = cluster.stream(PROMPT, max_tokens=8, ignore_eos=True)
     next(running)
     asked = threading.Thread(target=cluster.http, args=("POST", "/sleep"))
     asked.start()
