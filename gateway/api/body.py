@@ -345,7 +345,7 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
         body = _decoded(data, kind)
         keys = _KEYS.decode(data)
     except msgspec.ValidationError as error:
-        raise misread(error) from None
+        raise misread(error, kind) from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}"[:500], code="invalid_json") from None
     unknown = keys.keys() - _kind(kind).known
@@ -374,7 +374,7 @@ def read_query(params: Mapping[str, str], kind: type[AnyQuery]) -> AnyQuery:
     try:
         return msgspec.convert(dict(params), kind, strict=False)
     except msgspec.ValidationError as error:
-        raise misread(error) from None
+        raise misread(error, kind) from None
 
 
 def raw_fields(data: bytes) -> dict[str, msgspec.Raw]:

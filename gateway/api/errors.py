@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 import orjson
+from msgspec import inspect
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, Refused, WorkerLost
 from baton.tenants import Refusal
@@ -34,6 +35,8 @@ KEY: Final = re.compile(r"([a-z]+(?:_[a-z]+)*)(?:\[[^\]]*\])*(?::| must be )")
 # The key in an error of msgspec that says no place.
 FIELD: Final = re.compile(r"(?:missing required|contains unknown) field `(.+)`")
 MAX_KEY_CHARS: Final = 80
+# A part of a path in an error of msgspec: the name of a field, or "" for an element of a list.
+PLACE: Final = re.compile(r"\.([^.\[]+)|\[")
 # A key that this server does not serve -> what to do instead.
 INSTEAD: Final = {
     "best_of": "give n",
@@ -117,12 +120,32 @@ def invalid(key: str, problem: str) -> ApiError:
     return ApiError(400, f"{key}: {problem}", code="invalid_value", param=key)
 
 
-def misread(error: msgspec.ValidationError, within: str = "") -> BatonError:
-    """Return the error for data of a wrong form, in msgspec's words. within: the key that has the data."""
+def misread(error: msgspec.ValidationError, kind: type[msgspec.Struct], within: str = "") -> BatonError:
+    """Return the error for data of a wrong form, in msgspec's words, with the values that were expected.
+
+    kind: of the data. within: the key that has the data.
+    """
     problem, _, path = str(error).partition(" - at `$")
+    path = path.rstrip("`")
+    if problem.startswith("Invalid enum value") and (values := _values_at(kind, path)):
+        problem += f", expected one of {', '.join(values)}"
     found = FIELD.search(problem)
-    key = f"{within}{path.rstrip('`')}".lstrip(".") or (found[1] if found else "")
+    key = f"{within}{path}".lstrip(".") or (found[1] if found else "")
     return invalid(key[:MAX_KEY_CHARS], problem) if key else InvalidRequest(problem)
+
+
+def _values_at(kind: type[msgspec.Struct], path: str) -> list[str]:
+    """Return the values that a field may have. path: msgspec's, such as `.tools[0].type`."""
+    types: list[inspect.Type] = [inspect.type_info(kind)]
+    for name in PLACE.findall(path):  # "": an element of a list
+        inner: list[inspect.Type] = []
+        for each in types:
+            if isinstance(each, inspect.StructType):
+                inner += [field.type for field in each.fields if field.encode_name == name]
+            elif isinstance(each, inspect.ListType):
+                inner.append(each.item_type)
+        types = [part for each in inner for part in getattr(each, "types", (each,))]
+    return [str(value) for each in types if isinstance(each, inspect.LiteralType) for value in each.values]
 
 
 def renamed(error: BatonError, names: Mapping[str, str]) -> BatonError:

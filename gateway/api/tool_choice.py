@@ -112,7 +112,7 @@ def _chosen(tool_choice: object) -> tuple[frozenset[str] | None, bool, bool]:
         return frozenset({msgspec.convert(tool_choice, _Named).function.name}), True, True
     except msgspec.ValidationError as error:
         if kind == "allowed_tools":
-            raise misread(error, "tool_choice") from None
+            raise misread(error, _Allowed, "tool_choice") from None
         forms = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
         raise invalid("tool_choice", f"expected {forms}") from None
 
@@ -127,4 +127,4 @@ def _read(tool: Tool, name: str) -> Function:
     except InvalidRequest as error:
         raise invalid(name, str(error)) from None
     except msgspec.ValidationError as error:
-        raise misread(error, name) from None
+        raise misread(error, _Tool, name) from None

@@ -296,6 +296,13 @@ def test_form_that_cannot_be_kept_is_refused_by_name(fields: dict[str, Any], par
     assert next(iter(fields)) in str(refused.value) or "structured_outputs" in str(refused.value)
 
 
+def test_value_that_is_none_of_a_list_is_answered_with_the_list() -> None:
+    with pytest.raises(
+        ApiError, match="'yaml', expected one of json_object, json_schema, structural_tag, text"
+    ):
+        completion(response_format={"type": "yaml"})
+
+
 @pytest.mark.parametrize("is_special", [False, True])
 def test_tags_that_are_special_tokens_stay_in_the_text(is_special: bool) -> None:
     inner = tokenizers.Tokenizer.from_file(str(resolve_model("tiny") / "tokenizer.json"))
