@@ -152,7 +152,7 @@ FormText: TypeAlias = Annotated[str, Meta(max_length=MAX_FORM_CHARS)]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form that an answer must have. Exactly one field is set, beside `frame`; the names are vLLM's.
+    """The form that an answer must have: vLLM's `StructuredOutputsParams`. One field is set, beside `frame`.
 
     Tokens that would break the form are never sampled. The answer ends when the form is complete and cannot
     go on, or at an end token where the form allows one. `json` may be a mapping and `choice` a list.
@@ -247,7 +247,8 @@ class SamplingParams(
         if form is None:
             return
         if not isinstance(form, StructuredOutputs):
-            raise InvalidRequest(f"structured_outputs: expected StructuredOutputs(...), got {shown(form)}")
+            expected = "baton.StructuredOutputs(...), which has the fields of vLLM's StructuredOutputsParams"
+            raise InvalidRequest(f"structured_outputs: expected {expected}, got {shown(form)}")
         if self.ignore_eos or self.min_tokens:
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(f"{name} and structured_outputs: an answer ends where it is complete")

@@ -96,7 +96,10 @@ def test_the_largest_numbers_survive_the_wire() -> None:
         ({"ignore_eos": None}, "ignore_eos: expected True or False, got None"),
         ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output: expected True or False"),
         ({"skip_special_tokens": "no"}, "skip_special_tokens: expected True or False, got 'no'"),
-        ({"structured_outputs": {"regex": "1"}}, r"structured_outputs: expected StructuredOutputs\(...\)"),
+        (
+            {"structured_outputs": {"regex": "1"}},
+            r"structured_outputs: expected baton.StructuredOutputs\(...\)",
+        ),
     ],
 )
 def test_sampling_of_the_wrong_type(change: dict[str, Any], message: str) -> None:
