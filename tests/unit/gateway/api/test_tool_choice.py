@@ -47,7 +47,7 @@ def test_chat_without_read_tool_choice(tools: Any, choice: object) -> None:
     [
         ([{}], r"tools\[0\]: .*missing required field `type`"),
         ([tool(), {"type": "function"}], r"tools\[1\]: .*missing required field `function`"),
-        ([{"type": "web_search", "function": {"name": "a"}}], r"tools\[0\].type: .*, expected one of function"),
+        ([{"type": "web_search", "function": {"name": "a"}}], r"tools\[0\].type: .*expected one of function"),
         ([tool("")], r"tools\[0\].function.name: "),
         ([tool("a b")], r"tools\[0\].function.name: "),
         ([tool("a" * 65)], r"tools\[0\].function.name: "),
