@@ -114,7 +114,7 @@ class Frontend:
         self._limits = limits or ReplayLimits()
         self._wakes_models = wakes_models
         self._streams: dict[str, RequestStream] = {}
-        self._num_of_clients = 0  # streams, without those of health checks
+        self._num_client_streams = 0  # without those of health checks
         # tenant -> its WAITING streams, by request id; none is empty
         self._waiting: dict[str, dict[str, RequestStream]] = {}
         # Cancelled attempts that have no phases yet, and their tenants; the oldest is first.
@@ -161,7 +161,7 @@ class Frontend:
 
         Raises Overloaded or InvalidRequest, and keeps nothing of the request then.
         """
-        if self._num_of_clients >= self._limits.max_streams and not request.is_health_check:
+        if self._num_client_streams >= self._limits.max_streams and not request.is_health_check:
             message = f"{self._limits.max_streams} requests are open, this gateway takes no more"
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
         if not fits_request(request):
@@ -173,7 +173,7 @@ class Frontend:
         stream = RequestStream(request, sink, sticky_worker, self._clock.now_s())
         self.counters["opened"] += 1
         self._streams[stream.request_id] = stream
-        self._num_of_clients += not request.is_health_check
+        self._num_client_streams += not request.is_health_check
         self._wait(stream)
         self._submit(stream)
         return stream.marks
@@ -644,7 +644,7 @@ class Frontend:
         stream.marks.ended(end, stream.num_answered, now_s)
         stream.marks.last_token_s = stream.heard_s if stream.log else now_s
         del self._streams[stream.request_id]
-        self._num_of_clients -= not stream.request.is_health_check
+        self._num_client_streams -= not stream.request.is_health_check
         self._stop_waiting(stream)
         self.migrations.forget(stream)
 
