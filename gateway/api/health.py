@@ -27,10 +27,10 @@ SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True,
 class Canary:
     """Checks the cluster with a tiny request through a prefill worker and a decode worker.
 
-    With prefill workers, the request is a probe. A probe succeeds only if a prefill worker computes the prompt
-    and transfers the pages; the routing policy does not matter. The router dispatches the request without its
-    queue, and workers take it before the requests of clients, so a busy cluster answers it. Concurrent checks
-    share one request.
+    With prefill workers, the request is a probe. A probe succeeds only if a prefill worker computes the
+    prompt and transfers the pages, under every routing policy. The router dispatches the request at once, and
+    workers take it before the requests of clients, so a busy cluster answers it. Concurrent checks share one
+    request.
     """
 
     def __init__(
