@@ -18,6 +18,7 @@ import pytest
 
 from baton.bench.processes import free_port
 from baton.messages.operations import Status
+from baton.router.router import SETTLE_S
 from tests.served import SERVE, Served, served, until
 from tests.tenant_clients import ask, keys
 
@@ -55,6 +56,9 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     file.write_text(text)
     port = str(free_port())
     with served(*OPTIONS, "--operator-port", port, "--tenants", str(file)) as cluster:
+        # Gateways agree on the tenants' router once both routers take their lists of workers for complete.
+        settled_s = time.monotonic() + SETTLE_S + 1.0
+        until(lambda: time.monotonic() > settled_s)
         yield Tenants(cluster, str(file), key, f"http://127.0.0.1:{port}")
 
 
