@@ -112,12 +112,13 @@ class PeerRegistry:
 
     @property
     def common_router(self) -> Peer | None:
-        """The oldest router with a complete list: the same for all processes that see the same routers.
+        """The oldest router that lists a worker: the same for all processes that see the same routers.
 
-        A router that starts takes over nothing.
+        A router that starts takes over nothing. Lists need not be complete: while a cluster starts, they
+        become complete one after the other, and the choice would follow them.
         """
-        knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
-        return self._peers.get(min(knowing or self._lists, key=_age_rank, default=""))
+        listing = [id_ for id_, members in self._lists.items() if members.workers]
+        return self._peers.get(min(listing or self._lists, key=_age_rank, default=""))
 
     @property
     def routers(self) -> list[Peer]:

@@ -18,7 +18,6 @@ import pytest
 
 from baton.bench.processes import free_port
 from baton.messages.operations import Status
-from baton.router.router import SETTLE_S
 from tests.served import SERVE, Served, served, until
 from tests.tenant_clients import ask, keys
 
@@ -56,15 +55,13 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     file.write_text(text)
     port = str(free_port())
     with served(*OPTIONS, "--operator-port", port, "--tenants", str(file)) as cluster:
-        # Gateways agree on the tenants' router once both routers take their lists of workers for complete.
-        settled_s = time.monotonic() + SETTLE_S + 1.0
-        until(lambda: time.monotonic() > settled_s)
-        yield Tenants(cluster, str(file), key, f"http://127.0.0.1:{port}")
+        operators = f"http://127.0.0.1:{port}"
+        until(lambda: all(_num_routers(operators) == 2 for _ in range(16)))  # whichever gateway is asked
+        yield Tenants(cluster, str(file), key, operators)
 
 
 def test_a_tenant_over_its_quota_is_refused_and_others_are_not(tenants: Tenants) -> None:
     cluster, file, key, operators = tenants
-    until(lambda: all(_num_routers(operators) == 2 for _ in range(16)))  # whichever gateway is asked
     answers = [ask(cluster.url, key["limited"]) for _ in range(24)]
     statuses = [answer.status_code for answer in answers]
     assert statuses[0] == 200 and set(statuses) == {200, 429}

@@ -243,19 +243,29 @@ def test_oldest_router_is_the_common_one() -> None:
         assert registry.common_router is joined[older]
 
 
-def test_complete_list_outranks_age() -> None:
+def test_router_without_workers_is_not_the_common_one() -> None:
     registry = Registry()
-    older, newer = registry.join(a_router(age_s=9.0)), registry.join_listing(a_router(age_s=1.0))
+    older, newer = registry.join(a_router(age_s=9.0)), registry.join_listing(a_router(age_s=1.0), ONE)
     assert registry.common_router is newer
-    registry.lists(older)
+    registry.lists(older, ONE)
     assert registry.common_router is older
+    registry.lists(older, is_complete=False)  # it is cut off from the workers
+    assert registry.common_router is newer
+
+
+def test_common_router_stays_while_lists_become_complete() -> None:
+    registry = Registry()
+    older, newer = registry.join(a_router(age_s=9.0)), registry.join(a_router(age_s=1.0))
+    for router, is_complete in ((older, False), (newer, False), (newer, True), (older, True)):
+        registry.lists(router, ONE, is_complete=is_complete)
+        assert registry.common_router is older
 
 
 def test_restarted_router_takes_over_nothing() -> None:
     registry = Registry()
-    older, newer = (registry.join_listing(a_router(age_s)) for age_s in (9.0, 1.0))
+    older, newer = (registry.join_listing(a_router(age_s), ONE) for age_s in (9.0, 1.0))
     registry.left(older)
-    registry.join_listing(a_router(age_s=0.0))
+    registry.join_listing(a_router(age_s=0.0), ONE)
     assert registry.common_router is newer
 
 
