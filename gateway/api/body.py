@@ -52,6 +52,7 @@ Truncation: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 TemplateKwargs: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], object], Meta(max_length=MAX_KWARGS)
 ]
+AnswerTokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 GivenPrompt: TypeAlias = str | list[int]
 Choices: TypeAlias = Annotated[list[str], Meta(max_length=MAX_CHOICES_OF_FORM)]
 # Keys of OpenAI and of other servers that change no answer -> why they are accepted.
@@ -166,7 +167,7 @@ class FormKeys(ClientBody, frozen=True, kw_only=True):
             try:
                 return AskedForm(key, msgspec.convert(fields, StructuredOutputs))
             except (msgspec.ValidationError, InvalidRequest) as error:
-                raise invalid(key, str(error)) from None
+                raise invalid(key, str(error).removeprefix("structured_outputs: ")) from None
         return None
 
     def _forms(self) -> Iterator[tuple[str, dict[str, object]]]:
@@ -261,7 +262,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     unsupported: ClassVar[Unsupported] = UNSUPPORTED | {"echo": frozenset()}
 
     messages: Annotated[list[dict[str, object]], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: AnswerTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -273,6 +274,11 @@ class ChatBody(Body, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None  # vLLM's: False leaves the reasoning out of the answer
     separate_reasoning: bool | None = None  # SGLang's: False leaves the reasoning in the text
+
+    @property
+    def num_asked_tokens(self) -> int | None:
+        """The most tokens of each choice; None: as many as the model takes."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -289,6 +295,11 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     prompt: object
     echo: bool | None = None
     logprobs: int | None = None
+
+    @property
+    def num_asked_tokens(self) -> int:
+        """The most tokens of each choice."""
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
 
 class TokenizeBody(ClientBody, frozen=True, kw_only=True):
@@ -348,8 +359,9 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
         raise misread(error, kind) from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}"[:500], code="invalid_json") from None
-    unknown = keys.keys() - _kind(kind).known
-    _check_supported(keys, unknown & _kind(kind).unsupported.keys(), kind)
+    not_served = keys.keys() & _kind(kind).unsupported.keys()
+    _check_supported(keys, not_served, kind)
+    unknown = keys.keys() - _kind(kind).known - not_served
     return body, [key for key in keys if key in unknown]
 
 
@@ -497,7 +509,7 @@ def check_sampled_ids(body: Body, vocab_size: int | None) -> None:
     check_token_ids(body.stop_token_ids or (), vocab_size, "stop_token_ids")
 
 
-def truncated(token_ids: list[int], body: "Body", longest: int) -> list[int]:
+def truncated(token_ids: list[int], body: ChatBody | CompletionBody, longest: int) -> list[int]:
     """Return the tokens of a prompt that `truncate_prompt_tokens` keeps. longest: the context length.
 
     Raises ApiError 400 that names the key.
@@ -510,11 +522,7 @@ def truncated(token_ids: list[int], body: "Body", longest: int) -> list[int]:
     if kept == 0 or kept >= longest:
         raise invalid(name, f"expected -1 or 1 to {longest - 1}, got {kept}")
     if kept < 0:
-        completion_tokens = getattr(body, "max_completion_tokens", None)
-        asked = body.max_tokens if completion_tokens is None else completion_tokens
-        if asked is None and isinstance(body, CompletionBody):
-            asked = DEFAULT_COMPLETION_TOKENS
-        kept = max(1, longest - max(1, asked or 0))
+        kept = max(1, longest - max(1, body.num_asked_tokens or 0))
     return token_ids[:kept] if body.truncation_side == "right" else token_ids[-kept:]
 
 

@@ -8,7 +8,6 @@ import msgspec
 from baton.adapters import Adapter
 from baton.errors import InvalidRequest
 from baton.gateway.api.body import (
-    DEFAULT_COMPLETION_TOKENS,
     AskedForm,
     AskedResponse,
     Body,
@@ -172,7 +171,7 @@ def read_call(
         key = "stream_options.resumable" if options.resumable else "stream_options"
         raise invalid(key, "needs stream = true")
     is_chat = isinstance(body, ChatBody)
-    max_tokens, logprobs = _num_asked(body)
+    max_tokens, logprobs = body.num_asked_tokens, _num_logprobs(body)
     return AskedCall(
         model=body.model or "",
         sampling=msgspec.structs.replace(
@@ -205,14 +204,13 @@ def _has_echo(body: ChatBody | CompletionBody) -> bool:
     return isinstance(body, CompletionBody) and bool(body.echo)
 
 
-def _num_asked(body: ChatBody | CompletionBody) -> tuple[int | None, int | None]:
-    """Return the tokens of the answer and the log probabilities of each that the body asks for."""
+def _num_logprobs(body: ChatBody | CompletionBody) -> int | None:
+    """Return how many likeliest tokens to show at each token of the answer; None: no log probabilities."""
     if isinstance(body, CompletionBody):
-        return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, body.logprobs
+        return body.logprobs
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "logprobs must be true as well")
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return max_tokens, (body.top_logprobs or 0) if body.logprobs else None
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def _sampling(

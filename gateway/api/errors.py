@@ -30,8 +30,8 @@ KINDS: Final = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-# The key at the beginning of a message: "stop: ..." or "top_p must be ...".
-KEY: Final = re.compile(r"([a-z]+(?:_[a-z]+)*)(?:\[[^\]]*\])*(?::| must be )")
+# The key at the beginning of a message: "stop: ...", "top_p must be ..." or "len(logit_bias) must be ...".
+KEY: Final = re.compile(r"(?:len\()?([a-z]+(?:_[a-z]+)*)(?:\[[^\]]*\])*\)?(?::| must )")
 # The key in an error of msgspec that says no place.
 FIELD: Final = re.compile(r"(?:missing required|contains unknown) field `(.+)`")
 MAX_KEY_CHARS: Final = 80

@@ -111,17 +111,13 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
             raise ApiError(403, f"this key may not use the {named}", code="model_forbidden")
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise ApiError or InvalidRequest for a prompt length that the model cannot take."""
+        """Raise ApiError 400 for a prompt length that the model cannot take, 503 while no length is known."""
         longest = self.longest()
         if not num_tokens:
-            raise InvalidRequest("the prompt is empty: at least one token is needed")
+            message = "the prompt is empty: at least one token is needed"
+            raise ApiError(400, message, code="invalid_value", param="prompt")
         if num_tokens >= longest:
-            raise ApiError(
-                400,
-                f"the prompt has {num_tokens} tokens; the model takes {longest}, one of them for the answer",
-                code="context_length_exceeded",
-                param="prompt",
-            )
+            raise _too_long(f"{num_tokens} tokens > {longest - 1} maximum", longest)
 
 
 class LongText(Exception):
@@ -433,9 +429,20 @@ def _max_text_tokens(body: Body, policy: ReadPolicy) -> int | None:
 
 def _check_length(num_chars: int, max_tokens: int | None) -> None:
     if max_tokens is not None and num_chars > max_tokens * MAX_CHARS_PER_TOKEN:
-        raise InvalidRequest(
-            f"the prompt has {num_chars} characters, which can't fit the model's {max_tokens} tokens"
-        )
+        raise _too_long(f"{num_chars} characters cannot fit", max_tokens)
+
+
+def _too_long(problem: str, max_model_len: int) -> ApiError:
+    """Return the error for a prompt that exceeds the context length.
+
+    Clients that shorten the conversation and try again know the code, or the words: Anthropic's are
+    "prompt is too long", those of OpenAI and vLLM "maximum context length".
+    """
+    message = (
+        f"prompt is too long: {problem}. "
+        f"This model's maximum context length is {max_model_len} tokens, one of them for the answer."
+    )
+    return ApiError(400, message, code="context_length_exceeded", param="prompt")
 
 
 def _written(answer: Mapping[str, object]) -> TextAnswer:

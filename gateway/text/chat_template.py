@@ -49,6 +49,8 @@ RESERVED: Final = frozenset(
     | {"raise_exception", "strftime_now", "continue_final_message", "documents"}
 )
 
+# Type of a part of a message's content -> the key of its text, as in vLLM.
+TEXT_KEYS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 REASONING_KEYS: Final = ("reasoning", "reasoning_content")  # of a message: vLLM's, and its former one
 REASONING_EFFORT: Final = "reasoning_effort"  # a key of bodies, and a variable of templates, as in vLLM
 EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
@@ -338,12 +340,13 @@ def _read_tool_call(call: object, name: str) -> object:
 def _text(part: object, name: str) -> str:
     if isinstance(part, str):
         return part
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        got, kind = shown(part), part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind != "text":
+    got = shown(part)
+    if isinstance(part, Mapping) and isinstance(kind := part.get("type"), str):
+        if kind not in TEXT_KEYS:
             got = f"a part of the type {kind[:80]!r}: models read text alone"
-        raise InvalidRequest(f'{name}: expected {{"type": "text", "text": "..."}}, got {got}')
-    return str(part["text"])
+        elif isinstance(text := part.get(TEXT_KEYS[kind]), str):
+            return text
+    raise InvalidRequest(f'{name}: expected {{"type": "text", "text": "..."}}, got {got}')
 
 
 def _value(message: Mapping[str, object], key: str) -> str:

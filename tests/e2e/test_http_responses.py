@@ -205,6 +205,22 @@ def test_key_that_cannot_be_honoured_is_named(
     assert len(scripted.service.requests) == num_before
 
 
+def test_key_that_asks_for_nothing_is_accepted(scripted: Served, tools_client: openai.OpenAI) -> None:
+    """Clients send the defaults of OpenAI's API."""
+    scripted.service.play = writing("Dry.")
+    response = tools_client.responses.create(
+        model="tiny",
+        input="Rain?",
+        background=False,
+        conversation=None,
+        include=[],
+        max_tool_calls=None,
+        top_logprobs=0,
+        truncation="disabled",
+    )
+    assert response.output_text == "Dry." and response.truncation == "disabled"
+
+
 def test_limit_of_tokens_is_named_as_the_client_knows_it(tools_client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
         tools_client.responses.create(model="tiny", input="a", max_output_tokens=0)

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from baton.gateway.api.body import (
     MAX_MESSAGES,
+    AnswerTokens,
     AskedResponse,
     ChatBody,
     ModelName,
@@ -33,14 +34,13 @@ from baton.gateway.api.body import (
     text_of,
 )
 from baton.gateway.api.errors import invalid, unsupported
+from baton.gateway.text.chat_template import TEXT_KEYS
 
 Item: TypeAlias = dict[str, object]
 Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 
-# Type of a part -> the key of its text.
-TEXT_KEYS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 ROLES: Final = {"developer": "system", **{role: role for role in ("system", "user", "assistant")}}
 MAX_ID_CHARS: Final = 256
 # Patterns of a chat's keys, as errors name them -> the keys here.
@@ -103,7 +103,7 @@ class ResponsesBody(SamplingKeys, frozen=True, kw_only=True):
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: AnswerTokens | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: list[dict[str, object]] | None = None

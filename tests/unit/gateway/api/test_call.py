@@ -124,6 +124,22 @@ def test_max_completion_tokens_wins() -> None:
     assert chat(max_tokens=5, max_completion_tokens=3).sampling.max_tokens == 3
 
 
+@pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("wrong", [0, -1, 10**30])
+def test_limit_of_tokens_is_refused_by_the_name_that_was_given(key: str, wrong: int) -> None:
+    with pytest.raises(BatonError) as refused:
+        chat(**{key: wrong})
+    assert as_api_error(refused.value).param == key
+
+
+@pytest.mark.parametrize("prompt", [[5] * 100_000, "a" * 2_000_000])
+def test_prompt_that_is_too_long_is_refused_in_words_that_clients_know(prompt: object) -> None:
+    """Agents shorten a conversation after such an error, whether or not the text was tokenised."""
+    with pytest.raises(ApiError, match=r"^prompt is too long: .* maximum context length is \d+") as refused:
+        completion(prompt=prompt)
+    assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+
+
 def test_seed_is_drawn_for_a_body_without_a_seed() -> None:
     assert (chat().sampling.seed, chat(seed=3).sampling.seed) == (11, 3)
     assert chat(seed=-1).sampling.seed == 2**63 - 1
@@ -294,6 +310,7 @@ def test_form_that_cannot_be_kept_is_refused_by_name(fields: dict[str, Any], par
     found = getattr(refused.value, "param", None)
     assert found == param or (found or "").startswith(f"{param}.")
     assert next(iter(fields)) in str(refused.value) or "structured_outputs" in str(refused.value)
+    assert str(refused.value).count("structured_outputs:") <= 1
 
 
 def test_value_that_is_none_of_a_list_is_answered_with_the_list() -> None:
@@ -398,9 +415,15 @@ def test_body_that_is_not_json_is_refused(data: bytes) -> None:
 
 
 def test_unknown_keys_are_reported_and_ignored() -> None:
-    data = json.dumps({"prompt": "a", "kv_transfer_params": {}, "user": "me", "x": 1, "n": 2}).encode()
+    data = json.dumps({"prompt": "a", "y": {}, "user": "me", "x": 1, "n": 2}).encode()
     body, unknown = decode_body(data, CompletionBody)
-    assert unknown == ["kv_transfer_params", "x"] and body.n == 2
+    assert unknown == ["y", "x"] and body.n == 2
+
+
+def test_unsupported_key_that_asks_for_nothing_is_no_unknown_key() -> None:
+    """A strict gateway and `/v1/responses` refuse unknown keys."""
+    data = json.dumps({"prompt": "a", "kv_transfer_params": {}, "best_of": 1}).encode()
+    assert decode_body(data, CompletionBody)[1] == []
 
 
 def test_early_keys_are_found_without_objects_for_the_others() -> None:

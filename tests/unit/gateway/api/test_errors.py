@@ -82,6 +82,21 @@ def test_overload_closes_the_connection() -> None:
     assert b"connection" not in dict(as_api_error(over_quota).headers())
 
 
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ("stop: a stop string must not be empty", "stop"),
+        ("top_p must be greater than 0, got 0.0", "top_p"),
+        ("top_k must fit 64 bits and a sign, got 67 bits", "top_k"),
+        ("logit_bias[7] must be between -100.0 and 100.0, got 101.0", "logit_bias"),
+        ("len(allowed_token_ids) must be between 1 and 65536, got 0", "allowed_token_ids"),
+        ("the messages do not fit the chat template", None),
+    ],
+)
+def test_key_of_a_message_is_the_param(message: str, key: str | None) -> None:
+    assert as_api_error(InvalidRequest(message)).param == key
+
+
 def test_half_a_surrogate_pair_in_a_message_is_escaped() -> None:
     assert b"ud800" in as_api_error(InvalidRequest("got '\ud800'")).body()
 

@@ -321,6 +321,18 @@ def test_text_parts_are_read_and_other_messages_stay() -> None:
         assert read_messages([{"role": "user", "content": given}]) == [{"role": "user", "content": read}]
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_text", "text": "one"},
+        {"type": "output_text", "text": "one", "annotations": []},
+        {"type": "refusal", "refusal": "one"},
+    ],
+)
+def test_text_parts_of_former_answers_are_text(part: dict[str, object]) -> None:
+    assert read_messages([{"role": "assistant", "content": [part]}])[0]["content"] == "one"
+
+
 def test_reasoning_of_the_assistant_reaches_the_template_under_either_name() -> None:
     keys = ("reasoning", "reasoning_content")
     for read in keys:
