@@ -21,8 +21,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from baton.errors import BatonError, IntegrityError
-from baton.gateway.api.body import Prompt
-from baton.gateway.api.call import Call
+from baton.gateway.api.call import Call, Prompt
 from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.request_stream import RequestMarks, Service
 from baton.gateway.streams.resume import NAME_BYTES, DeliveredChoice

@@ -28,7 +28,6 @@ from baton.request import (
     MAX_LOGIT_BIAS,
     ExtraArg,
     StructuredOutputs,
-    TokenIds,
 )
 
 MAX_MESSAGES: Final = 2048
@@ -532,27 +531,3 @@ def logit_bias(body: Body) -> dict[int, float]:
         return {int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()}
     except ValueError:
         raise invalid("logit_bias", "its keys must be token ids") from None
-
-
-# Parts of a body that has been read.
-
-
-class AskedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that a response repeats, and the conversation to store."""
-
-    echoed: dict[str, bytes]  # fields that the response repeats, as JSON
-    items: bytes = b"[]"  # JSON of the conversation up to the answer; empty when nothing is stored
-    is_stored: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the fields."""
-        return sum(map(len, self.echoed.values())) + len(self.items)
-
-
-class Prompt(msgspec.Struct):
-    """One prompt of a call. `text` is None unless the call asks for its prompt back."""
-
-    text: str | None
-    token_ids: TokenIds
-    num_public_tokens: int = 0  # the first of them, see PublicPrefixes of gateway/api/body_reader.py

@@ -20,7 +20,6 @@ import asyncio
 import math
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -69,7 +68,7 @@ from baton.gateway.http.protocol import (
     read_body,
     respond_in_turns,
 )
-from baton.gateway.http.websocket import LIMITED_SOCKET, LimitedSocket
+from baton.gateway.http.websocket import LIMITED_SOCKET, LimitedSocket, WebSocketWriter
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.requests import RequestHistory
 from baton.gateway.metrics.tracing import TRACE, Tracer
@@ -101,7 +100,6 @@ TEXT_KINDS: Final[frozenset[BodyKind]] = frozenset({"count_tokens", "tokenize", 
 KEYS: Final[dict[BodyKind, Mapping[str, str]]] = {"response": responses.KEYS, "message": messages.KEYS}
 # WebSocket
 LINES: Final = Framing(b"", b"\n", b"")  # a line is a message; the connection has pings of its own
-MAX_UNSENT: Final = 8  # messages; with more, the client lags
 IDLE_TIMES: Final = 4  # the idle timeouts between two calls; an HTTP connection is simply opened again
 MAX_CANCEL_BYTES: Final = 4096
 ASLEEP: Final = (
@@ -475,7 +473,7 @@ class Inference:
             await writer.close()
 
     async def _answer_message(
-        self, data: bytes, scope: Scope, writer: "WebSocketWriter", receiving: "asyncio.Task[bytes]"
+        self, data: bytes, scope: Scope, writer: WebSocketWriter, receiving: "asyncio.Task[bytes]"
     ) -> None:
         if _is_cancel(data):
             return
@@ -493,7 +491,7 @@ class Inference:
             writer.write(answered.body() + b"\n" + DONE + b"\n")
 
     async def _stream_messages(
-        self, call: Call, writer: "WebSocketWriter", receiving: "asyncio.Task[bytes]"
+        self, call: Call, writer: WebSocketWriter, receiving: "asyncio.Task[bytes]"
     ) -> None:
         async with self._answering(call) as (answer, _):
             stream = self._stream(answer, LINES)
@@ -516,63 +514,6 @@ def _outcome(answer: Answer, error: Exception | None) -> str:
     if isinstance(error, Refused):
         return error.refusal.value
     return Refusal.NO_ROOM.value if isinstance(error, Overloaded) else "failed"
-
-
-class WebSocketWriter:
-    """A ResponseWriter over a WebSocket: each line is a message, and a task sends them in order."""
-
-    def __init__(self, websocket: WebSocket) -> None:
-        self.on_gone: Callable[[], None] | None = None
-        self.on_writable: Callable[[], None] | None = None
-        self.is_gone = False
-        self._websocket = websocket
-        self._unsent: deque[bytes] = deque()
-        self._has_unsent = asyncio.Event()
-        self._has_sent_all = asyncio.Event()  # set too when the client has left
-        self._has_sent_all.set()
-        self._sending = asyncio.create_task(self._send())
-
-    @property
-    def lags(self) -> bool:
-        return len(self._unsent) > MAX_UNSENT
-
-    def write(self, data: bytes) -> None:
-        if not self.is_gone:
-            self._unsent += data.splitlines()
-            self._has_unsent.set()
-            self._has_sent_all.clear()
-
-    async def sent_all(self) -> None:
-        """Wait until everything is sent. Raises ClientGone when the client has left."""
-        await self._has_sent_all.wait()
-        if self.is_gone:
-            raise ClientGone
-
-    async def close(self) -> None:
-        """Stop sending."""
-        self._sending.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._sending
-
-    async def _send(self) -> None:
-        while True:
-            await self._has_unsent.wait()
-            self._has_unsent.clear()
-            has_lagged = False
-            while self._unsent:
-                has_lagged = has_lagged or self.lags
-                try:
-                    await self._websocket.send_text(self._unsent.popleft().decode())
-                except (WebSocketDisconnect, RuntimeError, OSError):  # all mean that the client has left
-                    self.is_gone = True
-                    self._unsent.clear()
-                    self._has_sent_all.set()
-                    if self.on_gone is not None:
-                        self.on_gone()
-                    return
-            self._has_sent_all.set()
-            if has_lagged and self.on_writable is not None:
-                self.on_writable()
 
 
 async def _receive(websocket: WebSocket) -> bytes:

@@ -22,7 +22,6 @@ from baton.gateway.api.body import (
     DetokenizeBody,
     FormKeys,
     GivenPrompt,
-    Prompt,
     TokenizeBody,
     check_sampled_ids,
     check_token_ids,
@@ -31,7 +30,7 @@ from baton.gateway.api.body import (
     raw_fields,
     truncated,
 )
-from baton.gateway.api.call import AskedCall, read_call
+from baton.gateway.api.call import AskedCall, Prompt, read_call
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.api.tool_choice import Tool, read_tool_choice

@@ -1,4 +1,4 @@
-"""uvicorn's WebSocket protocol with limits on time, memory and frame rate.
+"""WebSockets of the gateway: uvicorn's protocol with limits on time, memory and frame rate, and a writer.
 
 1. The handshake must end within `header_timeout_s`: the library drops some handshakes silently.
 2. Bytes that the application has not received yet are charged to the tenant, from the first byte of a frame
@@ -7,13 +7,17 @@
 4. At most MAX_SMALL_FRAMES small frames may come in a second, and at most SLICE_BYTES are parsed before the
    count is checked: so a flood of pings does not hold the event loop.
 5. A ping that comes while the client does not read is not answered.
+
+An answer is written through a `WebSocketWriter`, as one over HTTP is through a `ResponseBody`.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, cast
 
+from starlette.websockets import WebSocket, WebSocketDisconnect
 from uvicorn.config import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
@@ -21,6 +25,7 @@ from websockets.frames import CloseCode, Frame
 from websockets.http11 import Request
 
 from baton.errors import Overloaded, Refused
+from baton.gateway.api.errors import ClientGone
 from baton.gateway.http.protocol import BAD_UPGRADE, Deadline, HttpLimits, end, response
 
 LIMITED_SOCKET: Final = "baton.socket"  # the extension of an ASGI scope that has the LimitedSocket
@@ -31,6 +36,7 @@ SMALL_FRAME_BYTES: Final = 128
 MAX_SMALL_FRAMES: Final = 1024  # in a second
 SLICE_BYTES: Final = 8 * 2**10
 FULL: Final = "no room for more bytes of this tenant"
+MAX_UNSENT: Final = 8  # messages of an answer; with more, the client lags
 
 
 class LimitedSocket(WebSocketsSansIOProtocol):
@@ -190,3 +196,60 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         self.close_sent = True
         self.queue.put_nowait({"type": "websocket.disconnect", "code": int(code)})
         end(self.transport, self.loop)
+
+
+class WebSocketWriter:
+    """A ResponseWriter over a WebSocket: each line is a message, and a task sends them in order."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self.on_gone: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
+        self.is_gone = False
+        self._websocket = websocket
+        self._unsent: deque[bytes] = deque()
+        self._has_unsent = asyncio.Event()
+        self._has_sent_all = asyncio.Event()  # set too when the client has left
+        self._has_sent_all.set()
+        self._sending = asyncio.create_task(self._send())
+
+    @property
+    def lags(self) -> bool:
+        return len(self._unsent) > MAX_UNSENT
+
+    def write(self, data: bytes) -> None:
+        if not self.is_gone:
+            self._unsent += data.splitlines()
+            self._has_unsent.set()
+            self._has_sent_all.clear()
+
+    async def sent_all(self) -> None:
+        """Wait until everything is sent. Raises ClientGone when the client has left."""
+        await self._has_sent_all.wait()
+        if self.is_gone:
+            raise ClientGone
+
+    async def close(self) -> None:
+        """Stop sending."""
+        self._sending.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._sending
+
+    async def _send(self) -> None:
+        while True:
+            await self._has_unsent.wait()
+            self._has_unsent.clear()
+            has_lagged = False
+            while self._unsent:
+                has_lagged = has_lagged or self.lags
+                try:
+                    await self._websocket.send_text(self._unsent.popleft().decode())
+                except (WebSocketDisconnect, RuntimeError, OSError):  # all mean that the client has left
+                    self.is_gone = True
+                    self._unsent.clear()
+                    self._has_sent_all.set()
+                    if self.on_gone is not None:
+                        self.on_gone()
+                    return
+            self._has_sent_all.set()
+            if has_lagged and self.on_writable is not None:
+                self.on_writable()

@@ -23,7 +23,6 @@ from msgspec import Meta
 from baton.gateway.api.body import (
     MAX_MESSAGES,
     AnswerTokens,
-    AskedResponse,
     ChatBody,
     ModelName,
     SamplingKeys,
@@ -33,6 +32,7 @@ from baton.gateway.api.body import (
     text_content,
     text_of,
 )
+from baton.gateway.api.call import AskedResponse
 from baton.gateway.api.errors import invalid, unsupported
 from baton.gateway.text.chat_template import TEXT_KEYS
 

@@ -10,9 +10,8 @@ from baton.bench.serve.figures import events_of
 from baton.cluster.model_directory import resolve_model
 from baton.errors import BatonError
 from baton.gateway.api.answer import Answer, AnswerChoice
-from baton.gateway.api.body import Prompt
 from baton.gateway.api.body_reader import BodyReader
-from baton.gateway.api.call import Call
+from baton.gateway.api.call import Call, Prompt
 from baton.gateway.api.errors import as_api_error
 from baton.gateway.api.prompt_reader import PromptReader
 from baton.gateway.api.served_models import ServedModel

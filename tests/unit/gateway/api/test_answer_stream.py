@@ -21,7 +21,7 @@ from baton.gateway.api.answer_stream import (
     PackedLogprobs,
     StreamProgress,
 )
-from baton.gateway.api.body import Prompt
+from baton.gateway.api.call import Prompt
 from baton.gateway.api.format import ChatFormat, answer_format
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint

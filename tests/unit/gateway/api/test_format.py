@@ -3,7 +3,7 @@ import tracemalloc
 from typing import Any
 
 from baton.gateway.api.answer import Answer, AnswerFormat
-from baton.gateway.api.body import Prompt
+from baton.gateway.api.call import Prompt
 from baton.gateway.api.format import LogprobsFormat, answer_format
 from baton.gateway.text.answer_reader import Delta
 from baton.request import FinishReason, TokenEvent, TokenIds, TokenLogprobs

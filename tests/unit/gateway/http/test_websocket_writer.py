@@ -1,4 +1,4 @@
-"""The WebSocket side of calls; tests/e2e has the calls themselves."""
+"""`WebSocketWriter`; tests/e2e has the calls over WebSockets."""
 
 import asyncio
 from typing import Any, cast
@@ -7,7 +7,7 @@ import pytest
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from baton.gateway.api.errors import ClientGone
-from baton.gateway.api.inference import MAX_UNSENT, WebSocketWriter
+from baton.gateway.http.websocket import MAX_UNSENT, WebSocketWriter
 from tests.event_loop import on_loop
 
 
