@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
-import yaml
 
 from baton.cluster.cli.options import SPELLED, Parser, settings_of
 from baton.cluster.logs import add_format_option
@@ -17,7 +16,8 @@ from baton.config.environment import PREFIX, VARIABLES, environment_settings
 from baton.config.gateway import GatewayConfig
 from baton.config.loader import build, flatten, from_text, known_keys, leaves, nest, unknown_key
 from baton.config.router import RouterConfig
-from baton.errors import ConfigError
+from baton.config.yaml_text import load_yaml
+from baton.errors import ConfigError, shown
 
 MAX_FILE_BYTES: Final = 1 << 20
 COMPOSE_VARIABLES: Final = ("BATON_UID", "BATON_GID")  # read by deploy/compose.yaml
@@ -186,11 +186,13 @@ def _from_environment(struct_type: type[msgspec.Struct], environment: Mapping[st
 
 
 def _from_file(struct_type: type[msgspec.Struct], file: Path) -> dict[str, Given]:
-    known = leaves(struct_type)
+    known, every = leaves(struct_type), known_keys(struct_type)
     given = {}
     for key, value in flatten(read_mapping(file), known).items():
+        if key not in every:
+            raise ConfigError(f"{file}: {unknown_key(key, every)}")
         if key not in known:
-            raise ConfigError(f"{file}: {unknown_key(key, known_keys(struct_type))}")
+            raise ConfigError(f"{file}: {key}: expected a mapping, got {shown(value)}")
         given[key] = Given(value, f"{file}: {key}")
     return given
 
@@ -202,11 +204,13 @@ def read_mapping(file: Path) -> Mapping[str, object]:
             content = opened.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(f"{file}: expected {MAX_FILE_BYTES:,} bytes at most")
-        read = yaml.safe_load(content.decode()) or {}
+        read = load_yaml(content.decode()) or {}
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} cannot be read: it is not text in UTF-8") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
     if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
         raise ConfigError(f"{file}: expected settings such as 'model: tiny', got {type(read).__name__}")
     return read

@@ -23,7 +23,7 @@ keys, it is not used.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -32,13 +32,13 @@ import yaml
 from msgspec import Meta
 
 from baton.config.loader import build, unknown_key
+from baton.config.yaml_text import load_yaml
 from baton.errors import ConfigError, nearest_hint
 from baton.tenants import MAX_CLASSES, ONLY_CLASS, ClassName, TenantName, TenantPolicy
 
 KEY_FORM: Final = re.compile(r"sha256:([0-9a-f]{64})")
 NAME_FORM: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_FILE_BYTES: Final = 16 * 2**20
-MAX_VALUES: Final = 2**22  # of a file with its aliases expanded
 KeyDigest: TypeAlias = Annotated[str, Meta(pattern=f"^{KEY_FORM.pattern}$")]
 
 
@@ -72,7 +72,7 @@ class TenantsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def is_tenants_file(path: Path) -> bool:
     """Return whether a file is a tenants file, valid or not, and no file of settings."""
     try:
-        content = load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ConfigError):
         return False
     return isinstance(content, dict) and isinstance(content.get("tenants"), dict)
@@ -99,68 +99,10 @@ def read_tenants(path: Path) -> TenantsFile:
 def parse_tenants(text: str, name: str) -> TenantsFile:
     """Read the text of a tenants file. name: the file, for messages. Raises ConfigError."""
     try:
-        content = load(text)
+        content = load_yaml(text)
         return _file(content)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-
-
-def load(text: str) -> Any:
-    """Return the plain values of YAML. Raises ConfigError for other text and for a repeated key."""
-    try:
-        loader = _Loader(text)
-        try:
-            root = loader.get_single_node()
-            if root is None:
-                return None
-            _check_size(root)
-            return loader.construct_document(root)
-        finally:
-            loader.dispose()
-    except yaml.MarkedYAMLError as error:  # without its excerpt of the file, where there may be a key
-        mark = error.problem_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"cannot be read: {where}{error.problem}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"cannot be read: {error}") from None
-    except (AttributeError, LookupError, TypeError):  # of PyYAML, and it may have a key's text
-        raise ConfigError("cannot be read: a tag does not go with its value") from None
-
-
-def _check_size(root: yaml.Node) -> None:
-    """Raise ConfigError when aliases expand a small file to a huge or an endless one."""
-    num_values: dict[int, int] = {}  # of each node with all that is in it; 0 while it is being counted
-
-    def count(node: yaml.Node) -> int:
-        known = num_values.get(id(node))
-        if known == 0:
-            raise ConfigError(f"line {node.start_mark.line + 1}: the anchor contains an alias of itself")
-        if known is not None:
-            return known
-        num_values[id(node)] = 0
-        num_values[id(node)] = found = 1 + sum(map(count, _inside(node)))
-        if found > MAX_VALUES:
-            raise ConfigError(f"expected at most {MAX_VALUES} values, aliases expand to more")
-        return found
-
-    count(root)
-
-
-def _inside(node: yaml.Node) -> Iterable[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return (each for pair in node.value for each in pair)
-    return node.value if isinstance(node, yaml.SequenceNode) else ()
-
-
-class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set[tuple[str, str]]()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if (key.tag, key.value) in seen:
-                problem = f"the key {str(key.value)[:64]!r} is repeated"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add((key.tag, key.value))
-        return super().construct_mapping(node, deep=deep)
 
 
 def _file(content: object) -> TenantsFile:

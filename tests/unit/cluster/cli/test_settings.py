@@ -82,7 +82,11 @@ def test_variables_hold_lists_mappings_and_sizes() -> None:
             r"engine.cache.page_size: expected a power of two, got 3",
         ),
         ("- tiny", "expected settings such as 'model: tiny', got list"),
-        ("model: [", "is not YAML"),
+        ("model: [", r"baton.yaml: cannot be read: line \d, column \d+: expected the node content"),
+        ("model: 2024-13-45", "baton.yaml: cannot be read: month must be in 1..12"),
+        (f"port: {'9' * 5000}", "baton.yaml: cannot be read: Exceeds the limit"),
+        ("model: a\nmodel: b", "baton.yaml: cannot be read: line 2, column 1: the key 'model' is repeated"),
+        ("prefill: 2", r"baton.yaml: prefill: expected a mapping, got 2 \(int\)"),
         ("{1: 2}", "expected settings such as"),
     ],
 )
