@@ -82,18 +82,27 @@ class KeyWatch:
                 self._complaint = str(error)
                 logger.warning("the cluster keys stay the same: %s", error)
             return False
+        self._complaint = ""
         now_s, before = self._clock.now_s(), self.keys
         if found != self._found:
-            self._found, self._complaint = found, ""
+            self._found = found
             self._use_s = now_s if found[0] in before else now_s + USE_AFTER_S
         self.keys = found if now_s >= self._use_s else (before[0], found[0])
         return self.keys != before
 
 
 def write_secret(path: Path, secret: bytes) -> None:
-    """Write a file that only this user can read. Raises ConfigError."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Write a file that only this user can read, and its folder if there is none. Raises ConfigError."""
+    make_folder(path.parent)
     replace_file(path, secret, mode=0o600)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that only this user can use, unless there is one. Raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"{path}: the folder cannot be made: {error.strerror}") from None
 
 
 def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:

@@ -18,12 +18,13 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from baton.cluster.cluster_key import MAX_KEYS, Keys, write_secret
+from baton.cluster.cluster_key import MAX_KEYS, Keys, make_folder, write_secret
 from baton.cluster.runtimes.base import started_at
 from baton.config.environment import cache_directory
 from baton.errors import ConfigError
 from baton.messages.workers import Routers
 
+MACHINE_ID: Final = Path("/etc/machine-id")
 EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
@@ -50,8 +51,12 @@ def url(host: str, port: int) -> str:
 
 @contextmanager
 def recorded() -> Iterator[Callable[[ClusterRecord], None]]:
-    """Yield a function that writes this process's record. Leaving the block removes the record."""
+    """Yield a function that writes this process's record. Leaving the block removes the record.
+
+    Raises ConfigError when there is no folder for records and none can be made.
+    """
     path = _directory() / f"{os.getpid()}-{started_at(os.getpid())}.json"
+    make_folder(path.parent)  # before a start that takes minutes
     _remove_earlier_boots()
 
     def record(what: ClusterRecord) -> None:
@@ -119,11 +124,12 @@ def _remove_earlier_boots() -> None:
 def _directory() -> Path:
     """Return the folder for processes that see each other's ids: those of one container, since one boot.
 
-    Its name is MACHINE-BOOT-CONTAINER, a hash of each.
+    Its name is MACHINE-BOOT-CONTAINER, a hash of each. A machine without an id is known by its boot: another
+    machine may have its name, and must not take its records for those of an earlier boot.
     """
-    machine_id = Path("/etc/machine-id")  # many containers have none, or the same, but other names
-    machine = (machine_id.read_bytes() if machine_id.exists() else b"") + socket.gethostname().encode()
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    machine_id = MACHINE_ID.read_bytes() if MACHINE_ID.exists() else boot
+    machine = machine_id + socket.gethostname().encode()  # many containers have the same id
     parts = machine, boot, os.readlink(b"/proc/self/ns/pid")
     name = "-".join(hashlib.blake2b(part, digest_size=6).hexdigest() for part in parts)
     return cache_directory() / "clusters" / name

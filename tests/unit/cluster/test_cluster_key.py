@@ -113,6 +113,15 @@ def test_a_file_that_cannot_be_read_changes_nothing_and_is_told_once(
     assert watched.after(USE_AFTER_S, NEW, OLD) == (NEW, OLD)
 
 
+def test_file_that_cannot_be_read_once_more_is_told_once_more(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched(OLD)
+    for _ in range(2):
+        watched.now = None
+        watched.after(1.0)
+        watched.after(1.0, OLD)
+    assert caplog.messages == ["the cluster keys stay the same: no file"] * 2
+
+
 def test_new_makes_a_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["cluster-key", "new", "--cluster-key-file", str(tmp_path / "cluster.key")]
     assert main(command) == 0
@@ -120,6 +129,13 @@ def test_new_makes_a_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(keys) == 1
     assert main(command) == 2 and "exists already" in capsys.readouterr().err
     assert read_keys(tmp_path / "cluster.key") == keys
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    command = ["cluster-key", "new", "--cluster-key-file", str(tmp_path / "file" / "folder" / "key")]
+    assert main(command) == 2
+    assert f"{tmp_path}/file/folder: the folder cannot be made: Not a directory" in capsys.readouterr().err
 
 
 def test_rotate_puts_a_new_key_first_and_retire_drops_the_old(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import hashlib
 import os
 import socket
 from pathlib import Path
@@ -5,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton.cluster import cluster_record
 from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, find_record, recorded, url
 from baton.cluster.runtimes.base import started_at
@@ -89,6 +91,32 @@ def test_folders_of_earlier_boots_of_the_machine_are_removed(directory: Path) ->
     with recorded():
         assert not earlier.exists()
         assert other_container.exists() and other_machine.exists() and namesake.exists()
+
+
+def test_machine_without_an_id_removes_no_folder_of_a_machine_of_its_name(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_record, "MACHINE_ID", tmp_path / "none")
+    with recorded() as record:
+        record(RECORD)
+        (own,) = (path.parent for path in directory.parent.glob("*/*.json"))
+    container = own.name.rpartition("-")[2]
+    named = hashlib.blake2b(socket.gethostname().encode(), digest_size=6).hexdigest()
+    others = [directory.with_name(f"{each}-0-{container}") for each in {named, directory.name.split("-")[0]}]
+    for folder in others:
+        write_secret(folder / "1-7.json", msgspec.json.encode(RECORD))
+        os.utime(folder, (0, 0))
+    with recorded():
+        assert all(folder.exists() for folder in others)
+
+
+def test_folder_that_cannot_be_made_is_told_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="file/clusters/.*: the folder cannot be made: Not a directory"):
+        recorded().__enter__()
 
 
 @pytest.mark.parametrize(
