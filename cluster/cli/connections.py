@@ -126,19 +126,31 @@ class HttpClient:
     """A client of one gateway. The key comes from BATON_API_KEY or OPENAI_API_KEY."""
 
     def __init__(self, url: str, *, timeout_s: float = HTTP_TIMEOUT_S) -> None:
-        """url: with or without /v1. timeout_s: of silence. ConfigError: it is no HTTP URL."""
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        """url: with or without /v1. timeout_s: of silence.
+
+        ConfigError: it is no HTTP URL, or the key has characters that no key has.
+        """
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            host, self._port = (parts.hostname or "").encode("idna").decode(), parts.port
+        except ValueError:  # a port that is no port, a name that no machine can have
+            host = ""
+        if not host or parts.scheme not in ("http", "https"):
             raise ConfigError(f"--url: expected one such as http://127.0.0.1:8000, got {url!r}")
         secure = parts.scheme == "https"
         self._kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        self._host, self._port = parts.hostname, parts.port
+        self._host = host
         self._where = parts.netloc.rpartition("@")[2]
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         # The answer owns the socket: it ends with the last byte that is read, or with `close`.
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if key := api_key():
+            if not (key.isascii() and key.isprintable()):
+                raise ConfigError(
+                    "BATON_API_KEY or OPENAI_API_KEY: expected printable ASCII characters alone, got others, "
+                    "such as the end of a line"
+                )
             self._headers["Authorization"] = f"Bearer {key}"
 
     def ask(self, method: str, route: str, body: bytes | None = None) -> http.client.HTTPResponse:

@@ -410,6 +410,7 @@ class TopApp(App[None]):
         """Begin to follow the events."""
         self.listing.focus()
         self._name_lists()
+        self.set_interval(REQUESTS_EVERY_S, self._refresh_requests)
         self.follow()
 
     # The thread.
@@ -507,14 +508,11 @@ class TopApp(App[None]):
         next_ = LISTS[(LISTS.index(self.listing.kind) + step) % len(LISTS)]
         self.listing.open(next_, self._rows(next_))
         self._name_lists()
-        if next_ is REQUESTS:
-            self.ask_requests()
-            self.set_timer(REQUESTS_EVERY_S, self._ask_again)
+        self._refresh_requests()
 
-    def _ask_again(self) -> None:
+    def _refresh_requests(self) -> None:
         if self.listing.kind is REQUESTS:
             self.ask_requests()
-            self.set_timer(REQUESTS_EVERY_S, self._ask_again)
 
     def action_filter(self) -> None:
         """Open the field of the filter."""

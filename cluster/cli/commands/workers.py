@@ -15,7 +15,7 @@ from baton.cluster.cli.connections import add_router_options, ask
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError, PeerGone, WorkerLost
-from baton.messages.bounds import request_id_in
+from baton.messages.bounds import MAX_WORKERS, request_id_in
 from baton.messages.operations import Status
 from baton.messages.orders import Sleep, Wake, is_superseded, not_followed
 from baton.messages.workers import Worker, WorkerRole
@@ -23,6 +23,7 @@ from baton.messages.workers import Worker, WorkerRole
 LOOK_EVERY_S: Final = 0.2
 REPEAT_S: Final = 0.5  # between two orders to sleep or to wake
 UNREACHED_S: Final = 15.0  # without an answer of any router
+MAX_OF_ROLE: Final = MAX_WORKERS // 2
 AnswerT = TypeVar("AnswerT")
 
 
@@ -65,20 +66,22 @@ def _flip(arguments: argparse.Namespace) -> None:
 
 
 def _scale(arguments: argparse.Namespace) -> None:
-    found = re.fullmatch(r"(\d+)P(\d+)D", arguments.layout, re.IGNORECASE)
-    if found is None or not int(found[2]):
+    found = re.fullmatch(r"(\d{1,9})P(\d{1,9})D", arguments.layout, re.IGNORECASE)
+    num_prefill, num_decode = map(int, found.groups()) if found else (0, 0)
+    if not num_decode or max(num_prefill, num_decode) > MAX_OF_ROLE:
         raise ConfigError(
-            f"layout: expected such as 2P3D, with one decode worker or more, got {arguments.layout!r}"
+            f"layout: expected such as 2P3D, with one decode worker or more and at most {MAX_OF_ROLE:,} "
+            f"workers of a role, got {arguments.layout!r}"
         )
-    wanted = {WorkerRole.PREFILL: int(found[1]), WorkerRole.DECODE: int(found[2])}
+    wanted = {WorkerRole.PREFILL: num_prefill, WorkerRole.DECODE: num_decode}
 
     async def scale(operator: Operator) -> None:
-        await operator.scale(wanted[WorkerRole.PREFILL], wanted[WorkerRole.DECODE], arguments.model)
+        await operator.scale(num_prefill, num_decode, arguments.model)
         late = f"the workers are not there after {arguments.wait:g} s: see the log of `baton serve`"
         await _until(operator, arguments.wait, lambda status: _has(status, wanted, arguments.model), late)
 
     ask(arguments, scale)
-    output.write(f"{wanted[WorkerRole.PREFILL]}P{wanted[WorkerRole.DECODE]}D serves\n")
+    output.write(f"{num_prefill}P{num_decode}D serves\n")
 
 
 def _has(status: Status, wanted: Mapping[WorkerRole, int], model: str) -> bool:
@@ -150,9 +153,12 @@ async def _answered(question: Callable[[], Awaitable[AnswerT]], deadline_s: floa
 
 
 async def _until(operator: Operator, wait_s: float, is_done: Callable[[Status], bool], late: str) -> None:
-    """Wait until the status is as wanted. Raises WorkerLost after `wait_s`; late: its message."""
+    """Wait until the status is as wanted, also while a router is started again.
+
+    Raises WorkerLost after `wait_s`; late: its message.
+    """
     deadline_s = asyncio.get_running_loop().time() + wait_s
-    while not is_done(await operator.status()):
+    while not is_done(await _answered(operator.status, deadline_s)):
         if asyncio.get_running_loop().time() >= deadline_s:
             raise WorkerLost(late)
         await asyncio.sleep(LOOK_EVERY_S)

@@ -99,8 +99,16 @@ def test_list_of_models_that_is_none_is_told(url: str) -> None:
 def test_wrong_url_and_dead_api_are_told() -> None:
     with pytest.raises(WorkerLost, match="127.0.0.1:1 does not answer"):
         ask("127.0.0.1:1", "hello")
-    with pytest.raises(ConfigError, match="--url: expected one such as"):
-        HttpClient("ftp://host")
+    for wrong in ("ftp://host", "http://host:99999", "http://host:port", "http://[::1", "http://.host"):
+        with pytest.raises(ConfigError, match="--url: expected one such as"):
+            HttpClient(wrong)
+
+
+@pytest.mark.parametrize("key", ["sk-1\n", "ключ"])
+def test_key_that_no_header_can_carry_is_told(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_API_KEY", key)
+    with pytest.raises(ConfigError, match="BATON_API_KEY or OPENAI_API_KEY: expected printable ASCII"):
+        HttpClient("127.0.0.1:1")
 
 
 def test_conversation_is_sent_whole(url: str, baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("textual", reason="textual is not installed")
 from textual.pilot import Pilot
 from textual.widgets import Static
 
+from baton.cluster.cli.commands import top
 from baton.cluster.cli.commands.top import REQUESTS, WORKERS, TopApp
 from baton.gateway.metrics.snapshot import WorkerRow
 
@@ -165,6 +166,33 @@ class BehindLogin(HttpClient):
 
     def ask(self, method: str, route: str, body: bytes | None = None) -> HTTPResponse:
         return super().ask(method, "/ui" if route.startswith("/admin/") else route, body)
+
+
+class Counting(HttpClient):
+    """A client that counts the questions for the slowest requests."""
+
+    num_asked = 0
+
+    def ask(self, method: str, route: str, body: bytes | None = None) -> HTTPResponse:
+        self.num_asked += route.startswith("/admin/requests")
+        return super().ask(method, route, body)
+
+
+@on_loop
+async def test_requests_are_asked_for_at_one_pace_however_often_their_list_is_opened(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top, "REQUESTS_EVERY_S", 0.25)
+    client = Counting(url, timeout_s=10.0)
+    async with running(client) as (app, pilot):
+        app.action_list(-1)
+        for _ in range(4):
+            for _ in top.LISTS:
+                app.action_list(1)
+            await pilot.pause(0.06)
+        num_opened = client.num_asked
+        await pilot.pause(1.0)
+        assert client.num_asked - num_opened <= 6
 
 
 @on_loop

@@ -1,4 +1,4 @@
-"""Orders about workers that are refused before any router is asked, and the orders of `sleep` and `wake`."""
+"""Orders about workers that are refused before any router is asked, and orders that a router gets."""
 
 import asyncio
 from pathlib import Path
@@ -13,8 +13,9 @@ from baton.cluster.cli.main import main
 from baton.cluster.cluster_key import write_secret
 from baton.config.router import RouterConfig
 from baton.errors import FAILED, USER_ERROR
+from baton.messages.operations import Flip
 from baton.messages.orders import Sleep, Wake
-from baton.messages.workers import Address
+from baton.messages.workers import Address, WorkerRole
 from baton.router.router import Router
 from baton.rpc.server import RpcServer
 from tests.event_loop import on_loop
@@ -24,7 +25,9 @@ from tests.waiting import until
 KEY: Final = b"0123456789abcdef"
 
 
-@pytest.mark.parametrize("layout", ["2P", "P2D", "1P0D", "2p-1d", "1P1D1D"])
+@pytest.mark.parametrize(
+    "layout", ["2P", "P2D", "1P0D", "2p-1d", "1P1D1D", "513P1D", "1P513D", f"{'9' * 5000}P1D"]
+)
 def test_layout_without_numbers_of_both_roles_is_refused(
     layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,7 +43,7 @@ def test_requests_to_migrate_are_named_in_one_way(
     assert "give one of REQUEST and --from WORKER" in capsys.readouterr().err
 
 
-# `sleep` and `wake`.
+# Orders that a router gets.
 
 
 class ServedRouter:
@@ -66,6 +69,26 @@ def run(tmp_path: Path, address: Address, *arguments: str) -> "asyncio.Task[int]
     write_secret(key, KEY)
     options = ["--router", f"{address.host}:{address.port}", "--cluster-key-file", str(key)]
     return asyncio.create_task(asyncio.to_thread(main, [*arguments, *options]))
+
+
+@on_loop
+async def test_command_that_waits_for_a_worker_goes_on_when_the_router_is_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator_node, "ANSWER_TIMEOUT_S", 0.3)
+    first = ServedRouter("a")
+    address = await first.listen()
+    command = run(tmp_path, address, "flip", "d0", "prefill", "--force")
+    await until(lambda: bool(first.worker.take(Flip)))
+    await first.close()
+    await asyncio.sleep(2 * operator_node.ANSWER_TIMEOUT_S)
+    second = ServedRouter("b")
+    await second.listen(address.port)
+    second.worker.leave()
+    TestPeer.worker(second.router, a_worker("d0", WorkerRole.PREFILL, id=id_of("flipped")))
+    assert await command == 0
+    await second.close()
+    assert capsys.readouterr().out == "d0 is a prefill worker now\n"
 
 
 @on_loop
