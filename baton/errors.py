@@ -96,6 +96,13 @@ def shown(value: object) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
+def reason_of(error: Exception) -> str:
+    """Return the text of an error in plain words: without the number and the file of an OSError."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text in UTF-8"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
 def nearest_hint(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the end of an error message; "" if no known name is alike."""
     nearest = difflib.get_close_matches(name, list(known), n=1)

@@ -4,11 +4,8 @@ A key file holds one key, or two on a line each while the key is rotated: proces
 both. A process reads its key file again each second (`KeyWatch`).
 """
 
-import contextlib
 import logging
-import os
 import secrets
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -89,43 +86,3 @@ class KeyWatch:
             self._use_s = now_s if found[0] in before else now_s + USE_AFTER_S
         self.keys = found if now_s >= self._use_s else (before[0], found[0])
         return self.keys != before
-
-
-def write_secret(path: Path, secret: bytes) -> None:
-    """Write a file that only this user can read, and its folder if there is none. Raises ConfigError."""
-    make_folder(path.parent)
-    replace_file(path, secret, mode=0o600)
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder that only this user can use, unless there is one. Raises ConfigError."""
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(f"{path}: the folder cannot be made: {error.strerror}") from None
-
-
-def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:
-    """Replace a file in one step: readers see the old content or the new one. Raises ConfigError.
-
-    mode: None: mode and owner of the old file stay, and a new file has 0o600.
-    """
-    path = path.resolve()
-    try:
-        old = path.stat() if path.exists() else None
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(descriptor)
-            if mode is None and old is not None:
-                Path(name).chmod(old.st_mode & 0o777)
-                with contextlib.suppress(PermissionError):
-                    os.chown(name, old.st_uid, old.st_gid)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

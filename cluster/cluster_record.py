@@ -18,7 +18,8 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from baton.cluster.cluster_key import MAX_KEYS, Keys, make_folder, write_secret
+from baton.cluster.cluster_key import MAX_KEYS, Keys
+from baton.cluster.files import make_folder, write_secret
 from baton.cluster.runtimes.base import started_at
 from baton.config.environment import cache_directory
 from baton.errors import ConfigError
@@ -56,7 +57,7 @@ def recorded() -> Iterator[Callable[[ClusterRecord], None]]:
     Raises ConfigError when there is no folder for records and none can be made.
     """
     path = _directory() / f"{os.getpid()}-{started_at(os.getpid())}.json"
-    make_folder(path.parent)  # before a start that takes minutes
+    make_folder(path.parent, mode=0o700)  # before a start that takes minutes
     _remove_earlier_boots()
 
     def record(what: ClusterRecord) -> None:

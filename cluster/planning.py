@@ -16,7 +16,7 @@ import msgspec
 from baton.clock import Clock
 from baton.config.cluster import ServeConfig
 from baton.config.environment import cache_directory
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, reason_of
 from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS
 from baton.messages.operations import MAX_PLANS, PlanSummary, Status
 from baton.messages.workers import WorkerRole
@@ -81,7 +81,7 @@ def _write_plan(path: Path, plan: ScalingPlan) -> None:
         with path.open("ab") as file:
             file.write(msgspec.json.encode(plan) + b"\n")
     except OSError as error:
-        logger.warning("a plan cannot be written to %s: %s", path, error)
+        logger.warning("a plan cannot be written to %s: %s", path, reason_of(error))
 
 
 def read_plans(path: Path, number: int) -> list[ScalingPlan]:
@@ -94,7 +94,7 @@ def read_plans(path: Path, number: int) -> list[ScalingPlan]:
             f"there are no plans in {path}: does `baton serve` run with --planner advise or apply?"
         ) from None
     except OSError as error:
-        raise ConfigError(f"the log of plans {path} cannot be read: {error}") from error
+        raise ConfigError(f"the log of plans {path} cannot be read: {reason_of(error)}") from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is no log of plans: {error}") from error
 

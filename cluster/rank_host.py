@@ -38,7 +38,7 @@ from baton.engine.runner.rank_process import (
     ended,
     error_of,
 )
-from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost
+from baton.errors import BatonError, ConfigError, PeerGone, WireError, WorkerLost, reason_of
 from baton.kvtransfer.ranks.agent_arguments import AgentArguments
 from baton.messages.bounds import LINK_TIMEOUT_S, Message, schema_hash
 from baton.messages.codec import decode_as
@@ -371,7 +371,7 @@ class _HostLink:
                 sock, keys, Role.CONNECTING, schema=SCHEMA, link_timeout_s=link_timeout_s
             ).handshake()
         except (BatonError, OSError) as error:
-            raise WorkerLost(f"the host of ranks at {where} cannot be reached: {error}") from error
+            raise WorkerLost(f"the host of ranks at {where} cannot be reached: {reason_of(error)}") from error
         self._where = where
         self._ranks = {rank.rank: rank for rank in ranks}
         self._have_ended = threading.Event()

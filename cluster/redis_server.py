@@ -21,7 +21,7 @@ from typing import Final, Self
 from baton.clock import Clock, SystemClock
 from baton.cluster.end_with_parent import ending_with_this_process
 from baton.cluster.supervisor import BackOff
-from baton.errors import ConfigError
+from baton.errors import ConfigError, reason_of
 
 START_DEADLINE_S: Final = 10.0
 STOP_DEADLINE_S: Final = 5.0
@@ -83,7 +83,7 @@ class RedisServer:
         try:
             await self._start(program)
         except OSError as error:
-            raise ConfigError(f"{program} cannot be started: {error}") from None
+            raise ConfigError(f"{program} cannot be started: {reason_of(error)}") from None
 
     async def keep(self) -> None:
         """Start the server again each time it ends, until cancelled. Call after `start`."""

@@ -32,7 +32,7 @@ from baton.cluster.supervisor import Supervised
 from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.environment import cache_directory
 from baton.config.loader import without_credentials
-from baton.errors import ConfigError, WorkerLost
+from baton.errors import ConfigError, WorkerLost, reason_of
 from baton.messages.bounds import MAX_SECONDS, Kind
 from baton.messages.operations import Drain, Flip, OrderedWorkers, RestartWorker, Scale, Status, Undrain
 from baton.messages.workers import Address, WorkerRole
@@ -87,7 +87,7 @@ def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
         return ConfigError(f"port: {port} on {host} is in use: choose another, or 0 for one that is free")
     if error.errno == errno.EACCES:
         return ConfigError(f"port: {port} is for privileged processes: choose one from 1024 on")
-    return ConfigError(f"host: {host} cannot be listened on: {error.strerror or error}")
+    return ConfigError(f"host: {host} cannot be listened on: {reason_of(error)}")
 
 
 class Cluster:

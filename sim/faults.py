@@ -1,7 +1,6 @@
 """Faults of a simulation: they begin at random times, and each ends by itself."""
 
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from functools import partial
 from random import Random
 from typing import Final
@@ -10,6 +9,7 @@ from baton.messages.workers import WorkerRole
 from baton.sim.deployment import START_S, Deployment, SimGateway, SimRouter, SimWorker, Slot
 from baton.sim.network import Wire
 from baton.sim.process import Call
+from baton.sim.trouble import Trouble
 
 MAX_NUM_FAULTS: Final = 8
 PAUSES_S: Final = (0.05, 1.0, 2.0, 4.0, 8.0)
@@ -29,18 +29,6 @@ NODE_IS_AWAY_S: Final = (4.0, 15.0)  # until a lost worker is started again
 HOUR_S: Final = 3600.0
 
 Fault = Callable[[], str]  # makes the fault, and returns a line for the trace
-
-
-class Trouble(StrEnum):
-    """The kinds of faults in a simulation."""
-
-    ANY = "any"  # all faults that close connections or kill, and requests that cannot be answered
-    SILENCE = "silence"  # faults that close nothing: black holes, pauses, slow steps, slow restarts
-    SLOW_STEPS = "slow-steps"
-    LOST_NODE = "lost-node"  # all workers of a node end or freeze, while other nodes have workers
-    ROLLING_RESTART = "rolling-restart"
-    MIGRATION = "migration"  # streams move all the time, under the faults of `ANY`
-    NONE = "none"
 
 
 class Faults:

@@ -64,7 +64,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Read 2P6D, or 4M for workers without roles. ConfigError for others."""
-        pair, alone = fullmatch(r"(\d+)[Pp](\d+)[Dd]", text), fullmatch(r"(\d+)[Mm]", text)
+        pair, alone = fullmatch(r"(\d{1,4})[Pp](\d{1,4})[Dd]", text), fullmatch(r"(\d{1,4})[Mm]", text)
         numbers = [int(each) for each in pair.groups()] if pair else [0, int(alone[1])] if alone else []
         if not numbers or numbers[1] < 1:
             raise ConfigError(

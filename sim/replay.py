@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from baton.clock import TurnClock
-from baton.errors import ConfigError
+from baton.errors import ConfigError, reason_of
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Decision, Ended, Hello, KvEventBatch, Rejected, Started
 from baton.messages.workers import Worker
@@ -251,7 +251,7 @@ def read_bundle(path: Path, own_policy: str = "") -> list[Replay]:
             members.sort(key=lambda member: member.filename)
             found = [Replay(list(_framed(archive.read(member)))) for member in members]
     except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
-        raise ConfigError(f"--replay: {path} cannot be read: {error}") from None
+        raise ConfigError(f"--replay: {path} cannot be read: {reason_of(error)}") from None
     if not found:
         raise ConfigError(f"--replay: {path} has no recording of a router")
     for policy in (replay.checkpoint.config.policy for replay in found):

@@ -22,9 +22,10 @@ from baton.rpc.liveness import BEAT_S
 from baton.rpc.worker_node import EndedAttempts
 from baton.sim.clients import BAD_REQUEST_CHANCE, Arrival, ClientLoad, SimClient
 from baton.sim.deployment import Deployment, SimContext, SimGateway, SimRouter, SimWorker
-from baton.sim.faults import SLOW_STEPS_S, Faults, Trouble
+from baton.sim.faults import SLOW_STEPS_S, Faults
 from baton.sim.network import Network, Recorder
 from baton.sim.process import Events
+from baton.sim.trouble import Trouble
 
 LIMITS: Final = ReplayLimits(max_wait_s=20.0, max_begun_wait_s=20.0, max_silence_s=80.0)
 QUIET_REST_S: Final = 1.0  # until rest after a run without faults

@@ -21,7 +21,7 @@ from baton.cluster.cluster_key import Keys, read_keys
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import Operator, connected
 from baton.config.environment import api_key, cluster_key_file
-from baton.errors import ConfigError, InvalidRequest, PeerGone, WorkerLost
+from baton.errors import ConfigError, InvalidRequest, PeerGone, WorkerLost, reason_of
 from baton.messages.bounds import MAX_ROUTERS
 from baton.messages.workers import Address, Routers
 
@@ -200,7 +200,7 @@ class HttpClient:
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
-            raise WorkerLost(f"the API at {self._where} {how}: {error}") from None
+            raise WorkerLost(f"the API at {self._where} {how}: {reason_of(error)}") from None
 
 
 def decoded(data: bytes, type_: type[ValueT]) -> ValueT:

@@ -17,7 +17,7 @@ from baton.config.gateway import GatewayConfig
 from baton.config.loader import build, flatten, from_text, known_keys, leaves, nest, unknown_key
 from baton.config.router import RouterConfig
 from baton.config.yaml_text import load_yaml
-from baton.errors import ConfigError, shown
+from baton.errors import ConfigError, reason_of, shown
 
 MAX_FILE_BYTES: Final = 1 << 20
 COMPOSE_VARIABLES: Final = ("BATON_UID", "BATON_GID")  # read by deploy/compose.yaml
@@ -205,10 +205,8 @@ def read_mapping(file: Path) -> Mapping[str, object]:
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(f"{file}: expected {MAX_FILE_BYTES:,} bytes at most")
         read = load_yaml(content.decode()) or {}
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file} cannot be read: it is not text in UTF-8") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {reason_of(error)}") from None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):

@@ -46,7 +46,7 @@ from baton.cluster.runtimes.base import (
 )
 from baton.cluster.runtimes.gpus import is_torch_for_cpus
 from baton.config.environment import mps_variables, prepare_ray
-from baton.errors import ConfigError, WorkerLost
+from baton.errors import ConfigError, WorkerLost, reason_of
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys
 
@@ -426,7 +426,7 @@ class RayRuntime:
             self._node_id = ray.get_runtime_context().get_node_id()
         except (OSError, RuntimeError, ValueError) as error:
             where = f"Ray at {self._address} cannot be joined" if self._address else "Ray cannot be started"
-            raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"{where}: {' '.join(reason_of(error).split())}") from None
         from baton.cluster.runtimes.ray_process import NUM_THREADS, NodeActor, ProcessActor, RankHostActor
 
         remote = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=NUM_THREADS)

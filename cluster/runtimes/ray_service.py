@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from baton.cluster.runtimes.base import LOOPBACK
+from baton.errors import reason_of
 
 LOOK_EVERY_S: Final = 1.0
 TIMEOUT_S: Final = 10.0
@@ -47,7 +48,7 @@ class GatewayWatch:
             connection.request("GET", path)
             status = connection.getresponse().status
         except (OSError, http.client.HTTPException) as error:
-            return str(error) or type(error).__name__
+            return reason_of(error)
         finally:
             connection.close()
         return None if status == 200 else f"{path} has status {status}"

@@ -22,7 +22,9 @@ the text where YAML says that keys stand, and read the result again: unless it i
 keys, it is not used.
 """
 
+import math
 import re
+import textwrap
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
@@ -33,7 +35,7 @@ from msgspec import Meta
 
 from baton.config.loader import build, unknown_key
 from baton.config.yaml_text import load_yaml
-from baton.errors import ConfigError, nearest_hint
+from baton.errors import ConfigError, nearest_hint, reason_of
 from baton.tenants import MAX_CLASSES, ONLY_CLASS, ClassName, TenantName, TenantPolicy
 
 KEY_FORM: Final = re.compile(r"sha256:([0-9a-f]{64})")
@@ -90,7 +92,7 @@ def read_tenants(path: Path) -> TenantsFile:
         made = "`baton keys add TENANT` makes it"
         raise ConfigError(f"{path}: cannot be read: there is no such file; {made}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from error
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{path}: expected at most {MAX_FILE_BYTES} bytes")
     return parse_tenants(text, str(path))
@@ -196,17 +198,19 @@ def _check_keys_are_distinct(entries: Mapping[str, TenantEntry]) -> None:
 
 FRESH: Final = "tenants: {}\n"
 INDENT: Final = 2
-PLAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 
 
-def with_key(text: str, tenant: str, key: str) -> str:
+def with_key(text: str, tenant: str, key: str, *, admin: bool = False) -> str:
     """Return the file with one more key, "sha256:" and its digits; the tenant is added if need be.
 
+    admin: of a tenant that is added; a tenant that is there must be an admin already.
     Raises ConfigError for a wrong file, and for a file that must be changed by hand.
     """
     text = text if text.strip() else FRESH
     file = parse_tenants(text, "the file")
-    entry = file.tenants.get(tenant, TenantEntry(keys=()))
+    entry = file.tenants.get(tenant, TenantEntry(keys=(), admin=admin))
+    if admin and not entry.admin:
+        raise ConfigError(f"tenants.{tenant} is no admin: write `admin: true` there, and add the key then")
     entry = msgspec.structs.replace(entry, keys=(*entry.keys, key))
     expected = msgspec.structs.replace(file, tenants=file.tenants | {tenant: entry})
     root = yaml.compose(text, yaml.SafeLoader)
@@ -214,7 +218,7 @@ def with_key(text: str, tenant: str, key: str) -> str:
         keys = _value(_value(_value(root, "tenants"), tenant), "keys")
         changed = _with_item(text, keys, key)
     else:
-        changed = _with_tenant(text, root, tenant, key)
+        changed = _with_tenant(text, root, tenant, {"keys": [key]} | ({"admin": True} if admin else {}))
     return _checked(changed, expected, f"add {key} to tenants.{tenant}.keys")
 
 
@@ -250,20 +254,19 @@ def _value(mapping: Any, name: str) -> Any:
     return None
 
 
-def _with_tenant(text: str, root: Any, name: str, key: str) -> str:
+def _with_tenant(text: str, root: Any, name: str, entry: Mapping[str, object]) -> str:
     tenants = _value(root, "tenants")
-    is_plain = PLAIN.fullmatch(name) and yaml.load(name, yaml.SafeLoader) == name  # unlike 1, or no
-    name = name if is_plain else f'"{name}"'
-    if not tenants.flow_style:
-        column = tenants.value[0][0].start_mark.column
-        line = (
-            f'{" " * column}{name}:\n{" " * (column + INDENT)}keys:\n{" " * (column + 2 * INDENT)}- "{key}"\n'
-        )
-        return _after_line(text, _end(tenants), line)
-    if tenants.value or root.flow_style:
-        return _before_bracket(text, tenants, f'{name}: {{keys: ["{key}"]}}')
-    own = f'\n{" " * INDENT}{name}:\n{" " * 2 * INDENT}keys:\n{" " * 3 * INDENT}- "{key}"'
-    return text[: tenants.start_mark.index].rstrip(" ") + own + text[tenants.end_mark.index :]
+    is_block = not tenants.flow_style or not (tenants.value or root.flow_style)
+    added = yaml.safe_dump(
+        {name: entry}, default_flow_style=not is_block, indent=INDENT, sort_keys=False, width=math.inf
+    )
+    if not is_block:
+        return _before_bracket(text, tenants, added.strip()[1:-1])
+    if tenants.flow_style:
+        own = "\n" + textwrap.indent(added, " " * INDENT).rstrip()
+        return text[: tenants.start_mark.index].rstrip(" ") + own + text[tenants.end_mark.index :]
+    column = tenants.value[0][0].start_mark.column
+    return _after_line(text, _end(tenants), textwrap.indent(added, " " * column))
 
 
 def _with_item(text: str, keys: Any, key: str) -> str | None:

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, reason_of
 from baton.messages.control import Ended
 from baton.pages import split_keys
 from baton.request import AttemptKey
@@ -62,7 +62,7 @@ def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> l
     try:
         requests = sorted(_rows(path), key=lambda request: request.arrival_s)
     except OSError as error:
-        raise ConfigError(f"trace {path} cannot be read: {error}") from error
+        raise ConfigError(f"trace {path} cannot be read: {reason_of(error)}") from error
     return [_scaled(request, scale) for request in requests[:limit]]
 
 

@@ -15,8 +15,9 @@ import httpx2
 import pytest
 
 from baton.bench.faults.link_proxy import LinkProxy
-from baton.cluster.cluster_key import new_key, write_secret
+from baton.cluster.cluster_key import new_key
 from baton.cluster.cluster_record import find_record
+from baton.cluster.files import write_secret
 from baton.cluster.runtimes.base import descendants
 from baton.messages.codec import CONTROL_SCHEMA
 from tests.event_stream import BODY, SteadyClients

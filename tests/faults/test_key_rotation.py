@@ -11,8 +11,9 @@ from uuid import uuid4
 
 import pytest
 
-from baton.cluster.cluster_key import Keys, new_key, read_keys, write_secret
+from baton.cluster.cluster_key import Keys, new_key, read_keys
 from baton.cluster.cluster_record import find_record
+from baton.cluster.files import write_secret
 from tests.event_stream import BODY, SteadyClients, joined, read_all, stream
 from tests.forked_baton import ForkedBaton
 from tests.served import BATON, SERVE, Served, served, stop, until

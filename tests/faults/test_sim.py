@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from baton.cluster.cli.main import main
-from baton.sim.faults import Trouble
 from baton.sim.process import Events
+from baton.sim.trouble import Trouble
 from baton.sim.world import World
 
 SLOW_1200_S = (pytest.mark.slow, pytest.mark.timeout(1200))

@@ -15,7 +15,7 @@ from baton.kvtransfer.ranks.peer_transports import PeerTransports
 from baton.prefill_worker.worker import PrefillJob
 from baton.request import Request
 from baton.router.in_flight import InFlight
-from baton.sim.faults import Trouble
+from baton.sim.trouble import Trouble
 from baton.sim.world import World
 
 MAX_SEEDS = 150

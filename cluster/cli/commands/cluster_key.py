@@ -15,7 +15,8 @@ from typing import Final
 
 from baton.cluster.cli.connections import add_key_option, key_file
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.cluster_key import new_key, read_keys, replace_file, write_secret
+from baton.cluster.cluster_key import new_key, read_keys
+from baton.cluster.files import replace_file, write_secret
 from baton.errors import ConfigError
 
 ACTIONS: Final = ("new", "rotate", "retire")

@@ -37,7 +37,7 @@ from baton.cluster.runtimes.ray import MIN_RAY
 from baton.config.cluster import ServeConfig
 from baton.config.environment import prepare_ray, ray_asks_for_token
 from baton.config.gateway import is_loopback
-from baton.errors import FAILED, BatonError, ConfigError, PeerGone, how_to_install
+from baton.errors import FAILED, BatonError, ConfigError, PeerGone, how_to_install, reason_of
 from baton.messages.operations import Status
 from baton.messages.workers import Address, Routers
 from baton.router.policies.registry import policy_class
@@ -396,7 +396,7 @@ def _router_at(address: Address, keys: Keys) -> Finding:
         try:
             socket.create_connection((address.host, address.port), PROBE_TIMEOUT_S).close()
         except OSError as error:
-            return _error(f"{where} cannot be reached: {error.strerror or error}", mend)
+            return _error(f"{where} cannot be reached: {reason_of(error)}", mend)
         return _error(f"{where} accepts connections and does not answer: another key or version", mend)
     num_workers = len(status.workers)
     said = f"{where} answers: {num_workers} workers, {status.num_gateways} gateways"

@@ -70,6 +70,8 @@ def _show_plans(arguments: argparse.Namespace) -> None:
     if path is None:
         record = find_record(arguments.port)
         path = log_path(record.settings.get("planner", {}).get("log"), record.port)
+    if arguments.last < 1:
+        raise ConfigError(f"--last: expected a number of plans, 1 or more, got {arguments.last}")
     lines = read_plans(path, arguments.last)
     if arguments.json:
         output.write("".join(f"{msgspec.json.encode(plan).decode()}\n" for plan in lines))

@@ -16,7 +16,7 @@ from baton.cluster.cli.options import CliCommand, Parser, Setting, in_flags, int
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import EngineSettings
 from baton.config.loader import nest
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, InvalidRequest, reason_of
 from baton.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _read_prompt(name: str) -> str:
     try:
         content = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"--prompt-file: {name} cannot be read: {error}") from None
+        raise InvalidRequest(f"--prompt-file: {name} cannot be read: {reason_of(error)}") from None
     return content.removesuffix("\n")  # the one that editors add
 
 

@@ -1,6 +1,7 @@
 """The keys that open the API, in the tenants file.
 
-baton keys add TENANT     make a key, and the tenant if it is new; the key is printed this once
+baton keys add TENANT     make a key, and the tenant if it is new; the key is printed this once.
+                          --admin: its keys open /metrics, /ui and the other paths of operators
 baton keys revoke ID ...  remove the keys with these ids; TENANT/all: all keys of a tenant
 baton keys list           tenants, and the ids of their keys
 
@@ -21,9 +22,9 @@ from typing import Final
 
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
-from baton.cluster.cluster_key import replace_file
+from baton.cluster.files import replace_file
 from baton.config.environment import environment_settings
-from baton.errors import ConfigError
+from baton.errors import ConfigError, reason_of
 from baton.gateway.tenants.file import NAME_FORM, TenantsFile, read_tenants, with_key, without_keys
 from baton.gateway.tenants.tenants import key_digest
 
@@ -46,8 +47,13 @@ def _run(arguments: argparse.Namespace) -> None:
     parser.add_argument("--tenants", type=Path, default=Path(default), metavar="FILE", help="the file")
     if arguments.action == "add":
         parser.add_argument("tenant", metavar="TENANT")
+        parser.add_argument(
+            "--admin",
+            action="store_true",
+            help="a new tenant is an admin: its keys open the operators' paths",
+        )
         options = parser.parse(arguments.rest)
-        _add(options.tenants, options.tenant)
+        _add(options.tenants, options.tenant, options.admin)
     elif arguments.action == "revoke":
         parser.add_argument("ids", metavar="ID", nargs="+")
         options = parser.parse(arguments.rest)
@@ -56,13 +62,14 @@ def _run(arguments: argparse.Namespace) -> None:
         _list(parser.parse(arguments.rest).tenants)
 
 
-def _add(path: Path, tenant: str) -> None:
+def _add(path: Path, tenant: str, admin: bool) -> None:
     if not NAME_FORM.fullmatch(tenant):
         raise ConfigError(f"TENANT: a name matches {NAME_FORM.pattern}, got {tenant!r}")
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
     digest = f"sha256:{key_digest(key).hex()}"
     with _locked(path):
-        replace_file(path, with_key(_text(path, may_be_new=True), tenant, digest).encode())
+        text = with_key(_text(path, may_be_new=True), tenant, digest, admin=admin)
+        replace_file(path, text.encode())
     _say(f"{path}: the key {_id(digest)} opens the API for {tenant}; it is shown this once:")
     output.write(key + "\n")
 
@@ -119,7 +126,7 @@ def _text(path: Path, *, may_be_new: bool = False) -> str:
             return ""
         raise ConfigError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 @contextlib.contextmanager

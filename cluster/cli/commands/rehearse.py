@@ -22,9 +22,10 @@ import yaml
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.settings import add_serve_options, serve_settings
+from baton.cluster.files import make_folder
 from baton.cluster.model_directory import served_name
 from baton.config.engine import EngineSettings
-from baton.config.loader import flatten, leaves, nest
+from baton.config.loader import build, flatten, leaves, nest
 from baton.errors import FAILED, ConfigError
 from baton.sim.advice import Advice, Option, RunAll, Search, layouts
 from baton.sim.advice import advise as run_search
@@ -61,6 +62,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     given = serve_settings(arguments)
     if arguments.seconds < 10 or arguments.neighbours < 0 or arguments.threads < 1:
         raise ConfigError("expected --seconds of 10 or more, --neighbours of 0, --threads of 1 or more")
+    make_folder(arguments.out.parent)  # before minutes of measuring
     with Progress() as tell:
         model = calibrate(given.build(), arguments.seconds, arguments.neighbours, tell, arguments.threads)
     model.save(arguments.out)
@@ -170,6 +172,7 @@ def _rehearse(arguments: argparse.Namespace) -> int:
         step_tokens=arguments.max_num_batched_tokens,
         page_size=arguments.page_size,
     )
+    build(EngineSettings, nest(_engine_of(layout)))  # raises ConfigError for settings that no worker takes
     settings = RehearsalSettings(
         mode="fast" if arguments.fast else "full",
         policy=arguments.policy,
@@ -202,12 +205,15 @@ def _lines(result: Rehearsal, times: TimeModel) -> list[output.Part]:
         if seconds > 0.001 * total_s
     ]
     busy = ", ".join(f"{role} {100 * share:.0f} %" for role, share in result.busy.items())
+    off = f"within the calibrated ranges; the time model is {100 * times.error:.1f} % off"
+    if times.error > MAX_DRIFT:
+        off += ": for narrower figures run `baton calibrate` again, on a machine that does nothing else"
     return [
         f"{head}, {result.duration_s:.1f} s",
         output.table(columns, rows),
         f"time of a request: {', '.join(parts)}",
         f"busy: {busy}; refused: {result.num_refused}",
-        f"within the calibrated ranges; the time model is {100 * times.error:.1f} % off",
+        off,
     ]
 
 
@@ -243,6 +249,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     settings = RehearsalSettings(
         sla=sla_of(arguments.slo), shares_machine=not arguments.apart, seed=arguments.seed
     )
+    make_folder(arguments.out)  # before minutes of searching
     search = Search(load_of(arguments), times, settings, arguments.attainment)
     report = Report("advise", f"Layouts for {arguments.model}", arguments.out)
     with ExitStack() as stack:

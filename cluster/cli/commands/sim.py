@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, quantiles
 from string import ascii_lowercase
 from traceback import format_exception
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -19,9 +19,10 @@ from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.errors import ConfigError
 from baton.messages.bounds import short_id
-from baton.sim.faults import Trouble
-from baton.sim.replay import Compared, Replayed, ReplayedPair, read_bundle
-from baton.sim.world import Violation, World
+from baton.sim.trouble import Trouble
+
+if TYPE_CHECKING:
+    from baton.sim.replay import Compared, Replayed, ReplayedPair
 
 COLUMNS: Final = ("policy", "hit tokens", "predicted TTFT: mean s", "p50 s", "p90 s", "p99 s")
 
@@ -63,7 +64,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
-    models = ("",) if arguments.models <= 1 else ascii_lowercase[: arguments.models]
+    from baton.sim.world import Violation, World  # torch, which --help does not wait for
+
+    if arguments.seeds < 1 or not 1 <= arguments.models <= len(ascii_lowercase):
+        raise ConfigError(
+            f"expected --seeds of 1 or more, and --models of 1 to {len(ascii_lowercase)}, got "
+            f"{arguments.seeds} and {arguments.models}"
+        )
+    models = ("",) if arguments.models == 1 else ascii_lowercase[: arguments.models]
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         world = World(seed, None if arguments.quiet else _write, arguments.trouble, models=models)
         try:
@@ -78,6 +86,8 @@ def _run_all(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    from baton.sim.replay import read_bundle
+
     has_differed, policy = False, arguments.policy
     for replay in read_bundle(arguments.replay, arguments.own_policy):
         replayed = replay.run(policy)
@@ -92,7 +102,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     return 1 if has_differed else 0
 
 
-def _verdict(replayed: Replayed) -> list[str]:
+def _verdict(replayed: "Replayed") -> list[str]:
     found = replayed.difference
     if found is None:
         return ["every decision is the recorded one, bit for bit"]
@@ -101,7 +111,7 @@ def _verdict(replayed: Replayed) -> list[str]:
     return [f"decision {found.number} differs, and perhaps later ones:", *told]
 
 
-def comparison(compared: Sequence[Compared], recorded: str, policy: str) -> list[output.Part]:
+def comparison(compared: "Sequence[Compared]", recorded: str, policy: str) -> list[output.Part]:
     """Return the lines and the table of two policies. recorded: name of the one that decided."""
     both = [(each.recorded, each.other) for each in compared if each.other is not None]
     num_elsewhere = sum(each.is_elsewhere for each in compared)
@@ -113,7 +123,7 @@ def comparison(compared: Sequence[Compared], recorded: str, policy: str) -> list
     return [head, output.table(COLUMNS, [_row(name, choices) for name, choices in sides.items()])]
 
 
-def _row(name: str, choices: Sequence[ReplayedPair]) -> tuple[str, ...]:
+def _row(name: str, choices: "Sequence[ReplayedPair]") -> tuple[str, ...]:
     ttfts_s = [choice.ttft_s for choice in choices]
     cuts = quantiles(ttfts_s, n=100, method="inclusive") if len(ttfts_s) > 1 else ttfts_s * 99
     figures = (fmean(ttfts_s), cuts[49], cuts[89], cuts[98])

@@ -101,9 +101,11 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def parts_of(status: Status) -> list[output.Part]:
     """Return the tables of workers and tenants, and a line for each router and gateway."""
-    rows = (
-        _row(entry) for entry in sorted(status.workers, key=lambda entry: output.natural(entry.worker.name))
-    )
+    workers = sorted(status.workers, key=lambda entry: output.natural(entry.worker.name))
+    columns, rows = COLUMNS, [_row(entry) for entry in workers]
+    if len({entry.worker.model for entry in workers}) > 1:
+        columns = ("worker", "model", *COLUMNS[1:])
+        rows = [(row[0], entry.worker.model, *row[1:]) for entry, row in zip(workers, rows, strict=True)]
     last: list[output.Part] = []
     if status.left_out:
         counted = ", ".join(f"{count} {what}" for what, count in status.left_out.items())
@@ -113,7 +115,7 @@ def parts_of(status: Status) -> list[output.Part]:
     if status.head_away_s:
         last.append(f"RAY'S HEAD has not answered for {status.head_away_s:.0f} s: no worker can be started")
     return [
-        output.table(COLUMNS, rows),
+        output.table(columns, rows),
         *queue_parts(status.queue, refusals(status.gateways)),
         *map(_router_line, status.routers),
         *map(_gateway_line, status.gateways),

@@ -4,7 +4,8 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.cluster.cli.main import main
-from baton.cluster.cluster_key import USE_AFTER_S, Keys, KeyWatch, new_key, read_keys, write_secret
+from baton.cluster.cluster_key import USE_AFTER_S, Keys, KeyWatch, new_key, read_keys
+from baton.cluster.files import write_secret
 from baton.errors import ConfigError
 
 OLD, NEW, THIRD = (name * 16 for name in (b"o", b"n", b"t"))

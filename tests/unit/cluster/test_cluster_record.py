@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from baton.cluster import cluster_record
-from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, find_record, recorded, url
+from baton.cluster.files import write_secret
 from baton.cluster.runtimes.base import started_at
 from baton.errors import ConfigError
 from baton.messages.workers import Address

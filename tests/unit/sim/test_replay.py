@@ -15,11 +15,11 @@ from baton.errors import ConfigError
 from baton.messages.control import Started
 from baton.messages.workers import WorkerRole
 from baton.router.recording import Decided, Inputs, Recording, decode_chunk
-from baton.sim.faults import Trouble
 from baton.sim.replay import Replay, frame_chunks, read_bundle
 from baton.sim.timed.fast import FastCluster
 from baton.sim.timed.fleet import ClientCall, Fleet
 from baton.sim.timed.times import Machine
+from baton.sim.trouble import Trouble
 from baton.sim.world import World
 
 # Seeds: one router with faults and two lives; two routers with the policy cost.

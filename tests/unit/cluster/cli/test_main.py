@@ -115,7 +115,7 @@ WITHOUT_TORCH: Final = (
 )
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "calibrate", "rehearse", "advise"])
+@pytest.mark.parametrize("command", ["serve", "generate", "calibrate", "rehearse", "advise", "sim"])
 def test_help_does_not_wait_for_torch(command: str) -> None:
     process = start(command, "--help", python=("-c", WITHOUT_TORCH))
     out, err = process.communicate()

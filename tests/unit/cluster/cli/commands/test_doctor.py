@@ -13,8 +13,8 @@ import pytest
 from baton.cluster import operator_node, redis_server
 from baton.cluster.cli.commands import doctor
 from baton.cluster.cli.commands.doctor import CHECKS, Finding
-from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, recorded
+from baton.cluster.files import write_secret
 from baton.cluster.process import run
 from baton.cluster.redis_server import RedisServer
 from baton.cluster.runtimes.base import Assignment, ProcessStarted, generations_of

@@ -114,3 +114,9 @@ def test_wrong_id_is_refused(baton: Baton) -> None:
 @pytest.mark.parametrize("prefix", ["", "chatcmpl-", "cmpl-", "msg_", "resp_"])
 def test_id_of_any_answer_names_its_request(prefix: str) -> None:
     assert request_id_in(prefix + id_of("r")) == id_of("r")
+
+
+def test_number_of_plans_that_shows_none_is_refused(baton: Baton) -> None:
+    result = baton("explain", "plan", "--log", "plans.jsonl", "--last", "0")
+    assert (result.status, result.out) == (2, "")
+    assert "--last: expected a number of plans, 1 or more, got 0" in result.err

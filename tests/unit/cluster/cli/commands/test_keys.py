@@ -51,6 +51,15 @@ def test_a_revoked_key_opens_nothing(run: Run) -> None:
     assert run("list")[1].splitlines()[1].split() == ["acme", "-", "default", "1"]
 
 
+def test_key_of_a_new_admin_opens_the_paths_of_operators(run: Run) -> None:
+    assert run("add", "acme").status == run("add", "ops", "--admin").status == 0
+    assert run("add", "ops", "--admin").status == 0
+    entries = read_tenants(Path("tenants.yaml")).tenants
+    assert (entries["ops"].admin, len(entries["ops"].keys), entries["acme"].admin) == (True, 2, False)
+    status, out, err = run("add", "acme", "--admin")
+    assert status == 2 and "tenants.acme is no admin: write `admin: true` there" in err and not out
+
+
 def test_all_keys_of_a_tenant_go(run: Run) -> None:
     keys = [run("add", tenant)[1].strip() for tenant in ("acme", "zeta", "acme")]
     assert run("revoke", "acme/all")[0] == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.cluster_key import write_secret
+from baton.cluster.files import write_secret
 from tests.unit.cluster.conftest import Baton
 
 COMMAND = (sys.executable, "-m", "baton")

@@ -14,6 +14,7 @@ from baton.config.engine import CacheConfig, EngineSettings, SchedulerConfig
 from baton.config.loader import build
 from baton.errors import ConfigError
 from baton.sim.rehearsal import Layout
+from baton.sim.timed.times import TimeModel
 
 
 @pytest.fixture
@@ -49,6 +50,10 @@ def test_load_beyond_the_calibration_has_no_figures(times: str, capsys: pytest.C
         (["--workers", "1M"], "--trace FILE, or --rate"),
         (["--workers", "1M", "--rate", "1", "--slo", "speed=1"], "--slo"),
         (["--workers", "1M", "--rate", "1", "--lengths", "5"], "P50-P90"),
+        (["--workers", "1M", "--rate", "1", "--fast", "--block-size", "7"], "expected a power of two, got 7"),
+        (["--workers", "1M", "--rate", "1", "--max-num-batched-tokens", "0"], "at least 1, at most"),
+        (["--workers", f"{10**20}M", "--rate", "1"], "2P6D"),
+        (["--workers", "1M", "--trace", "none.jsonl"], "none.jsonl cannot be read: No such file"),
     ],
 )
 def test_wrong_options_are_one_line(
@@ -56,6 +61,27 @@ def test_wrong_options_are_one_line(
 ) -> None:
     assert main(["rehearse", "--times", times, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_model_that_is_far_off_says_what_to_do(
+    times: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    msgspec.structs.replace(TimeModel.read(Path(times)), drift=0.5).save(tmp_path / "drifted.json")
+    load = ("--rate", "10", "--duration", "2", "--lengths", "64-128,8-16", "--workers", "1P1D")
+    told = []
+    for file in (times, str(tmp_path / "drifted.json")):
+        assert main(["rehearse", "--times", file, "--fast", *load]) == 0
+        told.append(capsys.readouterr().out)
+    assert "baton calibrate" not in told[0].splitlines()[-1]
+    assert "50.0 % off: for narrower figures run `baton calibrate` again" in told[1]
+
+
+def test_folder_that_cannot_be_made_is_told_before_the_search(
+    times: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--out", f"{times}/folder")
+    assert main(["advise", "tiny", "--times", times, "--rate", "1", "--slo", "ttft=1", *out]) == 2
+    assert f"{times}/folder: the folder cannot be made: Not a directory" in capsys.readouterr().err
 
 
 def test_objectives_are_seconds() -> None:

@@ -14,6 +14,14 @@ def test_quiet_run_says_how_requests_ended(capsys: pytest.CaptureFixture[str]) -
     assert "workers" in first and "faults" in first
 
 
+@pytest.mark.parametrize("options", [["--seeds", "0"], ["--models", "0"], ["--models", "27"]])
+def test_number_that_runs_no_seed_or_has_no_name_is_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", *options]) == 2
+    assert "expected --seeds of 1 or more, and --models of 1 to 26" in capsys.readouterr().err
+
+
 def test_trace_has_messages_with_their_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "--seed", "3", "--trouble", "none"]) == 0
     lines = capsys.readouterr().out.splitlines()

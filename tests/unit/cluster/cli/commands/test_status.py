@@ -65,6 +65,16 @@ def test_each_worker_has_a_line() -> None:
     assert lines[3] == "2 gateways, 4 requests under way"
 
 
+def test_workers_of_several_models_have_their_model_in_a_column() -> None:
+    workers = tuple(a_worker_status(a_worker(f"{model}-decode-0", model=model)) for model in ("a", "b"))
+    lines = lines_of(Status(workers=workers))
+    assert [line.split()[:3] for line in lines[:3]] == [
+        ["worker", "model", "role"],
+        ["a-decode-0", "a", "decode"],
+        ["b-decode-0", "b", "decode"],
+    ]
+
+
 def test_workers_are_in_the_order_of_their_names_and_numbers() -> None:
     names = ("prefill-0", "decode-10", "lone", "decode-2")
     workers = tuple(map(a_worker_status, names))

@@ -10,7 +10,7 @@ from baton.clock import SystemClock
 from baton.cluster import operator_node
 from baton.cluster.cli.commands import workers
 from baton.cluster.cli.main import main
-from baton.cluster.cluster_key import write_secret
+from baton.cluster.files import write_secret
 from baton.config.router import RouterConfig
 from baton.errors import FAILED, USER_ERROR
 from baton.messages.operations import Flip
