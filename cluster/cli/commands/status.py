@@ -10,7 +10,7 @@ pages               KV pages by state
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import msgspec
@@ -102,7 +102,8 @@ def _run(arguments: argparse.Namespace) -> None:
 def parts_of(status: Status) -> list[output.Part]:
     """Return the tables of workers and tenants, and a line for each router and gateway."""
     workers = sorted(status.workers, key=lambda entry: output.natural(entry.worker.name))
-    columns, rows = COLUMNS, [_row(entry) for entry in workers]
+    columns: Sequence[str] = COLUMNS
+    rows = [_row(entry) for entry in workers]
     if len({entry.worker.model for entry in workers}) > 1:
         columns = ("worker", "model", *COLUMNS[1:])
         rows = [(row[0], entry.worker.model, *row[1:]) for entry, row in zip(workers, rows, strict=True)]
