@@ -11,10 +11,10 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -54,20 +54,16 @@ def at_least(name: str, value: float, unit: str, limit: float | None, note: str 
     return Row(name, value, unit, f">= {limit:g}", value >= limit, note)
 
 
-def at_most(name: str, value: float, unit: str, limit: float | None, note: str = "") -> Row:
-    """Return a row that meets its limit when `value` is at most `limit`; None is no limit."""
+def at_most(name: str, value: float | None, unit: str, limit: float | None, note: str = "") -> Row:
+    """Return a row that meets its limit when `value` is at most `limit`; None is no limit.
+
+    value: None: it did not happen in the time that it was waited for, and the row has failed.
+    """
     if limit is None:
         return Row(name, value, unit, note=note)
+    if value is None:
+        return Row(name, None, unit, f"<= {limit:g}", False, note or "not in the time that it was waited for")
     return Row(name, value, unit, f"<= {limit:g}", value <= limit, note)
-
-
-def in_turns(names: Iterable[NameT], number: int) -> Iterable[NameT]:
-    """Return the names in their order in every other round, else backwards.
-
-    A machine that slows down or speeds up then favours none. number: of the round.
-    """
-    ordered = list(names)
-    return reversed(ordered) if number % 2 else ordered
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -147,6 +143,17 @@ def paired_ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
     return median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
+def spread(values: Sequence[float]) -> str:
+    """Return the least and the greatest value as text, and their number."""
+    return f"{format_number(min(values))} to {format_number(max(values))} in {len(values)} runs"
+
+
+def mean_with_error(values: Sequence[float]) -> str:
+    """Return the mean as text, with its standard error where there are several values."""
+    error = f" +- {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    return f"mean of the rounds {mean(values):.3f}{error}"
+
+
 @dataclass(frozen=True)
 class Plot:
     """Panels by their titles, each with curves by their labels."""
@@ -179,18 +186,29 @@ class Report:
         self.rows += rows
         self._show(title)
 
+    def turns(
+        self, subjects: Iterable[NameT], num_rounds: int, what: str = ""
+    ) -> Iterator[tuple[int, NameT]]:
+        """Yield the number of each round with each subject.
+
+        Every other round has the subjects backwards: a machine that slows down or speeds up favours none.
+        """
+        ordered = list(subjects)
+        for number in range(num_rounds):
+            for subject in reversed(ordered) if number % 2 else ordered:
+                self.tell(f"{what}round {number + 1} of {num_rounds}", number / num_rounds)
+                yield number, subject
+
     def in_rounds(
         self, subjects: Mapping[NameT, Callable[[], ResultT]], num_rounds: int, what: str = ""
     ) -> dict[NameT, list[ResultT]]:
-        """Run every subject once a round, in turns, and once before the first round, to warm up.
+        """Run every subject once a round, in turns; return the results by subject.
 
-        Returns the results of the rounds, by subject.
+        A round before the others warms up; its results do not count.
         """
         found: dict[NameT, list[ResultT]] = {name: [] for name in subjects}
-        for number in range(1 + num_rounds):
-            self.tell(f"{what}round {number} of {num_rounds}", number / (1 + num_rounds))
-            for name in in_turns(subjects, number):
-                found[name].append(subjects[name]())
+        for _, name in self.turns(subjects, 1 + num_rounds, what):
+            found[name].append(subjects[name]())
         return {name: results[1:] for name, results in found.items()}
 
     def save(self) -> Path:

@@ -19,7 +19,7 @@ from statistics import fmean, median
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LLAMA_56M, LlamaShape, RecordedEngine, greedy, load_replica
-from baton.bench.report import Report, Row, at_least, in_turns, option, paired_ratio, percentile, suite
+from baton.bench.report import Report, Row, at_least, option, paired_ratio, percentile, suite
 from baton.request import Request
 from baton.sim.timed.workload import arrivals
 
@@ -155,12 +155,13 @@ mean_latency_s: Final[OutcomeFigure] = attrgetter("mean_latency_s")
 num_steps: Final[OutcomeFigure] = attrgetter("num_steps")
 
 
-def take_turns(replicas: Mapping[str, RecordedEngine], requests_of_repeats: Sequence[Requests]) -> Outcomes:
-    """Run the requests of each repeat under every policy, in an order that alternates."""
+def take_turns(
+    replicas: Mapping[str, RecordedEngine], repeats: Sequence[Requests], name: str, report: Report
+) -> Outcomes:
+    """Run the requests of each repeat under every policy, in turns."""
     outcomes: Outcomes = {policy: [] for policy in replicas}
-    for repeat, requests in enumerate(requests_of_repeats):
-        for policy in in_turns(replicas, repeat):
-            outcomes[policy].append(serve(replicas[policy], requests))
+    for repeat, policy in report.turns(replicas, len(repeats), f"{name}, "):
+        outcomes[policy].append(serve(replicas[policy], repeats[repeat]))
     return outcomes
 
 
@@ -202,16 +203,16 @@ def measure_policies(num_requests: int, num_repeats: int, report: Report, shape:
     for replica in replicas.values():
         serve(replica, burst((8,) * NUM_SEATS))  # the first steps are slow
     seeds = range(num_repeats)
-    report.tell("burst")
-    full = take_turns(replicas, [burst(mixed_lengths(num_requests, seed)) for seed in seeds])
+    bursts = [burst(mixed_lengths(num_requests, seed)) for seed in seeds]
+    full = take_turns(replicas, bursts, "burst", report)
     report.rows += burst_rows(full)
     name = f"{LOAD:.0%} of continuous"
-    report.tell(name)
     rate = LOAD * num_requests / median(outcome.seconds for outcome in full["continuous"])
-    spread = take_turns(replicas, [poisson(mixed_lengths(num_requests, seed), rate, seed) for seed in seeds])
+    arrivals_ = [poisson(mixed_lengths(num_requests, seed), rate, seed) for seed in seeds]
+    partial_ = take_turns(replicas, arrivals_, name, report)
     report.rows.append(Row(f"{name}: arrivals", rate, "requests/s"))
-    report.rows += latency_rows(name, spread, LATENCY_BAR)
-    report.extra = {"model": asdict(shape), "samples": {"burst": _samples(full), name: _samples(spread)}}
+    report.rows += latency_rows(name, partial_, LATENCY_BAR)
+    report.extra = {"model": asdict(shape), "samples": {"burst": _samples(full), name: _samples(partial_)}}
 
 
 def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:

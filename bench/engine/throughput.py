@@ -24,7 +24,7 @@ from baton.bench.engine.replica import (
     num_layer_parameters,
 )
 from baton.bench.machine import matmul_peak_tflops, read_bandwidth_gbps
-from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
+from baton.bench.report import Report, Row, at_least, at_most, option, spread, suite
 from baton.bench.serve.load import Job, random_jobs
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
@@ -98,15 +98,13 @@ def rival_tokens_per_s(command: str) -> float:
 
 def prefix_cache_cost(load: Callable[[bool], Engine], num_pairs: int, report: Report) -> Row:
     """Measure the throughput lost to a prefix cache that never hits, by pairs of runs over fresh prompts."""
-    engines = {caching: load(caching) for caching in (False, True)}
-    vocab_size = engines[False].vocab_size
-    losses = []
-    for pair in range(num_pairs + NUM_WARMUP_PAIRS):
-        report.tell(f"prefix cache, pair {pair + 1} of {num_pairs + NUM_WARMUP_PAIRS}")
-        jobs = random_jobs(NUM_REQUESTS, pair, vocab_size=vocab_size)
-        seconds = {caching: run_jobs(engines[caching], jobs) for caching in in_turns((True, False), pair)}
-        losses.append(100 * (seconds[True] / seconds[False] - 1))
-    del losses[:NUM_WARMUP_PAIRS]
+    engines, num_rounds = {caching: load(caching) for caching in (True, False)}, NUM_WARMUP_PAIRS + num_pairs
+    seconds: dict[bool, list[float]] = {caching: [] for caching in engines}
+    for pair, caching in report.turns(engines, num_rounds, "prefix cache, "):
+        jobs = random_jobs(NUM_REQUESTS, pair, vocab_size=engines[caching].vocab_size)
+        seconds[caching].append(run_jobs(engines[caching], jobs))
+    pairs = list(zip(seconds[True], seconds[False], strict=True))[NUM_WARMUP_PAIRS:]
+    losses = [100 * (with_s / without_s - 1) for with_s, without_s in pairs]
     for engine in engines.values():
         engine.close()
     low, _, high = quantiles(losses) if num_pairs > 1 else losses * 3
@@ -117,16 +115,15 @@ def prefix_cache_cost(load: Callable[[bool], Engine], num_pairs: int, report: Re
 def rows_of(figures: dict[str, list[float]], limit: Limit, num_tokens: int) -> list[Row]:
     """Return the rates of Baton, of the limit and of each rival, in tokens a second."""
     ours = median(figures["baton"])
-    spread = f"{min(figures['baton']):.0f} to {max(figures['baton']):.0f} in {len(figures['baton'])} runs"
     rates = f"{limit.read_gbps:.1f} GB/s, {limit.matmul_tflops:.3f} TFLOP/s measured in this run"
     rows = [
-        Row("Baton", ours, "tok/s", note=spread),
+        Row("Baton", ours, "tok/s", note=spread(figures["baton"])),
         Row("limit: weights and multiplications", num_tokens / limit.seconds, "tok/s", note=rates),
         Row("Baton / limit", ours * limit.seconds / num_tokens, "x"),
     ]
     for name, values in figures.items():
         if name != "baton":
-            rows.append(Row(name, median(values), "tok/s", note=f"{min(values):.0f} to {max(values):.0f}"))
+            rows.append(Row(name, median(values), "tok/s", note=spread(values)))
             rows.append(at_least(f"Baton / {name}", ours / median(values), "x", BARS.get(name)))
     return rows
 
@@ -140,11 +137,11 @@ def whole_work_rows(
     figures: dict[str, list[float]] = {"baton": [], **{name: [] for name in rivals}}
     with process.freeze_gc():
         run_jobs(engine, jobs)
-        for index in range(num_rounds):
-            report.tell(f"round {index + 1} of {num_rounds}")
-            figures["baton"] += [num_tokens / run_jobs(engine, jobs) for _ in range(3)]
-            for name, command in rivals.items():
-                figures[name].append(rival_tokens_per_s(command))
+        for _, name in report.turns(figures, num_rounds):
+            if name in rivals:
+                figures[name].append(rival_tokens_per_s(rivals[name]))
+            else:
+                figures[name] += [num_tokens / run_jobs(engine, jobs) for _ in range(3)]
         recorded = RecordedEngine(engine)
         run_jobs(engine, jobs)
     limit = measure_limit(engine.runner.model_config, recorded.steps, method)

@@ -25,7 +25,7 @@ from baton.bench.clusters import WatchedCluster, local_cluster
 from baton.bench.faults.clients import Clients, make_questions
 from baton.bench.faults.link_proxy import LinkProxy, Switchboard
 from baton.bench.processes import redis_on_tcp
-from baton.bench.report import Report, Row, at_most, option, suite
+from baton.bench.report import Report, at_most, option, suite
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
@@ -119,12 +119,11 @@ async def measure(options: Namespace, report: Report) -> None:
             whole_s = await cluster.watched.seconds_until(cluster.watched.is_whole, WHOLE_S)
             num_transferred = await cluster.num_transferred() - num_before
             gap_s, wait_s = max(clients.gaps_s, default=0.0), max(clients.waits_s, default=0.0)
-            is_whole = whole_s is not None
             report.rows += [
                 *clients.answer_rows(name, f"{clients.tally}; {num_transferred} prompts transferred"),
                 at_most(f"{name}: longest gap", gap_s, "s", MAX_GAP_S),
                 at_most(f"{name}: longest first token", wait_s, "s", MAX_GAP_S),
-                Row(f"{name}: whole again", float(is_whole), "", "1", is_whole),
+                at_most(f"{name}: whole again after", whole_s, "s", WHOLE_S),
             ]
 
 

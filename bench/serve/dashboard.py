@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
 
-from baton.bench.report import Report, at_least, at_most, option, suite
+from baton.bench.report import Report, at_least, at_most, mean_with_error, option, suite
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.load import Hammer, Point
 from baton.bench.serve.overhead import Plane, Target, hosted
@@ -249,18 +249,14 @@ def _add_frames(report: Report, name: str, tries: list[tuple[Scroll, Scroll]]) -
 
 async def _add_cost_under_load(options: Namespace, report: Report) -> None:
     """Add the processor time a request with a viewer, over that without."""
-    ratios: list[float] = []
+    spent_us: dict[bool, list[float]] = {True: [], False: []}
     with hosted(Plane(model="tiny", num_gateways=2, num_prefill=1)) as target:
         await _cpu_us(target)
-        for number in range(options.rounds):
-            report.tell(f"round {number + 1} of {options.rounds} under load", number / options.rounds)
-            spent_us = {}
-            for is_watched in (number % 2 == 0, number % 2 == 1):
-                async with watching(target.url) if is_watched else nullcontext():
-                    spent_us[is_watched] = await _cpu_us(target)
-            ratios.append(spent_us[True] / spent_us[False])
-    error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
-    note = f"median of {len(ratios)} rounds; mean {mean(ratios):.3f} +- {error:.3f}"
+        for _, is_watched in report.turns(spent_us, options.rounds, "under load, "):
+            async with watching(target.url) if is_watched else nullcontext():
+                spent_us[is_watched].append(await _cpu_us(target))
+    ratios = [with_us / without_us for with_us, without_us in zip(*spent_us.values(), strict=True)]
+    note = f"median of {len(ratios)}; {mean_with_error(ratios)}"
     report.rows.append(at_most("CPU time a request, a page open", median(ratios), "times", 1.03, note))
     report.extra["cpu_ratios"] = ratios
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from typing import Final, NamedTuple
 
 import psutil
@@ -26,7 +26,7 @@ import uvloop
 
 from baton.bench.clusters import WatchedCluster, local_cluster
 from baton.bench.processes import Child, ProcessEnded
-from baton.bench.report import Report, Row, at_least, at_most, format_number, in_turns, percentile
+from baton.bench.report import Report, Row, at_least, at_most, format_number, mean_with_error, percentile
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run
 from baton.bench.serve.load import Hammer, Point, model_of
@@ -205,26 +205,22 @@ def measure_overhead(options: argparse.Namespace, rivals: Mapping[str, str], rep
     servers[LIMIT] = limit
     results: defaultdict[tuple[str, Point], list[Run]] = defaultdict(list)
     num_prefilled = 0
-    for number in range(options.rounds):
-        for name in in_turns(servers, number):
-            tell = partial(_tell_round, report, number, options.rounds, name)
-            with servers[name]() as target:
-                measured = uvloop.run(measure_points(target, options.seconds, tell))
-                if name == BATON and plane.num_prefill:
-                    num_prefilled += asyncio.run(prefilled(target.url))
-            for point, run in measured.items():
-                results[name, point].append(run)
+    for _, name in report.turns(servers, options.rounds):
+        with servers[name]() as target:
+            measured = uvloop.run(measure_points(target, options.seconds, name, report.tell))
+            if name == BATON and plane.num_prefill:
+                num_prefilled += asyncio.run(prefilled(target.url))
+        for point, run in measured.items():
+            results[name, point].append(run)
     report.rows += overhead_rows(results, list(servers)) + cpu_rows(results)
     if plane.num_prefill:
         report.rows.append(path_row(plane, results, num_prefilled))
     report.extra = {"plane": plane._asdict(), "rounds": options.rounds, "points": as_json(results)}
 
 
-def _tell_round(report: Report, number: int, num_rounds: int, server: str, point: str) -> None:
-    report.tell(f"round {number + 1} of {num_rounds}: {server}, {point}", number / num_rounds)
-
-
-async def measure_points(target: Target, seconds: float, progress: Callable[[str], None]) -> dict[Point, Run]:
+async def measure_points(
+    target: Target, seconds: float, name: str, tell: Callable[[str], None]
+) -> dict[Point, Run]:
     """Measure a server at all POINTS, after a warm-up at each."""
     with contextlib.closing(Client(Address(target.url))) as client:
         model = target.model or (await model_of(client)).name
@@ -232,7 +228,7 @@ async def measure_points(target: Target, seconds: float, progress: Callable[[str
         await Hammer(Address(target.url), model, point).run(min(WARM_UP_S, seconds))
     runs = {}
     for point in POINTS:
-        progress(point.name)
+        tell(f"{name}: {point.name}")
         before_s = target.cpu_s()
         run = await Hammer(Address(target.url), model, point).run(seconds)
         runs[point] = run._replace(cpu_s=target.cpu_s() - before_s)
@@ -260,8 +256,7 @@ def cpu_rows(results: Results) -> list[Row]:
         ratios = [ours_us / base_us for ours_us, base_us in pairs_us]
         ours_us, base_us = (median(each) for each in zip(*pairs_us, strict=True))
         note = f"{format_number(ours_us)} us a request, {base} {format_number(base_us)}"
-        if len(ratios) > 1:
-            note += f"; mean of the rounds {mean(ratios):.2f} +- {stdev(ratios) / len(ratios) ** 0.5:.2f}"
+        note += f"; {mean_with_error(ratios)}"
         traces = ", traced" if name == TRACED else ""
         rows.append(at_most(f"CPU time{traces}: {point.name}", median(ratios), "times", CPU_BAR, note))
     return rows

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -141,11 +142,9 @@ async def measure(options: Namespace, report: Report) -> None:
         clients = {each: await open_client(stack, folder, has_cache=each) for each in POLICIES}
         for client in clients.values():
             await warm_up(client, Random(options.seed + 1_000_000))
-        for number in range(options.rounds):
-            for name, workload in WORKLOADS.items():
-                report.tell(f"{name}, round {number + 1} of {options.rounds}")
-                for has_cache, client in clients.items():
-                    found[name][has_cache] += await workload(client, Random(options.seed + number))
+        for number, (name, has_cache) in report.turns(product(WORKLOADS, clients), options.rounds):
+            random = Random(options.seed + number)
+            found[name][has_cache] += await WORKLOADS[name](clients[has_cache], random)
     curves = {}
     for name, answers in found.items():
         report.rows += workload_rows(name, answers)

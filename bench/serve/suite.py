@@ -28,10 +28,10 @@ from baton.bench.report import (
     at_least,
     at_most,
     format_number,
-    in_turns,
     option,
     percentile,
     ranked_shares,
+    spread,
     suite,
 )
 from baton.bench.serve.client import Address, Client
@@ -90,9 +90,8 @@ def _target_rows(name: str, runs: Sequence[Run]) -> list[Row]:
     if not any(run.samples for run in runs):
         return rows
     rates = [run.tokens_per_s for run in runs]
-    spread = f"{format_number(min(rates))} to {format_number(max(rates))} in {len(rates)} rounds"
     requests = median(run.requests_per_s for run in runs)
-    note = f"{spread}, {format_number(requests)} requests/s"
+    note = f"{spread(rates)}, {format_number(requests)} requests/s"
     rows.append(Row(f"{name}: output", median(rates), "tokens/s", note=note))
     goodputs = [run.goodput for run in runs if run.goodput is not None]
     if goodputs:
@@ -242,11 +241,9 @@ async def _load(servers: Mapping[str, str], options: Namespace, report: Report) 
             why = ", ".join(dict.fromkeys(warmed.failures)) + (f": {warmed.said}" if warmed.said else "")
             raise ConfigError(f"{name} answers nothing that counts: {why}")
     runs: defaultdict[str, list[Run]] = defaultdict(list)
-    for number in range(options.rounds):
+    for number, name in report.turns(clients, options.rounds):
         jobs = _jobs(options, options.seed + number)
-        for name in in_turns(clients, number):
-            report.tell(f"round {number + 1} of {options.rounds}: {name}", number / options.rounds)
-            runs[name].append(await Load(clients[name], models[name], shape).run(jobs))
+        runs[name].append(await Load(clients[name], models[name], shape).run(jobs))
     for client in clients.values():
         client.close()
     return {name: runs[name] for name in servers}

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,20 @@ def test_values_line_up_on_the_right(tmp_path: Path, capsys: pytest.CaptureFixtu
 )
 def test_numbers_keep_three_digits_and_no_exponent(value: float, text: str) -> None:
     assert format_number(value) == text
+
+
+def test_what_did_not_happen_in_time_has_failed_and_has_no_made_up_figure(tmp_path: Path) -> None:
+    row = at_most("whole again after", None, "s", 90)
+    assert (row.value, row.limit, row.has_failed) == (None, "<= 90", True) and "not in the time" in row.note
+    assert run([row], tmp_path) == 1
+
+
+def test_turns_favour_none_and_the_first_round_warms_up(tmp_path: Path) -> None:
+    report, made = Report("speed", "speed", tmp_path), list[str]()
+    subjects = {name: partial(made.append, name) for name in "ab"}
+    assert report.in_rounds(subjects, 2) == {"a": [None] * 2, "b": [None] * 2}
+    assert made == ["a", "b", "b", "a", "a", "b"]
+    assert list(report.turns("ab", 2)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a")]
 
 
 def test_exit_status_tells_a_failed_figure_and_where_asked_a_missed_limit(tmp_path: Path) -> None:

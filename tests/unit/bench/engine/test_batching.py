@@ -69,8 +69,11 @@ def test_latency_counts_from_arrival(replicas: dict[str, RecordedEngine]) -> Non
     assert outcome.mean_latency_s <= outcome.p99_latency_s <= max(outcome.latencies_s)
 
 
-def test_policies_take_turns_and_ratios_pair_runs_of_one_repeat(replicas: dict[str, RecordedEngine]) -> None:
-    outcomes = take_turns(replicas, [burst((1, 2)), burst((2, 1))])
+def test_policies_take_turns_and_ratios_pair_runs_of_one_repeat(
+    replicas: dict[str, RecordedEngine], tmp_path: Path
+) -> None:
+    report = Report("batching", "batching", tmp_path)
+    outcomes = take_turns(replicas, [burst((1, 2)), burst((2, 1))], "burst", report)
     assert [len(runs) for runs in outcomes.values()] == [2, 2, 2]
     assert ratio(outcomes, "static", "static", lambda outcome: outcome.tokens_per_s) == 1.0
 

@@ -196,7 +196,7 @@ def test_cpu_time_is_compared_with_the_checkout_before() -> None:
     before = [Run([sample] * 20, [], 1.0, cpu_s=cpu_s) for cpu_s in (0.020, 0.019, 0.021)]
     (row,) = cpu_rows({(BATON, IDLE): ours, (BEFORE, IDLE): before})
     assert row.value == pytest.approx(1.1) and row.met is False
-    assert row.note.endswith("; mean of the rounds 29.29 +- 28.21")
+    assert row.note.endswith("; mean of the rounds 29.289 +- 28.213")
     assert cpu_rows({(BATON, IDLE): ours}) == []
     with_traces = {(BATON, IDLE): before, (TRACED, IDLE): ours, (BEFORE, IDLE): before}
     assert [row.value for row in cpu_rows(with_traces)] == [1.0, pytest.approx(1.1)]
