@@ -1,4 +1,3 @@
-import os
 import shutil
 import subprocess
 from contextlib import closing
@@ -28,19 +27,6 @@ PROMPT = [1, 2, 3, 4, 5]
 def test_dummy_weights_are_the_seeds(tiny_model: Path) -> None:
     answers = [token_ids(generate(tiny_engine(tiny_model, seed=seed), PROMPT)) for seed in (1, 1, 2)]
     assert answers[0] == answers[1] != answers[2]
-
-
-def test_no_process_of_an_engine_is_ended_by_a_dead_nccl_peer(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    with closing(tiny_engine(tiny_model, tensor_parallel_size=2)):
-        (tp_worker,) = [
-            each for each in psutil.Process().children() if "tp_worker" in " ".join(each.cmdline())
-        ]
-        inherited = tp_worker.environ()
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-        assert inherited["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
 def test_directory_without_a_model_is_refused(tmp_path: Path, tiny_model: Path) -> None:
@@ -117,7 +103,7 @@ def test_unavailable_kv_memory_is_reported_in_bytes(tiny_model: Path) -> None:
 
 def test_weights_that_no_memory_of_the_machine_holds_are_refused_before_any_is_made(tmp_path: Path) -> None:
     directory = write_config(
-        tmp_path, num_hidden_layers=4096, head_dim=65534, hidden_size=2**16, intermediate_size=2**18
+        tmp_path, num_hidden_layers=64, head_dim=65534, hidden_size=2**16, intermediate_size=2**18
     )
     with pytest.raises(ModelError, match=r"bytes of weights; this machine has [\d,]+ of memory"):
         tiny_engine(directory)

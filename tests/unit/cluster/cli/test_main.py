@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from baton.cluster.cli.main import main
+from tests.forked_baton import ForkedBaton
 from tests.unit.cluster.conftest import Baton
 from tests.unit.cluster.model_directories import with_config_alone
 
@@ -44,12 +45,12 @@ def test_stdout_has_the_text_alone(baton: Baton) -> None:
 
 
 def test_interrupt_ends_with_status_130() -> None:
-    process = start(*ENDLESS)
-    assert process.stdout is not None
-    assert process.stdout.read(10) == "sun moon s"  # tokens come while it still generates
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    assert (process.returncode, err) == (130, "")
+    process = ForkedBaton(ENDLESS, os.environ)
+    with closing(process):
+        assert process.stdout.read(10) == "sun moon s"  # tokens come while it still generates
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert (process.wait(), process.stderr.read()) == (130, "")
 
 
 def test_broken_pipe_ends_silently_with_status_141() -> None:

@@ -1,5 +1,6 @@
 """Ranks other than 0: they come up, follow, and never outlive or outwait rank 0."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -232,6 +233,18 @@ def test_tp_worker_that_does_not_start_is_reported_and_none_is_left(
     with pytest.raises(WorkerLost, match=message):
         TpWorkers(tiny_config(tiny_model, tensor_parallel_size=3))
     assert children() == before and not list(temporary.iterdir())
+
+
+def test_no_process_of_an_engine_is_ended_by_a_dead_nccl_peer(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    script = f"printenv TORCH_NCCL_ASYNC_ERROR_HANDLING > {tmp_path / 'inherited'}; exit 1"
+    monkeypatch.setattr(sys, "executable", executable(tmp_path / "rank", script))
+    with pytest.raises(WorkerLost, match="rank 1 ended with status 1"):
+        tiny_engine(tiny_model, tensor_parallel_size=2)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert (tmp_path / "inherited").read_text() == "0\n"
 
 
 def test_process_that_cannot_be_started_leaves_no_descriptor_open(
