@@ -1,6 +1,6 @@
 """Rows of pages as codes, for transfers that carry one byte an element, and back.
 
-A row is the key, or the value, of one token and head. It becomes codes and their scale (kernels/store_kv.py).
+A row is the key, or the value, of one token and head. It becomes codes and their scale (kernels/kv_rows.py).
 `encode_runs` and `decode_runs` take runs of a pool in CPU memory, `encode_pages` and `decode_pages` take
 pages on any device.
 
@@ -15,15 +15,8 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
+from baton.kernels.kv_rows import ROW_FORMATS, SCALE_BYTES, decode_rows, encode_rows, row_elements, store_rows
 from baton.kernels.pages import Memory, Offsets, check_page_ids, check_runs, pack_runs, unpack_runs
-from baton.kernels.store_kv import (
-    ROW_FORMATS,
-    SCALE_BYTES,
-    decode_rows,
-    encode_rows,
-    row_elements,
-    store_rows,
-)
 from baton.kernels.triton.kernel import Kernel, kernel, tl, triton
 
 
@@ -130,7 +123,7 @@ def encode_pages_kernel(
     packed_ptr: tl.tensor,  # [N, R, D + SCALE_BYTES] int8
     num_rows: int,  # R
     half: int,  # D // 2
-    ROW_FORMAT: tl.constexpr,  # as in row_format in store_kv.py
+    ROW_FORMAT: tl.constexpr,  # as in row_format in kv_rows.py
     BLOCK_K: tl.constexpr,
     BLOCK_HALF: tl.constexpr,  # >= D // 2
 ) -> None:
@@ -155,7 +148,7 @@ def decode_pages_kernel(
     packed_ptr: tl.tensor,  # [N, R, D + SCALE_BYTES] int8
     num_rows: int,  # R
     half: int,  # D // 2
-    ROW_FORMAT: tl.constexpr,  # as in row_format in store_kv.py
+    ROW_FORMAT: tl.constexpr,  # as in row_format in kv_rows.py
     BLOCK_K: tl.constexpr,
     BLOCK_HALF: tl.constexpr,  # >= D // 2
 ) -> None:

@@ -115,7 +115,7 @@ class DecoderStack:
 
         Without a final norm, the output of the last layer is in residual_TE, which is returned.
 
-        kv_pool: [num_pages, num_layers, 2, K, page_size, R], contiguous, rows as in store_kv.py.
+        kv_pool: [num_pages, num_layers, 2, K, page_size, R], contiguous, rows as in kv_rows.py.
         Positions, slots and rows: int64.
         groups: the run stops after each group and reports it.
         """

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.kernels.store_kv import as_stored, check_paged_kv, check_value_dim, kv_strides, row_format
+from baton.kernels.kv_rows import as_stored, check_paged_kv, check_value_dim, kv_strides, row_format
 from baton.kernels.triton.attention_tile import (
     LOG2_E,
     attend_keys,
@@ -190,7 +190,7 @@ def paged_attention_decode_triton(
 ) -> Tensor:
     """Attention of each sequence's newest token over its context; returns [B, H, V], out_BHV if given.
 
-    query_BHD: strides over sequences and heads are free. kv_pages: a layer, [P, L, K, S, R], see store_kv.py.
+    query_BHD: strides over sequences and heads are free. kv_pages: a layer, [P, L, K, S, R], see kv_rows.py.
     page_table_BP: int32; entries past the context are never followed. context_lens_B: int32, the
     newest token included; 0 (padding) gives zeros. window: the query at p sees keys in (p - window, p].
     softcap, sinks_H, value_dim: as in `ragged_attention`.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.store_kv import (
+from baton.kernels.kv_rows import (
     LARGEST_CODE,
     as_stored,
     check_paged_kv,
@@ -176,7 +176,7 @@ def prefill_attention_triton(
     """Causal attention of every new token over its sequence; returns [T, H, V], out_THV if given.
 
     query_THD: the new tokens of all sequences end to end; strides over tokens and heads are free.
-    kv_pages: one layer, [P, L, K, S, R], see store_kv.py; the keys of the new tokens are already stored.
+    kv_pages: one layer, [P, L, K, S, R], see kv_rows.py; the keys of the new tokens are already stored.
     cu_seqlens_q_B1: int32 [B + 1]; sequence b owns the tokens [cu[b], cu[b + 1]), possibly none.
     context_lens_B: int32, new tokens included, so token i of sequence b sits at position
     `context_lens[b] - (cu[b + 1] - cu[b]) + i`. window: the query at p sees keys in (p - window, p].

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
+from baton.kernels.kv_rows import kv_strides, row_format
 from baton.kernels.paged_attention import new_arrivals, paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
-from baton.kernels.store_kv import kv_strides, row_format
 from baton.kernels.triton.kernel import runs_triton
 
 LANES: Final = 16  # a multiple of the lanes of any CPU
@@ -126,7 +126,7 @@ def ragged_attention(
     """softmax(scale * q . k) v -> [T, H, V]; a query at position p sees keys (p - window, p], or
     all up to p without a window.
 
-    kv_pages: [num_pages, L, K, S, R], strided over pages, rows as in store_kv.py; the keys of this batch are
+    kv_pages: [num_pages, L, K, S, R], strided over pages, rows as in kv_rows.py; the keys of this batch are
     stored already.
     softcap: a score s becomes softcap * tanh(s / softcap). sinks_H: fp32, for each head a score beside those
     of the keys, whose value is zero. value_dim: V, of pages with one plane; a value is the beginning of its

@@ -15,8 +15,8 @@ from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import read_model_config
+from baton.kernels.kv_rows import round_rows
 from baton.kernels.native import TORCH_DTYPES
-from baton.kernels.store_kv import round_rows
 from baton.request import Request, SamplingParams, StepOutput, TokenIds
 
 VOCAB_SIZE: Final = 131  # odd: the ranks' parts of the vocabulary differ

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from baton.clock import Clock, SystemClock
 from baton.errors import TransferFailed, how_to_install
+from baton.kernels.kv_rows import decode_rows, encode_rows
 from baton.kernels.pages import Offsets
-from baton.kernels.store_kv import decode_rows, encode_rows
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, plan_transfer
 from baton.kvtransfer.transports.base import (

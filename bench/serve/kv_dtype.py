@@ -32,8 +32,8 @@ from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.gateway.text.tokenizer import Tokenizer
+from baton.kernels.kv_rows import round_rows
 from baton.kernels.native import TORCH_DTYPES
-from baton.kernels.store_kv import round_rows
 
 PLAIN: Final = "bf16"
 DTYPES: Final = ("int8", "fp8")

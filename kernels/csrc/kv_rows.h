@@ -1,4 +1,4 @@
-// A row of a page: the key, or the value, of one token and head. As `row_format` in store_kv.py.
+// A row of a page: the key, or the value, of one token and head. As `row_format` in kv_rows.py.
 //
 //   PLAIN_ROWS            [head_dim] elements of the model's dtype
 //   INT8_ROWS, FP8_ROWS   [head_dim] codes, then their scale in bf16; an element is code * scale

@@ -11,7 +11,7 @@ other GPUs this has not been checked. The kernels are compiled without fused mul
 may use in one kernel and not in the other.
 
 Shapes: M query rows of one kv head, N keys of a block, D value dim, E further elements of a key (none with
-two planes), R elements of a row, L planes, see store_kv.py.
+two planes), R elements of a row, L planes, see kv_rows.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 
-from baton.kernels.store_kv import row_elements
+from baton.kernels.kv_rows import row_elements
 from baton.kernels.triton.kernel import (
     TileKey,
     TileKind,
@@ -208,7 +208,7 @@ def attend_keys(
     MASKED: tl.constexpr,  # False promises that every row sees every key of the range
     WINDOW: tl.constexpr,  # keys a query sees, itself included; 0: all
     SOFTCAP: tl.constexpr,  # s becomes SOFTCAP * tanh(s / SOFTCAP), s times log2(e); 0: none
-    ROW_FORMAT: tl.constexpr,  # as in row_format in store_kv.py
+    ROW_FORMAT: tl.constexpr,  # as in row_format in kv_rows.py
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,

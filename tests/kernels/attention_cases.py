@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from baton.kernels.kv_rows import SCALE_BYTES, encode_rows
 from baton.kernels.paged_attention import paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
-from baton.kernels.store_kv import SCALE_BYTES, encode_rows
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
 
 NO_PAGE: Final = 2**30  # far outside the pool: a kernel that reads there fails

@@ -23,20 +23,14 @@ from baton.kernels.experts import (
     route_triton,
 )
 from baton.kernels.gated import GELU_TANH, SILU, Activation, clamped_swiglu, gated_reference, gated_triton
+from baton.kernels.kv_rows import SCALE_BYTES, decode_rows, encode_rows
 from baton.kernels.linear import LinearWeight
 from baton.kernels.pages import copy_pages_reference, copy_pages_triton
 from baton.kernels.rms_norm import (
     rms_norm_reference,
     rms_norm_triton,
 )
-from baton.kernels.store_kv import (
-    SCALE_BYTES,
-    decode_rows,
-    encode_rows,
-    rope_and_store_triton,
-    rope_reference,
-    store_kv_reference,
-)
+from baton.kernels.store_kv import rope_and_store_triton, rope_reference, store_kv_reference
 from tests.kernels.attention_cases import attention_cases
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
 from tests.kernels.quantised_cases import quantised_cases

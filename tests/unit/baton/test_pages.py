@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.kernels import store_kv
+from baton.kernels import kv_rows
 from baton.messages.bounds import KEY_BYTES
 from baton.pages import SCALE_BYTES, PageKeys, PageLayout
 from baton.tenants import with_public, without_public
@@ -138,7 +138,7 @@ def test_pages_of_codes_take_little_more_than_half(cache_dtype: str, head_dim: i
     codes = PageLayout(**EIGHT_BILLION | {"head_dim": head_dim, "cache_dtype": cache_dtype})
     assert codes.page_bytes == plain.page_bytes * (head_dim + SCALE_BYTES) // (2 * head_dim)
     assert plain.page_bytes >= 1.9 * codes.page_bytes and codes.page_bytes <= 0.53 * plain.page_bytes
-    assert SCALE_BYTES == store_kv.SCALE_BYTES
+    assert SCALE_BYTES == kv_rows.SCALE_BYTES
 
 
 @pytest.mark.parametrize("transfer_dtype", ["int8", "fp8"])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.kernels import native
+from baton.kernels.kv_rows import decode_rows, encode_rows
 from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
-from baton.kernels.store_kv import decode_rows, encode_rows
 from tests.kernels.attention_cases import PagedKv, Shape, store_pages
 from tests.kernels.outcomes import normal
 
