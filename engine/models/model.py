@@ -11,13 +11,9 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from baton.engine.models.loading.weights import (
-    Checkpoint,
-    DummyCheckpoint,
-    Parameters,
-    ParameterSurvey,
-    Shape,
-)
+from baton.engine.models.loading.checkpoint import Shape
+from baton.engine.models.loading.dummy_weights import DummyCheckpoint
+from baton.engine.models.loading.weights import Checkpoint, Parameters, ParameterSurvey
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ARCHITECTURES, ModelConfig, check_stages
 from baton.engine.runner.step_inputs import ModelInput

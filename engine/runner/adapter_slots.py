@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from baton.adapters import Adapter, AdapterFiles
-from baton.engine.models.loading.weights import AdapterTensors
+from baton.engine.models.adapters import AdapterTensors
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.runner.step_inputs import StepArrays
 from baton.engine.scheduler.sequence import Batch

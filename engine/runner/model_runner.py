@@ -30,16 +30,10 @@ from torch.nn import functional
 from baton.adapters import Adapter, AdapterFiles, read_adapter
 from baton.config.engine import CacheConfig, EngineConfig
 from baton.engine.cache.page_pool import ALWAYS_PASSED, mark_of
+from baton.engine.models.adapters import Adapters, AdapterTensors
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint, fingerprint
-from baton.engine.models.loading.weights import (
-    Adapters,
-    AdapterTensors,
-    Checkpoint,
-    Parameters,
-    Progress,
-    ReportingCheckpoint,
-)
+from baton.engine.models.loading.weights import Checkpoint, Parameters, Progress, ReportingCheckpoint
 from baton.engine.models.model import (
     Model,
     adapted_shapes,
@@ -171,9 +165,8 @@ def page_bytes(pages: Tensor) -> NDArray[np.uint8]:
 # The size of the pool.
 
 DEFAULT_CPU_BYTES: Final = 4 * 2**30
-CUDA_CONTEXT_BYTES: Final = (
-    768 * 2**20
-)  # of a process, beyond the memory that torch reserves; a cautious guess
+# Of a process, beyond the memory that torch reserves; a cautious guess.
+CUDA_CONTEXT_BYTES: Final = 768 * 2**20
 MAX_CPU_SHARE: Final = 0.25  # of the available memory
 MAX_HOST_BYTES: Final = 8 * 2**30  # of host pages, without a setting
 MAX_HOST_SHARE: Final = 1 / 16  # of the available memory, for each rank of each worker on a machine

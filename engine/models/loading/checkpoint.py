@@ -10,13 +10,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from baton.errors import ModelError
 
 T = TypeVar("T")
+Shape: TypeAlias = tuple[int, ...]
 MAX_COUNT: Final = 2**31 - 1
 MAX_FILE_BYTES: Final = 64 * 2**20  # no real index is larger; checked before memory is taken
 

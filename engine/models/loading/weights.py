@@ -1,23 +1,18 @@
 """Weights: a checkpoint's tensors, and the part of them that one rank places on its device."""
 
-import hashlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 from torch.nn import functional
 
-from baton.adapters import TARGETS, AdapterFiles
-from baton.engine.models.loading.checkpoint import Quantization
+from baton.adapters import TARGETS
+from baton.engine.models.adapters import AdaptedProjection, Adapters
+from baton.engine.models.loading.checkpoint import Quantization, Shape
+from baton.engine.models.loading.dummy_weights import DummyCheckpoint
 from baton.engine.models.loading.quantised_weights import (
     Span,
     Stored,
@@ -29,11 +24,11 @@ from baton.engine.models.parallel import TensorParallel
 from baton.errors import ConfigError, ModelError
 from baton.kernels.experts import ExpertWeights, LinearHeads, stack_experts
 from baton.kernels.linear import LinearWeight, pack_linear, pack_quantised
-from baton.kernels.lora import AdapterRows, LowRankWeights
+from baton.kernels.lora import LowRankWeights
 from baton.kernels.native import HugeArena
 from baton.kernels.quantised import FORMAT_OF, Method, QuantisedMatrix, join_rows, quantise
 
-Shape: TypeAlias = tuple[int, ...]
+FLOAT_BYTES: Final = 4  # of scales of a quantised weight, at most
 Matrix: TypeAlias = Tensor | QuantisedMatrix  # the weight of a linear layer, [N, K]
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes of the checkpoint read, bytes in all), the first time with 0.
@@ -124,7 +119,7 @@ class Parameters:
         batch_invariant: bool = True,
         quantization: Method | None = None,
         scheme: Quantization | None = None,
-        adapters: "Adapters | None" = None,
+        adapters: Adapters | None = None,
         layers: range | None = None,
         expert_ranks: TensorParallel | None = None,
     ) -> None:
@@ -203,7 +198,7 @@ class Parameters:
         shape: tuple[int, int],
         dim: int,
         change: Callable[[Tensor], Tensor] = lambda rows: rows,
-    ) -> "AdaptedProjection | None":
+    ) -> AdaptedProjection | None:
         """The adapters' part of linear layer `name`; None: no adapter may change the layer.
 
         shape, dim: as in `matrix`. change: as in `change_rows`, of the weight.
@@ -397,113 +392,6 @@ def chunk_inputs(weight: Matrix, num_parts: int) -> tuple[Matrix, ...]:
     return weight.chunk(num_parts, dim=1) if isinstance(weight, Tensor) else weight.chunk_inputs(num_parts)
 
 
-# Adapters.
-
-PEFT_PREFIX: Final = "base_model.model."
-
-
-class AdaptedProjection(NamedTuple):
-    """A linear layer, or one of several that are multiplied at once, as adapters change it on this rank."""
-
-    dim: int  # along which ranks split the layer: 0 the outputs, 1 the inputs
-    start: int  # of this rank's part
-    stop: int
-    change: Callable[[Tensor], Tensor]  # the order of this rank's outputs
-    weights: LowRankWeights
-
-    def put(self, slot: int, a_RK: Tensor, b_NR: Tensor, memory: HugeArena) -> None:
-        """Keep this rank's part of an adapter, which is given whole, in the adapter's memory."""
-        if self.dim == 0:
-            b_NR = self.change(b_NR[self.start : self.stop])
-        else:
-            a_RK = a_RK[:, self.start : self.stop]
-        self.weights.put(slot, a_RK, b_NR, memory)
-
-
-class AdapterTensors(NamedTuple):
-    """The weights of an adapter that fit the model: of each projection A [R, K] and B [N, R], fp32."""
-
-    rank: int
-    scale: float  # of B @ A
-    pairs: dict[str, tuple[Tensor, Tensor]]  # by the name of the projection
-
-
-class Adapters:
-    """The adapters in the slots of one rank, and the slots of the rows of the running step.
-
-    A model makes `projections` as it is built, by the names of their layers in the checkpoint; a pipeline
-    stage has those of its layers.
-    """
-
-    def __init__(self, device: torch.device, shapes: Mapping[str, Shape]) -> None:
-        """shapes: of the weight of each linear layer that adapters may change, in all stages."""
-        self.projections: dict[str, AdaptedProjection] = {}
-        self.shapes = shapes
-        self.rows: AdapterRows | None = None  # None: no row of the step has an adapter
-        self.logit_rows: AdapterRows | None = None  # of the rows with wanted logits
-        self._device = device
-        self._ranks: dict[int, int] = {}  # slot -> rank
-
-    def put(self, slot: int, tensors: AdapterTensors | None) -> None:
-        """Place an adapter in a slot, in place of the one there. None: leave the slot free."""
-        for projection in self.projections.values():
-            projection.weights.remove(slot)
-        if tensors is None:
-            return
-        memory = HugeArena()
-        for name, (a_RK, b_NR) in tensors.pairs.items():
-            scaled_NR = (b_NR * tensors.scale).to(self._device)
-            self.projections[name].put(slot, a_RK.to(self._device), scaled_NR, memory)
-        self._ranks[slot] = tensors.rank
-
-    @contextmanager
-    def step(self, slots_T: NDArray[np.int32], logit_rows: NDArray[np.int64]) -> Iterator[None]:
-        """Within, the rows of the model have the adapters in these slots. Empty: no row has one."""
-        if len(slots_T):
-            rank = max(self._ranks[int(slot)] for slot in np.unique(slots_T) if slot >= 0)
-            self.rows = AdapterRows(slots_T, rank, self._device)
-            self.logit_rows = AdapterRows(slots_T[logit_rows], rank, self._device)
-        try:
-            yield
-        finally:
-            self.rows = self.logit_rows = None
-
-    def read(self, files: AdapterFiles) -> AdapterTensors:
-        """Read the weights of an adapter, from any thread; keep those of this rank's stage.
-
-        Raises ModelError if any do not fit the model.
-        """
-        try:
-            tensors = load(files.weights)
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise ModelError(f"{files.path}: the weights are not valid safetensors: {error}") from None
-        found: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            module, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-            if module not in self.shapes or part not in ("A.weight", "B.weight"):
-                raise ModelError(
-                    f"{files.path}: tensor {name!r} is of no projection that adapters may change"
-                )
-            self._check(files, name, tensor, self.shapes[module], is_a=part[0] == "A")
-            found.setdefault(module, {})[part[0]] = tensor.float()
-        for module, parts in found.items():
-            if len(parts) < 2:
-                raise ModelError(f"{files.path}: {module!r} should have lora_A and lora_B")
-        own = found.keys() & self.projections.keys()
-        pairs = {module: (parts["A"], parts["B"]) for module, parts in found.items() if module in own}
-        return AdapterTensors(files.config.rank, files.config.scale, pairs)
-
-    @staticmethod
-    def _check(files: AdapterFiles, name: str, tensor: Tensor, shape: Shape, *, is_a: bool) -> None:
-        rank = files.config.rank
-        expected = (rank, shape[1]) if is_a else (shape[0], rank)
-        if tensor.shape != expected or not tensor.is_floating_point():
-            got = f"{list(tensor.shape)} {tensor.dtype}"
-            raise ModelError(f"{files.path}: tensor {name!r} should be {list(expected)} of floats, got {got}")
-        if not all(bound.isfinite() for bound in tensor.float().aminmax()):
-            raise ModelError(f"{files.path}: tensor {name!r} has a NaN or an infinity")
-
-
 class ParameterSurvey(Parameters):
     """Records the name and the shape of each parameter that a model reads, and places none."""
 
@@ -558,101 +446,3 @@ class ParameterSurvey(Parameters):
     ) -> Matrix:
         self.weights[module] = shape
         return torch.empty(shape, device=self.device)
-
-
-FLOAT_BYTES: Final = 4  # of scales, at most
-# Elements made at a time: they fit a core's cache, or keep a GPU busy in 128 MiB of scratch.
-CPU_CHUNK: Final = 2**17
-GPU_CHUNK: Final = 2**24
-# The sum of four independent 16-bit uniforms: mean and standard deviation.
-LANES_MEAN: Final = 4 * (2**16 - 1) / 2
-LANES_STD: Final = math.sqrt(4 * (2**32 - 1) / 12)
-
-
-class DummyCheckpoint:
-    """Random weights: norm weights are 1, all others are nearly normal with standard deviation `deviation`.
-
-    Every element is a function of (seed, tensor name, index) in integer arithmetic, so a slice for one rank
-    equals the same slice of the whole tensor, and a GPU makes the same values as a CPU. Tensors are made anew
-    at each call.
-    """
-
-    def __init__(
-        self,
-        shapes: dict[str, Shape],
-        *,
-        dtype: torch.dtype,
-        deviation: float,
-        seed: int,
-        device: torch.device | None = None,
-    ) -> None:
-        self._shapes = shapes
-        self._deviation = deviation
-        self._seed = seed
-        self._dtype = dtype
-        self._device = device or torch.device("cpu")
-
-    def names(self) -> tuple[str, ...]:
-        """As `Checkpoint.names`."""
-        return tuple(self._shapes)
-
-    def shape(self, name: str) -> Shape:
-        """As `Checkpoint.shape`."""
-        return self._shapes[name]
-
-    def num_bytes(self, name: str) -> int:
-        """As `Checkpoint.num_bytes`."""
-        return math.prod(self.shape(name)) * self._dtype.itemsize
-
-    def slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """As `Checkpoint.slice`, in memory of its own."""
-        shape = self.shape(name)
-        kept = [range(start, stop) if axis == dim else range(size) for axis, size in enumerate(shape)]
-        result = torch.empty([len(part) for part in kept], dtype=self._dtype, device=self._device)
-        if name.endswith("norm.weight"):
-            return result.fill_(1.0)
-        rows, columns = kept[0], kept[-1] if len(kept) > 1 else range(1)
-        if len(kept) <= 2:
-            self._fill(result.view(len(rows), len(columns)), name, rows, columns)
-            return result
-        for index, part in zip(rows, result, strict=True):  # a matrix of each expert
-            first, num_rows = index * math.prod(shape[1:-1]), math.prod(map(len, kept[1:-1]))
-            flat = range(first + kept[1].start, first + kept[1].start + num_rows)
-            self._fill(part.view(num_rows, len(columns)), name, flat, columns)
-        return result
-
-    def _fill(self, out: Tensor, name: str, rows: range, columns: range) -> None:
-        row_length = self._shapes[name][-1] if len(self._shapes[name]) > 1 else 1
-        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
-        key = int.from_bytes(digest, "little", signed=True)
-        column_index = torch.arange(columns.start, columns.stop, device=self._device)
-        chunk_elements = CPU_CHUNK if self._device.type == "cpu" else GPU_CHUNK
-        rows_a_chunk = max(1, chunk_elements // max(1, len(columns)))
-        for first in range(0, len(rows), rows_a_chunk):
-            chunk = rows[first : first + rows_a_chunk]
-            row_index = torch.arange(chunk.start, chunk.stop, device=self._device)
-            index = row_index[:, None] * row_length + column_index
-            out[first : first + len(chunk)] = _normal(index, key) * self._deviation
-
-
-def _normal(index: Tensor, key: int) -> Tensor:
-    """Nearly normal float32 of mean 0 and deviation 1, never past 3.5, for each int64 counter.
-
-    SplitMix64 (Steele, Lea, Flood 2014) makes 64 bits; the sum of their four 16-bit lanes is nearly normal.
-    Products wrap modulo 2^64.
-    """
-    bits = index * _signed(0x9E3779B97F4A7C15) + key
-    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
-    bits = bits ^ _shift_right(bits, 31)
-    lanes = (bits & 0xFFFF) + (bits >> 16 & 0xFFFF) + (bits >> 32 & 0xFFFF) + (bits >> 48 & 0xFFFF)
-    return (lanes - LANES_MEAN) / LANES_STD
-
-
-def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """The logical shift; torch's own shift repeats the sign."""
-    return bits >> count & (1 << 64 - count) - 1
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.config.engine import engine_config
-from baton.engine.models.loading.weights import DummyCheckpoint
+from baton.engine.models.loading.dummy_weights import DummyCheckpoint
 from baton.engine.models.model import check_parameters, parameter_shapes
 from baton.engine.models.registry import ModelConfig, check_supported, read_model_config
 from baton.errors import ConfigError, ModelError

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from baton.engine.models.adapters import Adapters, AdapterTensors
 from baton.engine.models.decoder import ColumnParallelLinear
-from baton.engine.models.loading.weights import Adapters, AdapterTensors, DummyCheckpoint, Parameters, Shape
+from baton.engine.models.loading.checkpoint import Shape
+from baton.engine.models.loading.dummy_weights import DummyCheckpoint
+from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.runner.replica_rank import ReplicaRank
 from baton.errors import ConfigError

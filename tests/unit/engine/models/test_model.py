@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, Norm, RmsNorm, then
 from baton.engine.models.loading.checkpoint import METHODS, JsonObject, SafetensorsCheckpoint
+from baton.engine.models.loading.dummy_weights import DummyCheckpoint
 from baton.engine.models.loading.quantised_weights import read_matrix
-from baton.engine.models.loading.weights import DummyCheckpoint, Parameters, ParameterSurvey
+from baton.engine.models.loading.weights import Parameters, ParameterSurvey
 from baton.engine.models.model import (
     attention_mlp_crossover,
     build_model,

@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import mark_of
 from baton.engine.engine import Engine
-from baton.engine.models.loading.weights import AdaptedProjection, Adapters, AdapterTensors
+from baton.engine.models.adapters import AdaptedProjection, Adapters, AdapterTensors
 from baton.engine.models.model import Model
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner import cuda_graphs, model_runner, sampler

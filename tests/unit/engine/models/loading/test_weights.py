@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
-from baton.engine.models.loading.weights import DummyCheckpoint, Parameters
+from baton.engine.models.loading.dummy_weights import DummyCheckpoint
+from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.parallel import TensorParallel
 from baton.errors import ModelError
 from baton.kernels.native import TORCH_DTYPES
