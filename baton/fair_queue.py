@@ -50,9 +50,8 @@ class FairShare:
 
     def __init__(self) -> None:
         self.present = 0.0
-        self._past = deque(
-            [0.0], maxlen=CREDIT_AGES
-        )  # the present at the last CREDIT_AGES ages, oldest first
+        # The present at the last CREDIT_AGES ages, oldest first.
+        self._past = deque([0.0], maxlen=CREDIT_AGES)
         self.weights = 0.0  # sum over the waiting keys
         self._accounts: dict[str, _Account] = {}
         self._turns: list[Turn] = []  # of the waiting keys, in order

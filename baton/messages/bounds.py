@@ -46,9 +46,8 @@ Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]  # 0: any that is free
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_WORKERS)]
 LinkTimeout: TypeAlias = Annotated[float, Meta(ge=2, le=600)]  # seconds; see baton/rpc/liveness.py
 DrainTimeout: TypeAlias = Annotated[float, Meta(ge=0, le=3600)]  # seconds for running requests
-KvStreams: TypeAlias = Annotated[
-    int, Meta(ge=1, le=8)
-]  # of CUDA; see kvtransfer/transports/torch_distributed.py
+# Streams of CUDA; see kvtransfer/transports/torch_distributed.py.
+KvStreams: TypeAlias = Annotated[int, Meta(ge=1, le=8)]
 StepTimeout: TypeAlias = Annotated[float, Meta(ge=1, le=86_400)]  # seconds; see baton/rpc/liveness.py
 
 

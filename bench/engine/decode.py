@@ -180,7 +180,8 @@ def kv_dtype_rows(load: Load, num_rounds: int, report: Report) -> list[Row]:
         (name, f"batch {batch}, {context} tokens"): partial(decode, ranks, batch, context, 16)
         for batch, context in product((1, 8), CONTEXTS)
         for name, ranks in engines.items()
-    }  # the round that does not count computes the prompts
+    }
+    # The round that does not count computes the prompts.
     return rows + compare(subjects, PLAIN, {}, num_rounds, report)
 
 

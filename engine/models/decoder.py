@@ -285,9 +285,8 @@ class Attention:
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.head_dim = self.rope_dim = head_dim
         self.num_heads = config.num_heads // parameters.tp.size
-        self.num_kv_shards = min(
-            parameters.tp.size, config.num_kv_heads
-        )  # fewer than ranks: some share heads
+        # Fewer shards than ranks: some ranks share heads.
+        self.num_kv_shards = min(parameters.tp.size, config.num_kv_heads)
         self.num_kv_heads = config.num_kv_heads // self.num_kv_shards
         self.window, self.softcap = window, softcap
         self.scale = head_dim**-0.5 if scale is None else scale

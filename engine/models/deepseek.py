@@ -190,10 +190,8 @@ def read_grouped_routing(config: ModelConfig, parameters: Parameters) -> Routing
     if method == "greedy":
         return routing
     num_groups, num_chosen = keys.count("n_group"), keys.count("topk_group")
-    size, least = (
-        config.num_experts // num_groups,
-        2 if uses_sigmoid else 1,
-    )  # experts that the score of a group is made of
+    size = config.num_experts // num_groups
+    least = 2 if uses_sigmoid else 1  # experts that the score of a group is made of
     if config.num_experts % num_groups or size < least or num_chosen > num_groups:
         raise ModelError(
             f"{keys.source}: {num_chosen} groups ('topk_group') cannot be chosen from {config.num_experts} "

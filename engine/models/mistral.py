@@ -13,7 +13,7 @@ from baton.engine.models.decoder import (
     read_routing,
 )
 from baton.engine.models.loading.weights import Parameters
-from baton.engine.models.registry import ModelConfig
+from baton.engine.models.registry import ModelConfig, read_window
 
 
 class Mistral(Decoder):
@@ -32,10 +32,8 @@ class Mixtral(Decoder):
 
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
-        keys = config.keys
-        window = keys.count("sliding_window") if "sliding_window" in keys else None
         moe = parameters.scope("block_sparse_moe")
         experts = read_experts(config, moe, config.intermediate_size, ("w1", "w3", "w2"))
-        attention = Attention(config, parameters.scope("self_attn"), window=window)
+        attention = Attention(config, parameters.scope("self_attn"), window=read_window(config))
         mlp = SparseMlp(config, moe, experts, read_routing(config, normalises=True))
         return DecoderLayer(config, parameters, attention, mlp)

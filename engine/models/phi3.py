@@ -2,7 +2,7 @@
 
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
 from baton.engine.models.loading.weights import Parameters
-from baton.engine.models.registry import ModelConfig
+from baton.engine.models.registry import ModelConfig, read_window
 
 
 class Phi3(Decoder):
@@ -10,8 +10,7 @@ class Phi3(Decoder):
 
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
-        keys = config.keys
-        window = keys.count("sliding_window") if "sliding_window" in keys else None
+        window = read_window(config)
         attention = Attention(config, parameters.scope("self_attn"), window=window, fused="qkv_proj")
         mlp = GatedMlp(config, parameters.scope("mlp"), fused="gate_up_proj")
         return DecoderLayer(config, parameters, attention, mlp)

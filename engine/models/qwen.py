@@ -16,7 +16,7 @@ from baton.engine.models.decoder import (
     read_routing,
 )
 from baton.engine.models.loading.weights import Parameters
-from baton.engine.models.registry import ModelConfig, is_windowed
+from baton.engine.models.registry import ModelConfig, is_windowed, read_window
 
 
 class Qwen2(Decoder):
@@ -93,9 +93,9 @@ def mlp_of_layer(
 def _moe_window(config: ModelConfig, index: int) -> int | None:
     """As transformers: without `layer_types`, every second of the first `max_window_layers` layers."""
     keys = config.keys
-    if not keys.flag("use_sliding_window") or "sliding_window" not in keys:
+    window = read_window(config) if keys.flag("use_sliding_window") else None
+    if window is None:
         return None
-    window = keys.count("sliding_window")
     num_windowed = keys.get("max_window_layers", int)
     is_early = index < (28 if num_windowed is None else num_windowed)
     return window if is_windowed(config, index, otherwise=is_early and index % 2 == 0) else None
@@ -113,7 +113,7 @@ class Qwen3Moe(Decoder):
             parameters.scope("self_attn"),
             bias=bias,
             qk_norm="head",
-            window=keys.count("sliding_window") if has_window and "sliding_window" in keys else None,
+            window=read_window(config) if has_window else None,
         )
         mlp = mlp_of_layer(config, parameters.scope("mlp"), index)
         return DecoderLayer(config, parameters, attention, mlp)

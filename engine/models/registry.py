@@ -232,6 +232,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
 
 
+def read_window(config: ModelConfig) -> int | None:
+    """The key `sliding_window`; None without the key, or where it is null."""
+    return config.keys.count("sliding_window") if "sliding_window" in config.keys else None
+
+
 def read_layer_types(config: ModelConfig) -> list[LayerType] | None:
     """The kind of attention of each layer, by the key `layer_types`; None without the key."""
     keys = config.keys

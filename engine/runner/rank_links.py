@@ -73,9 +73,8 @@ class RankLink:
         self._peer = peer
         self._outbox = Outbox(connection, max_unsent_bytes=MAX_WAITING_BYTES, timeout_s=STEP_S)
         self._begun: deque[PendingReceive] = deque()  # not filled in yet, oldest first
-        self._arrived: SimpleQueue[bytes | BatonError] = (
-            SimpleQueue()
-        )  # parts of messages; the last item is an error
+        # Parts of messages; the last item is an error.
+        self._arrived: SimpleQueue[bytes | BatonError] = SimpleQueue()
         self._lock = threading.Lock()
         self._num_waiting_bytes = 0  # in `_arrived`
         self._error: BatonError | None = None  # after which nothing is received

@@ -89,15 +89,13 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens with KV that was brought, or cached at the first admission
     page_table: list[int] = field(default_factory=list)
     table_version: int = 0
-    page_keys: list[bytes] = field(
-        default_factory=list
-    )  # identity of the leading full pages, computed on demand
+    # The identity of the leading full pages, computed on demand.
+    page_keys: list[bytes] = field(default_factory=list)
     num_known_pages: int = 0  # leading pages that the prefix cache knows
     num_preemptions: int = 0
     rank: SequenceRank = (0, 0, 0.0, 0.0, 0)  # the scheduler sets the serial
-    share: Share = field(
-        default_factory=lambda: Share("")
-    )  # of the scheduling key, while the sequence is live
+    # The share of the scheduling key, while the sequence is live.
+    share: Share = field(default_factory=lambda: Share(""))
     enqueued_s: float = 0.0
     started_s: float | None = None  # its first admission
     own_s: float = 0.0  # the prompt's part of the step times, see `attribute_step_cost`

@@ -115,9 +115,8 @@ class StepPlanner:
         self._pool = cache.pool
         self.available = cache.pool.num_available
         self._tracks_keys = queues.shares.are_several or queues.have_quotas
-        self._full_keys: set[str] = (
-            set()
-        )  # scheduling keys without room in their quotas for the next sequence
+        # Scheduling keys without room in their quotas for the next sequence.
+        self._full_keys: set[str] = set()
         self._admits = True  # until a sequence does not fit, or preemption frees pages for another one
         self._decodes: dict[SequenceKey, int] = {}
         self._drafts: dict[SequenceKey, Ordered[int]] = {}

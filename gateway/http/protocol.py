@@ -314,9 +314,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._in_header = True
-        self._num_raw_bytes = max(
-            1, self._num_raw_bytes
-        )  # the block has begun, perhaps behind another request
+        # The block has begun, perhaps behind another request.
+        self._num_raw_bytes = max(1, self._num_raw_bytes)
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._deadline.plan(self._settings.header_timeout_s)

@@ -98,9 +98,10 @@ class Metrics(ModelCounts, kw_only=True):
     """The counts of one gateway since it started."""
 
     gateway: Name = ""  # its name, a new one in each life of the process
+    # By route and status.
     requests: Annotated[dict[tuple[Name, Count], Count], Meta(max_length=MAX_SERIES)] = msgspec.field(
         default_factory=Counter
-    )  # by route and status
+    )
     refused: ByName = msgspec.field(default_factory=Counter)  # connections, before any route, by reason
     events: ByName = msgspec.field(default_factory=Counter)  # of the Service
     num_open: Count = 0  # calls that are being answered

@@ -37,9 +37,8 @@ def plain_cluster() -> ServedCluster:
 @pytest.fixture(scope="module")
 def redundant_cluster() -> ServedCluster:
     """A shared cluster of two gateways and two decode workers. Tests kill processes; others come back."""
-    return SHARED.get(
-        "--gateways", "2", "--decode", "2", "--enable-lora", BATON_GATEWAY_MAX_WAIT_S="300"
-    )  # of a slow machine
+    options = ("--gateways", "2", "--decode", "2", "--enable-lora")
+    return SHARED.get(*options, BATON_GATEWAY_MAX_WAIT_S="300")  # the machine may be slow
 
 
 @pytest.fixture(scope="module")

@@ -82,9 +82,8 @@ def test_clients_of_a_killed_gateway_resume_on_the_other(redundant_cluster: Serv
     with ThreadPoolExecutor(len(clients)) as pool:
         answers = [pool.submit(client.read) for client in clients]
         until(lambda: all(len(client.events) >= NUM_SEEN_FIRST for client in clients), 120.0)
-        connected = num_clients(
-            redundant_cluster, gateways
-        )  # of these two alone: the streams end in a second or two
+        # Of these two gateways alone: the streams end in a second or two.
+        connected = num_clients(redundant_cluster, gateways)
         victim = max(connected, key=connected.__getitem__)
         assert connected[victim] >= len(clients) // 2
         os.kill(victim, signal.SIGKILL)

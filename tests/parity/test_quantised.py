@@ -32,9 +32,8 @@ def _random_case(scheme: str, seed: int) -> Case:
     source = Random(f"{scheme} {seed}")
     if scheme == "mxfp4":
         return _gpt_oss(source, seed)
-    kinds = (
-        KINDS[:4] if SCHEMES[scheme].rounds_inputs else KINDS
-    )  # transformers' experts are no linear layers
+    # The experts of transformers are no linear layers.
+    kinds = KINDS[:4] if SCHEMES[scheme].rounds_inputs else KINDS
     kind = kinds[seed % len(kinds)]
     num_kv_heads = source.choice((2, 4))
     keys: dict[str, Any] = {

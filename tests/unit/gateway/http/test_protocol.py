@@ -50,9 +50,8 @@ async def test_long_answer_leaves_turns_of_the_loop_to_others() -> None:
     await respond_in_turns(send, work.parts(), work.clock, Client())
     assert b"".join(message.get("body", b"") for message in sent) == b"0123456789"
     others.cancel()
-    assert (
-        work.num_turns_of_others == 4
-    )  # after every second part; the first of the five turns starts the task
+    # After every second part; the first of the five turns starts the task.
+    assert work.num_turns_of_others == 4
 
 
 @on_loop

@@ -159,9 +159,8 @@ async def test_values_that_no_router_of_the_cluster_has_written_are_ignored() ->
                 await connection.call("SET", NAMES.snapshot(W2.id), each)
                 third = RouterStandIn(redis.url, "third")
                 async with running(third):
-                    await until(
-                        partial(counts, third, "redis_malformed", 2)
-                    )  # the description of W1, the snapshot
+                    # The description of W1, and the snapshot.
+                    await until(partial(counts, third, "redis_malformed", 2))
                     await until(partial(holds, third, W0, 40))
                     assert third.held(W2) == 0
 
