@@ -156,7 +156,10 @@ def _run_loop(serve: Serve, stop: threading.Event) -> None:
 
 def main(run: Run = run) -> int:
     """Run the process that stdin describes, and return its exit status. run: replaces `run` above."""
-    given = msgspec.json.decode(_stdin().readline(), type=Assignment)
+    line = _stdin().readline()
+    if not line:
+        return ORPHANED
+    given = msgspec.json.decode(line, type=Assignment)
     reports = _take_stdout()
     setproctitle(f"baton {given.name}")
     set_up_logging(given.name, format=given.log_format)

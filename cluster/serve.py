@@ -320,14 +320,14 @@ class Cluster:
 
     async def close(self) -> None:
         """End all processes now, and release the ports."""
-        keeping = list(self._keeping)
-        for task in keeping:
-            task.cancel()
-        await asyncio.gather(*keeping, return_exceptions=True)
-        try:
-            await self._runtime.close()
-        finally:
-            await self._resources.aclose()
+        async with self._resources:
+            try:
+                keeping = list(self._keeping)
+                for task in keeping:
+                    task.cancel()
+                await asyncio.gather(*keeping, return_exceptions=True)
+            finally:
+                await self._runtime.close()
 
     async def _make_topology(self) -> Topology:
         config = self._config

@@ -84,9 +84,9 @@ class LocalProcess:
         return f"ended with status {status}"
 
     def stop(self) -> None:
-        self._is_asked = True
-        if self.is_alive:
+        if self.is_alive and not self._is_asked:  # a second SIGTERM would end the process at once
             self._process.terminate()
+        self._is_asked = True
 
     def use_keys(self, keys: Keys) -> None:
         """Derive the keys of the process's kind from these cluster keys, and send them to the process."""

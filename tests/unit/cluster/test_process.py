@@ -24,6 +24,7 @@ from baton.cluster.runtimes.base import (
 )
 from baton.config.gateway import GatewayConfig
 from baton.config.router import RouterConfig
+from baton.errors import ORPHANED
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
@@ -74,6 +75,11 @@ def test_process_dies_with_its_parent(process: "subprocess.Popen[bytes]") -> Non
     assert process.stdin is not None
     process.stdin.close()  # as the kernel does for a parent that is gone
     assert process.wait(20) == 3
+
+
+def test_process_whose_parent_dies_before_the_assignment_ends_in_silence() -> None:
+    ended = subprocess.run(COMMAND, stdin=subprocess.DEVNULL, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (ORPHANED, b"", b"")
 
 
 def test_users_error_is_marked(process: "subprocess.Popen[bytes]") -> None:

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -38,6 +39,36 @@ async def test_a_process_says_where_it_serves_and_ends_when_asked() -> None:
         assert await process.ready() == Address("127.0.0.1", KEY_AS_PORT)  # it had the key
         process.stop()
         assert await process.watch() == ""
+
+
+# Ends with the number of further SIGTERMs within a moment after the first.
+COUNT_SIGNALS: Final = """
+import signal, sys, time
+sys.stdin.readline()
+signals = []
+signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+print('{"type":"ProcessStarted","address":["127.0.0.1",1]}', flush=True)
+while not signals:
+    time.sleep(0.01)
+time.sleep(0.3)
+sys.exit(len(signals) - 1)
+"""
+
+
+@on_loop
+async def test_process_that_drains_is_told_once() -> None:
+    """The second SIGTERM would end it at once: `baton restart`, and Ctrl-C while the worker drains."""
+    runtime = LocalRuntime(KEY, command=(sys.executable, "-c", COUNT_SIGNALS))
+    await runtime.open()
+    try:
+        process = await runtime.spawn(spec("worker"))
+        await process.ready()
+        process.stop()
+        await asyncio.sleep(0.1)
+        process.stop()
+        assert await process.watch() == ""
+    finally:
+        await runtime.close()
 
 
 @on_loop
