@@ -50,7 +50,7 @@ def tokens_in(number: ArrayLike) -> Floats:
 
 
 class Stream(NamedTuple):
-    """The requests of one tenant and one class, with their latency objectives."""
+    """The requests of one tenant and one class."""
 
     tenant: str = ""
     priority: str = ""  # the class
@@ -106,7 +106,8 @@ class DemandHistory:
         When several intervals have passed since the last call, each gets their mean rate.
         """
         changes = dict(self._changes(counts)) if self._at_s is not None else {}
-        passed_s, self._at_s = now_s - (self._at_s or now_s), now_s
+        passed_s = 0.0 if self._at_s is None else now_s - self._at_s
+        self._at_s = now_s
         self._last = counts
         if passed_s <= 0:
             return

@@ -12,7 +12,7 @@ from baton.config.engine import EngineSettings, SchedulerConfig
 from baton.config.planner import PlannerConfig
 from baton.messages.status import StreamCounts, bucket, cell_of
 from baton.messages.workers import WorkerRole
-from baton.planner.demand import Stream
+from baton.planner.demand import DemandHistory, Stream
 from baton.planner.layouts import (
     WEIGHTS,
     Demand,
@@ -386,3 +386,11 @@ def test_metrics_lost_for_ten_minutes_under_load() -> None:
     lost = [plan for plan in result.plans if 1200 <= plan.at_s < 1800]
     assert {plan.outcome for plan in lost} == {"hold"}
     assert result.attainment >= 0.98
+
+
+def test_counts_at_the_moment_0_of_a_clock_are_those_that_the_next_grow_from() -> None:
+    history = DemandHistory(30.0)
+    for tick in range(3):
+        history.add(30.0 * tick, figures(tick, rate=3.0).counts)
+    assert history.num_rows == 2
+    assert history.matrix()[1].tolist() == [[3.0, 3.0]]
