@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -54,6 +54,7 @@ MIGRATE_TIMEOUT_S: Final = 150.0  # longer than a gateway tries
 MOMENT_S: Final = 0.5  # for connections to further routers, and for gateways behind them
 
 Answer: TypeAlias = "asyncio.Future[AnyMessage]"
+AnswerT = TypeVar("AnswerT", Status, RecordingPart)
 # Messages that a router sends to operators that start workers.
 WatcherMessage: TypeAlias = Members | WorkerRemoved | Drain | Undrain | RestartWorker | Flip | Scale
 
@@ -67,6 +68,14 @@ ALONE: Final = {
     WorkerRole.PREFILL: "decode workers compute all prompts",
     WorkerRole.DECODE: "no request is answered",
 }
+
+
+class _Removal(NamedTuple):
+    """A worker that some router has removed, until it is replaced or kept."""
+
+    message: WorkerRemoved
+    router: str  # the last router that removed it
+    since_s: float  # when the first router removed it
 
 
 class Verdicts:
@@ -92,7 +101,7 @@ class Verdicts:
         self._unlisted_s = unlisted_s
         self._listed_s: dict[str, float] = {}  # name of a worker -> when a router listed it last
         self._lists: dict[str, Members] = {}  # id of a connected router -> the workers that it lists
-        self._pending: dict[str, tuple[WorkerRemoved, str, float]] = {}  # id of a worker -> router, when
+        self._pending: dict[str, _Removal] = {}  # by the id of a worker
 
     def joined(self, router: str) -> None:
         """Expect a list of the router with this id."""
@@ -119,8 +128,8 @@ class Verdicts:
             members, is_complete=members.is_complete or was_complete
         )
         for worker in members.workers:
-            _, by, _ = self._pending.get(worker.id, (None, "", 0.0))
-            if by == router:
+            removal = self._pending.get(worker.id)
+            if removal is not None and removal.router == router:
                 del self._pending[worker.id]
         self._judge()
 
@@ -128,8 +137,9 @@ class Verdicts:
         members = self._lists.get(router, EMPTY_LIST)
         others = tuple(worker for worker in members.workers if worker.id != removed.worker)
         self._lists[router] = Members(workers=others, is_complete=members.is_complete)
-        _, _, since_s = self._pending.get(removed.worker, (None, "", self._now_s()))
-        self._pending[removed.worker] = (removed, router, since_s)
+        before = self._pending.get(removed.worker)
+        since_s = self._now_s() if before is None else before.since_s
+        self._pending[removed.worker] = _Removal(removed, router, since_s)
         self._judge()
 
     def tick(self) -> None:
@@ -177,7 +187,7 @@ class Operator:
 
     async def status(self) -> Status:
         """Return the joined status of all routers that answer."""
-        return _joined([each for each in await self._ask(StatusQuery()) if isinstance(each, Status)])
+        return _joined(await self._ask(StatusQuery(), Status))
 
     async def status_or_none(self) -> Status | None:
         """Return the joined status of all routers that answer; None when none does."""
@@ -206,15 +216,14 @@ class Operator:
     async def recording(self, last_s: float) -> list[bytes]:
         """Return the chunks of one router's recording that the last `last_s` seconds need, in order.
 
-        Returns [] when the router records nothing. PeerGone: the chunks have left its memory meanwhile.
+        Returns [] when the router records nothing. WorkerLost: the chunks have left its memory meanwhile.
         """
         chunks, body, query = list[bytes](), b"", RecordingQuery(last_s=min(last_s, MAX_SECONDS))
         while True:
-            (part,) = await self._ask(query)
-            assert isinstance(part, RecordingPart)
+            (part,) = await self._ask(query, RecordingPart)
             if not part.number:
                 if chunks or body:
-                    raise PeerGone("the router's recording has moved on")
+                    raise WorkerLost("the recording has moved on meanwhile: run the command again")
                 return []
             body += part.body
             if len(body) < part.num_bytes:
@@ -229,7 +238,7 @@ class Operator:
     async def drain(self, worker: str, *, may_be_last: bool = False) -> None:
         """Drain a worker, by name or id. ConfigError: there is no such worker, or no other of its role."""
         _check_drain(worker, (await self.status()).workers, may_be_last)
-        await self._ask(Drain(worker=worker))
+        await self._ask(Drain(worker=worker), Status)
 
     async def flip(self, worker: str, role: WorkerRole, *, may_be_last: bool = False) -> None:
         """Have a worker take another role.
@@ -243,7 +252,7 @@ class Operator:
             raise ConfigError(f"{worker} is a {role} worker")
         if any(each.is_asleep for each in found):
             raise ConfigError(f"{worker} sleeps: wake its model first (baton wake)")
-        await self._ask(Flip(worker=worker, role=role))
+        await self._ask(Flip(worker=worker, role=role), Status)
 
     def tell(
         self,
@@ -308,21 +317,22 @@ class Operator:
 
     async def send_order(self, order: Sleep | Wake) -> Status:
         """Give a numbered order about a model, and return the status; to repeat the order changes nothing."""
-        return _joined([each for each in await self._ask(order) if isinstance(each, Status)])
+        return _joined(await self._ask(order, Status))
 
     async def _ask_one_router(self, order: Undrain | RestartWorker | Scale) -> None:
-        """Send an order to one router. Two routers would pass it on twice, and a second stop kills."""
+        """Send an order to one router: two routers would pass it on twice."""
         await self._until_connected()
         for router in list(self._routers):
-            answers = await self._ask(order, router)
-            if any(isinstance(each, Status) and each.num_watchers for each in answers):
+            if any(status.num_watchers for status in await self._ask(order, Status, router)):
                 return
         raise ConfigError(
             "no `baton serve` supervises these workers: start and end workers where they were started"
         )
 
-    async def _ask(self, question: AnyMessage, only: Peer | None = None) -> list[AnyMessage]:
-        """Ask all routers, or `only` one. Return the answers that come in time."""
+    async def _ask(
+        self, question: AnyMessage, answer_type: type[AnswerT], only: Peer | None = None
+    ) -> list[AnswerT]:
+        """Ask all routers, or `only` one. Return the answers that come in time, one or more."""
         await self._until_connected()
         asked: list[Answer] = []
         for router, answers in self._routers.items():
@@ -336,12 +346,13 @@ class Operator:
         done, late = await asyncio.wait(asked, timeout=ANSWER_TIMEOUT_S)
         for answer in late:
             answer.cancel()
-        heard = [answer.result() for answer in asked if answer in done and answer.exception() is None]
         if not done:
             raise TimeoutError
-        if not heard:
+        heard = [answer.result() for answer in asked if answer in done and answer.exception() is None]
+        found = [each for each in heard if isinstance(each, answer_type)]
+        if not found:
             raise PeerGone("the router has closed the connection")
-        return heard
+        return found
 
     async def _until_connected(self) -> None:
         """Wait for one router, and at most MOMENT_S longer for all routers."""

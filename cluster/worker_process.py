@@ -107,7 +107,7 @@ class HostedWorker:
             self.engine = ends.enter_context(contextlib.closing(loaded))
             self._steps = StepWatchdog(SystemClock(), config.step_timeout_s)
             self.engine.on_batch = self._steps.sized
-            self.endpoint = self._open_endpoint(self._ring, shared, agents)
+            self.endpoint = self._open_endpoint(shared, agents)
             ends.callback(self.endpoint.close)
             self._links = KvLinks(partial(_connect, self.endpoint))
             self._join()
@@ -265,10 +265,10 @@ class HostedWorker:
         """Release everything."""
         self._ends.close()
 
-    def _open_endpoint(self, ring: KeyRing, shared: SharedPool, agents: RankAgents) -> KvEndpoint:
+    def _open_endpoint(self, shared: SharedPool, agents: RankAgents) -> KvEndpoint:
         pool = self.engine.runner.pool.device
         settings = EndpointSettings(
-            keys=ring,
+            keys=self._ring,
             fingerprint=self.engine.fingerprint,
             layout=self.engine.runner.layout,
             host=self._config.host,

@@ -26,7 +26,7 @@ VARIABLES: Final = (
 
 
 def cache_directory() -> Path:
-    """Return the folder of compiled native kernels.
+    """Return Baton's cache folder, of compiled kernels, records of clusters and logs of plans.
 
     BATON_CACHE_DIR, or `baton` in the user's cache folder.
     """

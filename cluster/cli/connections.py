@@ -62,7 +62,12 @@ def ask(arguments: argparse.Namespace, question: Callable[[Operator], Awaitable[
     try:
         return asyncio.run(connect_and_ask())
     except (TimeoutError, PeerGone):
-        raise WorkerLost(f"the router at {spelled(routers)} does not answer; is the key right?") from None
+        raise no_answer(routers) from None
+
+
+def no_answer(routers: Routers) -> WorkerLost:
+    """Return the error of a command that none of these routers answers."""
+    return WorkerLost(f"the router at {spelled(routers)} does not answer; is the key right?")
 
 
 def has_no_key(file: str | None) -> bool:

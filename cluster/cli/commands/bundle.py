@@ -19,13 +19,13 @@ from typing import Any, Final
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.connections import HttpClient, add_router_options, routers_of, spelled
+from baton.cluster.cli.connections import HttpClient, add_router_options, no_answer, routers_of, spelled
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cluster_key import Keys
 from baton.cluster.cluster_record import find_record, url
 from baton.cluster.operator_node import Operator, connected
 from baton.config.loader import duration_s
-from baton.errors import BatonError, ConfigError, PeerGone, WorkerLost
+from baton.errors import BatonError, ConfigError, PeerGone
 from baton.messages.operations import Status
 from baton.messages.workers import Address, Routers
 from baton.sim.replay import Replay, frame_chunks
@@ -34,7 +34,6 @@ FORMAT: Final = 1
 REPORTS_S: Final = 5.0  # for the reports of gateways to a router
 SCRAPE_TIMEOUT_S: Final = 10.0
 MAX_SCRAPE_BYTES: Final = 64 * 2**20
-NO_ANSWER: Final = (TimeoutError, PeerGone)
 
 
 class Bundle:
@@ -85,22 +84,21 @@ async def collect(routers: Routers, keys: Keys, last_s: float) -> Bundle:
     """Ask routers for recordings, and gateways for metrics. Raises WorkerLost when no router answers."""
     bundle, statuses = Bundle(), list[Status]()
     for router in routers:
+        where = f"the router at {spelled((router,))}"
         try:
             async with connected([router], keys) as operator:
                 statuses.append(await _reported_status(operator))
                 chunks = await operator.recording(last_s)
-        except NO_ANSWER:
-            bundle.missing.append(f"the router at {spelled((router,))} does not answer")
-            continue
-        if not chunks:
-            bundle.missing.append(f"the router at {spelled((router,))} records nothing")
-            continue
-        try:
-            bundle.add_recording(chunks)
-        except ConfigError as error:
-            bundle.missing.append(f"the router at {spelled((router,))}: {error}")
+            if chunks:
+                bundle.add_recording(chunks)
+            else:
+                bundle.missing.append(f"{where} records nothing")
+        except (TimeoutError, PeerGone):
+            bundle.missing.append(f"{where} does not answer")
+        except BatonError as error:
+            bundle.missing.append(f"{where}: {error}")
     if not statuses:
-        raise WorkerLost(f"the router at {spelled(routers)} does not answer; is the key right?")
+        raise no_answer(routers)
     bundle.add_json("status.json", statuses)
     await _scrape(bundle, statuses)
     return bundle
