@@ -26,7 +26,7 @@ from xdist.workermanage import WorkerController
 
 from baton.rpc import process
 from baton.rpc.process import freeze_gc
-from tests.shared_clusters import TRANSFORMERS, group_of
+from tests.groups import TRANSFORMERS, group_of
 
 settings.register_profile("baton", deadline=None, derandomize=True)
 settings.load_profile("baton")

@@ -1,34 +1,8 @@
 """Served clusters that the tests of several files ask: the files run one after another in one process."""
 
 from contextlib import ExitStack
-from typing import Final
 
 from tests.served import SERVE, Served, served
-
-# These files of tests/e2e share clusters, so pytest-xdist keeps their tests on one process.
-FILES: Final = frozenset(
-    f"tests/e2e/test_{name}.py"
-    for name in [
-        "gateway_loss",
-        "health",
-        "http_failover",
-        "http_messages",
-        "http_openai",
-        "http_responses",
-        "lora",
-        "nginx",
-    ]
-)
-TRANSFORMERS: Final = "transformers"  # a group: one process loads it, for seconds, and saves each model once
-WITH_TRANSFORMERS: Final = ("tests/parity/", "tests/unit/engine/models/", "tests/unit/bench/test_tiny")
-
-
-def group_of(nodeid: str) -> str:
-    """Return the group of a test: its file, or the group of several files."""
-    file = nodeid.partition("::")[0]
-    if file.startswith(WITH_TRANSFORMERS):
-        return TRANSFORMERS
-    return "shared clusters" if file in FILES else file
 
 
 class SharedClusters:

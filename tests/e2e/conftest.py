@@ -9,10 +9,11 @@ import pytest
 
 from baton.cluster.offline.llm import LLM
 from tests.engine_frontend import EngineFrontend, served_engine, tiny_engine
+from tests.groups import group_of
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served import Served as ServedCluster
 from tests.served_gateway import ServedGateway
-from tests.shared_clusters import SharedClusters, group_of
+from tests.shared_clusters import SharedClusters
 from tests.tenant_clients import write_tenants
 from tests.tool_model import TEMPLATE, tool_model
 

@@ -3,7 +3,6 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -96,19 +95,3 @@ def test_processes_are_told_the_format_of_serve(monkeypatch: pytest.MonkeyPatch)
     for name in LOG_FORMATS:
         monkeypatch.setenv("BATON_LOG_FORMAT", name)
         assert msgspec.json.decode(assignment(spec, bytes(16)), type=Assignment).log_format == name
-
-
-def test_process_started_by_hand_says_everything_in_the_format_of_its_option(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text("ab" * 32)
-    key.chmod(0o600)
-    command = [sys.executable, "-m", "baton", "router", "--log-format", "json"]
-    command += ["--cluster-key-file", str(key)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
-        first = process.stderr.readline()
-        process.terminate()
-        said = [first, *process.communicate(timeout=60)[1].splitlines()]
-    messages = [json.loads(line)["message"] for line in said]
-    assert messages[0].startswith("router serves at 127.0.0.1:")
-    assert messages[-1] == "router drains; once more to stop at once"

@@ -1,5 +1,6 @@
 """`baton router`, as Kubernetes or compose would run it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -20,17 +21,21 @@ def key_file(tmp_path: Path) -> Path:
     return tmp_path / "key"
 
 
-def test_router_serves_until_sigterm(key_file: Path, baton: Baton) -> None:
+def test_router_serves_until_sigterm_and_says_everything_in_the_format_of_its_option(
+    key_file: Path, baton: Baton
+) -> None:
     environment = os.environ | {"BATON_CLUSTER_KEY_FILE": str(key_file)}
-    command = [*COMMAND, "router", "--router-policy", "round-robin"]
+    command = [*COMMAND, "router", "--router-policy", "round-robin", "--log-format", "json"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
-        first = process.stderr.readline()
-        assert first.startswith("baton: router serves at 127.0.0.1:")
+        first = json.loads(process.stderr.readline())["message"]
+        assert first.startswith("router serves at 127.0.0.1:")
         address = first.split()[-1]
         status, out, _ = baton("status", "--router", address, "--cluster-key-file", str(key_file))
         assert status == 0 and "0 gateways" in out
         process.send_signal(signal.SIGTERM)
+        messages = [json.loads(line)["message"] for line in process.stderr]
+        assert messages[-1] == "router drains; once more to stop at once"
         assert process.wait(20) == 0
 
 
