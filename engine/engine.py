@@ -199,14 +199,14 @@ class Engine(Replica):
 
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
-        layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
+        layout, largest_batch = self.runner.layout, self.runner.config.scheduler.largest_batch
         self._busy_since_s = None
         self._in_flight.clear()
         self._held: dict[Sequence, list[Callable[[], bool]]] = {}  # may start once all of these are True
         max_pages, num_batches = layout.num_pages(self.max_model_len), self.scheduler.num_batches
         # One for each step in flight, in turn, so that the same sequences come back to the same builder.
         self._builders = deque(
-            StepBuilder(layout.page_size, max_num_seqs, max_pages, shares_steps=num_batches > 1)
+            StepBuilder(layout.page_size, largest_batch, max_pages, shares_steps=num_batches > 1)
             for _ in range(num_batches)
         )
         processors = (*LOGITS_PROCESSORS.values(), *self._outside_processors)

@@ -180,8 +180,9 @@ class Harness:
         assert config.policy != "continuous" or set(plan.admitted) <= set(plan.scheduled)
         holders = {key for key, s in self.live.items() if s.page_table}
         assert set(plan.preempted) <= (running | holders) - set(plan.scheduled)
-        num_leaving = len(running & set(plan.preempted))
-        assert len(running) + len(plan.admitted) - num_leaving <= config.max_num_seqs
+        seated = (running | set(plan.admitted)) - (running & set(plan.preempted))
+        num_clients = sum(not self.live[key].is_health_check for key in seated)
+        assert num_clients <= config.max_num_seqs and len(seated) <= config.largest_batch
         kept = {p for key in holders - set(plan.preempted) for p in self.live[key].page_table}
         kept = kept.union(*self.kept.values(), *self.used.values(), *self.leased.values())
         freed = {p for key in plan.preempted for p in self.live[key].page_table} - kept

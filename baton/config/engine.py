@@ -43,6 +43,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             expected = f"expected at most {self.max_num_seqs} (max_num_seqs), got {largest}"
             raise ConfigError(f"scheduler.preferred_batch_sizes: {expected}")
 
+    @property
+    def largest_batch(self) -> int:
+        """Sequences in the largest step: a health check may join `max_num_seqs` others."""
+        return self.max_num_seqs + 1
+
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV pages on the device and on the host."""

@@ -392,11 +392,11 @@ class ModelRunner:
         Afterwards torch's peak of reserved memory is what steps need beside the graphs and the pool.
         """
         scheduler, max_pages = self.config.scheduler, self.layout.num_pages(self.max_model_len)
-        max_num_seqs, max_num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        self._uploads = StepUploads(max_num_tokens, max_num_seqs, max_pages, self.device)
+        largest_batch, max_num_tokens = scheduler.largest_batch, scheduler.max_num_batched_tokens
+        self._uploads = StepUploads(max_num_tokens, largest_batch, max_pages, self.device)
         trial = KvPool(self.layout, 1, 0, self.device).device
         self._put_dummy_adapter()
-        for arrays in warmup_steps(max_num_tokens, max_num_seqs, max_pages):
+        for arrays in warmup_steps(max_num_tokens, largest_batch, max_pages):
             self._forward(arrays, trial)
             if self.adapters is not None:
                 self._forward(_with_dummy_adapter(arrays), trial)
@@ -404,7 +404,7 @@ class ModelRunner:
         self._graphs = StepGraphs(
             lambda step, kv_pool: model.logits(model.forward(step, kv_pool)),
             self.model_config.vocab_size,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=largest_batch,
             max_num_tokens=max_num_tokens,
             max_pages=max_pages,
             device=self.device,
@@ -437,7 +437,7 @@ class ModelRunner:
         """
         scheduler = self.config.scheduler
         num_tokens = scheduler.max_num_batched_tokens
-        num_decodes = min(scheduler.max_num_seqs, num_tokens) - 1
+        num_decodes = min(scheduler.largest_batch, num_tokens) - 1
         arrays = padding_step(
             num_tokens - num_decodes,
             num_tokens,

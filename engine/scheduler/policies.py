@@ -192,7 +192,7 @@ def _runs(planner: StepPlanner, sequence: Sequence) -> bool:
 def _eligible(planner: StepPlanner, released: Iterable[Sequence]) -> Iterator[Sequence]:
     """The released sequences that may start, until one has found no seat."""
     for sequence in released:
-        if not planner.may_admit:
+        if not planner.may_admit(sequence):
             return
         if not sequence.is_held and not _waits_for_first_choice(sequence, planner.queues):
             yield sequence

@@ -32,7 +32,14 @@ from numpy.typing import NDArray
 from baton.adapters import Adapter
 from baton.errors import IntegrityError, InvalidRequest
 from baton.fair_queue import DecayedShares, Share
-from baton.request import TEXT_FIELDS, FinishReason, Request, SamplingParams, StepOutput
+from baton.request import (
+    HEALTH_PRIORITY,
+    TEXT_FIELDS,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepOutput,
+)
 from baton.tenants import without_public
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
@@ -149,6 +156,11 @@ class Sequence:
     def scheduling_class(self) -> int:
         """Class 0 is served strictly before class 1."""
         return self.rank[0]
+
+    @property
+    def is_health_check(self) -> bool:
+        """See `Request.is_health_check`."""
+        return self.rank[1] == HEALTH_PRIORITY
 
     @property
     def cache_group(self) -> bytes:

@@ -89,7 +89,8 @@ class StepPlanner:
     """The plan of one step while a policy fills it.
 
     `budget` is the number of tokens left in the step, `seats` the number of sequences that may still join,
-    `available` the number of pages left.
+    `available` the number of pages left. One health check at a time may join without a seat, so that a worker
+    whose seats are all taken answers it.
     """
 
     def __init__(
@@ -247,10 +248,9 @@ class StepPlanner:
 
     # Waiting sequences.
 
-    @property
-    def may_admit(self) -> bool:
-        """True while a waiting sequence may still get a seat."""
-        return self._admits and self.seats > 0
+    def may_admit(self, sequence: Sequence) -> bool:
+        """Return whether this waiting sequence may still get a seat."""
+        return self._admits and (self.seats > 0 or (not self.seats and sequence.is_health_check))
 
     def admit(self, sequence: Sequence, num_tokens: int = 0) -> bool:
         """Give a seat to a waiting sequence if it fits beside the needs of the running sequences.
@@ -258,7 +258,7 @@ class StepPlanner:
         Once a sequence does not fit, no other is admitted. num_tokens: the length that the sequence may grow
         to; all its present tokens count in any case.
         """
-        self._admits = self.may_admit and self._seat(sequence, num_tokens)
+        self._admits = self.may_admit(sequence) and self._seat(sequence, num_tokens)
         return self._admits
 
     def _seat(self, sequence: Sequence, num_tokens: int) -> bool:

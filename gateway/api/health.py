@@ -29,8 +29,8 @@ class Canary:
 
     With prefill workers, the request is a probe. A probe succeeds only if a prefill worker computes the
     prompt and transfers the pages, under every routing policy. The router dispatches the request at once, and
-    workers take it before the requests of clients, so a busy cluster answers it. Concurrent checks share one
-    request.
+    workers take it before the requests of clients, with all seats taken, too: a busy cluster answers it.
+    Concurrent checks share one request.
     """
 
     def __init__(
@@ -124,15 +124,16 @@ def add_health_routes(app: FastAPI, models: ServedModels, canaries: Sequence[Can
     async def health() -> Response:
         """Answer when a request has just gone through the workers, prefill included where configured."""
         asleep = [model.name for model in models if model.view.is_asleep]
-        for canary, served in zip(canaries, models, strict=True):
-            if served.is_changing:
-                continue  # a check proves nothing then, and might wake the model
-            try:
-                await canary.check()
-            except BatonError as error:
+        # A check of a model that changes proves nothing, and might wake it.
+        asked = [each for each, served in zip(canaries, models, strict=True) if not served.is_changing]
+        faults = await asyncio.gather(*(canary.check() for canary in asked), return_exceptions=True)
+        for canary, fault in zip(asked, faults, strict=True):
+            if isinstance(fault, BatonError):
                 which = f"model {canary.model!r}: " if canary.model else ""
-                message = f"not healthy: {which}{error}"
-                raise ApiError(503, message, code="unhealthy", retry_after_s=1.0) from error
+                message = f"not healthy: {which}{fault}"
+                raise ApiError(503, message, code="unhealthy", retry_after_s=1.0) from fault
+            if fault is not None:
+                raise fault
         said: dict[str, object] = {"status": "ok", "model": models.first.name}
         if len(canaries) > 1:
             said["models"] = models.names

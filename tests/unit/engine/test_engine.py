@@ -9,7 +9,14 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.engine import Engine
 from baton.errors import InvalidRequest
-from baton.request import FinishReason, StepOutput
+from baton.request import (
+    HEALTH_PRIORITY,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepOutput,
+    TokenIds,
+)
 from tests.tiny_models import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
@@ -195,3 +202,16 @@ def test_largest_step_runs_and_leaves_no_trace(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model)
     engine.runner.run_largest_step()
     assert not engine.runner.pool.device.any()
+
+
+def test_health_check_is_answered_while_every_seat_is_taken(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, scheduler={"max_num_seqs": 1})
+    add(engine, "client", PROMPT, max_tokens=30)
+    engine.step()
+    sampling = SamplingParams(temperature=0.0, max_tokens=2)
+    check = Request(
+        request_id="check", token_ids=TokenIds.of(PROMPT[:3]), sampling=sampling, priority=HEALTH_PRIORITY
+    )
+    engine.add(check)
+    ended = [output.request_id for output in run_to_end(engine) if output.finish_reason]
+    assert ended == ["check", "client"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from baton.request import SamplingParams
+from baton.request import HEALTH_PRIORITY, SamplingParams
 from tests.scheduling import Harness
 
 BUDGET = 64
@@ -53,6 +53,18 @@ def test_lower_class_takes_nothing_from_the_head_of_a_higher_one() -> None:
     harness.add("batch", prompt(10, 1), priority=1)
     plan, _, _ = harness.step()
     assert dict(plan.scheduled) == {("urgent", 0): 64}
+    harness.run()
+
+
+def test_health_check_joins_a_worker_without_free_seats() -> None:
+    harness = make(max_num_seqs=2)
+    for number, name in enumerate(("first", "second", "waiting")):
+        harness.add(name, prompt(5, number), SamplingParams(max_tokens=30))
+    harness.step()
+    for number, name in enumerate(("check", "another check"), start=3):
+        harness.add(name, prompt(5, number), SamplingParams(max_tokens=2), priority=HEALTH_PRIORITY)
+    admitted = [key[0] for _ in range(4) for key in harness.step()[0].admitted]
+    assert admitted == ["check", "another check"], "one at a time, and no client takes such a seat"
     harness.run()
 
 
