@@ -26,6 +26,7 @@ from baton.request import (
     MAX_ALLOWED_TOKENS,
     MAX_EXTRA_ARGS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     ExtraArg,
     StructuredOutputs,
 )
@@ -51,6 +52,7 @@ Truncation: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 TemplateKwargs: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], object], Meta(max_length=MAX_KWARGS)
 ]
+NumLikeliest: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]  # tokens to show beside each token
 AnswerTokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 GivenPrompt: TypeAlias = str | list[int]
 Choices: TypeAlias = Annotated[list[str], Meta(max_length=MAX_CHOICES_OF_FORM)]
@@ -225,7 +227,7 @@ class SamplingKeys(FormKeys, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     allowed_token_ids: Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: NumLikeliest | None = None
     # For logits processors of the server's operator.
     vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=MAX_EXTRA_ARGS)] | None = None
     skip_special_tokens: bool | None = None
@@ -263,7 +265,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, object]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: AnswerTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumLikeliest | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # vLLM's: the answer continues the last message
     chat_template_kwargs: TemplateKwargs | None = None
@@ -293,7 +295,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
     prompt: object
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: NumLikeliest | None = None
 
     @property
     def num_asked_tokens(self) -> int:

@@ -13,7 +13,7 @@ from baton.gateway.metrics.tracing import TraceContext
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.answer_reader import AnswerParsing
-from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, TOKEN_ID_BYTES, SamplingParams, TokenIds
+from baton.request import MAX_CHOICES, MAX_SEED, TOKEN_ID_BYTES, SamplingParams, TokenIds
 from baton.tenants import SchedulingKey, Sla
 
 BYTES_PER_LOGPROB: Final = 150  # of one alternative: a tuple, an integer and a float
@@ -229,10 +229,6 @@ def _sampling(
     body: ChatBody | CompletionBody, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """Return the sampling parameters that a body asks for, but for those that need the model's files."""
-    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-        raise invalid("logprobs", f"expected 0 to {MAX_LOGPROBS}, got {logprobs}")
-    if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= MAX_LOGPROBS:
-        raise invalid("prompt_logprobs", f"expected 0 to {MAX_LOGPROBS}, got {body.prompt_logprobs}")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "not available in a stream")
     if isinstance(body, CompletionBody):
