@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from baton.engine.models.decoder import (
+from baton.engine.models.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,

@@ -15,10 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.engine.models.decoder import (
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import (
     ColumnParallelLinear,
-    Decoder,
-    DecoderLayer,
     GatedMlp,
     RmsNorm,
     RowParallelLinear,

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, Norm, RmsNorm, then
+from baton.engine.models.decoder import Decoder, DecoderLayer, then
+from baton.engine.models.layers import Attention, GatedMlp, Norm, RmsNorm
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig, RopeConfig, is_windowed, read_rope_config
 from baton.engine.runner.step_inputs import ModelInput

@@ -3,15 +3,8 @@
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.models.decoder import (
-    Attention,
-    ColumnParallelLinear,
-    Decoder,
-    DecoderLayer,
-    DecoderNames,
-    Norm,
-    RowParallelLinear,
-)
+from baton.engine.models.decoder import Decoder, DecoderLayer, DecoderNames
+from baton.engine.models.layers import Attention, ColumnParallelLinear, Norm, RowParallelLinear
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig, RopeConfig
 from baton.engine.runner.step_inputs import ModelInput

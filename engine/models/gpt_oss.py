@@ -7,16 +7,8 @@ from operator import itemgetter
 
 import torch
 
-from baton.engine.models.decoder import (
-    Attention,
-    Decoder,
-    DecoderLayer,
-    ExpertTensors,
-    Norm,
-    RmsNorm,
-    SparseMlp,
-    read_routing,
-)
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import Attention, ExpertTensors, Norm, RmsNorm, SparseMlp, read_routing
 from baton.engine.models.loading.weights import Matrix, Parameters, change_rows
 from baton.engine.models.registry import ModelConfig, is_windowed
 from baton.kernels.gated import clamped_swiglu

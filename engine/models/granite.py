@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, then
+from baton.engine.models.decoder import Decoder, DecoderLayer, then
+from baton.engine.models.layers import Attention, GatedMlp
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig
 from baton.engine.runner.step_inputs import ModelInput

@@ -1,6 +1,7 @@
 """Llama 2 and 3: full attention, and biases only where the config asks for them."""
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import Attention, GatedMlp
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig
 

@@ -3,15 +3,8 @@
 Every layer of Mistral has a sliding window, unless the config turns the window off.
 """
 
-from baton.engine.models.decoder import (
-    Attention,
-    Decoder,
-    DecoderLayer,
-    GatedMlp,
-    SparseMlp,
-    read_experts,
-    read_routing,
-)
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import Attention, GatedMlp, SparseMlp, read_experts, read_routing
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig, read_window
 

@@ -1,6 +1,7 @@
 """OLMo 2: norms after each part instead of before, and norms of queries and keys over all heads."""
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, NoNorm, then
+from baton.engine.models.decoder import Decoder, DecoderLayer, then
+from baton.engine.models.layers import Attention, GatedMlp, NoNorm
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig
 

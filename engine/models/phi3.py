@@ -1,6 +1,7 @@
 """Phi-3, 3.5 and 4-mini: fused projections, heads of which a part may be rotated, and longrope."""
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import Attention, GatedMlp
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig, read_window
 

@@ -6,15 +6,8 @@
 - Qwen3-MoE: Qwen3's attention, and experts without a shared one.
 """
 
-from baton.engine.models.decoder import (
-    Attention,
-    Decoder,
-    DecoderLayer,
-    GatedMlp,
-    SparseMlp,
-    read_experts,
-    read_routing,
-)
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import Attention, GatedMlp, SparseMlp, read_experts, read_routing
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig, is_windowed, read_window
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.engine.models.adapters import Adapters, AdapterTensors
-from baton.engine.models.decoder import ColumnParallelLinear
+from baton.engine.models.layers import ColumnParallelLinear
 from baton.engine.models.loading.checkpoint import Shape
 from baton.engine.models.loading.dummy_weights import DummyCheckpoint
 from baton.engine.models.loading.weights import Parameters

@@ -12,7 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, Norm, RmsNorm, then
+from baton.engine.models.decoder import Decoder, DecoderLayer, then
+from baton.engine.models.layers import Attention, GatedMlp, Norm, RmsNorm
 from baton.engine.models.loading.checkpoint import METHODS, JsonObject, SafetensorsCheckpoint
 from baton.engine.models.loading.dummy_weights import DummyCheckpoint
 from baton.engine.models.loading.quantised_weights import read_matrix

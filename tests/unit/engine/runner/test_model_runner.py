@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.models.decoder import Decoder, RmsNorm
+from baton.engine.models.decoder import Decoder
+from baton.engine.models.layers import RmsNorm
 from baton.engine.models.loading.checkpoint import fingerprint
 from baton.engine.models.loading.weights import Checkpoint
 from baton.engine.models.model import dummy_checkpoint, parameter_bytes, parameter_shapes
