@@ -48,6 +48,11 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
+def pytest_unconfigure() -> None:
+    """Give the imports back to the garbage collector: Triton's bindings report all that it leaves at exit."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the group that takes longest at the end of the list: GroupScheduling starts it first."""
     items.sort(key=lambda item: group_of(item.nodeid) == TRANSFORMERS)
