@@ -52,6 +52,8 @@ RESERVED: Final = frozenset(
 # Type of a part of a message's content -> the key of its text, as in vLLM.
 TEXT_KEYS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 REASONING_KEYS: Final = ("reasoning", "reasoning_content")  # of a message: vLLM's, and its former one
+# OpenAI's newer name of the role "system". Most templates do not know it; many leave its messages out.
+DEVELOPER: Final = "developer"
 REASONING_EFFORT: Final = "reasoning_effort"  # a key of bodies, and a variable of templates, as in vLLM
 EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
 
@@ -81,10 +83,9 @@ class ChatTemplate:
         self.source = source if tool_source is None else tool_source  # that tells the forms of answers
         self._has_own_for_tools = tool_source is not None
         self._special_tokens = dict(special_tokens)
-        self._reads_parts = {
-            NAME: PARTS_LOOP.search(source) is not None,
-            TOOLS_NAME: PARTS_LOOP.search(tool_source or "") is not None,
-        }
+        sources = {NAME: source, TOOLS_NAME: tool_source or ""}
+        self._reads_parts = {name: PARTS_LOOP.search(each) is not None for name, each in sources.items()}
+        self._knows_developers = {name: DEVELOPER in each for name, each in sources.items()}
         self._environment = minijinja.Environment(
             debug=False,  # debug output would carry one request's messages into an error text
             fuel=MAX_STEPS,
@@ -171,7 +172,7 @@ class ChatTemplate:
         try:
             prompt = self._environment.render_template(
                 name,
-                messages=[_with_text(each, keeps_parts=self._reads_parts[name]) for each in messages],
+                messages=[self._as_read(each, name) for each in messages],
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 **{**defaults, **(kwargs or {})},
@@ -208,6 +209,12 @@ class ChatTemplate:
         # As in transformers: a template that strips contents would have stripped this one as well.
         is_stripped = not text.startswith(END_MARK, end)
         return text[:end].rstrip() if is_stripped else text[:end]
+
+    def _as_read(self, message: Message, name: str) -> Message:
+        """Return a message in the form that the template of this name reads."""
+        if message.get("role") == DEVELOPER and not self._knows_developers[name]:
+            message = {**message, "role": "system"}
+        return _with_text(message, keeps_parts=self._reads_parts[name])
 
     def reads(self, name: str, *, has_tools: bool = False) -> bool:
         """Tell whether the template, or the one for chats with tools, reads a variable of this name."""
@@ -290,7 +297,9 @@ def _read_message(message: object, name: str) -> Message:
     if isinstance(calls, list):
         read = [_read_tool_call(call, f"{name}: tool_calls[{index}]") for index, call in enumerate(calls)]
         message = {**message, "tool_calls": read}
-    if calls == []:  # templates may ask whether there is the key
+    elif calls is not None:
+        raise InvalidRequest(f"{name}: tool_calls: expected a list of calls, got {shown(calls)}")
+    if not calls and "tool_calls" in message:  # templates may ask whether there is the key
         message = {key: value for key, value in message.items() if key != "tool_calls"}
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
@@ -321,8 +330,10 @@ def _with_text(message: Message, *, keeps_parts: bool = False) -> Message:
 
 def _read_tool_call(call: object, name: str) -> object:
     """Decode the arguments: templates write them as JSON, and text would come out in quotes."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+    if not isinstance(call, Mapping):
+        raise InvalidRequest(f"{name}: expected a dict with the function that is called, got {shown(call)}")
+    function = call.get("function")
+    if not isinstance(function, Mapping):
         return call
     arguments = function.get("arguments")
     if not isinstance(arguments, str):

@@ -137,7 +137,11 @@ def test_message_without_content_and_calls_is_empty(scripted: Served) -> None:
     scripted.service.play = answer_at_once([300])
     empty = prompt_of(scripted, CHAT, messages=[*MESSAGES, {"role": "assistant", "content": ""}])
     given: dict[str, Any]
-    for given in ({"content": None}, {"content": None, "tool_calls": []}):
+    for given in (
+        {"content": None},
+        {"content": None, "tool_calls": []},
+        {"content": None, "tool_calls": None},
+    ):
         assert prompt_of(scripted, CHAT, messages=[*MESSAGES, {"role": "assistant", **given}]) == empty
     assert scripted.ask(CHAT, messages=MESSAGES, top_logprobs=0)
 

@@ -4,7 +4,7 @@ The items of `input` become the messages of a chat:
 
 | item | message |
 |---|---|
-| `message`, or a role and a content | a message; the role `developer` becomes `system` |
+| `message`, or a role and a content | a message |
 | `reasoning` | `reasoning_content` of the assistant's next message |
 | `function_call` | a call of the assistant's message, together with the text and the calls before it |
 | `function_call_output` | a message of the role `tool` |
@@ -41,7 +41,7 @@ Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 
-ROLES: Final = {"developer": "system", **{role: role for role in ("system", "user", "assistant")}}
+ROLES: Final = ("developer", "system", "user", "assistant")
 MAX_ID_CHARS: Final = 256
 # Patterns of a chat's keys, as errors name them -> the keys here.
 KEYS: Final = {
@@ -239,8 +239,8 @@ def _add(messages: list[Item], item: Item, name: str) -> None:
 
 
 def _add_message(messages: list[Item], item: Item, name: str) -> None:
-    role = ROLES.get(str(item.get("role")))
-    if role is None:
+    role = item.get("role")
+    if role not in ROLES:
         raise invalid(f"{name}.role", f"expected one of {', '.join(ROLES)}")
     content = text_content(item.get("content"), f"{name}.content", TEXT_KEYS)
     messages.append({"role": role, "content": content})

@@ -329,8 +329,34 @@ def test_text_parts_are_read_and_other_messages_stay() -> None:
         {"type": "refusal", "refusal": "one"},
     ],
 )
-def test_text_parts_of_former_answers_are_text(part: dict[str, object]) -> None:
+def test_part_of_a_former_answer_is_text(part: dict[str, object]) -> None:
     assert read_messages([{"role": "assistant", "content": [part]}])[0]["content"] == "one"
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_developers_instructions_are_the_systems_where_the_template_does_not_know_developers(
+    tools: list[dict[str, Any]] | None,
+) -> None:
+    """Many templates leave out messages of a role that they do not know."""
+    asked = read_messages([{"role": "developer", "content": "Be brief."}])
+    loop = "{% for m in messages %}{% if m.role == 'ROLE' %}{{ m.content }}{% endif %}{% endfor %}"
+    for role in ("system", "developer"):
+        source = loop.replace("ROLE", role)
+        assert ChatTemplate(source, {}).render(asked, tools=tools) == "Be brief."
+        assert ChatTemplate("", {}, tool_source=source).render(asked, tools=TOOLS) == "Be brief."
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_message_without_calls_has_no_key_of_calls(nothing: object) -> None:
+    """Templates ask whether there is the key; clients that write all fields of a message send null."""
+    asked = {"role": "assistant", "content": "one"}
+    assert read_messages([{**asked, "tool_calls": nothing}]) == [asked]
+
+
+@pytest.mark.parametrize("calls", ["weather", {"id": "1"}, 5, ["weather"], [None]])
+def test_calls_that_are_no_calls_are_named(calls: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"^messages\[1\]: tool_calls"):
+        read_messages([HI, {"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 def test_reasoning_of_the_assistant_reaches_the_template_under_either_name() -> None:
