@@ -95,11 +95,11 @@ kernels: setup $(TRITON_36)/.installed
 	$(KERNELS_36) -m "slow or not slow"
 
 bench: setup
-	$(BIN)/python -m baton.bench.engine.scheduler
-	$(BIN)/python -m baton.bench.router.prefix_index
-	$(BIN)/python -m baton.bench.router.faults
-	$(BIN)/python -m baton.bench.engine.batching
-	$(BIN)/python -m baton.bench.kv.suite
+	$(BIN)/baton bench scheduler
+	$(BIN)/baton bench prefix_index
+	$(BIN)/baton bench router_faults
+	$(BIN)/baton bench batching
+	$(BIN)/baton bench kv
 	$(BIN)/python -m baton.bench.gpu
 	$(BIN)/python -m pytest tests/unit/bench -m slow
 
@@ -109,14 +109,14 @@ parity: setup
 
 faults: setup redis
 	$(BIN)/python -m pytest tests/faults tests/e2e/test_planner.py tests/e2e/test_serve_nodes.py -m "slow or not slow"
-	$(BIN)/python -m baton.bench.faults.black_holes
+	$(BIN)/baton bench black_holes
 
 sim: setup
 	$(BIN)/python -m pytest tests/faults/test_sim.py tests/unit/sim tests/unit/planner tests/unit/cluster/test_alerts.py \
 		tests/unit/router/index -m "slow or not slow"
 
 soak: setup redis
-	$(BIN)/python -m baton.bench.faults.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
+	$(BIN)/baton bench soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
 
 fuzz: setup
 	$(BIN)/python -m pytest tests/unit/kvtransfer tests/unit/baton tests/e2e/test_http_fuzz.py \

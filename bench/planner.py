@@ -1,8 +1,5 @@
 """The planner on traces, against a static cluster, threshold scaling and an oracle in hindsight.
 
-python -m baton.bench.planner [--trace FILE ...] [--only NAME ...] [--policy NAME ...] [--seed 0]
-                              [--output FOLDER]
-
 Each trace runs through bench/elastic.py under each policy, with the time model of a 70B model on eight A800.
 A worker is paid for from its order to its end, start-up included. `static` is the smallest fixed layout that
 meets the objectives. `threshold` scales each role by its use as a horizontal pod autoscaler does, at the
@@ -446,7 +443,3 @@ def _planner_rows(workload: Workload, planned: Result, best: Result, fixed: Resu
         yield at_most("steady, actions", planned.actions_an_hour, "an hour", 6)
     for tenant in sorted({call.tenant for call in workload.calls} - {""}):
         yield at_least(f"{workload.name}, {tenant}, attainment", planned.by_tenant[tenant], "", GOAL)
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

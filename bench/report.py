@@ -282,15 +282,13 @@ class Suite:
     output: Path = RESULTS
 
     def main(self, doc: str | None, words: Sequence[str] | None = None) -> None:
-        """Run the suite as a command. SystemExit of status 1: a figure failed."""
+        """Run the suite as a command of its own. SystemExit: see `run`."""
         parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         self.add_options(parser)
-        report = self.run(parser.parse_args(words))
-        has_failed = any(row.has_failed for row in report.rows)
-        if has_failed or (self.fails_on_miss and report.has_missed):
-            sys.exit(1)
+        if status := self.run(parser.parse_args(words)):
+            sys.exit(status)
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options that `run` needs."""
@@ -298,8 +296,11 @@ class Suite:
         for name, settings in (*self.options, output):
             parser.add_argument(name, **settings)
 
-    def run(self, options: argparse.Namespace) -> Report:
-        """Measure, print and keep. Raises what `measure` raises."""
+    def run(self, options: argparse.Namespace) -> int:
+        """Measure, print and keep; return the exit status, 1 when a figure failed.
+
+        Raises what `measure` raises.
+        """
         print(", ".join(f"{key} {value}" for key, value in machine_description().items()), flush=True)
         report = Report(self.name, self.title, options.output)
         with report.tell:
@@ -307,7 +308,8 @@ class Suite:
             if measuring is not None:
                 asyncio.run(measuring)
         report.finish()
-        return report
+        has_failed = any(row.has_failed for row in report.rows)
+        return int(has_failed or (self.fails_on_miss and report.has_missed))
 
 
 def suite(

@@ -1,7 +1,5 @@
 """Speculative decoding on and off, on work that copies and on work that does not, on the CPU.
 
-    python -m baton.bench.speculative [--pairs 7]
-
 The model has the size and the cost of a Llama of 56 million parameters, and weights that copy: one head
 looks at the token before, another at what followed the same token earlier, and the output head says that
 token. Prompts are in the prefix cache: what is measured is decoding. The limit of a figure is measured with
@@ -338,7 +336,3 @@ def measure(options: Namespace, report: Report) -> None:
                 )
         for engine in (off, lookup, with_model):
             engine.close()
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

@@ -1,7 +1,5 @@
 """Static, dynamic and continuous batching of the same requests by the same engine.
 
-    python -m baton.bench.engine.batching [--repeats 3] [--output FOLDER]
-
 A burst, and Poisson arrivals; docs/benchmarks.md explains the figures. Each is the median over repeats, which
 differ in the order of the same lengths; ratios are of one repeat.
 """
@@ -223,7 +221,3 @@ def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:
 def measure(options: Namespace, report: Report) -> None:
     """Measure every policy."""
     measure_policies(options.requests, options.repeats, report)
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

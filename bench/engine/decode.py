@@ -1,6 +1,6 @@
 """Decoding on the CPU with other weights, KV pages, adapters, stages and experts, each beside the usual ones.
 
-    OMP_NUM_THREADS=1 python -m baton.bench.engine.decode PART [--model MODEL] [--rounds 5]
+    OMP_NUM_THREADS=1 baton bench decode PART [--model MODEL] [--rounds 5]
 
 PART is quantization (weights of 8 and 4 bits), kv-dtype (KV pages of one byte), lora (an adapter for each
 request), pipeline (two stages) or experts (two ranks that split every expert, or have whole ones). The first
@@ -298,7 +298,3 @@ def measure(options: Namespace, report: Report) -> None:
 
         with process.freeze_gc():
             report.rows += PARTS[options.part](load, options.rounds, report)
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

@@ -1,6 +1,6 @@
 """The disk tier of KV pages: its read rate beside the file system's, and a prefix after a restart.
 
-    OMP_NUM_THREADS=2 python -m baton.bench.engine.disk_tier [--rounds 5] [--folder FOLDER]
+    OMP_NUM_THREADS=2 baton bench disk_tier [--rounds 5] [--folder FOLDER]
 
 The tier reads pages of models of 56 M and of 8 G parameters, in turns with plain reads of a file of as many
 bytes; the system's cache of the files is dropped before each. Then an engine computes a prompt and closes;
@@ -197,7 +197,3 @@ def measure(options: Namespace, report: Report) -> None:
             report.rows += read_rows(name, Path(folder), options.rounds, report)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         report.rows += restart_rows(Path(folder), options.rounds, report)
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

@@ -1,7 +1,5 @@
 """The cost of scheduling: microseconds a step.
 
-    python -m baton.bench.engine.scheduler [--steps 3000]
-
 docs/benchmarks.md explains the figures.
 """
 
@@ -142,7 +140,3 @@ def measure(options: Namespace, report: Report) -> None:
             report.rows.append(
                 at_most(f"host time of {number} decodes", median(times_us), "us a step", limit_us)
             )
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

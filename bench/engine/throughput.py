@@ -1,7 +1,5 @@
 """Generation throughput of one engine on the CPU, beside the machine's limit and beside other engines.
 
-    python -m baton.bench.engine.throughput MODEL [--rival NAME=COMMAND ...] [--rounds 5] [--pairs 40]
-
 A rival does the same work and prints "out tok/s N"; docs/benchmarks.md explains the figures.
 """
 
@@ -179,7 +177,3 @@ def measure(options: Namespace, report: Report) -> None:
     if options.pairs:
         with process.freeze_gc():
             report.rows.append(prefix_cache_cost(load, options.pairs, report))
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

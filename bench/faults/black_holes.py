@@ -1,7 +1,5 @@
 """The latency that clients see when one link of a cluster swallows everything or is slow.
 
-python -m baton.bench.faults.black_holes [--seconds 60] [--links TEXT] [--troubles TEXT] [--output FOLDER]
-
 Two prefill and two decode workers of the tiny model, two gateways, two routers, a Redis that is reached over
 TCP, and a proxy on every link (bench/faults/link_proxy.py). One kind of link after the other lets nothing
 pass for a while, in neither direction, without an end of the stream; then the link has a round trip of half
@@ -152,7 +150,3 @@ async def _open_cluster() -> AsyncIterator[ProxiedCluster]:
 
 def _role(name: str) -> str:
     return name.partition("-")[0]
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

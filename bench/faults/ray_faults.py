@@ -1,7 +1,5 @@
 """The effect on streams when a node of Ray freezes or dies, or Ray's head dies: four nodes on one machine.
 
-python -m baton.bench.faults.ray_faults [--streams 30] [--head-away 300] [--output FOLDER]
-
 The head, a node without cores where `baton serve` runs, and two nodes for its workers have loopback addresses
 of their own. Ray keeps its tables in a Redis of this benchmark. First SIGSTOP freezes every process of the
 node that has the only decode worker and a prefill worker, under load. Then the head is killed under load, a
@@ -225,7 +223,3 @@ async def measure(options: Namespace, report: Report) -> None:
         report.tell("a node dies")
         clients = Clients(cluster.url, questions, 2, options.streams)
         report.rows += await lost_node(nodes, cluster, clients, is_frozen=False)
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

@@ -1,7 +1,5 @@
 """A cluster under mixed load and a random fault every few seconds, for as long as you like.
 
-python -m baton.bench.faults.soak [--minutes 30] [--seed 1] [--runtime ray] [--output FOLDER]
-
 Two prefill and two decode workers of the tiny model, two gateways, two routers and Redis, as `baton serve`
 starts them. Clients of three tenants stream, ask for whole answers and hang up in the middle; every answer is
 compared with the answer of one engine. Meanwhile processes are killed, or stopped and continued, in an order
@@ -234,7 +232,3 @@ def _rows(clients: Clients, faults: FaultInjector) -> list[Row]:
         Row("longest gap within a stream", max(clients.gaps_s, default=0.0), "s"),
         at_least("faults", len(faults.done), "", 1, ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))),
     ]
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

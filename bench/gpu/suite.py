@@ -1,4 +1,4 @@
-"""The stages of the GPU suite and their order; bench/gpu/__main__.py is the command.
+"""The stages of the GPU suite and their order; bench/gpu/__main__.py is the command for a bare machine.
 
 Each stage runs in a process of its own, as no later call survives some errors of CUDA. The process appends
 every row to gpu-STAGE.jsonl as soon as it is measured; gpu-STAGE.log has what it prints.

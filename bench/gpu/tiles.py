@@ -1,7 +1,5 @@
 """Tuned tiles: candidates, compiled and judged, and the table of the best ones, kernels/triton/tuned.json.
 
-    python -m baton.bench.gpu.tiles [--output FOLDER]
-
 A candidate is compiled for sm_90 in every kind of launch that would use it. One that spills registers, or
 has more shared memory than a program may have, is dropped. On a GPU the others are judged by the time of
 launches, elsewhere by a model of a multiprocessor of an H200, whose constants are estimates: no GPU has
@@ -315,7 +313,3 @@ def measure(options: Namespace, report: Report) -> None:
     for tile in tiles:
         name = f"{tile.kind}, {tile.dtype}, {tile.width}, {tile.block_m} rows"
         report.rows.append(Row(name, tile.shared_bytes / 1024, "KiB"))
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

@@ -334,7 +334,3 @@ def measure(options: Namespace, report: Report) -> None:
             for each in sweeps
         ]
     }
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

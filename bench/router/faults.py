@@ -1,7 +1,5 @@
 """The effect on requests when Redis or a router is hurt: real processes on this machine, under load.
 
-    python -m baton.bench.router.faults [--rest 8] [--output FOLDER]
-
 Redis is killed and stays away, is stopped for 10 s, is set back to nothing and to its contents before the
 load. Then one of two routers is killed, the other is killed, and one is stopped for 10 s; in a second cluster
 the only router is killed. docs/benchmarks.md explains the figures.
@@ -242,7 +240,3 @@ def routed_between(before: Sequence[RouterStatus], after: Sequence[RouterStatus]
     for router in after:
         between.add_since(earlier.get(router.id, RoutingTimes()), router.routing)
     return between
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

@@ -1,7 +1,5 @@
 """The cost of the prefix index: look-ups, decisions of the policy `cost`, changes and memory.
 
-    python -m baton.bench.router.prefix_index [--pages 10000000] [--workers 1000] [--matches 3000]
-
 Times are this process's CPU time, as other processes share the machine. docs/benchmarks.md explains the
 figures.
 """
@@ -213,7 +211,3 @@ def index_rows(num_pages: int, num_workers: int, num_matches: int, report: Repor
 def measure(options: Namespace, report: Report) -> None:
     """Measure the index."""
     report.rows += index_rows(options.pages, options.workers, options.matches, report)
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

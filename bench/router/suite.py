@@ -1,7 +1,5 @@
 """The worth of each routing policy: the production router on simulated workers.
 
-    python -m baton.bench.router.suite [--trace FILE] [--limit N] [--seed 0] [--output FOLDER]
-
 All times are those of the time model in sim/timed/fast.py. docs/benchmarks.md explains the figures.
 """
 
@@ -179,7 +177,3 @@ def measure(options: Namespace, report: Report) -> None:
     for name in WORKLOADS:
         report.tell(name)
         report.rows.append(workload_row(name, options.requests, options.seed))
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

@@ -1,7 +1,7 @@
 """The dashboard with many workers, in Chromium: frames while it scrolls, first paint, memory, and its cost.
 
-    python -m baton.bench.serve.dashboard [--workers 1000]
-    python -m baton.bench.serve.dashboard --pictures docs/images
+    baton bench dashboard [--workers 1000]
+    baton bench dashboard --pictures docs/images
 
 The gateway is real, its cluster is simulated_cluster.py. Needs Debian's chromium and the package playwright.
 docs/benchmarks.md explains the figures.
@@ -280,7 +280,3 @@ async def watching(url: str) -> AsyncIterator[None]:
     finally:
         reading.cancel()
         writer.close()
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

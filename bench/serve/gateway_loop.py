@@ -1,7 +1,5 @@
 """The time for which hostile bodies hold a gateway's event loop.
 
-    python -m baton.bench.serve.gateway_loop [--generated 200] [--seed 1] [--output FOLDER]
-
 A real gateway process with a Qwen-style chat template and a context of 131,072 tokens, a real router, and a
 decode worker that computes nothing. docs/benchmarks.md explains the figures.
 """
@@ -336,7 +334,3 @@ async def measure(options: Namespace, report: Report) -> None:
     ]
     counts = {str(status): num for status, num in sorted(statuses.items())}
     report.extra = {"statuses": counts, "seed": options.seed}
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

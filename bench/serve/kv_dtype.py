@@ -1,7 +1,5 @@
 """KV pages and hand-offs of one byte an element, beside those of bf16: bytes, answers and divergence.
 
-    python -m baton.bench.serve.kv_dtype
-
 A prefill worker and a decode worker serve the tiny model in bf16, with each kind of pages and of transfers;
 every prompt is handed over. Half of the questions need a thousand tokens back.
 
@@ -199,7 +197,3 @@ async def measure(options: Namespace, report: Report) -> None:
         report.tell(f"logits of {name}")
         report.rows += logit_rows(name, RecordedEngine(engine), prompts)
         engine.close()
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

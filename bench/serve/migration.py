@@ -1,7 +1,5 @@
 """Migrations and flips under load: the gap in a client's stream, its tokens, and the seconds of a flip.
 
-    python -m baton.bench.serve.migration [--moves 20] [--output FOLDER]
-
 A real cluster of the model tiny with one prefill and two decode workers on loopback. A client streams a
 sampled answer after a prompt of 2,000 or 8,000 tokens, while the stream moves to and fro. The gap of a move
 is the longest time between two pieces of the answer from the order until it is carried out, less the stream's
@@ -180,7 +178,3 @@ async def measure(options: Namespace, report: Report) -> None:
                 report.rows += rows_of(num_tokens, await move(cluster, body, options.moves), alone.token_ids)
             report.tell("flips")
             report.rows += await flip(cluster, options.tokens, options.flips)
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

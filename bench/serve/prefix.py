@@ -1,7 +1,5 @@
 """The worth of prefix reuse: two prefill and two decode workers with prefix caches, and as many without.
 
-    python -m baton.bench.serve.prefix [--rounds 3] [--seed 0]
-
 Both clusters answer the same prompts, in turns, over HTTP. docs/benchmarks.md explains the figures.
 """
 
@@ -153,7 +151,3 @@ async def measure(options: Namespace, report: Report) -> None:
         curves[name] = {"with reuse": ranked_shares(ms[True]), "without": ranked_shares(ms[False])}
     labels = {"x_label": "ms to the first token", "y_label": "share of requests"}
     report.plot = Plot(curves, **labels, is_log=True, is_stepped=True)
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

@@ -1,8 +1,5 @@
 """The share of requests' time that their timelines leave unaccounted, under load and with killed workers.
 
-    python -m baton.bench.serve.waterfall [--requests 10000] [--clients 12] [--kills 10] [--output
-    FOLDER]
-
 A real cluster of the model tiny, once with one prefill and one decode worker, once with two of each. Clients
 stream and ask for whole answers, with shared and with new prompts, with and without a stop string, one after
 the other each; meanwhile `--kills` workers are killed. The timeline of every request is read from
@@ -189,7 +186,3 @@ def _parts_of(timelines: Sequence[RequestTimeline]) -> dict[str, float]:
         for part, seconds in timeline.seconds.items():
             sums[part] += seconds / total_s
     return sums
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

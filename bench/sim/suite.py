@@ -1,9 +1,9 @@
 """Rehearsals: predicted against measured clusters of this machine, and their speed.
 
-    python -m baton.bench.sim.suite --only speed                    requests a second, and fast against full
-    python -m baton.bench.sim.suite --only accuracy                 calibrates, then serves 12 loads
-    python -m baton.bench.sim.suite --only advice --trace FILE      calibrates, then serves every candidate
-    python -m baton.bench.sim.suite --only accuracy --times FILE    with a model of `baton calibrate`
+    baton bench sim --only speed                    requests a second, and fast against full
+    baton bench sim --only accuracy                 calibrates, then serves 12 loads
+    baton bench sim --only advice --trace FILE      calibrates, then serves every candidate
+    baton bench sim --only accuracy --times FILE    with a model of `baton calibrate`
 
 docs/benchmarks.md explains the figures. Nothing else should run on the machine.
 """
@@ -314,7 +314,3 @@ def measure(options: Namespace, report: Report) -> None:
             report.rows += accuracy_rows(options, config, times, report)
         if "advice" in parts:
             report.rows += asked_advice(options, config, times, report)
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

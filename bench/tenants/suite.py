@@ -1,7 +1,7 @@
 """Isolation of tenants and behaviour under overload: the production router and queues on simulated workers.
 
-    python -m baton.bench.tenants.suite [--quick] [--seed 0] [--output FOLDER]
-    python -m baton.bench.tenants.suite --real [--seed 0] [--output FOLDER]    the same with real processes
+    baton bench tenants [--quick] [--seed 0] [--output FOLDER]
+    baton bench tenants --real [--seed 0] [--output FOLDER]    the same with real processes
 
 Four prefill and two decode workers of an 8B model, each on a GPU (sim/timed/fast.py). All times are
 simulated. docs/benchmarks.md explains the figures.
@@ -224,7 +224,3 @@ async def measure(options: Namespace, report: Report) -> None:
     report.rows += measure_shares(20.0 if is_quick else 60.0, seed)
     report.tell("overload")
     measure_overload(60.0 if is_quick else 300.0, seed, report)
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)

@@ -38,7 +38,7 @@ COMMANDS: Final = {
     "sleep": ("workers", "free a model's memory until `baton wake`"),
     "wake": ("workers", "load a sleeping model again"),
     "migrate": ("workers", "move running requests to another decode worker"),
-    "bench": ("bench", "measure this machine, or a server: kv, serve"),
+    "bench": ("bench", "measure this machine, or a server, by any of its suites"),
     "sim": ("sim", "simulate a cluster with faults, or replay a bundle"),
     "calibrate": ("rehearse", "measure workers of this machine, for rehearsals"),
     "rehearse": ("rehearse", "predict what a cluster does with a load, on a virtual clock"),

@@ -179,7 +179,7 @@ def _is_divisible_by_16(value: object) -> bool:
 
 # Tuned tiles.
 #
-# `python -m baton.bench.gpu.tiles` writes the table: on a GPU it times the candidates, elsewhere it judges
+# `baton bench gpu-tiles` writes the table: on a GPU it times the candidates, elsewhere it judges
 # them by a model from what they compile to. A launcher without a row for its shape uses its own rule.
 #
 # Sums must not depend on the batch, on chunks or on the number of ranks (batch invariance). So a row is found

@@ -8,6 +8,7 @@ from typing import Final
 
 import pytest
 
+from baton.cluster.cli.commands.bench import SUITES
 from baton.cluster.cli.main import COMMANDS, main
 from baton.cluster.cli.options import Parser
 from baton.cluster.cli.settings import Settings, add_serve_options, settings_from, variable
@@ -89,10 +90,11 @@ def test_files_that_are_named_exist(page: str) -> None:
     assert [path for path in sorted(named) if not any((root / path).exists() for root in roots)] == []
 
 
-def test_every_module_that_is_run_exists() -> None:
-    named = {name for page in PAGES.values() for name in re.findall(r"python -m (baton[\w.]*)", page)}
-    assert len(named) >= 10
-    assert not [name for name in named if importlib.util.find_spec(name) is None]
+def test_every_module_and_every_suite_that_is_run_exists() -> None:
+    modules = {name for page in PAGES.values() for name in re.findall(r"python -m (baton[\w.]*)", page)}
+    assert modules and not [name for name in modules if importlib.util.find_spec(name) is None]
+    suites = {name for page in PAGES.values() for name in re.findall(r"baton bench ([a-z][\w-]*)", page)}
+    assert len(suites) >= 20 and suites <= SUITES.keys()
 
 
 def test_architecture_page_shows_the_arrows_of_the_layer_test() -> None:

@@ -15,6 +15,7 @@ from typing import Final
 
 import pytest
 
+from baton.cluster.cli.commands.bench import SUITES
 from baton.cluster.cli.main import main
 from tests.forked_baton import ForkedBaton
 from tests.unit.cluster.conftest import Baton
@@ -239,7 +240,7 @@ def test_a_bench_has_its_own_options(baton: Baton) -> None:
 def test_an_unknown_bench_is_named(baton: Baton) -> None:
     for arguments, got in ((["speed"], "'speed'"), ([], "none")):
         status, _, errors = baton("bench", *arguments)
-        told = f"baton: error: baton bench SUITE: expected kv, serve, got {got}\n"
+        told = f"baton: error: baton bench SUITE: expected {', '.join(SUITES)}, got {got}\n"
         assert (status, errors) == (2, told)
     status, out, _ = baton("bench", "--help")
     assert status == 0 and "baton bench kv" in out and "baton bench serve" in out

@@ -1,7 +1,5 @@
 """Structured output: masks, their cost in a batch, schemas with instances, sampled answers, hostile schemas.
 
-    python -m baton.bench.structured [--schemas FOLDER] [--only PART ...] [--kills N]
-
 docs/benchmarks.md explains the figures. A line of FOLDER/schemas.jsonl is {"name", "schema", "tests":
 [{"valid", "data"}]}. `--kills N` compares N answers of a cluster whose workers are killed with those of one
 engine.
@@ -59,7 +57,3 @@ def measure(options: Namespace, report: Report) -> None:
         report.show("Hostile forms", rows)
     if options.kills:
         report.show("Kills", asyncio.run(kill_rows(report, kept, options.kills)))
-
-
-if __name__ == "__main__":
-    measure.main(__doc__)
