@@ -4,6 +4,8 @@
 2. While that process has one thread, it forks the template of its cluster.
 3. The cluster's runtime forks routers and gateways from the template, as it forks workers.
 
+The clusters of tests/process_cluster.py have no process of a command. The fork server forks their templates.
+
 test_serve_local.py starts the command and all processes of its cluster as users do.
 """
 
@@ -18,8 +20,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
+import psutil
 from setproctitle import setproctitle
 
 import baton.cluster.serve
@@ -56,29 +59,40 @@ class ForkedBaton(Forked):
 
 
 class ForkedTemplate:
-    """A template that the present process has forked; used as an asyncio.subprocess.Process."""
+    """The process of a forked template; used as an asyncio.subprocess.Process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self._process = psutil.Process(pid)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
     async def wait(self) -> None:
-        await asyncio.to_thread(os.waitpid, self.pid, 0)
+        await asyncio.to_thread(self._process.wait)
+
+
+Fork: TypeAlias = Callable[[socket.socket, Sequence[str]], int]  # of a template: (stdin, program) -> pid
+
+
+def fork_by_server(stdin: socket.socket, program: Sequence[str]) -> int:
+    """Fork a template from the fork server of tests/remote.py."""
+    return Forked(_run_template, stdin, program).pid
+
+
+def fork_here(stdin: socket.socket, program: Sequence[str]) -> int:
+    """Fork a template from the present process, which has one thread."""
+    return os.fork() or _run_template(stdin, program)
 
 
 class StartedTemplate(Template):
     """A template that runs already. After its death another one starts as that of a user."""
 
-    def __init__(self) -> None:
-        """The present process has one thread."""
-        super().__init__(COMMAND[2:], limit=MAX_REPORT_BYTES)
+    def __init__(self, program: Sequence[str], fork: Fork) -> None:
+        super().__init__(program, limit=MAX_REPORT_BYTES)
         ours, theirs = socket.socketpair()
         with theirs:
-            if not (pid := os.fork()):
-                _run_template(theirs)
-        self._first: tuple[Any, socket.socket] | None = (ForkedTemplate(pid), ours)
+            self._first: tuple[Any, socket.socket] | None = (ForkedTemplate(fork(theirs, program)), ours)
 
     async def _start(self) -> socket.socket:
         if self._first is None:
@@ -93,8 +107,8 @@ class StartedTemplate(Template):
 class ForkingRuntime(LocalRuntime):
     """A LocalRuntime that forks every process from the template."""
 
-    def __init__(self, template: Template, keys: ClusterKeys) -> None:
-        super().__init__(keys)
+    def __init__(self, template: Template, keys: ClusterKeys, *, command: Sequence[str] = COMMAND) -> None:
+        super().__init__(keys, command=command)
         self._template = template
 
     async def _start(self, environment: dict[str, str]) -> Any:
@@ -115,16 +129,19 @@ def _run(
     replace_environment(environment)
     gc.freeze()  # what the fork server has imported
     if arguments[0] == "serve":
-        local.LocalRuntime = partial(ForkingRuntime, StartedTemplate())  # type: ignore[assignment, misc]
+        started = StartedTemplate(COMMAND[2:], fork_here)
+        local.LocalRuntime = partial(ForkingRuntime, started)  # type: ignore[assignment, misc]
     _exit_with(lambda: main(arguments))
 
 
-def _run_template(theirs: socket.socket) -> NoReturn:
+def _run_template(stdin: socket.socket, program: Sequence[str]) -> NoReturn:
     ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     os.setpgid(0, 0)
-    os.dup2(theirs.detach(), STDIN)
+    with stdin:  # else workers would keep it open after the template's death
+        os.dup2(stdin.fileno(), STDIN)
+    setproctitle("baton template")  # it finds no place in a replaced environment
     replace_environment(environment_of_template(len(os.sched_getaffinity(0))))
-    sys.argv = [template.__name__, WORKER_CODE, *COMMAND[2:]]
+    sys.argv = [template.__name__, WORKER_CODE, *program]
     _exit_with(template.main)
 
 

@@ -1,4 +1,4 @@
-"""A cluster of real processes, as `baton serve` starts it, with a Frontend in the test's process.
+"""A cluster of real processes, with a Frontend in the test's process. All are forked (tests/forked_baton.py).
 
 Tests may kill processes; the supervisor restarts them, and `wait_until_whole` waits for that.
 """
@@ -14,12 +14,13 @@ from typing import Any, Final, Self, TypeVar
 import psutil
 
 from baton.cluster.operator_node import Operator, connected
-from baton.cluster.runtimes.local import COMMAND, LocalProcess, LocalRuntime
+from baton.cluster.runtimes.local import COMMAND, LocalProcess
 from baton.cluster.serve import Cluster
 from baton.cluster.serve_plan import Topology
 from baton.config.cluster import ServeConfig
 from baton.messages.operations import Status
 from tests.cluster_threads import KEY, GatewayThread, wait_for
+from tests.forked_baton import ForkingRuntime, StartedTemplate, fork_by_server
 from tests.new_status import new_status
 
 START_S: Final = 60.0
@@ -28,7 +29,7 @@ ResultT = TypeVar("ResultT")
 
 class ProcessCluster:
     def __init__(self, config: ServeConfig, *, command: Sequence[str] = COMMAND) -> None:
-        """command: runs each process, see LocalRuntime."""
+        """command: `python -m MODULE ...`, which each process runs after its fork."""
         self.config = config
         self._command = command
         self._loop = asyncio.new_event_loop()
@@ -92,7 +93,9 @@ class ProcessCluster:
         return all(_is_at_rest(worker.load.pages) for worker in status.workers)
 
     async def _start(self) -> Cluster:
-        cluster = Cluster(self.config, LocalRuntime(KEY, command=self._command), KEY, lambda text: None)
+        template = StartedTemplate(self._command[2:], fork_by_server)
+        runtime = ForkingRuntime(template, KEY, command=self._command)
+        cluster = Cluster(self.config, runtime, KEY, lambda text: None)
         try:
             self.topology = await cluster.start()
         except BaseException:
@@ -105,9 +108,9 @@ class ProcessCluster:
 
 
 def children(is_wanted: Callable[[list[str]], bool]) -> list[psutil.Process]:
-    """Return the children of this process whose command line is wanted."""
+    """Return the descendants of this process whose command line is wanted."""
     found = []
-    for child in psutil.Process().children():
+    for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it has ended, and may not have been waited for
             if is_wanted(child.cmdline()):
                 found.append(child)
