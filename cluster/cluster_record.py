@@ -109,7 +109,7 @@ def _records() -> list[ClusterRecord]:
 
 
 def _remove_earlier_boots() -> None:
-    """Remove the folders of this machine's earlier boots, of which no process runs.
+    """Remove the folders of this machine's earlier boots: none of their processes runs.
 
     A folder that has changed during this boot belongs to another machine of the same name.
     """

@@ -62,7 +62,7 @@ WatcherMessage: TypeAlias = Members | WorkerRemoved | Drain | Undrain | RestartW
 Replace: TypeAlias = Callable[[str, str, float], None]
 Order: TypeAlias = Callable[[Drain | Undrain | RestartWorker | Flip | Scale], None]
 
-SILENCE_GRACE_S: Final = 3.0  # for a silent worker to come back: its successor has to load the model
+SILENCE_GRACE_S: Final = 3.0  # for a silent worker to answer again: a successor would have to load the model
 # The effect when the last worker of a role has gone.
 ALONE: Final = {
     WorkerRole.PREFILL: "decode workers compute all prompts",

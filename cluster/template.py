@@ -202,7 +202,7 @@ def _open_pipe(ends: ExitStack) -> tuple[FileIO, FileIO]:
 def _adopting_orphans() -> Iterator[None]:
     """Make the present process the parent of each descendant that loses its parent; Linux only.
 
-    A rank of a worker that dies meanwhile becomes a child, too, and stays a zombie: nobody waits for it.
+    When a worker dies meanwhile, its ranks become children, too, and stay zombies until this process ends.
     """
     prctl, adopted = ctypes.CDLL(None).prctl, ctypes.c_int()
     prctl(GET_CHILD_SUBREAPER, ctypes.byref(adopted), 0, 0, 0)

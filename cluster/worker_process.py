@@ -372,7 +372,7 @@ def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | No
         try:
             link = endpoint.link((address.host, address.port))
         except BatonError as error:
-            logger.warning("KV pages cannot be sent to %s:%d: %s", address.host, address.port, error)
+            logger.warning("KV pages cannot be sent to %s", error)
         finally:
             endpoint.post(lambda: answer(link))
 

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Final, TypeAlias
 
 from baton.clock import Clock
-from baton.errors import BatonError, ConfigError, TransferFailed, WireError
+from baton.errors import BatonError, ConfigError, TransferFailed, WireError, reason_of
 from baton.kvtransfer.protocol.messages import AnyMessage, EndpointHello, decode, encode
 from baton.kvtransfer.protocol.transfer_plan import check_same_model, shards_of
 from baton.kvtransfer.transports.base import TransportSet
@@ -146,7 +146,7 @@ class Peers:
             sock = socket.create_connection(address, HANDSHAKE_TIMEOUT_S)
             link = self._greet(sock, host, Role.CONNECTING)
         except (BatonError, OSError) as error:
-            raise TransferFailed(f"{host}:{port}: {error}") from error
+            raise TransferFailed(f"{host}:{port}: {reason_of(error)}") from error
         self._add(link)
         return link
 

@@ -34,7 +34,7 @@ from baton.sim.rehearsal import Layout
 
 FEWEST_ROWS: Final = 4  # intervals before the first forecast
 STRICTER: Final = 0.5  # share of the allowed misses that a smaller layout may have
-LEAST_RELEASE: Final = 4  # intervals for which a worker must have been unneeded, at least
+LEAST_RELEASE: Final = 4  # intervals without need of a worker before it may be removed, at least
 BUDGET_S: Final = 3600.0  # after which a request counts half in the budget of misses
 MEASURED: Final = 100.0  # requests; with fewer there is no budget
 # Share of the allowed misses that a plan may expect: with no miss lately, and after too many.

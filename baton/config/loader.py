@@ -43,7 +43,7 @@ def build(struct_type: type[StructT], settings: object, prefix: str = "") -> Str
     """Return the struct in a nested mapping; a part may be its struct already.
 
     Sizes in bytes may be written "4GiB". Raises ConfigError with the full dotted key on an unknown key, a
-    wrong type or a bad value, and whatever the struct's own checks raise.
+    wrong type or a bad value, and the errors of the struct's own checks.
     """
     if isinstance(settings, struct_type):  # its types are unchecked
         settings = msgspec.structs.asdict(settings)
@@ -108,7 +108,7 @@ def import_named(setting: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module may be anybody's
+    except Exception as error:  # an import may raise any error
         raise ConfigError(f"{setting}: {name!r} cannot be imported: {error}") from error
 
 

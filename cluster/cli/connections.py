@@ -159,7 +159,7 @@ class HttpClient:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def ask(self, method: str, route: str, body: bytes | None = None) -> http.client.HTTPResponse:
-        """Return the answer, of which the body has not been read.
+        """Return the answer; its body is unread.
 
         Raises ConfigError for a wrong key, InvalidRequest and WorkerLost with the gateway's message.
         """

@@ -66,7 +66,7 @@ def rendered(*parts: Part, width: int | None = None) -> str:
 
 
 def natural(name: str) -> tuple[str, int]:
-    """Return a key by which decode-2 comes before decode-10."""
+    """Return a sort key: decode-2 comes before decode-10."""
     stem, _, number = name.rpartition("-")
     return (stem, int(number)) if number.isdecimal() else (name, -1)
 

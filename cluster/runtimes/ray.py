@@ -151,7 +151,7 @@ class RayRuntime:
         everyone = [spec for spec in specs if spec.num_ranks]
         nodes = await _in_thread(self._nodes)
         cores = [int(node.resources.get("CPU", 0)) for node in nodes]
-        if self._is_alone:  # whose Ray counts more, for further workers
+        if self._is_alone:  # a Ray that was started here counts more cores, for later workers
             cores = [len(os.sched_getaffinity(0))]
         num_cores = cores_for(sum(spec.num_ranks for spec in everyone), cores)
         shares = share_out(everyone, num_cores)
