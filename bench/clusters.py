@@ -194,6 +194,15 @@ def _redis_pid(root: int) -> int:
 
 
 @asynccontextmanager
+async def watched_cluster(port: int, num_processes: int, serve_pid: int) -> AsyncIterator[WatchedCluster]:
+    """Watch the cluster that this machine serves at the port, once it is whole."""
+    record = find_record(port)
+    async with connected(record.routers, record.keys) as operator:
+        cluster = WatchedCluster(f"http://{HOST}:{port}", operator, num_processes, serve_pid)
+        yield await cluster.come_together()
+
+
+@asynccontextmanager
 async def served_cluster(
     options: Sequence[str],
     *,
@@ -235,9 +244,8 @@ async def served_cluster(
         try:
             async with asyncio.timeout(START_S):
                 port = await _port(process, log_path)
-            record, url = find_record(port), f"http://{HOST}:{port}"
-            async with connected(record.routers, record.keys) as operator:
-                yield await WatchedCluster(url, operator, sum(counts.values()), process.pid).come_together()
+            async with watched_cluster(port, sum(counts.values()), process.pid) as cluster:
+                yield cluster
         finally:
             await _stop(process)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.bench.clusters import watched_cluster
 from baton.bench.faults.clients import make_questions
 from baton.bench.report import Report
 from baton.bench.router.faults import (
@@ -13,11 +14,11 @@ from baton.bench.router.faults import (
     hurt_redis,
     kill_router,
     measure,
-    routed_cluster,
 )
 from baton.cluster.redis_server import RedisServer
 from tests.event_loop import on_loop
 from tests.needs import needs_redis
+from tests.served import SERVE, served
 
 pytestmark = needs_redis
 
@@ -29,10 +30,12 @@ TIMINGS = ("routing p99", "blind decisions")  # wrong by chance on a busy machin
 async def test_lost_redis_and_a_killed_router_fail_no_request() -> None:
     questions = make_questions(1, MAX_TOKENS)
     async with RedisServer() as server:
-        redis = HurtRedis(server)
-        async with routed_cluster(redis, num_routers=2) as cluster:
-            rows = await hurt_redis(cluster, redis, questions, "Redis away", HurtRedis.away, REST_S)
-            rows += await kill_router(cluster, questions, "one router killed", REST_S)
+        redis, options = HurtRedis(server), ("--router-policy", "cost", "--redis", server.url)
+        workers = ("--prefill", "2", "--decode", "2", "--routers", "2")
+        with served(*SERVE, *workers, *options) as found:
+            async with watched_cluster(found.port, 2 + 2 + 2 + 1, found.process.pid) as cluster:
+                rows = await hurt_redis(cluster, redis, questions, "Redis away", HurtRedis.away, REST_S)
+                rows += await kill_router(cluster, questions, "one router killed", REST_S)
     assert not [row for row in rows if not row.met and not row.name.endswith(TIMINGS)]
 
 

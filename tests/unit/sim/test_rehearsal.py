@@ -77,7 +77,7 @@ def test_workers_have_the_settings_of_the_calibrated_ones(mode: Mode) -> None:
     settings = RehearsalSettings(mode=mode, has_intervals=False)
 
     def course(times: TimeModel, shared: float = 0.0) -> Course:
-        trace = synthetic(30.0, 4.0, CHAT._replace(shared=shared))
+        trace = synthetic(30.0, 2.0, CHAT._replace(shared=shared))
         return rehearse_each(trace, Layout.parse("1P1D"), times, settings)
 
     usual = course(TIMES)

@@ -98,18 +98,13 @@ def test_command_needs_only_six_packages(tmp_path: Path) -> None:
     assert sum(row["value"] is not None for row in content["rows"]) > 25
 
 
-def test_failed_stage_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
-    report = run_toy(tmp_path, "bad", "good")
-    assert values_of(report) == [("before", 1.0), ("bad", None), ("figure", 1.0)]
+def test_failed_stages_are_named_and_their_rows_are_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
+    report = run_toy(tmp_path, "bad", "crashes")
+    assert values_of(report) == [("before", 1.0), ("bad", None), ("before", 1.0), ("crashes", None)]
     assert report.rows[1].note == "WrongResult: kernel: off by one" and report.rows[1].has_failed
+    assert report.rows[3].note == "its process ended with exit code -11" and report.rows[3].has_failed
     failures = json.loads((tmp_path / "toy.json").read_text())["failures"]
-    assert list(failures) == ["bad"] and "second line" in failures["bad"]
-
-
-def test_rows_before_a_crash_are_kept(tmp_path: Path) -> None:
-    report = run_toy(tmp_path, "crashes")
-    assert values_of(report) == [("before", 1.0), ("crashes", None)]
-    assert report.rows[1].note == "its process ended with exit code -11" and report.rows[1].has_failed
+    assert list(failures) == ["bad", "crashes"] and "second line" in failures["bad"]
 
 
 def test_rows_before_a_hang_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
