@@ -136,13 +136,9 @@ def test_echo_of_special_tokens_is_as_long_as_its_offsets_say(served: EngineServ
 def test_message_without_content_and_calls_is_empty(scripted: Served) -> None:
     scripted.service.play = answer_at_once([300])
     empty = prompt_of(scripted, CHAT, messages=[*MESSAGES, {"role": "assistant", "content": ""}])
-    given: dict[str, Any]
-    for given in (
-        {"content": None},
-        {"content": None, "tool_calls": []},
-        {"content": None, "tool_calls": None},
-    ):
-        assert prompt_of(scripted, CHAT, messages=[*MESSAGES, {"role": "assistant", **given}]) == empty
+    without: dict[str, Any] = {"role": "assistant", "content": None}
+    for message in (without, {**without, "tool_calls": []}, {**without, "tool_calls": None}):
+        assert prompt_of(scripted, CHAT, messages=[*MESSAGES, message]) == empty
     assert scripted.ask(CHAT, messages=MESSAGES, top_logprobs=0)
 
 
