@@ -414,7 +414,8 @@ class PromptReader:
         if num_tokens > longest:
             raise invalid("tokens", f"at most {longest}, which the model takes, got {num_tokens}")
         check_token_ids(body.tokens, self._vocab_size, "tokens")
-        return _written({"prompt": self._needed_tokenizer.decode(body.tokens)})
+        text = self._needed_tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return _written({"prompt": text})
 
 
 def _shown(calls: AskedCalls | None) -> list[Tool]:

@@ -92,6 +92,17 @@ async def test_helpers_read_and_refuse_the_same_as_the_event_loop() -> None:
             assert refused.value.status == status
 
 
+@on_loop
+async def test_tokens_of_a_chat_become_the_text_of_its_prompt() -> None:
+    reader = body_reader()
+    chat = await reader.read("tokenize", body(messages=[{"role": "user", "content": "7+5="}]), POLICY)
+    assert isinstance(chat, TextAnswer)
+    token_ids = json.loads(chat.json)["tokens"]
+    text = await reader.read("detokenize", body(tokens=token_ids), POLICY)
+    assert isinstance(text, TextAnswer)
+    assert json.loads(text.json) == {"prompt": "<|user|>7+5=<|end|><|assistant|>"}
+
+
 def children() -> set[int]:
     found = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
     return {int(pid) for pids in found for pid in pids}
