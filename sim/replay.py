@@ -112,8 +112,8 @@ class Replayed(NamedTuple):
     compared: Sequence[Compared]  # with another policy
 
 
-class _Peer:
-    """A recorded connection; what the router sends is lost."""
+class MutePeer:
+    """A peer of which only the Hello is known; what the router sends is lost."""
 
     silence_s = quiet_s = 0.0
     clock_offset: ClockOffset | None = None
@@ -288,7 +288,7 @@ class _Host:
         self._time = Events()  # the recorded time
         self._time.now_s = checkpoint.at_s
         self._turns: deque[Callable[[], None]] = deque()
-        self._peers = {number: _Peer(hello) for number, hello in checkpoint.peers}
+        self._peers = {number: MutePeer(hello) for number, hello in checkpoint.peers}
         self._router = router = Router(
             checkpoint.config,
             OffsetClock(self._time, 0.0),
@@ -328,7 +328,7 @@ class _Host:
                 return
             case Joined(hello=hello):
                 assert hello is not None, "a packed event has its hello"
-                self._peers[peer] = _Peer(hello)
+                self._peers[peer] = MutePeer(hello)
                 router.joined(self._peers[peer])
             case Left():
                 router.left(self._peers.pop(peer))

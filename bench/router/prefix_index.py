@@ -16,7 +16,6 @@ import psutil
 from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.clock import ManualClock
 from baton.messages.bounds import SHORT_KEY_BYTES, Kind
-from baton.messages.codec import AnyMessage
 from baton.messages.control import Hello, KvEventBatch
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, TokenIds
@@ -27,7 +26,7 @@ from baton.router.policies.base import ClusterView, PolicyContext, WorkerPool
 from baton.router.policies.cost import CostPolicy
 from baton.router.policies.cost_model import CostModel
 from baton.router.sliced_work import Family, PromptKeys
-from baton.rpc.peer_clock import ClockOffset
+from baton.sim.replay import MutePeer
 from baton.sim.timed.fleet import Fleet
 
 PAGE_TOKENS: Final = 16
@@ -118,22 +117,6 @@ def _resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-class _ClosedPeer:
-    """A peer that nothing is sent to."""
-
-    silence_s = quiet_s = 0.0
-    clock_offset: ClockOffset | None = None
-
-    def __init__(self, hello: Hello) -> None:
-        self.hello = hello
-
-    def send(self, message: AnyMessage) -> None:
-        raise AssertionError(message)
-
-    def close(self) -> None:
-        raise AssertionError("a decision closes nothing")
-
-
 class _KnownKeys(PromptKeys):
     """Returns the keys of one prompt, made beforehand."""
 
@@ -151,7 +134,7 @@ def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generat
     members: dict[WorkerRole, list[Member]] = {role: [] for role in WorkerRole}
     for worker in loaded.stores.workers:
         hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
-        members[worker.role].append(Member(worker, _ClosedPeer(hello), 0.0))
+        members[worker.role].append(Member(worker, MutePeer(hello), 0.0))
     decode, prefill = (WorkerPool(members[role]) for role in (WorkerRole.DECODE, WorkerRole.PREFILL))
     everyone = frozenset(member.id for member in prefill.members)
     view = ClusterView(decode, prefill, {member.id: everyone for member in decode.members})

@@ -6,9 +6,9 @@ other answers. Connections are kept and used again, the latest free one first.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Self, TypeAlias, cast
+from typing import Self, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -16,6 +16,8 @@ import httptools
 from baton.errors import ConfigError, PeerGone
 
 Done: TypeAlias = Callable[["Answer | PeerGone"], None]
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(slots=True)
@@ -47,6 +49,20 @@ async def sleep_until(due_s: float) -> None:
     """Sleep until that moment of `time.perf_counter`, never less; a loop's own timers may fire early."""
     while (left_s := due_s - time.perf_counter()) > 0:
         await asyncio.sleep(left_s)
+
+
+async def at_once(
+    number: int, items: Iterable[ItemT], act: Callable[[ItemT], Awaitable[ResultT]]
+) -> list[ResultT]:
+    """Act on every item, `number` of them at a time; return the results in the items' order."""
+    waiting, found = enumerate(items), dict[int, ResultT]()
+
+    async def work() -> None:
+        for place, item in waiting:
+            found[place] = await act(item)
+
+    await asyncio.gather(*(work() for _ in range(number)))
+    return [found[place] for place in sorted(found)]
 
 
 class Address:

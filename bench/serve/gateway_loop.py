@@ -24,7 +24,7 @@ import msgspec
 
 from baton.bench.clusters import copy_tiny, tenants_yaml
 from baton.bench.report import Report, Row, at_most, option, percentile, suite
-from baton.bench.serve.client import Address, Client
+from baton.bench.serve.client import Address, Client, at_once
 from baton.bench.serve.overhead import Plane, stub_cluster
 from baton.bench.serve.stub import FILE_VARIABLE, Held
 from baton.errors import PeerGone
@@ -267,18 +267,12 @@ def prepare(work: Sequence[Hostile]) -> None:
 
 def send_prepared(address: Address, num_at_once: int) -> Counter[int]:
     """Send the bodies, so many at once; return the counts of statuses."""
-    waiting, statuses = iter(_prepared), Counter[int]()
 
-    async def send() -> None:
+    async def send_all() -> list[int]:
         with contextlib.closing(Client(address)) as client:
-            for hostile in waiting:
-                statuses[await ask(client, hostile.path, hostile.body)] += 1
+            return await at_once(num_at_once, _prepared, lambda each: ask(client, each.path, each.body))
 
-    async def send_all() -> None:
-        await asyncio.gather(*(send() for _ in range(num_at_once)))
-
-    asyncio.run(send_all())
-    return statuses
+    return Counter(asyncio.run(send_all()))
 
 
 async def chat_beside(

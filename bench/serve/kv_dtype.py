@@ -24,7 +24,7 @@ import torch
 from baton.bench.clusters import served_cluster
 from baton.bench.engine.replica import LLAMA_56M, RecordedEngine, greedy, load_replica
 from baton.bench.report import Report, Row, at_most, option, suite
-from baton.bench.serve.client import Address, Client
+from baton.bench.serve.client import Address, Client, at_once
 from baton.bench.tiny.tasks import Case, mixed_cases
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
@@ -61,24 +61,21 @@ class Answers(NamedTuple):
 
 async def ask(options: Sequence[str], cases: Sequence[Case]) -> Answers:
     """Serve tiny by two workers with these options, and answer all cases greedily."""
-    found: dict[int, dict[str, Any]] = {}
-    left = iter(enumerate(cases))
 
-    async def work(client: Client) -> None:
-        for number, case in left:
-            body = {"model": "tiny", "prompt": case.prompt, "max_tokens": LONGEST_ANSWER}
-            body |= {"temperature": 0.0, "return_token_ids": True}
-            got = await client.post("/v1/completions", json.dumps(body).encode())
-            assert got.status == 200, got.body
-            (found[number],) = json.loads(got.body)["choices"]
+    async def complete(case: Case) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": case.prompt, "max_tokens": LONGEST_ANSWER}
+        body |= {"temperature": 0.0, "return_token_ids": True}
+        got = await client.post("/v1/completions", json.dumps(body).encode())
+        assert got.status == 200, got.body
+        (choice,) = json.loads(got.body)["choices"]
+        return dict(choice)
 
     async with served_cluster((*OPTIONS, *options), prefill=1, decode=1) as cluster:
         with closing(Client(Address(cluster.url))) as client:
-            await asyncio.gather(*(work(client) for _ in range(NUM_CLIENTS)))
+            choices = await at_once(NUM_CLIENTS, cases, complete)
             await asyncio.sleep(REPORT_S)
             metrics = await client.get("/metrics")
     sent_bytes = sum(float(number) for number in SENT.findall(metrics.body.decode()))
-    choices = [found[number] for number in range(len(cases))]
     return Answers([each["text"] for each in choices], [each["token_ids"] for each in choices], sent_bytes)
 
 

@@ -13,7 +13,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.bench.serve.client import Address, Answer, Client, Connection, sleep_until
+from baton.bench.serve.client import Address, Answer, Client, Connection, at_once, sleep_until
 from baton.bench.serve.figures import Bad, Run, Sample, Slo, streamed, unary
 from baton.errors import ConfigError, PeerGone
 from baton.sim.timed.workload import TraceRequest, arrivals
@@ -192,13 +192,11 @@ class Load:
                 *(self._when_due(job, body, begin_s) for job, body in zip(jobs, bodies, strict=True))
             )
         else:
-            waiting = iter(list(zip(jobs, bodies, strict=True)))
 
-            async def work() -> None:
-                for job, body in waiting:
-                    await self._one(job, body, time.perf_counter())
+            async def one(asked: tuple[Job, bytes]) -> None:
+                await self._one(*asked, time.perf_counter())
 
-            await asyncio.gather(*(work() for _ in range(shape.concurrency)))
+            await at_once(shape.concurrency, zip(jobs, bodies, strict=True), one)
         duration_s = max(self._ended_s - begin_s, 1e-9)
         return Run(self._samples, self._failures, duration_s, shape.slo, self._max_lag_s, self._said)
 

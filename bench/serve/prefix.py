@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from baton.bench.clusters import served_cluster
 from baton.bench.engine.replica import LLAMA_3M, random_tokens
 from baton.bench.report import Plot, Report, Row, at_most, option, ranked_shares, suite
-from baton.bench.serve.client import Address, Client
+from baton.bench.serve.client import Address, Client, at_once
 from baton.bench.serve.figures import streamed, token_ids_of
 from baton.config.engine import CacheConfig, EngineSettings, SchedulerConfig
 
@@ -60,13 +60,7 @@ async def ask_about_documents(client: Client, random: Random) -> list[Answer]:
     """Ask six questions about each of two documents, in turns, NUM_AT_ONCE at a time."""
     documents = [tokens(random, DOCUMENT_TOKENS) for _ in range(2)]
     prompts = [[*document, *tokens(random, QUESTION_TOKENS)] for _ in range(6) for document in documents]
-    seats = asyncio.Semaphore(NUM_AT_ONCE)
-
-    async def ask_seated(prompt: Sequence[int]) -> Answer:
-        async with seats:
-            return await ask(client, prompt)
-
-    return await asyncio.gather(*map(ask_seated, prompts))
+    return await at_once(NUM_AT_ONCE, prompts, partial(ask, client))
 
 
 async def converse(client: Client, random: Random) -> list[Answer]:

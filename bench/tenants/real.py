@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from baton.bench.clusters import MODEL, served_cluster, tenants_yaml
 from baton.bench.report import Report, Row
-from baton.bench.serve.client import Address, Client, sleep_until
+from baton.bench.serve.client import Address, Client, at_once, sleep_until
 from baton.bench.serve.figures import Bad, streamed
 from baton.bench.serve.load import FIRST_TOKEN, Job
 from baton.bench.tenants.calls import (
@@ -103,13 +103,10 @@ class TenantServer:
 
     async def capacity(self, calls: Sequence[ClientCall]) -> float:
         """Return the prompt tokens a second that a closed loop of AT_ONCE of these calls reaches."""
-        left, begin_s = iter(calls), time.perf_counter()
-
-        async def work() -> int:
-            return sum([call.num_tokens for call in left if (await self._ask_now(call)).ended_s >= 0])
-
-        num_tokens = sum(await asyncio.gather(*(work() for _ in range(AT_ONCE))))
-        return num_tokens / (time.perf_counter() - begin_s)
+        begin_s = time.perf_counter()
+        outcomes = await at_once(AT_ONCE, calls, self._ask_now)
+        seconds = time.perf_counter() - begin_s
+        return sum(each.call.num_tokens for each in outcomes if each.ended_s >= 0) / seconds
 
     async def settle(self, call: ClientCall) -> None:
         """Wait until calls that were given up are out of the way: this call is answered at once."""
