@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from baton.kernels import native
+from tests.remote import Remote
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = """
@@ -186,40 +187,37 @@ def test_missing_library_costs_speed_only_and_one_warning(
     assert not list(folder.glob("compiling-*")), "no temporary folder is left behind"
 
 
+class Builder:
+    """A process that has not used the library yet."""
+
+    def __init__(self, sources: Path, variables: dict[str, str]) -> None:
+        os.environ.update(variables)
+        vars(native).update(SOURCES=sources, _builds_folder=None)
+
+    def has_started(self) -> bool:
+        return True
+
+    def number(self) -> int:
+        library = load()
+        assert library is not None
+        return int(library.number())
+
+    def close(self) -> None:
+        """Do nothing: the library stays loaded."""
+
+
 def test_one_of_the_processes_that_start_at_once_builds_for_all(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     links = home / "links"
     script = f'case "$*" in *-lm) echo >> {links};; esac; sleep 0.2; exec {COMPILER} "$@"'
     put_compiler(home, monkeypatch, script)
-    script = f"""
-import sys
-from pathlib import Path
-from baton.kernels import native
-native.SOURCES = Path({str(home / "sources")!r})
-print("ready", flush=True)
-sys.stdin.readline()
-assert native.library().number() == 1
-"""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in processes:  # both are past their imports: they compile at once
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in processes:
-        process.communicate(timeout=60)
-    assert [process.returncode for process in processes] == [0, 0]
+    given = home / "sources", {name: os.environ[name] for name in ("HOME", "PATH")}
+    with Remote(Builder, *given) as first, Remote(Builder, *given) as second:
+        assert first.has_started() and second.has_started()
+        for process in (first, second):
+            process.start_call("number")
+        assert [process.result() for process in (first, second)] == [1, 1]
     assert len(built(home)) == 1, "no temporary folder is left behind"
     assert links.read_text() == "\n"
 
