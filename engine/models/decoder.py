@@ -130,11 +130,7 @@ class Decoder(ABC):
         groups: LayerGroups | None = None,
         received_TE: Tensor | None = None,
     ) -> Tensor:
-        """As `Model.forward`; the pool has this stage's layers, and groups count from the first of them.
-
-        Stages before the last one return the hidden states [T, E] that the next stage goes on with.
-        received_TE: those of the stage before, used up; None: the first stage embeds the tokens.
-        """
+        """As `SupportsPipeline.forward`."""
         residual_TE = self.embed(step) if received_TE is None else received_TE
         adapters = None if self.adapters is None or self.adapters.rows is None else self.adapters
         if self.stack is not None and adapters is None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from importlib import import_module
 from itertools import accumulate
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +43,27 @@ class Model(Protocol):
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, V] fp32, on every rank."""
+
+
+@runtime_checkable
+class SupportsPipeline(Model, Protocol):
+    """A model that can be split into pipeline stages, each with some of the layers."""
+
+    is_first: bool  # this stage has the embedding
+    is_last: bool  # this stage has the norm and the head
+
+    def forward(
+        self,
+        step: ModelInput,
+        kv_pool: Tensor,
+        groups: LayerGroups | None = None,
+        received_TE: Tensor | None = None,
+    ) -> Tensor:
+        """As `Model.forward`; the pool has this stage's layers, and groups count from the first of them.
+
+        Stages before the last one return the hidden states [T, E] that the next stage goes on with.
+        received_TE: those of the stage before, used up; None: the first stage embeds the tokens.
+        """
 
 
 def build_model(config: ModelConfig, parameters: Parameters, max_model_len: int) -> Model:

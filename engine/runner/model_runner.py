@@ -31,11 +31,11 @@ from baton.adapters import Adapter, AdapterFiles, read_adapter
 from baton.config.engine import CacheConfig, EngineConfig
 from baton.engine.cache.page_pool import ALWAYS_PASSED, mark_of
 from baton.engine.models.adapters import Adapters, AdapterTensors
-from baton.engine.models.decoder import Decoder
 from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint, fingerprint
 from baton.engine.models.loading.weights import Checkpoint, Parameters, Progress, ReportingCheckpoint
 from baton.engine.models.model import (
     Model,
+    SupportsPipeline,
     adapted_shapes,
     build_model,
     check_parameters,
@@ -362,7 +362,7 @@ class ModelRunner:
         except (OSError, OverflowError, RuntimeError) as error:  # the kinds of out-of-memory errors
             num_bytes = parameter_bytes(config, self.layout.dtype) // self.rank.size
             raise ModelError(f"{num_bytes:,} bytes of weights cannot be placed: {error}") from error
-        if self.pp.size > 1 and not isinstance(self.model, Decoder):
+        if self.pp.size > 1 and not isinstance(self.model, SupportsPipeline):
             raise ConfigError(f"pipeline_parallel_size: {config.architecture} cannot be split into stages")
 
     @torch.inference_mode()
@@ -595,7 +595,7 @@ class ModelRunner:
         model, pp = self.model, self.pp
         if pp.size == 1:
             return model.logits(model.forward(step, kv_pool, groups))
-        assert isinstance(model, Decoder), "`load` has checked that"
+        assert isinstance(model, SupportsPipeline), "`load` has checked that"
         received_TE = None
         if not pp.is_first:
             shape = len(step.token_ids_T), self.model_config.hidden_size

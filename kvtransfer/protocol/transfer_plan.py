@@ -27,9 +27,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from baton.errors import ConfigError
-from baton.kernels.coded_runs import CodedRows
 from baton.kernels.native import TORCH_DTYPES
-from baton.kernels.pages import Offsets
+from baton.kernels.pages import CodedRows, Offsets
 from baton.pages import PageLayout
 
 Pages: TypeAlias = Sequence[int] | Offsets  # page ids of one side, in token order

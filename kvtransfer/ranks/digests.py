@@ -32,8 +32,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from baton.kernels.coded_runs import decode_runs
-from baton.kernels.pages import Offsets
+from baton.kernels.pages import Offsets, decode_runs
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES, NO_DIGESTS
 from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, TransferSide
 from baton.kvtransfer.transports.base import LocalRank

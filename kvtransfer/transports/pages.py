@@ -24,9 +24,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.errors import ConfigError, TransferFailed, WireError
-from baton.kernels.coded_runs import CodedRows, decode_pages, decode_runs, encode_pages, encode_runs
 from baton.kernels.native import huge_zeros
-from baton.kernels.pages import Offsets, copy_pages, pack_runs, unpack_runs
+from baton.kernels.pages import (
+    CodedRows,
+    Offsets,
+    copy_pages,
+    decode_pages,
+    decode_runs,
+    encode_pages,
+    encode_runs,
+    pack_runs,
+    unpack_runs,
+)
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 
 REVOKED: Final = 0  # no page that was ever handed out has generation 0

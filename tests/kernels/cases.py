@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.kernels.coded_runs import decode_pages_triton, encode_pages_triton
 from baton.kernels.experts import (
     ExpertWeights,
     LinearHeads,
@@ -25,7 +24,12 @@ from baton.kernels.experts import (
 from baton.kernels.gated import GELU_TANH, SILU, Activation, clamped_swiglu, gated_reference, gated_triton
 from baton.kernels.kv_rows import SCALE_BYTES, decode_rows, encode_rows
 from baton.kernels.linear import LinearWeight
-from baton.kernels.pages import copy_pages_reference, copy_pages_triton
+from baton.kernels.pages import (
+    copy_pages_reference,
+    copy_pages_triton,
+    decode_pages_triton,
+    encode_pages_triton,
+)
 from baton.kernels.rms_norm import (
     rms_norm_reference,
     rms_norm_triton,

@@ -13,7 +13,6 @@ import torch
 from baton.bench.gpu import kernels as gpu_suite
 from baton.bench.gpu.tiles import Recorder
 from baton.kernels import (
-    coded_runs,
     experts,
     gated,
     linear,
@@ -319,7 +318,7 @@ def _page_scenarios() -> Iterator[Scenario]:
             pool, ids = torch.empty(4, num_rows, head_dim, dtype=dtype), torch.arange(4)
             packed = torch.empty(4, num_rows, head_dim + 2, dtype=torch.uint8)
             name = f"{head_dim}-{codes}-{dtype}".replace("torch.", "")
-            run = partial(coded_runs.encode_pages_triton, pool, ids, codes, packed)
-            yield Scenario(f"encode_pages-{name}", coded_runs, "encode_pages_kernel", run)
-            run = partial(coded_runs.decode_pages_triton, pool, ids, codes, packed)
-            yield Scenario(f"decode_pages-{name}", coded_runs, "decode_pages_kernel", run)
+            run = partial(pages.encode_pages_triton, pool, ids, codes, packed)
+            yield Scenario(f"encode_pages-{name}", pages, "encode_pages_kernel", run)
+            run = partial(pages.decode_pages_triton, pool, ids, codes, packed)
+            yield Scenario(f"decode_pages-{name}", pages, "decode_pages_kernel", run)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.kernels.coded_runs import CodedRows, decode_pages, decode_runs, encode_pages, encode_runs
 from baton.kernels.kv_rows import decode_rows, encode_rows
+from baton.kernels.pages import CodedRows, decode_pages, decode_runs, encode_pages, encode_runs
 from tests.kernels.outcomes import DTYPES, normal
 
 CPU = torch.device("cpu")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels.coded_runs import decode_pages, encode_pages
-from baton.kernels.pages import copy_pages, copy_runs_reference
+from baton.kernels.pages import copy_pages, copy_runs_reference, decode_pages, encode_pages
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking, StagedParts, packing_of
 from baton.pages import PageLayout
