@@ -23,10 +23,10 @@ from baton.engine.models.layers import (
     SparseMlp,
     VocabParallelEmbedding,
     VocabParallelHead,
+    rope_table,
 )
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.registry import ModelConfig, RopeConfig
-from baton.engine.models.rope_table import rope_table
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
 from baton.kernels.decoder_stack import DecoderStack, LayerGroups, StackLayer, StackShape, can_stack

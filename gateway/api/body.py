@@ -140,6 +140,19 @@ class AskedForm(msgspec.Struct, frozen=True):
     form: StructuredOutputs
 
 
+class AskedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that a response repeats, and the conversation to store."""
+
+    echoed: dict[str, bytes]  # fields that the response repeats, as JSON
+    items: bytes = b"[]"  # JSON of the conversation up to the answer; empty when nothing is stored
+    is_stored: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the fields."""
+        return sum(map(len, self.echoed.values())) + len(self.items)
+
+
 class ClientBody(msgspec.Struct, frozen=True, kw_only=True):
     """A body that a client sends."""
 
@@ -451,6 +464,10 @@ def text_of(item: Mapping[str, object], key: str, name: str) -> str:
     if not isinstance(text, str):
         raise invalid(f"{name}.{key}", "expected text")
     return text
+
+
+# Type of a part of a message's content -> the key of its text, as in vLLM.
+TEXT_KEYS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def text_content(content: object, name: str, keys: Mapping[str, str]) -> str | list[dict[str, object]]:

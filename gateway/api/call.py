@@ -7,7 +7,15 @@ import msgspec
 
 from baton.adapters import Adapter
 from baton.errors import InvalidRequest
-from baton.gateway.api.body import AskedForm, Body, ChatBody, CompletionBody, StreamOptions, logit_bias
+from baton.gateway.api.body import (
+    AskedForm,
+    AskedResponse,
+    Body,
+    ChatBody,
+    CompletionBody,
+    StreamOptions,
+    logit_bias,
+)
 from baton.gateway.api.errors import invalid
 from baton.gateway.metrics.tracing import TraceContext
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
@@ -18,19 +26,6 @@ from baton.tenants import SchedulingKey, Sla
 
 BYTES_PER_LOGPROB: Final = 150  # of one alternative: a tuple, an integer and a float
 Dialect: TypeAlias = Literal["openai", "responses", "messages"]
-
-
-class AskedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that a response repeats, and the conversation to store."""
-
-    echoed: dict[str, bytes]  # fields that the response repeats, as JSON
-    items: bytes = b"[]"  # JSON of the conversation up to the answer; empty when nothing is stored
-    is_stored: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the fields."""
-        return sum(map(len, self.echoed.values())) + len(self.items)
 
 
 class Prompt(msgspec.Struct):

@@ -18,7 +18,7 @@ import minijinja
 import msgspec
 
 from baton.errors import ConfigError, InvalidRequest, ModelError, shown
-from baton.gateway.api.body import check_depth
+from baton.gateway.api.body import TEXT_KEYS, check_depth
 from baton.tokenizer_file import read_text, read_tokenizer_config
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -49,8 +49,6 @@ RESERVED: Final = frozenset(
     | {"raise_exception", "strftime_now", "continue_final_message", "documents"}
 )
 
-# Type of a part of a message's content -> the key of its text, as in vLLM.
-TEXT_KEYS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 REASONING_KEYS: Final = ("reasoning", "reasoning_content")  # of a message: vLLM's, and its former one
 # OpenAI's newer name of the role "system". Most templates do not know it; many leave its messages out.
 DEVELOPER: Final = "developer"

@@ -22,7 +22,9 @@ from msgspec import Meta
 
 from baton.gateway.api.body import (
     MAX_MESSAGES,
+    TEXT_KEYS,
     AnswerTokens,
+    AskedResponse,
     ChatBody,
     ModelName,
     SamplingKeys,
@@ -32,9 +34,7 @@ from baton.gateway.api.body import (
     text_content,
     text_of,
 )
-from baton.gateway.api.call import AskedResponse
 from baton.gateway.api.errors import invalid, unsupported
-from baton.gateway.text.chat_template import TEXT_KEYS
 
 Item: TypeAlias = dict[str, object]
 Metadata: TypeAlias = Annotated[

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.engine.models.layers import rope_table
 from baton.engine.models.registry import RopeConfig
-from baton.engine.models.rope_table import rope_table
 from baton.kernels.store_kv import rope, rope_reference
 from tests.kernels.outcomes import DTYPES, normal
 

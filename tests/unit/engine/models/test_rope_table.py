@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
+from baton.engine.models.layers import rope_table
 from baton.engine.models.loading.checkpoint import JsonObject
 from baton.engine.models.registry import RopeConfig, RopeScaling, read_rope_config
-from baton.engine.models.rope_table import rope_table
 
 LLAMA3 = {
     "rope_type": "llama3",

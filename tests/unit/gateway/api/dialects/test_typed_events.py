@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat
-from baton.gateway.api.call import AskedResponse, Dialect
+from baton.gateway.api.body import AskedResponse
+from baton.gateway.api.call import Dialect
 from baton.gateway.api.dialects.response_store import ResponseQuery, ResponseStore
 from baton.gateway.api.dialects.typed_events import MessageFormat, ResponsesFormat
 from baton.gateway.api.errors import ApiError
