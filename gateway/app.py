@@ -16,10 +16,10 @@ from starlette.websockets import WebSocket
 
 import baton
 from baton.config.gateway import GatewayConfig
+from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.dialects.messages import body_of_error
 from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.api.prompt_reader import BODIES, POSTS
-from baton.gateway.api.served_models import ServedModel, ServedModels
 from baton.gateway.http.api_page import HEADERS as API_PAGE_HEADERS
 from baton.gateway.http.api_page import api_page
 from baton.gateway.http.auth import AuthMiddleware

@@ -23,12 +23,11 @@ from baton.config.generation_config import read_sampling_defaults
 from baton.errors import Overloaded
 from baton.gateway.api.adapters import ServedAdapters, add_adapter_routes
 from baton.gateway.api.admin import add_admin_routes
-from baton.gateway.api.body_reader import BodyReader
+from baton.gateway.api.body_reader import BodyReader, ServedModel, ServedModels
 from baton.gateway.api.dialects.response_store import add_response_routes
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.health import Canary, add_health_routes
 from baton.gateway.api.inference import Inference
-from baton.gateway.api.served_models import ServedModel, ServedModels
 from baton.gateway.api.sleep import add_sleep_routes
 from baton.gateway.app import add_model_routes, add_operator_pages, guard, make_app
 from baton.gateway.http.server import HttpServer

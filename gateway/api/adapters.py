@@ -19,8 +19,8 @@ from baton.adapters import Adapter, AdapterPath, NamedAdapter, read_adapter
 from baton.clock import Clock
 from baton.errors import ModelError, WorkerLost
 from baton.gateway.api.body import ClientBody, decode_body
+from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
-from baton.gateway.api.served_models import ServedModel, ServedModels
 from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import run_once
 from baton.messages.bounds import MAX_NAME_CHARS, Name

@@ -11,8 +11,8 @@ from fastapi import FastAPI, Response
 
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, WorkerLost
+from baton.gateway.api.body_reader import ServedModels
 from baton.gateway.api.errors import ApiError
-from baton.gateway.api.served_models import ServedModels
 from baton.gateway.streams.request_stream import Service, run_once
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import HEALTH_PRIORITY, Request, SamplingParams, TokenIds

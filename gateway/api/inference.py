@@ -42,6 +42,7 @@ from baton.gateway.api.answer_stream import (
     StreamProgress,
 )
 from baton.gateway.api.body import early_text, raw_fields
+from baton.gateway.api.body_reader import ServedModel, ServedModels
 from baton.gateway.api.call import AskedCall, Call
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.response_store import ResponseStore
@@ -57,7 +58,6 @@ from baton.gateway.api.errors import (
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.format import DONE, answer_format
 from baton.gateway.api.prompt_reader import POSTS, BodyKind, ReadPolicy, TextAnswer
-from baton.gateway.api.served_models import ServedModel, ServedModels
 from baton.gateway.http.protocol import (
     RECEIVED_S,
     RESPONSE_WRITER,

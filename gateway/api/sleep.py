@@ -17,8 +17,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from baton.gateway.api.body import read_query
+from baton.gateway.api.body_reader import OpenOrder, ServedModel, ServedModels
 from baton.gateway.api.errors import ApiError, invalid
-from baton.gateway.api.served_models import OpenOrder, ServedModel, ServedModels
 from baton.messages.orders import Sleep, Wake, is_superseded, latest_order, not_followed, numbered
 
 ASK_EVERY_S: Final = 1.0

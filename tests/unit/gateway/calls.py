@@ -10,11 +10,10 @@ from baton.bench.serve.figures import events_of
 from baton.cluster.model_directory import resolve_model
 from baton.errors import BatonError
 from baton.gateway.api.answer import Answer, AnswerChoice
-from baton.gateway.api.body_reader import BodyReader
+from baton.gateway.api.body_reader import BodyReader, ServedModel
 from baton.gateway.api.call import Call, Prompt
 from baton.gateway.api.errors import as_api_error
 from baton.gateway.api.prompt_reader import PromptReader
-from baton.gateway.api.served_models import ServedModel
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.answer_reader import Delta

@@ -12,8 +12,8 @@ import pytest
 from baton.adapters import CONFIG_FILE, WEIGHTS_FILE
 from baton.clock import ManualClock
 from baton.gateway.api.adapters import LoadAdapter, ServedAdapters, UnloadAdapter
+from baton.gateway.api.body_reader import ServedModels
 from baton.gateway.api.errors import ApiError
-from baton.gateway.api.served_models import ServedModels
 from baton.gateway.peer_gateways import PeerGateways
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address

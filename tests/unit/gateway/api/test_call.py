@@ -23,13 +23,12 @@ from baton.gateway.api.body import (
     early_text,
     list_prompts,
 )
-from baton.gateway.api.body_reader import BodyReader
+from baton.gateway.api.body_reader import BodyReader, ServedModels
 from baton.gateway.api.call import SAMPLING_FIELDS, AskedCall, Call
 from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import PromptReader, ReadPolicy
-from baton.gateway.api.served_models import ServedModels
 from baton.gateway.metrics.metrics import ROUTES, Metrics
 from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
-from baton.gateway.api.served_models import ServedModels
+from baton.gateway.api.body_reader import ServedModels
 from baton.gateway.api.sleep import LOOK_EVERY_S, add_sleep_routes
 from baton.messages.operations import Status
 from baton.messages.orders import Sleep, Wake
