@@ -274,6 +274,9 @@ def _bytes(memory: Tensor | Memory) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
+# Rows of pages as codes, for transfers of one byte an element.
+
+
 class CodedRows(NamedTuple):
     """Rows of `head_dim` elements of `dtype`, and the type of their codes: int8 or float8_e4m3fn."""
 

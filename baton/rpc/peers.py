@@ -98,6 +98,7 @@ class PeerRegistry:
         self._peers: dict[str, Peer] = {}
         self._lists: dict[str, Members] = {}  # id of a connected router -> its last list
         self._chosen = ""  # id of `router`
+        self._common = ""  # id of `common_router`
         self._unsent: dict[str, list[TokenEvent | AttemptFailed]] = {}  # by gateway's id
         self._absent: set[str] = set()  # gateways of `_unsent` that were absent at the last tick
         self._reported: dict[str, frozenset[str]] = {}  # router's id -> workers that it was last told of
@@ -112,13 +113,12 @@ class PeerRegistry:
 
     @property
     def common_router(self) -> Peer | None:
-        """The oldest router that lists a worker: the same for all processes that see the same routers.
+        """The oldest router that lists a decode worker: the same for all processes that see the same routers.
 
         A router that starts takes over nothing. Lists need not be complete: while a cluster starts, they
         become complete one after the other, and the choice would follow them.
         """
-        listing = [id_ for id_, members in self._lists.items() if members.workers]
-        return self._peers.get(min(listing or self._lists, key=_age_rank, default=""))
+        return self._peers.get(self._common)
 
     @property
     def routers(self) -> list[Peer]:
@@ -267,12 +267,19 @@ class PeerRegistry:
                 self.tell(gateway, failed)
 
     def _choose(self) -> None:
-        """Choose a router, of those with complete lists if there are any; the choice is spread over
-        processes.
+        """Choose `router`, of those with complete lists if there are any, and `common_router`.
+
+        Processes choose different ones as `router`.
         """
-        knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
         own = self.hello.id
+        knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
         self._chosen = max(knowing or self._lists, key=lambda id_: _rank(own, id_), default="")
+        serving = [id_ for id_, members in self._lists.items() if any(map(_decodes, members.workers))]
+        self._common = min(serving or self._lists, key=_age_rank, default="")
+
+
+def _decodes(worker: Worker) -> bool:
+    return worker.role is WorkerRole.DECODE
 
 
 def new_router_id(incarnation: int, began_s: float, chance: bytes) -> str:

@@ -12,6 +12,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from baton.adapters import AdapterFiles
+from baton.engine.models.loading.checkpoint import Shape
 from baton.errors import ModelError
 from baton.kernels.lora import AdapterRows, LowRankWeights
 from baton.kernels.native import HugeArena
@@ -52,7 +53,7 @@ class Adapters:
     stage has those of its layers.
     """
 
-    def __init__(self, device: torch.device, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, device: torch.device, shapes: Mapping[str, Shape]) -> None:
         """shapes: of the weight of each linear layer that adapters may change, in all stages."""
         self.projections: dict[str, AdaptedProjection] = {}
         self.shapes = shapes
@@ -111,7 +112,7 @@ class Adapters:
         return AdapterTensors(files.config.rank, files.config.scale, pairs)
 
     @staticmethod
-    def _check(files: AdapterFiles, name: str, tensor: Tensor, shape: tuple[int, ...], *, is_a: bool) -> None:
+    def _check(files: AdapterFiles, name: str, tensor: Tensor, shape: Shape, *, is_a: bool) -> None:
         rank = files.config.rank
         expected = (rank, shape[1]) if is_a else (shape[0], rank)
         if tensor.shape != expected or not tensor.is_floating_point():

@@ -1,6 +1,6 @@
 """A decoder-only transformer: the frame around its layers, and the fused CPU stack.
 
-An architecture makes the layers, from those of layers.py.
+An architecture composes its layers from those of layers.py.
 
 Shapes: T tokens, R rows with wanted logits, E hidden, H query heads, D head dim, M positions.
 """

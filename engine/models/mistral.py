@@ -14,8 +14,7 @@ class Mistral(Decoder):
 
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
-        keys = config.keys
-        window = None if keys.is_null("sliding_window") else keys.count("sliding_window", 4096)
+        window = read_window(config, default=4096)
         attention = Attention(config, parameters.scope("self_attn"), window=window)
         return DecoderLayer(config, parameters, attention, GatedMlp(config, parameters.scope("mlp")))
 

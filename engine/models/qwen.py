@@ -29,9 +29,9 @@ def layer_window(config: ModelConfig, index: int) -> int | None:
     windows.
     """
     keys = config.keys
-    if not keys.flag("use_sliding_window") or keys.is_null("sliding_window"):
+    window = read_window(config, default=4096) if keys.flag("use_sliding_window") else None
+    if window is None:
         return None
-    window = keys.count("sliding_window", 4096)
     num_full = keys.get("max_window_layers", int)
     is_late = index >= (28 if num_full is None else num_full)
     return window if is_windowed(config, index, otherwise=is_late) else None

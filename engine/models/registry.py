@@ -232,9 +232,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
 
 
-def read_window(config: ModelConfig) -> int | None:
-    """The key `sliding_window`; None without the key, or where it is null."""
-    return config.keys.count("sliding_window") if "sliding_window" in config.keys else None
+def read_window(config: ModelConfig, default: int | None = None) -> int | None:
+    """The key `sliding_window`; None where it is null. default: the window without the key."""
+    keys, name = config.keys, "sliding_window"
+    if name in keys:
+        return keys.count(name)
+    return None if keys.is_null(name) else default
 
 
 def read_layer_types(config: ModelConfig) -> list[LayerType] | None:

@@ -404,7 +404,7 @@ class ModelRunner:
         self._graphs = StepGraphs(
             lambda step, kv_pool: model.logits(model.forward(step, kv_pool)),
             self.model_config.vocab_size,
-            max_num_seqs=largest_batch,
+            max_num_seqs=scheduler.max_num_seqs,
             max_num_tokens=max_num_tokens,
             max_pages=max_pages,
             device=self.device,

@@ -232,10 +232,10 @@ class _UploadBuffers:
 class StepUploads:
     """Places steps of any kind on a device. The tensors of a step are valid until the next upload."""
 
-    def __init__(self, max_num_tokens: int, max_num_seqs: int, max_pages: int, device: torch.device) -> None:
+    def __init__(self, max_num_tokens: int, largest_batch: int, max_pages: int, device: torch.device) -> None:
         """Room for steps of these sizes; a larger step, such as a padded static batch, makes more room."""
-        rows = padding_step(max_num_tokens, max_num_tokens, num_decodes=max_num_seqs)
-        table_bytes = 4 * (max_num_seqs + 1) * _row_entries(max_pages)
+        rows = padding_step(max_num_tokens, max_num_tokens, num_decodes=largest_batch)
+        table_bytes = 4 * (largest_batch + 1) * _row_entries(max_pages)
         self._device = device
         self._buffers = _UploadBuffers(_layout(rows)[-1] + table_bytes, device)
 
@@ -430,8 +430,8 @@ class PageTableRows:
     Of each row [0, num_pages) is valid; zeros or old entries follow.
     """
 
-    def __init__(self, max_num_seqs: int, max_pages: int) -> None:
-        self._table = np.zeros((max_num_seqs, min(FIRST_WIDTH, max_pages)), np.int32)
+    def __init__(self, largest_batch: int, max_pages: int) -> None:
+        self._table = np.zeros((largest_batch, min(FIRST_WIDTH, max_pages)), np.int32)
         self._max_pages = max_pages
         self._sequences: list[Sequence] = []  # of the last call, in the order of their rows
         self._rows: list[_Row] = []
@@ -494,19 +494,19 @@ class StepBuilder:
     """Turns batches into arrays, which are valid until the next step is built."""
 
     def __init__(
-        self, page_size: int, max_num_seqs: int, max_pages: int, *, shares_steps: bool = False
+        self, page_size: int, largest_batch: int, max_pages: int, *, shares_steps: bool = False
     ) -> None:
         """page_size: a power of two. shares_steps: other builders build the steps between two of this one."""
         self._page_size = page_size
         self._shares_steps = shares_steps
         self._versions: list[int] = []  # of the page tables in this builder's last step
-        self._tables = PageTableRows(max_num_seqs, max_pages)
+        self._tables = PageTableRows(largest_batch, max_pages)
         self._num_pure_decodes = 0  # the last steps, one after another
         self._sequences: list[Sequence] = []  # of the last step, if that was one
         self._page_starts: list[int] = []  # rows of that step with the first token of a page
         self._slots = np.zeros(0, np.int64)
         self._context_lens = np.zeros(0, np.int32)
-        self._arange = np.arange(max_num_seqs + 1)
+        self._arange = np.arange(largest_batch + 1)
         self._arange_int32 = self._arange.astype(np.int32)
 
     def build(
@@ -601,7 +601,7 @@ def padding_step(num_tokens: int, num_rows: int, *, num_decodes: int = 0, num_pa
     )
 
 
-def warmup_steps(max_num_tokens: int, max_num_seqs: int, max_pages: int) -> Iterator[StepArrays]:
+def warmup_steps(max_num_tokens: int, largest_batch: int, max_pages: int) -> Iterator[StepArrays]:
     """Steps of padding that make a GPU compile every kernel that steps outside CUDA graphs can need.
 
     Kernels choose their compile-time constants by the numbers of tokens, of logits and of tokens of the
@@ -609,7 +609,7 @@ def warmup_steps(max_num_tokens: int, max_num_seqs: int, max_pages: int) -> Iter
     number of decodes is a multiple of 4, the arrays of the other sequences begin at addresses of less
     alignment. Prompt logprobs ask for the logits of every token.
     """
-    for num_decodes in powers_of_two(min(max_num_seqs, max_num_tokens - 1)):
+    for num_decodes in powers_of_two(min(largest_batch, max_num_tokens - 1)):
         yield padding_step(1, num_decodes + 1, num_decodes=num_decodes, num_pages=max_pages)
     for num_tokens in powers_of_two(max_num_tokens):
         for num_decodes in (0, 1):

@@ -88,9 +88,9 @@ class CostCap:
 class StepPlanner:
     """The plan of one step while a policy fills it.
 
-    `budget` is the number of tokens left in the step, `seats` the number of sequences that may still join,
-    `available` the number of pages left. One health check at a time may join without a seat, so that a worker
-    whose seats are all taken answers it.
+    `budget` is the number of tokens left in the step, `available` the number of pages left, and `seats` the
+    number of sequences that may still join. One health check may join beyond them, so that a worker whose
+    seats are all taken answers it; `seats` is -1 then.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class StepPlanner:
 
     def may_admit(self, sequence: Sequence) -> bool:
         """Return whether this waiting sequence may still get a seat."""
-        return self._admits and (self.seats > 0 or (not self.seats and sequence.is_health_check))
+        return self._admits and self.seats >= (0 if sequence.is_health_check else 1)
 
     def admit(self, sequence: Sequence, num_tokens: int = 0) -> bool:
         """Give a seat to a waiting sequence if it fits beside the needs of the running sequences.

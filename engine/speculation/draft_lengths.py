@@ -123,7 +123,7 @@ def time_steps(time_step: Callable[[StepArrays], float], scheduler: SchedulerCon
     drafted = {size: padding_step(size, size) for size in powers_of_two(most)}
     plain = {
         size: padding_step(0, size, num_decodes=size)
-        for size in powers_of_two(min(most, scheduler.max_num_seqs))
+        for size in powers_of_two(min(most, scheduler.largest_batch))
     }
     for arrays in (plain[1], drafted[1]):
         time_step(arrays)  # the first steps touch memory that later ones find in place

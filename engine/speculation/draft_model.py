@@ -68,7 +68,7 @@ def load_draft_model(config: EngineConfig, target: ModelConfig) -> ModelRunner |
     unsized = ModelRunner(config, model, ReplicaRank())
     layout = unsized.layout
     num_pages = count_pages(config.cache, layout, unsized.device) // POOL_DIVISOR
-    num_pages = min(num_pages, config.scheduler.max_num_seqs * layout.num_pages(most))
+    num_pages = min(num_pages, config.scheduler.largest_batch * layout.num_pages(most))
     num_pages = max(num_pages, layout.num_pages(most))
     cache = msgspec.structs.replace(
         config.cache,
@@ -134,7 +134,7 @@ class ModelDrafter:
         self._forced_tokens = forced_tokens
         self._most = num_speculative_tokens
         # Sequences that are preempted keep their pages for a while.
-        self._max_sequences = 2 * scheduler.max_num_seqs
+        self._max_sequences = 2 * scheduler.largest_batch
         self._pool = PagePool(len(runner.pool.device), layout.page_size, runner.steps)
         self._builder = StepBuilder(
             layout.page_size, self._max_sequences, layout.num_pages(runner.max_model_len)

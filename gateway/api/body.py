@@ -41,6 +41,8 @@ MAX_KWARGS: Final = 64
 MAX_PROMPTS: Final = 1024  # as in vLLM
 MAX_CHOICES_OF_FORM: Final = 4096
 MAX_TOKEN_ID: Final = 2**31 - 1
+# Type of a part of a message's content -> the key of its text, as in vLLM.
+TEXT_KEYS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 DEFAULT_COMPLETION_TOKENS: Final = 16  # as in OpenAI's API; a chat ends where the model ends it
 
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -464,10 +466,6 @@ def text_of(item: Mapping[str, object], key: str, name: str) -> str:
     if not isinstance(text, str):
         raise invalid(f"{name}.{key}", "expected text")
     return text
-
-
-# Type of a part of a message's content -> the key of its text, as in vLLM.
-TEXT_KEYS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def text_content(content: object, name: str, keys: Mapping[str, str]) -> str | list[dict[str, object]]:

@@ -29,8 +29,8 @@ class Canary:
 
     With prefill workers, the request is a probe. A probe succeeds only if a prefill worker computes the
     prompt and transfers the pages, under every routing policy. The router dispatches the request at once, and
-    workers take it before the requests of clients, with all seats taken, too: a busy cluster answers it.
-    Concurrent checks share one request.
+    workers take it before the requests of clients, even when every seat is taken. Concurrent checks share one
+    request.
     """
 
     def __init__(

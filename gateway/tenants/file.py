@@ -274,7 +274,7 @@ def _with_item(text: str, keys: Any, key: str) -> str | None:
         return None
     if keys.flow_style:
         return _before_bracket(text, keys, f'"{key}"')
-    return _after_line(text, _end(keys), f'{" " * keys.start_mark.column}- "{key}"\n')
+    return _after_line(text, _end(keys), f"{' ' * keys.start_mark.column}- {key}\n")
 
 
 def _with_items(text: str, keys: Any, left: Collection[str]) -> str | None:

@@ -52,6 +52,7 @@ RESERVED: Final = frozenset(
 REASONING_KEYS: Final = ("reasoning", "reasoning_content")  # of a message: vLLM's, and its former one
 # OpenAI's newer name of the role "system". Most templates do not know it; many leave its messages out.
 DEVELOPER: Final = "developer"
+KNOWS_DEVELOPERS: Final = re.compile(r"""["']developer["']""")  # in a template
 REASONING_EFFORT: Final = "reasoning_effort"  # a key of bodies, and a variable of templates, as in vLLM
 EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
 
@@ -83,7 +84,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         sources = {NAME: source, TOOLS_NAME: tool_source or ""}
         self._reads_parts = {name: PARTS_LOOP.search(each) is not None for name, each in sources.items()}
-        self._knows_developers = {name: DEVELOPER in each for name, each in sources.items()}
+        self._knows_developers = {
+            name: KNOWS_DEVELOPERS.search(each) is not None for name, each in sources.items()
+        }
         self._environment = minijinja.Environment(
             debug=False,  # debug output would carry one request's messages into an error text
             fuel=MAX_STEPS,
@@ -292,7 +295,7 @@ def _read_message(message: object, name: str) -> Message:
     if reasoning and message["role"] == "assistant":  # templates read either
         message = {**message, **dict.fromkeys(REASONING_KEYS, reasoning[0])}
     calls = message.get("tool_calls")
-    if isinstance(calls, list):
+    if isinstance(calls, list | tuple):
         read = [_read_tool_call(call, f"{name}: tool_calls[{index}]") for index, call in enumerate(calls)]
         message = {**message, "tool_calls": read}
     elif calls is not None:

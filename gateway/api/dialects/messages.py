@@ -48,7 +48,7 @@ KEYS: Final = {
     r"(tools\[\d+\])\.function\.parameters\b": r"\1.input_schema",
     r"(tools\[\d+\])\.function\b": r"\1",
 }
-TEXT_KEYS: Final = {"text": "text"}  # type of a block -> the key of its text
+BLOCK_TEXT_KEYS: Final = {"text": "text"}  # type of a block -> the key of its text
 TOOL_KEYS: Final = frozenset({"type", "name", "description", "input_schema", "strict"})
 # Keys of a tool that change no answer here: hints about caching and about the pace of a stream.
 TOOL_HINTS: Final = frozenset({"cache_control", "eager_input_streaming"})
@@ -147,7 +147,7 @@ def as_chat(body: PromptBody, *, has_thinking_switch: bool, has_reasoning: bool)
     """
     messages: list[Json] = []
     if body.system is not None:
-        messages.append({"role": "system", "content": text_content(body.system, "system", TEXT_KEYS)})
+        messages.append({"role": "system", "content": text_content(body.system, "system", BLOCK_TEXT_KEYS)})
     for index, message in enumerate(body.messages):
         _add(messages, message, f"messages[{index}]")
     fields = sampling_fields(body)
@@ -272,7 +272,7 @@ def _call(block: Mapping[str, object], name: str) -> Json:
 
 
 def _result(block: Mapping[str, object], name: str) -> Json:
-    content = text_content(block.get("content") or "", f"{name}.content", TEXT_KEYS)
+    content = text_content(block.get("content") or "", f"{name}.content", BLOCK_TEXT_KEYS)
     if block.get("is_error"):  # chat templates have no place for it
         texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         content = [{"type": "text", "text": "Error:"}, *texts]

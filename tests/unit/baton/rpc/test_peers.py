@@ -243,13 +243,21 @@ def test_oldest_router_is_the_common_one() -> None:
         assert registry.common_router is joined[older]
 
 
-def test_router_without_workers_is_not_the_common_one() -> None:
+def test_router_without_a_decode_worker_is_not_the_common_one() -> None:
+    decoder = a_worker("d1")
     registry = Registry()
-    older, newer = registry.join(a_router(age_s=9.0)), registry.join_listing(a_router(age_s=1.0), ONE)
+    older = registry.join(a_router(age_s=9.0))
+    newer = registry.join_listing(a_router(age_s=1.0), ONE, decoder)
     assert registry.common_router is newer
-    registry.lists(older, ONE)
+    registry.lists(older, ONE, decoder)
     assert registry.common_router is older
     registry.lists(older, is_complete=False)  # it is cut off from the workers
+    assert registry.common_router is newer
+    registry.lists(older, ONE, is_complete=False)
+    assert registry.common_router is newer
+    registry.lists(older, decoder, is_complete=False)
+    assert registry.common_router is older
+    registry.left(older)
     assert registry.common_router is newer
 
 
@@ -257,7 +265,7 @@ def test_common_router_stays_while_lists_become_complete() -> None:
     registry = Registry()
     older, newer = registry.join(a_router(age_s=9.0)), registry.join(a_router(age_s=1.0))
     for router, is_complete in ((older, False), (newer, False), (newer, True), (older, True)):
-        registry.lists(router, ONE, is_complete=is_complete)
+        registry.lists(router, a_worker("d1"), is_complete=is_complete)
         assert registry.common_router is older
 
 

@@ -38,9 +38,9 @@ from tests.batches import make_batch, make_sequence, rest_of
 from tests.fake_cuda import DEVICE, Call, DeviceTensor, FakeCuda
 from tests.tiny_models import VOCAB_SIZE, add, run_to_end, tiny_config
 
-LARGEST_BATCH = 20
+MAX_NUM_SEQS = 20
 MAX_NUM_TOKENS = 600
-SHAPES = graph_shapes(LARGEST_BATCH, MAX_NUM_TOKENS)
+SHAPES = graph_shapes(MAX_NUM_SEQS, MAX_NUM_TOKENS)
 PAGE_SIZE, MAX_PAGES = 4, 24
 
 
@@ -99,7 +99,7 @@ def gpu_runner(
         directory,
         device="cuda",
         stream_priority=stream_priority,
-        scheduler={"max_num_seqs": LARGEST_BATCH - 1, "max_num_batched_tokens": MAX_NUM_TOKENS},
+        scheduler={"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_TOKENS},
         cache={"host_cache_memory_bytes": 2**16, **(cache or {})},
         **settings,
     )
@@ -145,7 +145,7 @@ def decoding(num_seqs: int, num_tokens: int, first_page: int = 0) -> list[Sequen
 def decode_step(num_seqs: int, num_tokens: int, **copies: Any) -> StepArrays:
     chunks = [rest_of(sequence, num_tokens - 1) for sequence in decoding(num_seqs, num_tokens)]
     batch = make_batch(*chunks, is_pure_decode=True, **copies)
-    return StepBuilder(PAGE_SIZE, LARGEST_BATCH, MAX_PAGES).build(batch)
+    return StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(batch)
 
 
 def mixed_step(num_decodes: int, num_tokens: int, num_prompts: int = 1, **fields: Any) -> StepArrays:
@@ -153,7 +153,7 @@ def mixed_step(num_decodes: int, num_tokens: int, num_prompts: int = 1, **fields
     chunks = [rest_of(sequence, 8) for sequence in decoding(num_decodes, 9)]
     chunks += [rest_of(prompt) for prompt in decoding(num_prompts, num_tokens, first_page=70)]
     batch = make_batch(*chunks, **fields)
-    return StepBuilder(PAGE_SIZE, LARGEST_BATCH, MAX_PAGES).build(batch)
+    return StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(batch)
 
 
 def names(calls: list[Call]) -> list[str]:
@@ -184,11 +184,11 @@ def test_graphs_are_captured_largest_first_on_one_stream_before_the_engine_serve
     assert sizes == expected_sizes and sizes[2:] == sorted(sizes[2:], reverse=True)
     assert [cuda.calls[index - 2] for index in captures] == [Call("forward", size) for size in sizes]
     cuda.calls.clear()
-    for num_seqs in range(1, LARGEST_BATCH + 1):
+    for num_seqs in range(1, MAX_NUM_SEQS + 1):
         runner.execute(decode_step(num_seqs, 9))
         runner.execute(mixed_step(num_seqs - 1, 4 * num_seqs))
     assert set(names(cuda.calls)) == {"upload", "record event", "on device", "replay"}
-    assert names(cuda.calls).count("replay") == 2 * LARGEST_BATCH
+    assert names(cuda.calls).count("replay") == 2 * MAX_NUM_SEQS
 
 
 @pytest.mark.parametrize("priority", [0, -1])
@@ -207,12 +207,12 @@ def test_every_small_step_has_a_graph_with_room(cuda: FakeCuda) -> None:
     graphs = StepGraphs(
         lambda step, kv_pool: model.logits(model.forward(step, kv_pool)),
         VOCAB_SIZE,
-        max_num_seqs=LARGEST_BATCH,
+        max_num_seqs=MAX_NUM_SEQS,
         max_num_tokens=MAX_NUM_TOKENS,
         max_pages=MAX_PAGES,
         device=torch.device("cuda", 0),
     )
-    for num_decodes in range(LARGEST_BATCH):
+    for num_decodes in range(MAX_NUM_SEQS):
         for num_tokens in (1, 2, 31, 32, 33, 100, 256, 257, 511, 512):
             shape = graphs.shape_of(padding_step(num_tokens, num_decodes + 1, num_decodes=num_decodes))
             assert shape in SHAPES and shape.num_decodes >= num_decodes and shape.num_prompts > 1
@@ -259,7 +259,7 @@ def test_start_computes_every_kind_of_step_with_an_adapter_of_the_highest_rank(
     runner.allocate()
     plain = {num_tokens for num_tokens, rows in model.adapted if rows is None}
     adapted = {num_tokens for num_tokens, rows in model.adapted if rows is not None}
-    steps = warmup_steps(MAX_NUM_TOKENS, LARGEST_BATCH, MAX_PAGES)
+    steps = warmup_steps(MAX_NUM_TOKENS, runner.config.scheduler.largest_batch, MAX_PAGES)
     assert adapted == {len(step.token_ids) for step in steps} <= plain
     assert {rows.max_rank for _, rows in model.adapted if rows is not None} == {6}
     assert model.adapted[-1][1] is None, "graphs have no adapters"
@@ -523,7 +523,7 @@ def test_refused_pinning_leaves_no_error_behind(cuda: FakeCuda, tiny_model: Path
 
 
 def test_step_of_copies_alone_uploads_nothing_else(cuda: FakeCuda, runner: ModelRunner) -> None:
-    arrays = StepBuilder(PAGE_SIZE, LARGEST_BATCH, MAX_PAGES).build(make_batch(copies_to_device=((3, 1),)))
+    arrays = StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(make_batch(copies_to_device=((3, 1),)))
     assert runner.execute(arrays).shape == (0, VOCAB_SIZE)
     assert names(cuda.calls) == ["upload", "record event"]
 

@@ -12,6 +12,7 @@ import pytest
 
 from baton.config.engine import EngineConfig, RankSidecar
 from baton.engine.engine import Engine, load_engine
+from baton.engine.runner import model_runner
 from baton.engine.runner.replica_rank import PendingTensor
 from baton.engine.runner.step_inputs import StepArrays
 from baton.errors import ConfigError, WorkerLost
@@ -192,6 +193,12 @@ def test_other_policies_give_the_same_tokens(policy: str, tiny_model: Path) -> N
 def test_every_stage_has_a_layer(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="2 layers cannot be split over 3 pipeline stages"):
         tiny_engine(tiny_model, pipeline_parallel_size=3)
+
+
+def test_model_that_is_no_stage_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "build_model", lambda *given: object())
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: LlamaForCausalLM cannot be split"):
+        tiny_engine(tiny_model, pipeline_parallel_size=2)
 
 
 def test_disk_tier_of_stages_on_several_nodes_is_refused(tiny_model: Path) -> None:

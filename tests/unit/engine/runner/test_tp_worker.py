@@ -105,7 +105,7 @@ def test_batch_changes_no_bit_on_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_step_that_computes_nothing_ends_when_every_rank_has_come_to_its_end(tiny_model: Path) -> None:
-    step = StepBuilder(page_size=4, max_num_seqs=1, max_pages=1).build(Batch())
+    step = StepBuilder(page_size=4, largest_batch=1, max_pages=1).build(Batch())
     with (
         closing(tiny_engine(tiny_model, tensor_parallel_size=2)) as engine,
         ThreadPoolExecutor(1) as thread,

@@ -105,10 +105,10 @@ def test_no_step_meets_a_kernel_that_the_start_has_not_compiled(num_heads: int, 
 
 
 def test_steps_of_the_start_are_padding_within_the_limits() -> None:
-    for max_num_tokens, max_num_seqs, max_pages in ((700, 300, 600), (1, 1, 1), (64, 64, 1), (3, 9, 5)):
-        steps = list(warmup_steps(max_num_tokens, max_num_seqs, max_pages))
+    for max_num_tokens, largest_batch, max_pages in ((700, 300, 600), (1, 1, 1), (64, 64, 1), (3, 9, 5)):
+        steps = list(warmup_steps(max_num_tokens, largest_batch, max_pages))
         assert max(step.max_seqlen_q for step in steps) == max_num_tokens
         assert max(step.page_table.shape[1] for step in steps) == max_pages
         for step in steps:
             assert (step.slots == -1).all() and not step.context_lens.any()
-            assert step.num_decodes <= max_num_seqs
+            assert step.num_decodes <= largest_batch

@@ -4,14 +4,17 @@ import asyncio
 
 import msgspec
 import pytest
+from fastapi import FastAPI
 
 from baton.clock import ManualClock
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
 from baton.gateway.api.body import CompletionBody
-from baton.gateway.api.health import FRESH_S, Canary
+from baton.gateway.api.body_reader import ServedModels
+from baton.gateway.api.health import FRESH_S, Canary, add_health_routes
 from baton.messages.workers import WorkerRole
 from tests.event_loop import on_loop
 from tests.scripted_service import ScriptedService, answer_at_once, worker
+from tests.unit.gateway.calls import ask, served_model
 
 
 @on_loop
@@ -124,3 +127,20 @@ async def test_probe_goes_before_all_requests_of_clients(model: str) -> None:
     assert request.is_health_check
     with pytest.raises(msgspec.ValidationError, match="priority"):
         msgspec.convert({"prompt": "", "priority": request.priority}, CompletionBody)
+
+
+@on_loop
+async def test_models_are_checked_at_once() -> None:
+    services = {"a": ScriptedService(), "b": ScriptedService()}
+    for name, service in services.items():
+        service.workers = (msgspec.structs.replace(worker(), model=name),)
+    models = [served_model(service, name=name, key=name) for name, service in services.items()]
+    canaries = [Canary(service, ManualClock(), model=name) for name, service in services.items()]
+    app = FastAPI()
+    add_health_routes(app, ServedModels(models), canaries)
+    asked = asyncio.create_task(ask(app, "/health"))
+    while not all(service.requests for service in services.values()):
+        await asyncio.sleep(0)
+    answer_at_once([1, 2])(services["a"], services["a"].requests[0])
+    services["b"].fail(services["b"].requests[0].request_id, WorkerLost("x"))
+    assert await asked == (503, "unhealthy")
