@@ -43,7 +43,7 @@ MAX_LATEST: Final = 1024
 SLOWEST_S: Final = 900.0  # the slowest requests of so long are kept
 INTERVAL_S: Final = 60.0
 MAX_SLOWEST: Final = 100  # of each interval
-COUNT_S: Final = 0.05  # between two timelines for the metrics: they take 0.05 % of a processor
+COUNT_S: Final = 0.2  # between two timelines for the metrics
 
 
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
