@@ -21,7 +21,7 @@ def load_yaml(text: str) -> Any:
             root = loader.get_single_node()
             if root is None:
                 return None
-            _check_size(root)
+            _check(root)
             return loader.construct_document(root)
         finally:
             loader.dispose()
@@ -29,29 +29,40 @@ def load_yaml(text: str) -> Any:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigError(f"cannot be read: {where}{error.problem}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"cannot be read: {error}") from None
-    except (AttributeError, LookupError, TypeError):  # of PyYAML, and it may have a key's text
-        raise ConfigError("cannot be read: a tag does not go with its value") from None
 
 
-def _check_size(root: yaml.Node) -> None:
-    """Raise ConfigError when aliases expand a small file to a huge or an endless one."""
+def _check(root: yaml.Node) -> None:
+    """Refuse a repeated key, and aliases that expand a small file to a huge or an endless one.
+
+    Raises MarkedYAMLError. Merge keys are not expanded yet, so a key that overrides a merged one is not repeated.
+    """
     num_values: dict[int, int] = {}  # of each node with all that is in it; 0 while it is being counted
 
     def count(node: yaml.Node) -> int:
         known = num_values.get(id(node))
         if known == 0:
-            raise ConfigError(f"line {node.start_mark.line + 1}: the anchor contains an alias of itself")
+            raise _error(node, "the anchor contains an alias of itself")
         if known is not None:
             return known
+        if isinstance(node, yaml.MappingNode):
+            _check_keys(node)
         num_values[id(node)] = 0
         num_values[id(node)] = found = 1 + sum(map(count, _inside(node)))
         if found > MAX_VALUES:
-            raise ConfigError(f"expected at most {MAX_VALUES} values, aliases expand to more")
+            raise _error(node, f"expected at most {MAX_VALUES} values, aliases expand to more")
         return found
 
     count(root)
+
+
+def _check_keys(mapping: yaml.MappingNode) -> None:
+    seen = set[tuple[str, str]]()
+    for key in (key for key, _ in mapping.value if isinstance(key, yaml.ScalarNode)):
+        if (key.tag, key.value) in seen:
+            raise _error(key, f"the key {str(key.value)[:64]!r} is repeated")
+        seen.add((key.tag, key.value))
 
 
 def _inside(node: yaml.Node) -> Iterable[yaml.Node]:
@@ -60,12 +71,14 @@ def _inside(node: yaml.Node) -> Iterable[yaml.Node]:
     return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
+def _error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
 class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set[tuple[str, str]]()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if (key.tag, key.value) in seen:
-                problem = f"the key {str(key.value)[:64]!r} is repeated"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add((key.tag, key.value))
-        return super().construct_mapping(node, deep=deep)
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """As in PyYAML, which raises many kinds of errors for a value that does not go with its tag."""
+        try:
+            return super().construct_object(node, deep=deep)
+        except (AttributeError, LookupError, TypeError, ValueError):  # their texts may show the value, a key
+            raise _error(node, f"expected a valid {node.tag.rpartition(':')[2]}") from None
