@@ -26,6 +26,7 @@ from baton.errors import ConfigError
 from baton.messages.workers import Routers
 
 MACHINE_ID: Final = Path("/etc/machine-id")
+NO_ID: Final = (b"", b"uninitialized")  # contents of that file in images, before the first boot
 EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
@@ -111,7 +112,8 @@ def _records() -> list[ClusterRecord]:
 def _remove_earlier_boots() -> None:
     """Remove the folders of this machine's earlier boots: none of their processes runs.
 
-    A folder that has changed during this boot belongs to another machine of the same name.
+    A folder that has changed during this boot belongs to another machine of the same name. A machine without an
+    id cannot tell its earlier folders from those of others, and leaves them.
     """
     directory = _directory()
     machine, boot, _ = directory.name.split("-")
@@ -129,7 +131,9 @@ def _directory() -> Path:
     machine may have its name, and must not take its records for those of an earlier boot.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    machine_id = MACHINE_ID.read_bytes() if MACHINE_ID.exists() else boot
+    machine_id = MACHINE_ID.read_bytes() if MACHINE_ID.exists() else b""
+    if machine_id.strip() in NO_ID:
+        machine_id = boot
     machine = machine_id + socket.gethostname().encode()  # many containers have the same id
     parts = machine, boot, os.readlink(b"/proc/self/ns/pid")
     name = "-".join(hashlib.blake2b(part, digest_size=6).hexdigest() for part in parts)

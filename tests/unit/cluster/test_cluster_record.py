@@ -93,15 +93,19 @@ def test_folders_of_earlier_boots_of_the_machine_are_removed(directory: Path) ->
         assert other_container.exists() and other_machine.exists() and namesake.exists()
 
 
+@pytest.mark.parametrize("content", [None, b"", b"uninitialized\n"])
 def test_machine_without_an_id_removes_no_folder_of_a_machine_of_its_name(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: bytes | None, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_record, "MACHINE_ID", tmp_path / "none")
+    machine_id = tmp_path / "machine-id"
+    if content is not None:
+        machine_id.write_bytes(content)
+    monkeypatch.setattr(cluster_record, "MACHINE_ID", machine_id)
     with recorded() as record:
         record(RECORD)
         (own,) = (path.parent for path in directory.parent.glob("*/*.json"))
     container = own.name.rpartition("-")[2]
-    named = hashlib.blake2b(socket.gethostname().encode(), digest_size=6).hexdigest()
+    named = hashlib.blake2b((content or b"") + socket.gethostname().encode(), digest_size=6).hexdigest()
     others = [directory.with_name(f"{each}-0-{container}") for each in {named, directory.name.split("-")[0]}]
     for folder in others:
         write_secret(folder / "1-7.json", msgspec.json.encode(RECORD))
