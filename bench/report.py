@@ -57,12 +57,13 @@ def at_least(name: str, value: float, unit: str, limit: float | None, note: str 
 def at_most(name: str, value: float | None, unit: str, limit: float | None, note: str = "") -> Row:
     """Return a row that meets its limit when `value` is at most `limit`; None is no limit.
 
-    value: None: it did not happen in the time that it was waited for, and the row has failed.
+    value: seconds until an event, for instance; None: the wait for the event timed out. The row has then
+    failed if it has a limit.
     """
     if limit is None:
         return Row(name, value, unit, note=note)
     if value is None:
-        return Row(name, None, unit, f"<= {limit:g}", False, note or "not in the time that it was waited for")
+        return Row(name, None, unit, f"<= {limit:g}", False, note or "timed out")
     return Row(name, value, unit, f"<= {limit:g}", value <= limit, note)
 
 
@@ -196,7 +197,8 @@ class Report:
         ordered = list(subjects)
         for number in range(num_rounds):
             for subject in reversed(ordered) if number % 2 else ordered:
-                self.tell(f"{what}round {number + 1} of {num_rounds}", number / num_rounds)
+                name = f": {subject}" if isinstance(subject, str) else ""
+                self.tell(f"{what}round {number + 1} of {num_rounds}{name}", number / num_rounds)
                 yield number, subject
 
     def in_rounds(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from baton.clock import Clock
-from baton.errors import ConfigError
+from baton.errors import ConfigError, reason_of
 from baton.rpc.auth import MIN_KEY_BYTES
 
 KEY_BYTES: Final = 32
@@ -43,7 +43,7 @@ def read_keys(path: Path) -> Keys:
         made = f"make it with `baton cluster-key new --cluster-key-file {path}`"
         raise ConfigError(f"cluster key: there is no file {path}: {made}") from None
     except OSError as error:
-        raise ConfigError(f"cluster key: {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"cluster key: {path} cannot be read: {reason_of(error)}") from None
     if len(keys) > MAX_KEYS:
         raise ConfigError(f"cluster key: {path}: expected one or two keys, a line each, got {len(keys)}")
     for key in keys or (b"",):

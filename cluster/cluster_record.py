@@ -112,8 +112,8 @@ def _records() -> list[ClusterRecord]:
 def _remove_earlier_boots() -> None:
     """Remove the folders of this machine's earlier boots: none of their processes runs.
 
-    A folder that has changed during this boot belongs to another machine of the same name. A machine without an
-    id cannot tell its earlier folders from those of others, and leaves them.
+    A folder that has changed during this boot belongs to another machine of the same name. A machine without
+    an id cannot tell its earlier folders from those of others, and leaves them.
     """
     directory = _directory()
     machine, boot, _ = directory.name.split("-")

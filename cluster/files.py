@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, reason_of
 
 
 def write_secret(path: Path, secret: bytes) -> None:
@@ -19,7 +19,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=mode)
     except OSError as error:
-        raise ConfigError(f"{path}: the folder cannot be made: {error.strerror}") from None
+        raise ConfigError(f"{path}: the folder cannot be made: {reason_of(error)}") from None
 
 
 def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:
@@ -45,4 +45,4 @@ def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot be written: {reason_of(error)}") from None

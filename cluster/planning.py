@@ -165,7 +165,7 @@ class Planning:
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"planner.log: {log.parent} cannot be made: {error.strerror}") from None
+            raise ConfigError(f"planner.log: {log.parent} cannot be made: {reason_of(error)}") from None
         self._log = log
         self._latest: deque[ScalingPlan] = deque(maxlen=MAX_PLANS)  # the latest first
         self._came: deque[Score] = deque(maxlen=2 * MAX_PLANS)

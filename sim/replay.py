@@ -113,7 +113,7 @@ class Replayed(NamedTuple):
 
 
 class MutePeer:
-    """A peer of which only the Hello is known; what the router sends is lost."""
+    """A peer that only has a Hello; messages to it are dropped."""
 
     silence_s = quiet_s = 0.0
     clock_offset: ClockOffset | None = None

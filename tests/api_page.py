@@ -54,7 +54,7 @@ SECTIONS: Final = {
                 "baton.router.policies.base",
                 "RoutingPolicy PolicyContext RoutingChoice ClusterView TenantClaim",
             ),
-            ("baton.engine.models.model", "Model"),
+            ("baton.engine.models.model", "Model SupportsPipeline"),
             ("baton.engine.models.registry", "Architecture ModelConfig"),
             ("baton.engine.models.decoder", "Decoder"),
             ("baton.engine.runner.logits_processors", "LogitsProcessor"),

@@ -36,7 +36,7 @@ def load_yaml(text: str) -> Any:
 def _check(root: yaml.Node) -> None:
     """Refuse a repeated key, and aliases that expand a small file to a huge or an endless one.
 
-    Raises MarkedYAMLError. Merge keys are not expanded yet, so a key that overrides a merged one is not repeated.
+    Raises MarkedYAMLError. A key that overrides a merged one is not repeated: nothing is merged yet.
     """
     num_values: dict[int, int] = {}  # of each node with all that is in it; 0 while it is being counted
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, reason_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +81,7 @@ def stdout_errors() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
-        raise ConfigError(f"standard output cannot be written: {error.strerror}") from None
+        raise ConfigError(f"standard output cannot be written: {reason_of(error)}") from None
 
 
 def flush() -> None:

@@ -162,7 +162,7 @@ class ManagedProcess(Protocol):
         """Wait for the end of the process. Return the cause; "" after `stop` or a drain by an operator."""
 
     def stop(self) -> None:
-        """Ask the process to drain and end."""
+        """Ask the process to drain and end. Later calls change nothing."""
 
     def kill(self) -> None:
         """End the process now, and all processes that it has started."""

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from baton.config.engine import EngineSettings
-from baton.errors import ConfigError
+from baton.errors import ConfigError, reason_of
 from baton.router.policies.cost_model import solve_nonnegative
 
 QUANTILES: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of errors
@@ -249,7 +249,7 @@ class TimeModel(msgspec.Struct, frozen=True, kw_only=True):
         try:
             path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+            raise ConfigError(f"{path} cannot be written: {reason_of(error)}") from None
 
     @classmethod
     def read(cls, path: Path) -> "TimeModel":
@@ -257,7 +257,7 @@ class TimeModel(msgspec.Struct, frozen=True, kw_only=True):
         try:
             model = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
-            raise ConfigError(f"--times: {path} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"--times: {path} cannot be read: {reason_of(error)}") from None
         except msgspec.MsgspecError as error:
             raise ConfigError(f"--times: {path} is no file of `baton calibrate`: {error}") from None
         if model.version != VERSION:

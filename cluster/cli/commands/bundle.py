@@ -25,7 +25,7 @@ from baton.cluster.cluster_key import Keys
 from baton.cluster.cluster_record import find_record, url
 from baton.cluster.operator_node import Operator, connected
 from baton.config.loader import duration_s
-from baton.errors import BatonError, ConfigError, PeerGone
+from baton.errors import BatonError, ConfigError, PeerGone, reason_of
 from baton.messages.operations import Status
 from baton.messages.workers import Address, Routers
 from baton.sim.replay import Replay, frame_chunks
@@ -73,7 +73,7 @@ class Bundle:
                 for name, body in self.files.items():
                     archive.writestr(name, body)
         except OSError as error:
-            raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
+            raise ConfigError(f"--out: {path} cannot be written: {reason_of(error)}") from None
 
 
 def _lines(objects: Iterator[Mapping[str, Any]]) -> bytes:

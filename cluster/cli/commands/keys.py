@@ -135,7 +135,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         folder = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise ConfigError(f"{path.resolve().parent}: cannot be opened: {error.strerror}") from None
+        raise ConfigError(f"{path.resolve().parent}: cannot be opened: {reason_of(error)}") from None
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield

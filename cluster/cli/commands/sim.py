@@ -64,13 +64,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
-    from baton.sim.world import Violation, World  # torch, which --help does not wait for
-
     if arguments.seeds < 1 or not 1 <= arguments.models <= len(ascii_lowercase):
         raise ConfigError(
             f"expected --seeds of 1 or more, and --models of 1 to {len(ascii_lowercase)}, got "
             f"{arguments.seeds} and {arguments.models}"
         )
+    from baton.sim.world import Violation, World  # torch, which --help and wrong options do not wait for
+
     models = ("",) if arguments.models == 1 else ascii_lowercase[: arguments.models]
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         world = World(seed, None if arguments.quiet else _write, arguments.trouble, models=models)

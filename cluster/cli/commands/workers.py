@@ -155,7 +155,8 @@ async def _answered(question: Callable[[], Awaitable[AnswerT]], deadline_s: floa
 async def _until(operator: Operator, wait_s: float, is_done: Callable[[Status], bool], late: str) -> None:
     """Wait until the status is as wanted, also while a router is started again.
 
-    Raises WorkerLost after `wait_s`; late: its message.
+    Raises WorkerLost after `wait_s`, with the message `late`. Raises PeerGone or TimeoutError when no router
+    answers for UNREACHED_S, or until `wait_s` is over.
     """
     deadline_s = asyncio.get_running_loop().time() + wait_s
     while not is_done(await _answered(operator.status, deadline_s)):
