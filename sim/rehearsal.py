@@ -68,7 +68,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         numbers = [int(each) for each in pair.groups()] if pair else [0, int(alone[1])] if alone else []
         if not numbers or numbers[1] < 1:
             raise ConfigError(
-                f"workers: expected such as 2P6D, or 4M for workers without roles, got {text!r}"
+                "workers: expected such as 2P6D, or 4M for workers without roles, and at most 9,999 workers "
+                f"of a role, got {text!r}"
             )
         return cls(num_prefill=numbers[0], num_decode=numbers[1])
 

@@ -1,18 +1,12 @@
-"""Kernels and engine on one GPU, beside the rates of the device: all of it in one command.
-
-    python -m baton.bench.gpu [--minutes 9] [--only STAGE ...] [--output FOLDER] [--rival-python PATH] [--toy]
-
-Exit code 1 when a stage failed. Without CUDA, or with --toy, the same code runs at toy size on the CPU.
-docs/benchmarks.md explains the figures.
-"""
+"""`python -m baton.bench.gpu`: the suite on a machine that lacks the packages of the command line."""
 
 import sys
 
 try:
-    from baton.bench.gpu.suite import measure
+    from baton.bench.gpu import suite
 except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("baton"):
         raise
     sys.exit(f"{error.name} is not installed: docs/benchmarks.md says how to carry it to this machine")
 
-measure.main(__doc__)
+suite.measure.main(suite.__doc__)

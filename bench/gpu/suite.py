@@ -1,7 +1,13 @@
-"""The stages of the GPU suite and their order; bench/gpu/__main__.py is the command for a bare machine.
+"""Kernels and engine on one GPU, beside the rates of the device: all of it in one command.
+
+    baton bench gpu [--minutes 9] [--only STAGE ...] [--output FOLDER] [--rival-python PATH] [--toy]
+
+`python -m baton.bench.gpu` is the same command for a machine that lacks the packages of the command line.
 
 Each stage runs in a process of its own, as no later call survives some errors of CUDA. The process appends
-every row to gpu-STAGE.jsonl as soon as it is measured; gpu-STAGE.log has what it prints.
+every row to gpu-STAGE.jsonl as soon as it is measured; gpu-STAGE.log has what it prints. The exit code is 1
+when a stage failed. Without CUDA, or with --toy, the same code runs at toy size on the CPU.
+docs/benchmarks.md explains the figures.
 """
 
 import contextlib

@@ -28,6 +28,7 @@ from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Re
 NUM_CLIENTS: Final = 6
 NUM_WORKERS: Final = 4
 MAX_TOKENS: Final = (12,)
+OPTIONS: Final = ("--runtime", "local", "--router-policy", "cost", "--kv-cache-memory", "64MiB")
 DUMP: Final = "dump.rdb"
 LEAST_ANSWERED: Final = 100
 LEAST_PAGES: Final = 50
@@ -143,8 +144,7 @@ async def measure(options: Namespace, report: Report) -> None:
 
 def routed_cluster(redis: HurtRedis, num_routers: int) -> AbstractAsyncContextManager[WatchedCluster]:
     """Run two prefill and two decode workers, with routers that share what they know through this Redis."""
-    options = ["--runtime", "local", "--router-policy", "cost", "--redis", redis.url]
-    return served_cluster([*options, "--kv-cache-memory", "64MiB"], routers=num_routers)
+    return served_cluster([*OPTIONS, "--redis", redis.url], routers=num_routers)
 
 
 async def _routers(cluster: WatchedCluster) -> Sequence[RouterStatus]:

@@ -1,6 +1,7 @@
 """`baton serve tiny --runtime local`, as a user runs it."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -197,12 +198,15 @@ def test_worker_started_by_hand_finds_the_cluster_of_this_machine(
     cluster, folder = several
     monkeypatch.setenv("BATON_CACHE_DIR", folder)
     command = ("worker", "decode", "tiny", "--name", "extra", "--kv-cache-memory", "64MiB")
-    with subprocess.Popen([sys.executable, "-m", "baton", *command]) as worker:
+    program = [sys.executable, "-m", "baton", *command]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as worker:
         try:
             until(lambda: "extra" in cluster.status())
         finally:
             worker.terminate()
-        assert worker.wait(60) == 0
+        _, errors = worker.communicate(timeout=60)
+    assert worker.returncode == 0
+    assert re.search(r"^baton: extra serves at 127\.0\.0\.1:\d+$", errors, re.MULTILINE), errors
 
 
 def test_a_worker_that_cannot_load_is_told_by_name() -> None:

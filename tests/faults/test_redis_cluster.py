@@ -10,6 +10,7 @@ from baton.bench.faults.clients import make_questions
 from baton.bench.report import Report
 from baton.bench.router.faults import (
     MAX_TOKENS,
+    OPTIONS,
     HurtRedis,
     hurt_redis,
     kill_router,
@@ -18,7 +19,7 @@ from baton.bench.router.faults import (
 from baton.cluster.redis_server import RedisServer
 from tests.event_loop import on_loop
 from tests.needs import needs_redis
-from tests.served import SERVE, served
+from tests.served import served
 
 pytestmark = needs_redis
 
@@ -30,9 +31,8 @@ TIMINGS = ("routing p99", "blind decisions")  # wrong by chance on a busy machin
 async def test_lost_redis_and_a_killed_router_fail_no_request() -> None:
     questions = make_questions(1, MAX_TOKENS)
     async with RedisServer() as server:
-        redis, options = HurtRedis(server), ("--router-policy", "cost", "--redis", server.url)
-        workers = ("--prefill", "2", "--decode", "2", "--routers", "2")
-        with served(*SERVE, *workers, *options) as found:
+        redis, options = HurtRedis(server), (*OPTIONS, "--redis", server.url, "--drain-timeout", "5")
+        with served("tiny", *options, "--prefill", "2", "--decode", "2", "--routers", "2") as found:
             async with watched_cluster(found.port, 2 + 2 + 2 + 1, found.process.pid) as cluster:
                 rows = await hurt_redis(cluster, redis, questions, "Redis away", HurtRedis.away, REST_S)
                 rows += await kill_router(cluster, questions, "one router killed", REST_S)

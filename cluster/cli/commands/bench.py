@@ -1,9 +1,10 @@
-"""Measure, on this machine: each suite prints a table and keeps it as SUITE.json and SUITE.html.
+"""Measure, on this machine: each suite prints a table, and writes it as JSON and as HTML.
 
 baton bench kv [options]     KV pages between two processes, beside memcpy and raw sockets
 baton bench serve [options]  an OpenAI server over HTTP, beside others; or gateway and router alone
 
-`baton bench SUITE --help` says more. docs/benchmarks.md says what every suite measures.
+The names of the files begin with the suite's. `baton bench SUITE --help` says more.
+docs/benchmarks.md says what every suite measures.
 """
 
 import argparse

@@ -28,7 +28,9 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
 def plain(tiny_model: Path) -> list[Answers]:
     """The answers without asynchronous scheduling, by seed."""
     engine = tiny_engine(tiny_model)
-    return [answers(engine, seed) for seed in range(4)]
+    found = [answers(engine, seed) for seed in range(4)]
+    engine.close()
+    return found
 
 
 @pytest.mark.parametrize(

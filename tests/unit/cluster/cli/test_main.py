@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,6 @@ import pytest
 
 from baton.cluster.cli.commands.bench import SUITES
 from baton.cluster.cli.main import main
-from tests.forked_baton import ForkedBaton
 from tests.unit.cluster.conftest import Baton
 from tests.unit.cluster.model_directories import with_config_alone
 
@@ -46,12 +45,12 @@ def test_stdout_has_the_text_alone(baton: Baton) -> None:
 
 
 def test_interrupt_ends_with_status_130() -> None:
-    process = ForkedBaton(ENDLESS, os.environ)
-    with closing(process):
-        assert process.stdout.read(10) == "sun moon s"  # tokens come while it still generates
-        process.send_signal(signal.SIGINT)
-        process.stdout.read()
-        assert (process.wait(), process.stderr.read()) == (130, "")
+    process = start(*ENDLESS)
+    assert process.stdout is not None
+    assert process.stdout.read(10) == "sun moon s"  # tokens come while it still generates
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert (process.returncode, err) == (130, "")
 
 
 def test_broken_pipe_ends_silently_with_status_141() -> None:
