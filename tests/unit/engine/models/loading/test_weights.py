@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.loading.checkpoint import SafetensorsCheckpoint, Shape
 from baton.engine.models.loading.dummy_weights import DummyCheckpoint
 from baton.engine.models.loading.weights import Parameters
 from baton.engine.models.parallel import TensorParallel
@@ -15,7 +15,7 @@ from baton.kernels.native import TORCH_DTYPES
 
 CPU = torch.device("cpu")
 EMBEDDING, UP = "embed_tokens.weight", "layers.0.mlp.up_proj.weight"
-SHAPES = {EMBEDDING: (5000, 64), UP: (96, 64)}
+SHAPES: dict[str, Shape] = {EMBEDDING: (5000, 64), UP: (96, 64)}
 
 
 def parameters(rank: int = 0, size: int = 1, dtype: str = "float32") -> Parameters:
