@@ -11,6 +11,7 @@ from baton.kvtransfer.transports.base import AUTO
 from tests.endpoint_host import NUM_PAGES, EndpointHost, HostProcess, ask
 from tests.replicas import BACK_S, NUM_UNITS, all_back_s, assert_handed_over
 from tests.transfer_ends import OPTIONAL
+from tests.waiting import wait_for
 
 SOURCE_POINTS = ("start", "before Grant", "after Grant", "half", "all", "before Verified", "later")
 DESTINATION_POINTS = ("after grant", "before Wrote", "after Wrote", "before Commit", "after Commit")
@@ -144,6 +145,8 @@ def test_prefix_is_pulled_from_its_holder(transport: str, make_host: Callable[..
             wanted, digest = holder.known_pages(20)
             assert puller.pull(holder.address(), wanted, 20) == "adopted"
             assert puller.ended()[-1][2] == digest
+        # Pages that the holder leases to a pull stay known: it hears of the end after the puller.
+        wait_for(lambda: not holder.counts()["LEASED"])
         holder.forget_known()
         holder.known_pages(20)  # the pages have other contents now
         assert puller.pull(holder.address(), wanted, 20) == "refused"
