@@ -324,6 +324,7 @@ class ModelRunner:
         self.layers = self.layout.layers_of(rank.index)  # on this rank
         self.own_layout = self.layout.of_stage(rank.index)
         self.model: Model
+        self._stage: SupportsPipeline | None = None  # the model, where it has some of the layers
         self.pool: KvPool
         self.steps = DeviceSteps(self.device)
         # On rank 0: the steps that every rank has ended. A step of one stage ends with a sum over all ranks.
@@ -362,8 +363,11 @@ class ModelRunner:
         except (OSError, OverflowError, RuntimeError) as error:  # the kinds of out-of-memory errors
             num_bytes = parameter_bytes(config, self.layout.dtype) // self.rank.size
             raise ModelError(f"{num_bytes:,} bytes of weights cannot be placed: {error}") from error
-        if self.pp.size > 1 and not isinstance(self.model, SupportsPipeline):
-            raise ConfigError(f"pipeline_parallel_size: {config.architecture} cannot be split into stages")
+        if self.pp.size > 1:
+            if not isinstance(self.model, SupportsPipeline):
+                message = f"{config.architecture} cannot be split into stages"
+                raise ConfigError(f"pipeline_parallel_size: {message}")
+            self._stage = self.model
 
     @torch.inference_mode()
     def allocate(self, zeros_on_cpu: ZerosOnCpu = huge_zeros, host_zeros: ZerosOnCpu | None = None) -> None:
@@ -592,17 +596,16 @@ class ModelRunner:
 
     def _run_layers(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None) -> Tensor:
         """Logits from the last pipeline stage; from the others, hidden states that are on their way."""
-        model, pp = self.model, self.pp
-        if pp.size == 1:
+        model, stage, pp = self.model, self._stage, self.pp
+        if stage is None:
             return model.logits(model.forward(step, kv_pool, groups))
-        assert isinstance(model, SupportsPipeline), "`load` has checked that"
         received_TE = None
         if not pp.is_first:
             shape = len(step.token_ids_T), self.model_config.hidden_size
             received_TE = pp.receive(torch.empty(shape, dtype=TORCH_DTYPES[self.dtype], device=self.device))
-        hidden = model.forward(step, kv_pool, groups, received_TE)
+        hidden = stage.forward(step, kv_pool, groups, received_TE)
         if pp.is_last:
-            return model.logits(hidden)
+            return stage.logits(hidden)
         pp.send_on(hidden)
         return hidden
 
